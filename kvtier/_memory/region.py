@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
-from kvtier._memory import _locked_file, guard
+from kvtier._memory import _locked_file, guard, pages
 from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
 from kvtier._memory.population import Part, Population
 from kvtier.errors import RegionError, StateError
@@ -66,6 +66,7 @@ class Region:
         if file is not None:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
+        self._has_huge_pages: bool | None = None  # None until they were asked for
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
         self._release = weakref.finalize(self, _locked_file.release, file) if file else None
 
@@ -250,6 +251,20 @@ class Region:
         )
         self._populations.append(population)
         population.start(mapping, threads)
+
+    def back(self, slots: range) -> None:
+        """Get memory for slots at once, as ``populate`` does in the background. What they hold stays.
+
+        Raises:
+            OSError: there is none.
+        """
+        mapping, fd = self._require_open(), self._file.fd if self._file else None
+        if self._has_huge_pages is None:
+            self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=fd is not None)
+        start, nbytes = slots.start * self.chunk_bytes, len(slots) * self.chunk_bytes
+        code = pages.back(self._address + start, nbytes, fd, start, huge=self._has_huge_pages)
+        if code:
+            raise OSError(code, os.strerror(code))
 
     def close(self, wait_s: float | None = None) -> None:
         """Give the region back; the last one who closes it removes the file. May be called again.

@@ -230,7 +230,7 @@ def _open_kernel(device: torch.device) -> PageKernel | None:
     """Return the kernel for small pages, compiled and tried, or None: without Triton or a compiler, say."""
     try:
         kernel: PageKernel = importlib.import_module("kvtier._device.backends._page_kernel")
-    except ImportError as error:
+    except Exception as error:  # not installed, or broken: what is optional must not end the engine
         logger.info("copy kernel not used: %s", error)
         return None
     return kernel if _first_exact(device, {"kernel": kernel.copy}) is not None else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from kvtier._device._pinning import PinnedSlots
 from kvtier._device._runtime import Runtime
 from kvtier._device.base import Attempt, Blocks, CopyQueue, Pinning
 from kvtier._device.plan import CopyPlan
+from kvtier._memory.region import Region
 from kvtier.errors import DeviceLostError, DeviceStuckError, TransferError
 from kvtier_testing.device import (
     Compute,
@@ -448,3 +451,14 @@ def test_pinned_slots_stay_mapped_when_the_region_is_closed_first(device: Played
     it.close()
     assert len(device.unpinned) == 1
     assert device.unmapped == []
+
+
+def test_slots_have_memory_before_they_are_pinned(device: PlayedDevice) -> None:
+    with Region.unnamed(SLOTS, CHUNK) as region:
+        allocated: list[int] = []
+        device.before_pinning = lambda count: allocated.append(os.fstat(region.fileno()).st_blocks * 512)
+        pinned = PinnedSlots(device, region, 5)
+        wait_until(lambda: pinned.nbytes == region.nbytes)
+        pinned.close()
+        ends = [address + nbytes - region.address for address, nbytes in device.pieces]
+        assert all(found >= end for found, end in zip(allocated, ends, strict=True))
