@@ -110,11 +110,10 @@ def tables(found: dict[str, Any]) -> str:
     copies = found["copies"]["result"]
     cores, device = found["machine"]["cores"], copies["Machine"][0]["device"]
     lines = [f"{device}; a virtual machine with {cores} processor cores.", "", *_table("what", "outcome")]
-    for name in ("conformance", "transformers", "sanitizer", "engine"):
-        outcome = found[name].get("result") or {name: value for name, value in found[name].items() if value}
-        lines.append(
-            f"| {name} | {', '.join(f'{value} {word}' for word, value in outcome.items() if value)} |"
-        )
+    for name in ("conformance", "transformers", "sanitizer", "overhead"):
+        outcome = found[name].get("result", {})
+        counted = ", ".join(f"{count} {word}" for word, count in outcome.items() if count)
+        lines.append(f"| {name} | {counted or 'skipped: ' + found[name]['skipped']} |")
     lines += ["", *_table("page", "pages", *(f"{way}, GB/s (of the limit)" for way in WAYS), "host, µs")]
     for kib, pages in dict.fromkeys((it["page_kib"], it["pages"]) for it in copies["CopySpeed"]):
         of_size = [it for it in copies["CopySpeed"] if (it["page_kib"], it["pages"]) == (kib, pages)]
