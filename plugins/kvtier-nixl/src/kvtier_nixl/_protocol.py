@@ -40,18 +40,18 @@ class ProtocolError(Exception):
     """The other side sent something that the protocol does not allow."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type", forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A message of the control channel."""
 
 
-class Challenge(Message, tag=1):
+class Challenge(Message, frozen=True, tag=1):
     """The server's first message."""
 
     version: int
     nonce: Short
 
 
-class Hello(Message, tag=2):
+class Hello(Message, frozen=True, tag=2):
     """The client's first message: what it expects, and the proof that it knows the secret."""
 
     version: int
@@ -61,49 +61,45 @@ class Hello(Message, tag=2):
     proof: Short
 
 
-class Welcome(Message, tag=3):
+class Welcome(Message, frozen=True, tag=3):
     """The server's proof, and how its memory is read.
 
     Attributes:
         proof: that it knows the secret.
-        epoch: names what it holds; another one after each opening.
         agent: name of its NIXL agent.
         metadata: with which an agent reads from it.
-        lease_s: seconds that a lease lasts, from the request on.
     """
 
     proof: Short
-    epoch: Short
     agent: Text
     metadata: bytes
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=600)]
 
 
-class Refused(Message, tag=4):
+class Refused(Message, frozen=True, tag=4):
     """Why a connection is closed."""
 
     why: Text
 
 
-class Lookup(Message, tag=5):
+class Lookup(Message, frozen=True, tag=5):
     """Ask which keys are held."""
 
     keys: Keys
 
 
-class Found(Message, tag=6):
+class Found(Message, frozen=True, tag=6):
     """Which keys of a lookup are held."""
 
     held: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_KEYS)]
 
 
-class Lease(Message, tag=7):
+class Lease(Message, frozen=True, tag=7):
     """Ask to keep chunks where they are, to read them."""
 
     keys: Keys
 
 
-class Leased(Message, tag=8):
+class Leased(Message, frozen=True, tag=8):
     """Where the chunks of a lease are; address 0 and no trailer for those that are not leased."""
 
     lease: int
@@ -114,13 +110,13 @@ class Leased(Message, tag=8):
     ]
 
 
-class Release(Message, tag=9):
+class Release(Message, frozen=True, tag=9):
     """End a lease, once what it protects has been read."""
 
     lease: int
 
 
-class Released(Message, tag=10):
+class Released(Message, frozen=True, tag=10):
     """Whether the lease lasted until now. If not, the bytes that were read may be of other chunks."""
 
     lasted: bool
@@ -128,7 +124,7 @@ class Released(Message, tag=10):
 
 AnyMessage = Challenge | Hello | Welcome | Refused | Lookup | Found | Lease | Leased | Release | Released
 MessageT = TypeVar("MessageT", bound=Message)
-_decoder: Final = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: Final = msgspec.msgpack.Decoder[AnyMessage](AnyMessage)
 
 
 def encode(message: Message) -> bytes:
@@ -140,9 +136,10 @@ def encode(message: Message) -> bytes:
 def decode(body: bytes) -> AnyMessage:
     """Return the message of a frame, which may hold anything at all. Raises ProtocolError."""
     try:
-        return _decoder.decode(body)
+        message: AnyMessage = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"invalid frame of {len(body)} bytes: {error}") from None
+    return message
 
 
 async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYTES) -> AnyMessage:

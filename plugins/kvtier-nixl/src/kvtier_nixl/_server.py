@@ -34,19 +34,15 @@ class Facts:
         secret: the shared secret.
         identity: digest of the cache.
         chunk_bytes: length of a chunk.
-        epoch: of what is held.
         agent: name of the NIXL agent.
         metadata: its metadata.
-        lease_s: seconds that a lease lasts.
     """
 
     secret: bytes
     identity: bytes
     chunk_bytes: int
-    epoch: bytes
     agent: str
     metadata: bytes
-    lease_s: float
 
 
 class ControlServer:
@@ -130,7 +126,7 @@ class ControlServer:
         if hello.chunk_bytes != facts.chunk_bytes:
             raise ProtocolError(f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}")
         answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity)
-        await _send(writer, Welcome(answer, facts.epoch, facts.agent, facts.metadata, facts.lease_s))
+        await _send(writer, Welcome(answer, facts.agent, facts.metadata))
 
     async def _answer(self, request: Message, writer: asyncio.StreamWriter) -> None:
         if isinstance(request, protocol.Lookup):

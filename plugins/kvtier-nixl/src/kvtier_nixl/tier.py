@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -114,10 +113,8 @@ class NixlTier(SecondaryTier[NixlConfig]):
             secret=secret,
             identity=context.identity.digest,
             chunk_bytes=context.chunk_bytes,
-            epoch=secrets.token_bytes(16),
             agent=agent.name,
             metadata=agent.metadata,
-            lease_s=self.config.lease_s,
         )
         self._server = ControlServer(facts, self._held, self._serving, self._warn)
         host, port = parse_address(self.config.listen, least_port=0)
@@ -128,7 +125,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 f"cannot listen at {self.config.listen} ({error}); set listen to a free host:port"
             ) from None
         self._peers = Peers(self.config.peers, facts, agent, self.config.answer_timeout_s, self._warn)
-        self._peers.open()
+        await self._peers.open()
 
     def _secret(self) -> bytes:
         path: Path | None = self.config.secret_file
