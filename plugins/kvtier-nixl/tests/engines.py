@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 
 from kvtier import Identity
 from kvtier._settings import validation
@@ -133,17 +134,32 @@ class Holder:
 
 
 async def hold(settings: dict[str, Any], name: str = "tests", chunks: int = 8, **options: Any) -> None:
-    """Be a holder: obey lines of the standard input."""
+    """Be a holder."""
     async with opened(name=name, **settings, **options) as it:
         assert set(await it.put(range(chunks))) <= {Status.OK}
         print("done", flush=True)
-        while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-            verb, *numbers = line.split()
-            if verb == "reset":
-                await it.tier.reset()
-            elif verb == "put":
-                await it.put(map(int, numbers), version=1)
-            print("done", flush=True)
+        async with anyio.create_task_group() as tasks:
+            await obey(it, tasks)
+
+
+async def read_forever(it: TierRig) -> None:
+    """Read chunks of peers over and over."""
+    while True:
+        await it.get(range(8))
+
+
+async def obey(it: TierRig, tasks: TaskGroup) -> None:
+    """Do what lines of the standard input say, and answer each."""
+    while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+        verb, *numbers = line.split()
+        if verb == "reset":
+            await it.tier.reset()
+        elif verb == "put":
+            await it.put(map(int, numbers), version=1)
+        elif verb == "read":
+            await until_found(it, range(8))
+            tasks.start_soon(read_forever, it)
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,18 @@ async def test_a_stopped_peer_costs_one_lookup_and_does_not_keep_the_tier_from_c
     holder.resume()
 
 
+async def test_a_reader_that_is_killed_in_mid_transfer_does_its_holder_no_harm(
+    holder: Holder, tmp_path: Path
+) -> None:
+    with Holder(tmp_path / "reader.log", {"peers": [holder.address]}, chunks=0) as reader:
+        reader.tell("read")  # without end
+        reader.kill()
+    async with opened(holder.address) as it:
+        await until_found(it, EIGHT)
+        assert set((await get(it)).statuses) == {Status.OK}
+    assert holder.process.poll() is None
+
+
 @pytest.mark.parametrize("is_confirmed", [False, True], ids=["asked", "only-the-seal"])
 async def test_chunks_whose_lease_ran_out_are_never_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_confirmed: bool

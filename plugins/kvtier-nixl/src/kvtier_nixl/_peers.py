@@ -69,18 +69,19 @@ class Peer:
         """Connect, and connect again whenever the connection is lost, until this task is cancelled."""
         pause_s = _FIRST_PAUSE_S
         try:
-            while not self._is_self:
+            while True:
                 self._is_lost.clear()
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         await self._connect()
                 except Exception as error:  # also what NIXL makes of metadata
                     self._warn("connection", f"peer {self.address} is not used: {_words(error)}")
-                else:
-                    pause_s = _FIRST_PAUSE_S
-                    self.was_tried.set()
-                    await self._is_lost.wait()
                 self.was_tried.set()
+                if self._is_self:
+                    return
+                if self._link is not None:
+                    pause_s = _FIRST_PAUSE_S
+                    await self._is_lost.wait()
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
