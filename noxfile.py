@@ -30,7 +30,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
-NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without what they require: gigabytes of CUDA libraries
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by default is not built for

@@ -61,6 +61,7 @@ class ControlServer:
         self._memory = memory
         self._warn = warn
         self._server: asyncio.Server | None = None
+        self._is_closed = False
         self._connections: set[asyncio.Task[None]] = set()
 
     async def open(self, host: str, port: int) -> int:
@@ -75,6 +76,7 @@ class ControlServer:
 
     async def aclose(self) -> None:
         """Stop listening, and close all connections."""
+        self._is_closed = True
         server, self._server = self._server, None
         if server is None:
             return
@@ -90,7 +92,9 @@ class ControlServer:
         assert task is not None
         self._connections.add(task)
         try:
-            if self._server is None or len(self._connections) > _MAX_CONNECTIONS:
+            if self._is_closed:  # what is put from now on may be of other weights
+                return
+            if len(self._connections) > _MAX_CONNECTIONS:
                 await _send(writer, Refused(f"it has {_MAX_CONNECTIONS} connections, which is its limit"))
                 return
             async with asyncio.timeout(_HANDSHAKE_S):

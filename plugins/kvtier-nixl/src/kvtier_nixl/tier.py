@@ -176,7 +176,12 @@ class NixlTier(SecondaryTier[NixlConfig]):
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys this engine or a connected peer holds. See ``SecondaryTier.contains``."""
+        resets = self._resets
         elsewhere = await self._locate([key for key in dict.fromkeys(keys) if key not in self._held])
+        if resets == self._resets:
+            self._located.update(elsewhere)  # for the get that follows
+        while len(self._located) > _LOCATIONS:
+            self._located.popitem(last=False)
         return [key in self._held or key in elsewhere for key in keys]
 
     async def put(self, batch: Batch) -> Outcome:
@@ -266,27 +271,17 @@ class NixlTier(SecondaryTier[NixlConfig]):
     # --- chunks of peers -------------------------------------------------------------------------
 
     async def _locate(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Peer]:
-        """Ask peers which of them holds the keys, and remember it for the get that follows."""
-        peers = self._peers
-        if peers is None or not keys:
-            return {}
-        found = await peers.locate(keys)
-        if peers is self._peers:
-            self._located.update(found)
-            while len(self._located) > _LOCATIONS:
-                self._located.popitem(last=False)
-        return found
+        """Return which connected peer holds each key that one of them holds."""
+        return await self._peers.locate(keys) if self._peers is not None and keys else {}
 
     async def _get_from_peers(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
-        unknown = [batch.keys[index] for index in wanted if batch.keys[index] not in self._located]
-        found = await self._locate(unknown)
+        keys = [batch.keys[index] for index in wanted]
+        known = {key: peer for key in keys if (peer := self._located.pop(key, None)) and peer.is_connected}
+        found = await self._locate([key for key in keys if key not in known]) | known
         by_peer: dict[Peer, list[int]] = {}
-        for index in wanted:
-            key = batch.keys[index]
-            # A location is of use once: the next get asks again, unless a lookup has.
-            peer = self._located.pop(key, None) or found.get(key)
-            if peer is not None:
-                by_peer.setdefault(peer, []).append(index)
+        for index, key in zip(wanted, keys, strict=True):
+            if key in found:
+                by_peer.setdefault(found[key], []).append(index)
         async with anyio.create_task_group() as tasks:
             for peer, indices in by_peer.items():
                 tasks.start_soon(self._get_from, peer, batch, indices, results)
