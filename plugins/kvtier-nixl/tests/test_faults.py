@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,9 @@ async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
 async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late_bytes_harm_nobody(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(holder.address, deadline_s=2.0) as it:
+    async with opened(holder.address, deadline_s=2.0, receive_bytes=8 * CHUNK_BYTES) as it:
+        lost: list[str] = []
+        monkeypatch.setattr(it.tier, "_context", replace(tier_of(it)._context, lost=lost.append))
         await until_found(it, EIGHT)
 
         async def stop() -> None:
@@ -136,6 +139,7 @@ async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late
         assert not any(await it.contains(EIGHT))
         agent = tier_of(it)._opened
         assert agent._reads  # the transfer itself goes on
+        assert lost  # and holds all receiving memory: kvtier would open the tier anew
         assert set((await get(it)).statuses) == {Status.ABSENT}
         monkeypatch.undo()
         holder.resume()

@@ -282,6 +282,7 @@ class Agent:
 
 def _new_agent(name: str, *, is_local: bool) -> Any:
     """Return an agent of NIXL with a UCX backend. NIXL is imported late: that takes seconds."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when it is imported
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=[]))
