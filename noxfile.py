@@ -28,8 +28,9 @@ nox.options.error_on_missing_interpreters = False  # they are named and skipped,
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
-PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake")
+PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by default is not built for
@@ -94,6 +95,7 @@ def plugins(session: nox.Session) -> None:
     install_kvtier(session, groups=["tests"])
     for plugin in PLUGINS:
         session.install("-e", f"plugins/{plugin}[tests]")
+    session.install("--no-deps", *NIXL)
     for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has a configuration of its own
         tests = f"plugins/{plugin}/tests"
         chosen = tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"
@@ -364,6 +366,7 @@ def install_engine_tests(session: nox.Session, version: str) -> None:
     install_kvtier(session, groups=["tests"])
     for plugin in PLUGINS:
         session.install("-e", f"plugins/{plugin}{'[cpu]' if plugin == 'kvtier-mooncake' else ''}")
+    session.install("--no-deps", *NIXL)
 
 
 def run_in_engine(session: nox.Session, marks: str, env: Mapping[str, str] | None = None) -> None:

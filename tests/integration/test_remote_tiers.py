@@ -1,4 +1,4 @@
-"""A real engine keeps its cache in a real Redis, object store or pool of memory, and has it elsewhere."""
+"""A real engine keeps its cache in a real Redis, object store, pool or peer, and has it elsewhere."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ def pools() -> Any:
 
 
 @pytest.fixture
+def nixl() -> Any:
+    """What the plug-in's own tests open tiers with."""
+    for module in ("kvtier_nixl", "nixl"):
+        if importlib.util.find_spec(module) is None:
+            absent("pip install -e plugins/kvtier-nixl; pip install --no-deps nixl nixl-cu12")
+    return load_file("kvtier_nixl_tests_engines", PROJECT / "plugins/kvtier-nixl/tests/engines.py")
+
+
+@pytest.fixture
 def mooncake(pools: Any, tmp_path: Path) -> Iterator[Rig]:
     with pools.Pool(tmp_path / "pool", 256 << 20) as pool:
         yield {"type": "mooncake", "master": pool.address}, {}
@@ -100,6 +109,30 @@ def test_an_engine_is_served_from_the_memory_of_another_one_and_goes_on_when_tha
 
     answers = reference(*PROMPTS)
     assert served == (answers[:2], {"mooncake": 2 * PROMPT_CHUNKS})
+    assert alone == (answers[2:], {})
+
+
+def test_an_engine_is_served_from_the_host_memory_of_another_one_by_nixl_and_goes_on_when_that_is_killed(
+    nixl: Any, launcher: Launcher, llama: Path, reference: Ask
+) -> None:
+    addresses = [f"127.0.0.1:{nixl.free_port()}" for _ in range(2)]
+    memory = {"serve_bytes": "64MiB", "receive_bytes": "16MiB"}
+
+    def start(address: str) -> Any:
+        tier = {"type": "nixl", "listen": address, "peers": addresses, **memory}
+        settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
+        return launcher.start(llama, settings, environment={"UCX_TLS": "tcp,self"})
+
+    with start(addresses[0]) as one, start(addresses[1]) as other:
+        one.served(*PROMPTS)
+        one.settled()
+        other.until_open("nixl")
+        served = other.served(*PROMPTS[:2])
+        one.kill()
+        alone = other.served(PROMPTS[2])
+
+    answers = reference(*PROMPTS)
+    assert served == (answers[:2], {"nixl": 2 * PROMPT_CHUNKS})
     assert alone == (answers[2:], {})
 
 

@@ -1,0 +1,295 @@
+"""NIXL's agent, in a thread of its own: memory that peers read, and reads from the memory of peers.
+
+**A read cannot be stopped.** Neither releasing its handle nor removing the peer does: the bytes of a peer
+that was stopped and continues still arrive. So they go to rows of receiving memory first, never straight to
+slots. A read that is given up keeps its rows until it has ended, however long that takes; the slots are free
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import mmap
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import anyio
+
+from kvtier.tiers import until_done, wait_for_end
+
+_POLL_S: Final = 0.0005
+_SLOW_POLL_S: Final = 0.05
+_CLOSE_S: Final = 5.0
+_DONE: Final = "DONE"
+_IN_FLIGHT: Final = "PROC"
+T = TypeVar("T")
+
+_log = logging.getLogger("kvtier.tiers.nixl")
+
+
+class Memory:
+    """Memory of this process that is divided into rows of one chunk each. Freed with the object."""
+
+    def __init__(self, rows: int, row_bytes: int) -> None:
+        self.rows = rows
+        self.row_bytes = row_bytes
+        self._bytes = mmap.mmap(-1, rows * row_bytes)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
+
+    def address(self, row: int) -> int:
+        """Return the address of a row."""
+        return self.base + row * self.row_bytes
+
+
+class ReadError(Exception):
+    """A read failed; the text is NIXL's."""
+
+
+@dataclass(eq=False)
+class _Read:
+    handle: Any
+    peer: str
+    rows: Sequence[int]
+    future: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_given_up: bool = False
+
+
+class Agent:
+    """An agent of NIXL with its UCX backend.
+
+    Args:
+        serving: memory that peers may read.
+        receiving: memory that is read into.
+        is_local: whether only processes of this host may connect to it.
+
+    Attributes:
+        name: the agent's name, which no other one has.
+        metadata: with this, agents of peers read from ``serving``.
+    """
+
+    def __init__(self, serving: Memory, receiving: Memory, *, is_local: bool) -> None:
+        self.name = f"kvtier-{secrets.token_hex(8)}"
+        self.metadata = b""
+        self._serving = serving
+        self._receiving = receiving
+        self._is_local = is_local
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtier-nixl", daemon=True)
+        self._agent: Any = None
+        self._reads: list[_Read] = []
+        self._peers: set[str] = set()
+        self._unwanted: set[str] = set()  # peers to be removed once no read of them is in flight
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._free = list(range(receiving.rows))
+        self._given_up_rows = 0
+        self._row_freed = asyncio.Event()
+
+    # --- on the event loop -----------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Start the thread, and NIXL in it.
+
+        Raises:
+            ImportError: NIXL is not installed.
+            Exception: whatever NIXL raises.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        self._thread.start()
+        await self._call(self._start)
+
+    async def aclose(self) -> None:
+        """End the thread and NIXL, with the reads in flight. Afterwards nothing writes into its memory."""
+        if self._ended is None:
+            return
+        self._jobs.put(None)
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S) as limit:
+            await wait_for_end(self._ended)
+        if limit.cancelled_caught:
+            _log.error("NIXL did not close within %g s; its thread and memory are abandoned", _CLOSE_S)
+
+    async def connect(self, peer: str, metadata: bytes) -> None:
+        """Make the memory of a peer readable."""
+        await self._call(lambda: self._add(peer, metadata))
+
+    def forget(self, peer: str) -> None:
+        """Remove a peer, once no read of it is in flight."""
+        self._jobs.put(lambda: self._unwanted.add(peer))
+
+    async def take_rows(self, count: int) -> list[int]:
+        """Return at least one row of the receiving memory and at most ``count``; wait for the first one."""
+        while not self._free:
+            self._row_freed.clear()
+            await self._row_freed.wait()
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def free_rows(self, rows: Sequence[int]) -> None:
+        """Give rows back."""
+        self._free.extend(rows)
+        self._row_freed.set()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether reads that were given up have all of the receiving memory."""
+        return self._given_up_rows == self._receiving.rows
+
+    async def read(self, peer: str, addresses: Sequence[int], rows: Sequence[int]) -> None:
+        """Read chunks of a peer into rows. The rows are the caller's again only if this returns.
+
+        Raises:
+            ReadError: it failed.
+        """
+        read = _Read(None, peer, rows)
+        self._jobs.put(lambda: self._begin(read, addresses))
+        try:
+            state = await read.future
+        except BaseException:  # cancelled: the thread frees the rows when the bytes have stopped moving
+            read.is_given_up = True
+            self._given_up_rows += len(rows)
+            if read.future.done() and not read.future.cancelled():
+                self._free_given_up(read)
+            raise
+        if state != _DONE:
+            self.free_rows(rows)
+            raise ReadError(state)
+
+    def _free_given_up(self, read: _Read) -> None:
+        self._given_up_rows -= len(read.rows)
+        self.free_rows(read.rows)
+
+    def _read_ended(self, read: _Read, state: str) -> None:
+        if read.is_given_up:
+            self._free_given_up(read)
+        elif read.future.cancelled():  # the cancellation is on its way to who waits
+            read.future = asyncio.get_running_loop().create_future()
+            read.future.set_result(state)
+        else:
+            read.future.set_result(state)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a short function in the thread, to its end."""
+        assert self._loop is not None
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def job() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                self._post(partial(future.set_exception, error))
+            else:
+                self._post(partial(future.set_result, result))
+
+        self._jobs.put(job)
+        return await until_done(future)
+
+    # --- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                pause_s = _POLL_S if any(not read.is_given_up for read in self._reads) else _SLOW_POLL_S
+                job = self._jobs.get(timeout=pause_s if self._reads else None)
+            except queue.Empty:
+                self._poll()
+                continue
+            if job is None:
+                break
+            job()
+            self._poll()
+        self._end()
+
+    def _start(self) -> None:
+        agent = _new_agent(self.name, is_local=self._is_local)
+        served = _register(agent, self._serving)
+        _register(agent, self._receiving)
+        # Of the serving memory alone: peers have no business in the receiving memory.
+        self.metadata = agent.get_partial_agent_metadata(served, inc_conn_info=True, backends=["UCX"])
+        self._agent = agent
+
+    def _end(self) -> None:
+        for read in self._reads:
+            with suppress(Exception):
+                self._agent.release_xfer_handle(read.handle)
+        self._reads.clear()
+        self._agent = None  # it ends with its last reference: from here on nothing is written
+        assert self._ended is not None
+        ended = self._ended
+        self._post(lambda: None if ended.done() else ended.set_result(None))
+
+    def _add(self, peer: str, metadata: bytes) -> None:
+        self._unwanted.discard(peer)
+        if peer not in self._peers:
+            name = self._agent.add_remote_agent(metadata)
+            if (name.decode() if isinstance(name, bytes) else name) != peer:
+                raise ReadError(f"its agent is {name!r}, not {peer!r}")
+            self._peers.add(peer)
+
+    def _begin(self, read: _Read, addresses: Sequence[int]) -> None:
+        length = self._receiving.row_bytes
+        try:
+            local = [(self._receiving.address(row), length, 0) for row in read.rows]
+            remote = [(address, length, 0) for address in addresses]
+            descriptors = [self._agent.get_xfer_descs(part, "DRAM") for part in (local, remote)]
+            read.handle = self._agent.initialize_xfer("READ", *descriptors, read.peer)
+            state = self._agent.transfer(read.handle)
+        except Exception as error:
+            self._finish(read, f"{type(error).__name__}: {error}")
+            return
+        if state == _IN_FLIGHT:
+            self._reads.append(read)
+        else:
+            self._finish(read, state)
+
+    def _poll(self) -> None:
+        for read in list(self._reads):
+            try:
+                state = self._agent.check_xfer_state(read.handle)
+            except Exception as error:
+                state = f"{type(error).__name__}: {error}"
+            if state != _IN_FLIGHT:
+                self._reads.remove(read)
+                self._finish(read, state)
+        for peer in self._unwanted - {read.peer for read in self._reads}:
+            self._unwanted.discard(peer)
+            if peer in self._peers:
+                self._peers.discard(peer)
+                with suppress(Exception):
+                    self._agent.remove_remote_agent(peer)
+
+    def _finish(self, read: _Read, state: str) -> None:
+        if read.handle is not None:
+            with suppress(Exception):
+                self._agent.release_xfer_handle(read.handle)
+            read.handle = None
+        self._post(partial(self._read_ended, read, state))
+
+    def _post(self, callback: Callable[[], object]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback)
+
+
+def _new_agent(name: str, *, is_local: bool) -> Any:
+    """Return an agent of NIXL with a UCX backend. NIXL is imported late: that takes seconds."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when it is imported
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=[]))
+    stays_inside = is_local and "UCX_NET_DEVICES" not in os.environ
+    agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"} if stays_inside else {})
+    return agent
+
+
+def _register(agent: Any, memory: Memory) -> Any:
+    return agent.register_memory([(memory.base, memory.rows * memory.row_bytes, 0, "")], "DRAM")

@@ -1,0 +1,248 @@
+"""The asking side of the control channel: connections to peers, kept up in the background.
+
+Lookups use only the peers that are connected. One that cannot be reached, or does not answer, costs at most
+``answer_timeout_s`` once: it is dropped, and connected to again in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+
+from kvtier.keys import OffloadKey
+from kvtier_nixl import _protocol as protocol
+from kvtier_nixl._agent import Agent
+from kvtier_nixl._protocol import Challenge, Hello, Message, MessageT, ProtocolError, Welcome
+from kvtier_nixl._server import Facts
+from kvtier_nixl.config import parse_address
+
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
+
+
+class PeerError(Exception):
+    """A peer cannot be used now; the text says why."""
+
+
+@dataclass(eq=False)
+class _Link:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    welcome: Welcome
+
+
+class Peer:
+    """Another engine, at one address.
+
+    Args:
+        address: where it listens.
+        facts: what it has to agree on.
+        agent: this engine's agent.
+        timeout_s: seconds after which an answer is late.
+        warn: called with a reason and a text when it cannot be used.
+
+    Attributes:
+        was_tried: set once the first attempt to connect has ended.
+    """
+
+    def __init__(
+        self, address: str, facts: Facts, agent: Agent, timeout_s: float, warn: Callable[[str, str], None]
+    ) -> None:
+        self.address = address
+        self._facts = facts
+        self._agent = agent
+        self._timeout_s = timeout_s
+        self._warn = warn
+        self._link: _Link | None = None
+        self._turn = anyio.Lock()
+        self._is_lost = asyncio.Event()
+        self.was_tried = asyncio.Event()
+        self._is_self = False
+
+    async def keep_connected(self) -> None:
+        """Connect, and connect again whenever the connection is lost, until this task is cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while True:
+                self._is_lost.clear()
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._connect()
+                except Exception as error:  # also what NIXL makes of metadata
+                    self._warn("connection", f"peer {self.address} is not used: {_words(error)}")
+                self.was_tried.set()
+                if self._is_self:
+                    return
+                if self._link is not None:
+                    pause_s = _FIRST_PAUSE_S
+                    await self._is_lost.wait()
+                await anyio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self.was_tried.set()
+            self._close()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it can be asked, as far as is known."""
+        link = self._link
+        if link is not None and link.reader.at_eof():
+            self.drop("it has closed the connection")
+        return self._link is not None
+
+    async def lookup(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return which keys it holds. Raises PeerError."""
+        held: list[bool] = []
+        for part in _pieces(keys):
+            found = await self._ask(protocol.Lookup(part), protocol.Found)
+            if len(found.held) != len(part):
+                raise self._broken("it answered for another number of keys")
+            held += found.held
+        return held
+
+    async def lease(self, keys: Sequence[OffloadKey]) -> protocol.Leased:
+        """Lease chunks, at most ``MAX_KEYS``. Raises PeerError."""
+        leased = await self._ask(protocol.Lease(tuple(keys)), protocol.Leased)
+        if not len(leased.addresses) == len(leased.trailers) == len(keys):
+            raise self._broken("it answered for another number of keys")
+        return leased
+
+    async def release(self, lease: int) -> bool:
+        """End a lease; return whether it lasted until now. Raises PeerError."""
+        return (await self._ask(protocol.Release(lease), protocol.Released)).lasted
+
+    async def read(self, addresses: Sequence[int], rows: Sequence[int]) -> None:
+        """Read chunks into rows of the receiving memory. See ``Agent.read``."""
+        link = self._link
+        if link is None:
+            self._agent.free_rows(rows)
+            raise PeerError("it is not connected")
+        await self._agent.read(link.welcome.agent, addresses, rows)
+
+    def drop(self, why: str) -> None:
+        """Use it no longer, until it is connected to again."""
+        if self._link is not None:
+            self._warn("connection", f"peer {self.address} dropped: {why}; connecting again")
+            self._close()
+
+    async def _ask(self, request: Message, wanted: type[MessageT]) -> MessageT:
+        async with self._turn:
+            link = self._link if self.is_connected else None
+            if link is None:
+                raise PeerError("it is not connected")
+            try:
+                with anyio.fail_after(self._timeout_s):
+                    link.writer.write(protocol.encode(request))
+                    await link.writer.drain()
+                    answer = await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)
+            except (ProtocolError, OSError, TimeoutError) as error:
+                raise self._broken(_words(error)) from None
+            except BaseException:  # cancelled: the answer would be taken for that of the next request
+                if self._link is link:
+                    self._close()
+                raise
+            return answer
+
+    def _broken(self, why: str) -> PeerError:
+        self.drop(why)
+        return PeerError(why)
+
+    def _close(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.writer.close()
+            self._agent.forget(link.welcome.agent)
+        self._is_lost.set()
+
+    async def _connect(self) -> None:
+        reader, writer = await asyncio.open_connection(*parse_address(self.address))
+        try:
+            welcome = await self._shake_hands(reader, writer)
+            self._is_self = welcome.agent == self._facts.agent
+            if not self._is_self:
+                await self._agent.connect(welcome.agent, welcome.metadata)
+                self._link = _Link(reader, writer, welcome)
+        finally:
+            if self._link is None:
+                writer.close()
+
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Welcome:
+        facts = self._facts
+        challenge = await protocol.expect(reader, Challenge, protocol.MAX_HELLO_BYTES)
+        if challenge.version != protocol.VERSION:
+            raise ProtocolError(f"it speaks version {challenge.version}, this is version {protocol.VERSION}")
+        if len(challenge.nonce) != protocol.NONCE_BYTES:
+            raise ProtocolError("its challenge has another length")
+        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
+        mine = protocol.proof(facts.secret, b"client", challenge, nonce, facts.identity)
+        hello = Hello(protocol.VERSION, nonce, facts.identity, facts.chunk_bytes, mine)
+        writer.write(protocol.encode(hello))
+        await writer.drain()
+        welcome = await protocol.expect(reader, Welcome, protocol.MAX_FRAME_BYTES)
+        wanted = protocol.proof(facts.secret, b"server", challenge, nonce, facts.identity)
+        if not protocol.is_proof(welcome.proof, wanted):
+            raise ProtocolError("it does not know the secret: compare the secret_file of both")
+        return welcome
+
+
+class Peers:
+    """All peers of one engine. Arguments as for ``Peer``."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        facts: Facts,
+        agent: Agent,
+        timeout_s: float,
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self._peers = [Peer(address, facts, agent, timeout_s, warn) for address in addresses]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Begin to connect, in the background; wait until each peer has been tried once."""
+        self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self._peers]
+        for peer in self._peers:  # all at once: none takes longer than its timeout
+            await peer.was_tried.wait()
+
+    async def aclose(self) -> None:
+        """Disconnect from all."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def locate(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Peer]:
+        """Ask all that are connected; return for each key that is held one that holds it."""
+        found: dict[OffloadKey, Peer] = {}
+
+        async def ask(peer: Peer) -> None:
+            with suppress(PeerError):  # logged, and the peer is dropped
+                held = await peer.lookup(keys)
+                for key, is_held in zip(keys, held, strict=True):
+                    if is_held:
+                        found.setdefault(key, peer)
+
+        async with anyio.create_task_group() as tasks:
+            for peer in self._peers:
+                if peer.is_connected:
+                    tasks.start_soon(ask, peer)
+        return found
+
+
+def _pieces(keys: Sequence[OffloadKey]) -> list[tuple[OffloadKey, ...]]:
+    size = protocol.MAX_KEYS
+    return [tuple(keys[first : first + size]) for first in range(0, len(keys), size)]
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    return str(error) or type(error).__name__

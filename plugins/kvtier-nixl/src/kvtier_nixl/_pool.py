@@ -1,0 +1,169 @@
+"""The chunks that this engine serves: which row of the serving memory holds which, and until when.
+
+Rows are bookkeeping: nobody here touches their bytes. Used from the event loop alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from kvtier.keys import OffloadKey
+
+MAX_LEASES: Final = 256
+"""Leases at once, over all peers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk that is served: its row, and the trailer that proves its bytes."""
+
+    row: int
+    trailer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    rows: tuple[int, ...]
+    expires_s: float
+
+
+class Pool:
+    """Rows of chunks, evicted by recency, except those that are pinned.
+
+    Leases are pins of peers, which run out: a peer that dies must not keep memory. They take at most half of
+    the rows, so that puts continue whatever peers do.
+
+    Args:
+        rows: number of rows.
+        lease_s: seconds that a lease lasts.
+        on_evict: told which chunks made room for others.
+    """
+
+    def __init__(self, rows: int, lease_s: float, on_evict: Callable[[Sequence[OffloadKey]], None]) -> None:
+        self.rows = rows
+        self._lease_s = lease_s
+        self._on_evict = on_evict
+        self._free = list(range(rows))
+        self._chunks: OrderedDict[OffloadKey, Chunk] = OrderedDict()  # the least recently used first
+        self._pins: Counter[int] = Counter()
+        self._leases: OrderedDict[int, _Lease] = OrderedDict()  # the first to expire first
+        self._leased: Counter[int] = Counter()
+        self._removed: set[int] = set()  # pinned rows whose chunk is gone
+        self._next_lease = secrets.randbits(48)  # unlike those of an engine that had the address before
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._chunks
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that chunks were used; the last of them is evicted first."""
+        for key in reversed(list(keys)):
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+
+    def reserve(self, count: int, now_s: float) -> list[int]:
+        """Return at most ``count`` rows to fill; evict unpinned chunks where too few are free."""
+        self._expire(now_s)
+        evicted = self._victims(count - len(self._free))
+        for key in evicted:
+            self.discard(key)
+        if evicted:
+            self._on_evict(evicted)
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give_back(self, row: int) -> None:
+        """Free a reserved row."""
+        self._free.append(row)
+
+    def publish(self, key: OffloadKey, row: int, trailer: bytes) -> None:
+        """Serve a chunk from a reserved row, from now on. One that is served already stays as it is."""
+        if key in self._chunks:
+            self.give_back(row)
+        else:
+            self._chunks[key] = Chunk(row, trailer)
+
+    def pin(self, key: OffloadKey) -> Chunk | None:
+        """Return a chunk whose row keeps its bytes until ``unpin``; None if it is not there."""
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._chunks.move_to_end(key)
+            self._pins[chunk.row] += 1
+        return chunk
+
+    def unpin(self, row: int) -> None:
+        """End a pin."""
+        self._pins[row] -= 1
+        if self._pins[row] <= 0:
+            del self._pins[row]
+            if row in self._removed:
+                self._removed.remove(row)
+                self._free.append(row)
+
+    def lease(self, keys: Sequence[OffloadKey], now_s: float) -> tuple[int, list[Chunk | None]]:
+        """Pin chunks for a peer, until it releases them or the lease runs out.
+
+        Returns:
+            The lease's number, and for each key the chunk; None if it is not there or too much is leased.
+        """
+        self._expire(now_s)
+        chunks: list[Chunk | None] = []
+        for key in keys:
+            has_room = len(self._leases) < MAX_LEASES and len(self._leased) < max(1, self.rows // 2)
+            chunk = self.pin(key) if has_room else None
+            if chunk is not None:
+                self._leased[chunk.row] += 1
+            chunks.append(chunk)
+        number, self._next_lease = self._next_lease, self._next_lease + 1
+        rows = tuple(chunk.row for chunk in chunks if chunk is not None)
+        if rows:
+            self._leases[number] = _Lease(rows, now_s + self._lease_s)
+        return number, chunks
+
+    def release(self, number: int, now_s: float) -> bool:
+        """End a lease; return whether it lasted until now."""
+        self._expire(now_s)
+        return self._end(number)
+
+    def _end(self, number: int) -> bool:
+        lease = self._leases.pop(number, None)
+        for row in lease.rows if lease is not None else ():
+            self._leased[row] -= 1
+            if self._leased[row] <= 0:
+                del self._leased[row]
+            self.unpin(row)
+        return lease is not None
+
+    def discard(self, key: OffloadKey) -> None:
+        """Serve a chunk no longer. Its row is used again once nobody has it pinned."""
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            return
+        if self._pins[chunk.row] > 0:
+            self._removed.add(chunk.row)
+        else:
+            self._free.append(chunk.row)
+
+    def clear(self) -> None:
+        """Serve nothing of what is here."""
+        for key in list(self._chunks):
+            self.discard(key)
+
+    def _victims(self, count: int) -> list[OffloadKey]:
+        """Return the ``count`` chunks that leave next, or fewer where others are pinned."""
+        free = (key for key, chunk in self._chunks.items() if not self._pins[chunk.row])
+        return list(islice(free, max(0, count)))
+
+    def _expire(self, now_s: float) -> None:
+        while self._leases:
+            number, lease = next(iter(self._leases.items()))
+            if lease.expires_s > now_s:
+                return
+            self._end(number)

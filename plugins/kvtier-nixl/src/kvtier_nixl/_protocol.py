@@ -1,0 +1,194 @@
+"""The control channel: how engines prove that they share a secret, and ask each other for chunks.
+
+Each frame is a length (u32, big-endian) and a msgpack message. The server begins with ``Challenge``; the
+client answers with ``Hello`` and a proof over both nonces, the server with ``Welcome`` and a proof of its
+own. No proof is of use for another connection. Afterwards each request has one reply, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import struct
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from kvtier.keys import MAX_KEY_BYTES
+from kvtier.tiers import TRAILER_BYTES
+
+VERSION: Final = 1
+"""Version of the protocol and of the form in which chunks are served."""
+MAX_KEYS: Final = 1024
+"""Keys of one request at most."""
+MAX_FRAME_BYTES: Final = 1 << 20
+MAX_HELLO_BYTES: Final = 4096
+"""Length of a frame at most, before the other side has proved that it knows the secret."""
+NONCE_BYTES: Final = 32
+_LENGTH: Final = struct.Struct(">I")
+
+Short = Annotated[bytes, msgspec.Meta(max_length=64)]
+Text = Annotated[str, msgspec.Meta(max_length=500)]
+Keys = Annotated[
+    tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)], ...],
+    msgspec.Meta(max_length=MAX_KEYS),
+]
+
+
+class ProtocolError(Exception):
+    """The other side sent something that the protocol does not allow."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message of the control channel."""
+
+
+class Challenge(Message, frozen=True, tag=1):
+    """The server's first message."""
+
+    version: int
+    nonce: Short
+
+
+class Hello(Message, frozen=True, tag=2):
+    """The client's first message: what it expects, and the proof that it knows the secret."""
+
+    version: int
+    nonce: Short
+    identity: Short
+    chunk_bytes: int
+    proof: Short
+
+
+class Welcome(Message, frozen=True, tag=3):
+    """The server's proof, and how its memory is read.
+
+    Attributes:
+        proof: that it knows the secret.
+        agent: name of its NIXL agent.
+        metadata: with which an agent reads from it.
+    """
+
+    proof: Short
+    agent: Text
+    metadata: bytes
+
+
+class Refused(Message, frozen=True, tag=4):
+    """Why a connection is closed."""
+
+    why: Text
+
+
+class Lookup(Message, frozen=True, tag=5):
+    """Ask which keys are held."""
+
+    keys: Keys
+
+
+class Found(Message, frozen=True, tag=6):
+    """Which keys of a lookup are held."""
+
+    held: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Lease(Message, frozen=True, tag=7):
+    """Ask to keep chunks where they are, to read them."""
+
+    keys: Keys
+
+
+class Leased(Message, frozen=True, tag=8):
+    """Where the chunks of a lease are; address 0 and no trailer for those that are not leased."""
+
+    lease: int
+    addresses: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_KEYS)]
+    trailers: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(max_length=TRAILER_BYTES)], ...],
+        msgspec.Meta(max_length=MAX_KEYS),
+    ]
+
+
+class Release(Message, frozen=True, tag=9):
+    """End a lease, once what it protects has been read."""
+
+    lease: int
+
+
+class Released(Message, frozen=True, tag=10):
+    """Whether the lease lasted until now. If not, the bytes that were read may be of other chunks."""
+
+    lasted: bool
+
+
+AnyMessage = Challenge | Hello | Welcome | Refused | Lookup | Found | Lease | Leased | Release | Released
+MessageT = TypeVar("MessageT", bound=Message)
+_decoder: Final = msgspec.msgpack.Decoder[AnyMessage](AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of a message."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> AnyMessage:
+    """Return the message of a frame, which may hold anything at all. Raises ProtocolError."""
+    try:
+        message: AnyMessage = _decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"invalid frame of {len(body)} bytes: {error}") from None
+    return message
+
+
+async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYTES) -> AnyMessage:
+    """Return the next message.
+
+    Raises:
+        ProtocolError: the frame is longer than ``limit_bytes``, or no message.
+        ConnectionError: the connection ended.
+    """
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > limit_bytes:
+            raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {limit_bytes}")
+        return decode(await reader.readexactly(length))
+    except asyncio.IncompleteReadError:
+        raise ConnectionResetError("the connection was closed") from None
+
+
+async def expect(reader: asyncio.StreamReader, wanted: type[MessageT], limit_bytes: int) -> MessageT:
+    """Return the next message, which has to be of one type.
+
+    Raises:
+        ProtocolError: it is another one; the text is the reason if it is ``Refused``.
+        ConnectionError: the connection ended.
+    """
+    message = await receive(reader, limit_bytes)
+    if isinstance(message, wanted):
+        return message
+    if isinstance(message, Refused):
+        raise ProtocolError(f"it refuses: {message.why}")
+    raise ProtocolError(f"it sent {type(message).__name__} where {wanted.__name__} was due")
+
+
+def proof(secret: bytes, side: bytes, challenge: Challenge, hello_nonce: bytes, identity: bytes) -> bytes:
+    """Return the proof of one side that it knows the secret, for one connection.
+
+    Args:
+        secret: the shared secret.
+        side: ``b"client"`` or ``b"server"``, so that neither can send back the other's proof.
+        challenge: the server's first message.
+        hello_nonce: the client's nonce.
+        identity: digest of the cache that the client asks for.
+    """
+    version = str(challenge.version).encode()
+    parts = (b"kvtier-nixl", side, version, challenge.nonce, hello_nonce, identity)
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def is_proof(given: bytes, wanted: bytes) -> bool:
+    """Return whether a proof is the wanted one, in constant time."""
+    return hmac.compare_digest(given, wanted)

@@ -1,0 +1,154 @@
+"""The serving side of the control channel: answers what is held, and leases it to be read."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers import wait_for_end
+from kvtier_nixl import _protocol as protocol
+from kvtier_nixl._agent import Memory
+from kvtier_nixl._pool import Pool
+from kvtier_nixl._protocol import Challenge, Hello, Message, ProtocolError, Refused, Welcome
+
+_MAX_CONNECTIONS: Final = 256
+_HANDSHAKE_S: Final = 5.0
+_SEND_S: Final = 5.0
+_BACKLOG: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What both sides of a connection have to agree on, and what a peer is told.
+
+    Attributes:
+        secret: the shared secret.
+        identity: digest of the cache.
+        chunk_bytes: length of a chunk.
+        agent: name of the NIXL agent.
+        metadata: its metadata.
+    """
+
+    secret: bytes
+    identity: bytes
+    chunk_bytes: int
+    agent: str
+    metadata: bytes
+
+
+class ControlServer:
+    """Serves the chunks of a pool to peers that prove that they know the secret.
+
+    Args:
+        facts: what is served, and to whom.
+        pool: the chunks.
+        memory: where they are.
+        warn: called with a reason and a text when a peer is turned away.
+    """
+
+    def __init__(self, facts: Facts, pool: Pool, memory: Memory, warn: Callable[[str, str], None]) -> None:
+        self._facts = facts
+        self._pool = pool
+        self._memory = memory
+        self._warn = warn
+        self._server: asyncio.Server | None = None
+        self._is_closed = False
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; return the port. Raises OSError."""
+        starting = asyncio.ensure_future(asyncio.start_server(self._accept, host, port, backlog=_BACKLOG))
+        cancelled = await wait_for_end(starting)  # or nobody would close a server that listens already
+        self._server = starting.result()
+        if cancelled is not None:
+            raise cancelled
+        listener: socket.socket = self._server.sockets[0]
+        return int(listener.getsockname()[1])
+
+    async def aclose(self) -> None:
+        """Stop listening, and close all connections."""
+        self._is_closed = True
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.close()
+        connections = set(self._connections)
+        for connection in connections:
+            connection.cancel()
+        if connections:
+            await asyncio.wait(connections)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            if self._is_closed:  # what is put from now on may be of other weights
+                return
+            if len(self._connections) > _MAX_CONNECTIONS:
+                await _send(writer, Refused(f"it has {_MAX_CONNECTIONS} connections, which is its limit"))
+                return
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await self._welcome(reader, writer)
+            while True:
+                await self._answer(await protocol.receive(reader), writer)
+        except ProtocolError as error:
+            peer = (writer.get_extra_info("peername") or ("?",))[0]
+            self._warn("peer", f"{peer} was turned away: {error}")
+            with suppress(OSError, TimeoutError):
+                await _send(writer, Refused(str(error)[:500]))
+        except (OSError, TimeoutError):
+            pass  # the peer ended, or does not read: leases run out by themselves
+        except asyncio.CancelledError:
+            pass  # by aclose; a task of a server that raises it is logged as a failure
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a peer prove that it knows the secret and wants this cache; prove the same to it."""
+        facts = self._facts
+        challenge = Challenge(protocol.VERSION, secrets.token_bytes(protocol.NONCE_BYTES))
+        await _send(writer, challenge)
+        hello = await protocol.expect(reader, Hello, protocol.MAX_HELLO_BYTES)
+        wanted = protocol.proof(facts.secret, b"client", challenge, hello.nonce, hello.identity)
+        if not protocol.is_proof(hello.proof, wanted):
+            raise ProtocolError("it has another secret: compare the secret_file of both")
+        if hello.version != protocol.VERSION:
+            raise ProtocolError(f"it speaks version {hello.version}, this is version {protocol.VERSION}")
+        if hello.identity != facts.identity:
+            raise ProtocolError("it has another identity: model, settings or namespace differ")
+        if hello.chunk_bytes != facts.chunk_bytes:
+            raise ProtocolError(f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}")
+        answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity)
+        await _send(writer, Welcome(answer, facts.agent, facts.metadata))
+
+    async def _answer(self, request: Message, writer: asyncio.StreamWriter) -> None:
+        if isinstance(request, protocol.Lookup):
+            await _send(writer, protocol.Found(tuple(key in self._pool for key in request.keys)))
+        elif isinstance(request, protocol.Lease):
+            keys = [OffloadKey(key) for key in request.keys]
+            number, chunks = self._pool.lease(keys, time.monotonic())
+            addresses = tuple(self._memory.address(chunk.row) if chunk else 0 for chunk in chunks)
+            trailers = tuple(chunk.trailer if chunk else b"" for chunk in chunks)
+            await _send(writer, protocol.Leased(number, addresses, trailers))
+        elif isinstance(request, protocol.Release):
+            lasted = self._pool.release(request.lease, time.monotonic())
+            await _send(writer, protocol.Released(lasted))
+        else:
+            raise ProtocolError(f"{type(request).__name__} is no request")
+
+
+async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
+    writer.write(protocol.encode(message))
+    with anyio.fail_after(_SEND_S):
+        await writer.drain()

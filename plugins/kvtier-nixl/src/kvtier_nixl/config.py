@@ -1,0 +1,100 @@
+"""Settings of the NIXL tier."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import Field, field_validator, model_validator
+
+from kvtier.tiers import Size, TierConfig
+
+_DEFAULT_PORT: Final = 18_570
+
+
+class NixlConfig(TierConfig):
+    """Settings of the NIXL tier."""
+
+    type: str = Field(default="nixl", description="Name of the tier's entry point in the group kvtier.tiers.")
+    listen: str = Field(
+        default=f"127.0.0.1:{_DEFAULT_PORT}",
+        description="Address at which other engines ask for chunks: `host:port`, a different one for each "
+        "engine of a host. Port 0: any free port, for an engine that only reads.",
+    )
+    peers: tuple[str, ...] = Field(
+        default=(),
+        max_length=256,
+        description="`listen` addresses of the engines to read from. One's own is ignored, so the list can "
+        "be the same everywhere.",
+    )
+    secret_file: Path | None = Field(
+        default=None,
+        description="File with the secret that all engines share, at least 16 bytes. Required unless all "
+        "addresses are loopback addresses.",
+    )
+    serve_bytes: Annotated[Size, Field(gt=0)] = Field(
+        default=Size(2**30),
+        description="Host memory for chunks that others may read, in addition to the primary tier. The least "
+        "recently used leave first.",
+    )
+    receive_bytes: Annotated[Size, Field(gt=0)] = Field(
+        default=Size(128 * 2**20),
+        description="Host memory that chunks are received into. It bounds the bytes in flight from peers.",
+    )
+    lease_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=600,
+        description="Seconds for which chunks that a peer is about to read keep their memory.",
+    )
+    answer_timeout_s: float = Field(
+        default=1.0,
+        gt=0,
+        le=60,
+        description="Seconds after which a peer that does not answer on the control channel is dropped, "
+        "until it can be connected to again.",
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        parse_address(value, least_port=0)
+        return value
+
+    @field_validator("peers")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            parse_address(text)
+        return tuple(dict.fromkeys(value))
+
+    @model_validator(mode="after")
+    def _has_secret(self) -> NixlConfig:
+        public = [text for text in (self.listen, *self.peers) if not is_loopback(text)]
+        if public and self.secret_file is None:
+            raise ValueError(
+                f"secret_file is missing: {public[0]} is no loopback address, and without a secret anybody "
+                "could read and serve chunks"
+            )
+        return self
+
+
+def parse_address(text: str, least_port: int = 1) -> tuple[str, int]:
+    """Parse ``host:port`` or ``[v6]:port``. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or (":" in bare) != (host != bare) or not port.isdecimal():
+        raise ValueError(f"{text!r} is not host:port, such as 10.0.0.1:{_DEFAULT_PORT}")
+    if not least_port <= int(port) < 65536:
+        raise ValueError(f"{text!r} has no valid port, such as 10.0.0.1:{_DEFAULT_PORT}")
+    return bare, int(port)
+
+
+def is_loopback(text: str) -> bool:
+    """Return whether an address that ``parse_address`` accepts cannot be reached from other hosts."""
+    host = parse_address(text, least_port=0)[0]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

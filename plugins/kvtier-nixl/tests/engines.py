@@ -1,0 +1,166 @@
+"""Tiers for the tests: one in this process, and holders in processes of their own, which may be killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import anyio
+import pytest
+from anyio.abc import TaskGroup
+
+from kvtier import Identity
+from kvtier._settings import validation
+from kvtier.tiers import Status
+from kvtier_nixl import NixlConfig, NixlTier
+from kvtier_testing.tiers import TierRig
+
+CHUNK_BYTES = 256 * 1024
+GENEROUS_S = 30.0  # a deadline that a busy machine keeps
+os.environ.setdefault("UCX_TLS", "tcp,self")  # as between hosts
+os.environ.setdefault("UCX_LOG_LEVEL", "error")
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+
+
+def cannot(why: str) -> NoReturn:
+    """Skip; on CI fail."""
+    if os.environ.get("CI", "").lower() == "true":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+def require_nixl() -> None:
+    """Skip where NIXL is not installed."""
+    if importlib.util.find_spec("nixl") is None:
+        cannot("NIXL is not installed: pip install --no-deps nixl nixl-cu12")
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def identity(name: str = "tests") -> Identity:
+    return Identity.make(name, {"dtype": "float16"})
+
+
+def config(*peers: str, **settings: Any) -> NixlConfig:
+    """Return the settings of a tier that reads from peers."""
+    given = {"listen": "127.0.0.1:0", "serve_bytes": "64MiB", "receive_bytes": "32MiB"}
+    return validation.build(NixlConfig, {**given, "peers": peers, "deadline_s": GENEROUS_S, **settings})
+
+
+@asynccontextmanager
+async def opened(
+    *peers: str, name: str = "tests", chunk_bytes: int = CHUNK_BYTES, **settings: Any
+) -> AsyncIterator[TierRig]:
+    """Open a tier that reads from peers, and close it at the end."""
+    require_nixl()
+    async with TierRig(NixlTier(config(*peers, **settings)), identity(name), chunk_bytes).opened() as it:
+        yield it
+
+
+async def until_found(it: TierRig, numbers: range) -> None:
+    """Wait until the tier is connected to a peer that holds chunks."""
+    with anyio.fail_after(60):
+        while not all(await it.contains(numbers)):  # noqa: ASYNC110 - nothing tells of it
+            await anyio.sleep(0.02)
+
+
+class Holder:
+    """A process that serves chunks, and puts, discards or resets when it is told to.
+
+    Args:
+        log: file for what it prints.
+        settings: of its tier.
+        options: ``name`` of the identity, ``chunk_bytes``, and the numbers of the ``chunks`` it puts.
+    """
+
+    def __init__(self, log: Path, settings: dict[str, Any] | None = None, **options: Any) -> None:
+        require_nixl()
+        self._log = log
+        given = {"listen": f"127.0.0.1:{free_port()}", **(settings or {})}
+        self.address = str(given["listen"])
+        self._command = [sys.executable, __file__, json.dumps(given), json.dumps(options)]
+
+    def __enter__(self) -> Holder:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.expect_answer()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def tell(self, verb: str, *numbers: int) -> None:
+        """Have it run a verb, to its end."""
+        assert self.process.stdin is not None
+        print(verb, *numbers, file=self.process.stdin, flush=True)
+        self.expect_answer()
+
+    def expect_answer(self) -> None:
+        assert self.process.stdout is not None
+        answer = self.process.stdout.readline()
+        assert answer == "done\n", answer + self._log.read_text()[-2000:]
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Stop it, as on a machine that hangs."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it continue."""
+        self.process.send_signal(signal.SIGCONT)
+
+
+async def hold(settings: dict[str, Any], name: str = "tests", chunks: int = 8, **options: Any) -> None:
+    """Be a holder."""
+    async with opened(name=name, **settings, **options) as it:
+        assert set(await it.put(range(chunks))) <= {Status.OK}
+        print("done", flush=True)
+        async with anyio.create_task_group() as tasks:
+            await obey(it, tasks)
+
+
+async def read_forever(it: TierRig) -> None:
+    """Read chunks of peers over and over."""
+    while True:
+        await it.get(range(8))
+
+
+async def obey(it: TierRig, tasks: TaskGroup) -> None:
+    """Do what lines of the standard input say, and answer each."""
+    while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+        verb, *numbers = line.split()
+        if verb == "reset":
+            await it.tier.reset()
+        elif verb == "put":
+            await it.put(map(int, numbers), version=1)
+        elif verb == "read":
+            await until_found(it, range(8))
+            tasks.start_soon(read_forever, it)
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    anyio.run(lambda: hold(json.loads(sys.argv[1]), **json.loads(sys.argv[2])))

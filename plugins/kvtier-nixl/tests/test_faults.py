@@ -1,0 +1,319 @@
+"""Peers that die, hang, are late or strange: a miss with a reason, never a wrong byte, and never a hang."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from engines import CHUNK_BYTES, Holder, config, free_port, identity, opened, until_found
+
+from kvtier._core.messages import Answer
+from kvtier.errors import TierError
+from kvtier.tiers import Outcome, Status
+from kvtier_nixl import NixlTier
+from kvtier_nixl._peers import Peer
+from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers.driver import Driver
+from kvtier_testing.tiers.rig import keys
+
+pytestmark = pytest.mark.anyio
+EIGHT = range(8)
+
+
+def tier_of(it: TierRig) -> NixlTier:
+    assert isinstance(it.tier, NixlTier)
+    return it.tier
+
+
+async def get(it: TierRig, numbers: range = EIGHT) -> Outcome:
+    """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
+    batch, slots = it.empty(numbers)
+    outcome = await it.tier.get(batch)
+    it.check_outcome(outcome, batch, "get")
+    it.check_given(list(numbers), batch, outcome, (0,))
+    slots.reuse()
+    return outcome
+
+
+async def in_thread(function: Any, *arguments: Any) -> Any:
+    return await anyio.to_thread.run_sync(function, *arguments)
+
+
+def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Awaitable[None]]) -> None:
+    """Do something each time that chunks are leased and about to be read."""
+    agent = tier_of(it)._opened
+    read = agent.read
+
+    async def wrapped(*arguments: Any) -> None:
+        await act()
+        await read(*arguments)
+
+    monkeypatch.setattr(agent, "read", wrapped)
+
+
+async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: Holder) -> None:
+    async with opened(holder.address, holder.address.replace("127.0.0.1", "localhost")) as it:
+        await until_found(it, EIGHT)
+        assert set((await get(it)).statuses) == {Status.OK}
+        await it.put(range(100, 104))
+        mixed = await get(it, range(4, 12))
+        assert list(mixed.statuses) == 4 * [Status.OK] + 4 * [Status.ABSENT]
+        await it.tier.discard(keys(EIGHT))  # of its own it has none: the peer's stay
+        assert set((await get(it)).statuses) == {Status.OK}
+
+
+async def test_more_chunks_than_there_is_memory_to_receive_come_one_after_the_other(holder: Holder) -> None:
+    async with opened(holder.address, receive_bytes=3 * CHUNK_BYTES) as it:
+        await until_found(it, EIGHT)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(it.get, EIGHT)
+        assert set((await get(it)).statuses) == {Status.OK}
+
+
+async def test_a_peer_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back(
+    holder: Holder, tmp_path: Path
+) -> None:
+    async with opened(holder.address) as it:
+        await it.put(range(100, 104))
+        await until_found(it, EIGHT)
+        await in_thread(holder.kill)
+        assert set((await get(it)).statuses) <= {Status.ABSENT, Status.FAILED}
+        assert set((await get(it)).statuses) == {Status.ABSENT}
+        assert set((await get(it, range(100, 104))).statuses) == {Status.OK}
+        with Holder(tmp_path / "again.log", {"listen": holder.address}):
+            await until_found(it, EIGHT)
+            assert set((await get(it)).statuses) == {Status.OK}
+
+
+async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(holder.address) as it:
+        await until_found(it, EIGHT)
+        await get(it)
+
+        async def stop() -> None:
+            holder.stop()  # so that the transfer is under way for certain when it is killed
+
+        before_reads(it, monkeypatch, stop)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_kill_when_in_flight, it, holder)
+            outcome = await get(it)
+        assert outcome.reasons == {"transfer": 8}
+
+
+async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
+    with anyio.fail_after(30):
+        while not tier_of(it)._opened._reads:  # noqa: ASYNC110 - nothing tells of it
+            await anyio.sleep(0.005)
+    holder.kill()
+
+
+async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late_bytes_harm_nobody(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(holder.address, deadline_s=2.0, receive_bytes=8 * CHUNK_BYTES) as it:
+        lost: list[str] = []
+        monkeypatch.setattr(it.tier, "_context", replace(tier_of(it)._context, lost=lost.append))
+        await until_found(it, EIGHT)
+
+        async def stop() -> None:
+            holder.stop()
+
+        before_reads(it, monkeypatch, stop)
+        batch, slots = it.empty(EIGHT)
+        begun = time.monotonic()
+        outcome = await it.tier.get(batch)
+        assert time.monotonic() - begun < 2.0
+        slots.reuse()
+        assert outcome.reasons == {"timeout": 8}
+        assert not any(await it.contains(EIGHT))
+        agent = tier_of(it)._opened
+        assert agent._reads  # the transfer itself goes on
+        assert lost  # and holds all receiving memory: kvtier would open the tier anew
+        assert set((await get(it)).statuses) == {Status.ABSENT}
+        monkeypatch.undo()
+        holder.resume()
+        await until_found(it, EIGHT)
+        assert set((await get(it)).statuses) == {Status.OK}
+        with anyio.fail_after(30):
+            while agent._given_up_rows:  # noqa: ASYNC110 - nothing tells of it
+                await anyio.sleep(0.01)
+        slots.check_reused("a read that was given up")
+
+
+async def test_a_stopped_peer_costs_one_lookup_and_does_not_keep_the_tier_from_closing(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(holder.address, deadline_s=2.0, answer_timeout_s=0.5) as it:
+        await until_found(it, EIGHT)
+        holder.stop()
+        begun = time.monotonic()
+        assert not any(await it.contains(EIGHT))
+        assert 0.4 < time.monotonic() - begun < 1.5
+        begun = time.monotonic()
+        assert not any(await it.contains(EIGHT))
+        assert time.monotonic() - begun < 0.4
+        holder.resume()
+        await until_found(it, EIGHT)
+
+        async def stop() -> None:
+            holder.stop()
+
+        before_reads(it, monkeypatch, stop)
+        await get(it)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 4.0  # with a read in flight
+    holder.resume()
+
+
+async def test_a_reader_that_is_killed_in_mid_transfer_does_its_holder_no_harm(
+    holder: Holder, tmp_path: Path
+) -> None:
+    with Holder(tmp_path / "reader.log", {"peers": [holder.address]}, chunks=0) as reader:
+        reader.tell("read")  # without end
+        reader.kill()
+    async with opened(holder.address) as it:
+        await until_found(it, EIGHT)
+        assert set((await get(it)).statuses) == {Status.OK}
+    assert holder.process.poll() is None
+
+
+@pytest.mark.parametrize("is_confirmed", [False, True], ids=["asked", "only-the-seal"])
+async def test_chunks_whose_lease_ran_out_are_never_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_confirmed: bool
+) -> None:
+    """Their memory holds other chunks by then. Where the holder says that all is well, the seal tells."""
+    settings = {"lease_s": 0.05, "serve_bytes": 16 * CHUNK_BYTES}
+    with Holder(tmp_path / "log", settings, chunks=16) as holder:
+
+        async def reuse() -> None:
+            await anyio.sleep(0.2)
+            await in_thread(holder.tell, "put", *range(200, 216))
+
+        rig = TierRig(NixlTier(config(holder.address, retry_share=0.0)), identity(), CHUNK_BYTES)
+        driver = Driver(rig, 32)
+        async with driver.executor:
+            await driver.put(range(1))  # now it is open
+            await until_found(rig, range(8, 16))
+            before_reads(rig, monkeypatch, reuse)
+            if is_confirmed:
+                monkeypatch.setattr(Peer, "release", _always)
+            fetched = await driver.fetch(range(8, 16))
+    assert {Answer(answer) for answer in fetched.answers} == {Answer.MISSING}
+    assert set(fetched.reasons) == ({"checksum"} if is_confirmed else {"lease"})
+
+
+async def _always(peer: Peer, lease: int) -> bool:
+    return True
+
+
+async def test_a_holder_that_is_reset_gives_nothing_of_before(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(holder.address) as it:
+        await until_found(it, EIGHT)
+
+        async def reset() -> None:
+            await in_thread(holder.tell, "reset")
+
+        before_reads(it, monkeypatch, reset)
+        outcome = await get(it)  # leased before, read after the reset
+        assert Status.OK not in outcome.statuses
+        holder.tell("put", *EIGHT)  # of the new weights, for that engine alone
+        assert set((await get(it)).statuses) == {Status.ABSENT}
+
+
+async def test_a_reader_that_is_reset_gets_nothing_of_before(holder: Holder) -> None:
+    async with opened(holder.address) as it:
+        await until_found(it, EIGHT)
+        await it.put(range(100, 104))
+        await it.tier.reset()
+        assert set((await get(it)).statuses) == {Status.ABSENT}
+        assert not any(await it.contains(range(100, 104)))
+        await it.put(range(100, 104))
+        assert set((await get(it, range(100, 104))).statuses) == {Status.OK}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"name": "another"}, "it has another identity"),
+        ({"chunk_bytes": 4096}, "its chunks have 4096 bytes"),
+        ({"secret": True}, "it has another secret"),
+    ],
+    ids=["identity", "length", "secret"],
+)
+async def test_a_stranger_is_refused_in_words(
+    holder: Holder, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: dict[str, Any], words: str
+) -> None:
+    if other.pop("secret", False):
+        other["secret_file"] = tmp_path / "secret"
+        other["secret_file"].write_text(secrets.token_hex(32))
+    async with opened(holder.address, **other) as it:
+        with anyio.fail_after(30):
+            while words not in caplog.text:  # noqa: ASYNC110 - nothing tells of it
+                await anyio.sleep(0.01)
+        assert set(await it.get(EIGHT)) == {Status.ABSENT}
+
+
+async def test_engines_that_share_a_secret_serve_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(f"{secrets.token_hex(32)}\n")
+    with Holder(tmp_path / "log", {"secret_file": str(path)}) as holder:
+        async with opened(holder.address, secret_file=path) as it:
+            await until_found(it, EIGHT)
+            assert set((await get(it)).statuses) == {Status.OK}
+
+
+async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: Holder) -> None:
+    host, _, port = holder.address.partition(":")
+    strangers = []
+    for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, bytes(64), secrets.token_bytes(5000)):
+        strangers.append(socket.create_connection((host, int(port))))
+        strangers[-1].sendall(sent)
+    async with opened(holder.address) as it:
+        await until_found(it, EIGHT)
+        assert set((await get(it)).statuses) == {Status.OK}
+    for stranger in strangers:
+        stranger.close()
+
+
+async def test_its_own_address_among_the_peers_is_ignored(holder: Holder) -> None:
+    mine = f"127.0.0.1:{free_port()}"
+    async with opened(mine, holder.address, listen=mine) as it:
+        await until_found(it, EIGHT)
+        peers = tier_of(it)._peers
+        assert peers is not None
+        assert [peer.is_connected for peer in peers._peers] == [False, True]
+
+
+async def test_what_keeps_it_from_opening_is_said_with_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tmp_path / "short"
+    short.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        for settings, words in (
+            ({"listen": listen}, r"cannot listen at .*set listen to a free host:port"),
+            ({"secret_file": tmp_path / "none"}, "secret_file cannot be read"),
+            ({"secret_file": short}, "less than 16 bytes; make one with: openssl"),
+            ({"serve_bytes": 10}, "serve_bytes is less than one chunk"),
+        ):
+            with pytest.raises(TierError, match=words):
+                async with opened(**settings):
+                    pass
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(TierError, match=r"NIXL cannot be imported .*--no-deps nixl nixl-cu12"):
+        async with opened():
+            pass

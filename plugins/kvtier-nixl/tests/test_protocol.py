@@ -1,0 +1,168 @@
+"""What peers may send: frames of any bytes, proofs, and settings that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier._settings import validation
+from kvtier.errors import ConfigError
+from kvtier_nixl import NixlConfig
+from kvtier_nixl import _protocol as protocol
+from kvtier_nixl._pool import Pool
+
+pytestmark = pytest.mark.anyio
+
+
+async def received(sent: bytes, limit_bytes: int = protocol.MAX_FRAME_BYTES) -> protocol.AnyMessage:
+    reader = asyncio.StreamReader()
+    reader.feed_data(sent)
+    reader.feed_eof()
+    return await protocol.receive(reader, limit_bytes)
+
+
+MESSAGES = st.one_of(
+    st.builds(protocol.Lookup, st.lists(st.binary(min_size=1, max_size=68), max_size=8).map(tuple)),
+    st.builds(protocol.Lease, st.lists(st.binary(min_size=1, max_size=68), max_size=8).map(tuple)),
+    st.builds(protocol.Release, st.integers(0, 2**60)),
+    st.builds(protocol.Found, st.lists(st.booleans(), max_size=8).map(tuple)),
+    st.builds(protocol.Refused, st.text(max_size=100)),
+)
+
+
+@given(MESSAGES)
+async def test_a_message_arrives_as_it_was_sent(message: protocol.AnyMessage) -> None:
+    assert await received(protocol.encode(message)) == message
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+@given(st.one_of(st.binary(max_size=300), st.binary(max_size=300).map(framed)))
+async def test_any_bytes_are_a_message_or_a_named_error(sent: bytes) -> None:
+    try:
+        message = await received(sent)
+    except (protocol.ProtocolError, ConnectionError):
+        return
+    assert isinstance(message, protocol.Message)
+    assert await received(protocol.encode(message)) == message
+
+
+@given(MESSAGES, st.data())
+async def test_a_damaged_message_is_a_message_or_a_named_error(
+    message: protocol.AnyMessage, data: st.DataObject
+) -> None:
+    frame = bytearray(protocol.encode(message))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    with suppress(protocol.ProtocolError, ConnectionError):
+        assert isinstance(await received(bytes(frame)), protocol.Message)
+
+
+@pytest.mark.parametrize("limit_bytes", [protocol.MAX_HELLO_BYTES, protocol.MAX_FRAME_BYTES])
+async def test_a_frame_that_is_too_long_is_refused_before_it_is_read(limit_bytes: int) -> None:
+    with pytest.raises(protocol.ProtocolError, match="exceeds the limit"):
+        await received(struct.pack(">I", limit_bytes + 1), limit_bytes)
+
+
+async def test_too_many_keys_are_refused_and_as_many_as_allowed_fit_into_a_frame() -> None:
+    keys = tuple(bytes([1]) * 68 for _ in range(protocol.MAX_KEYS))
+    assert await received(protocol.encode(protocol.Lease(keys))) == protocol.Lease(keys)
+    leased = protocol.Leased(2**60, (2**63,) * protocol.MAX_KEYS, (bytes(128),) * protocol.MAX_KEYS)
+    assert await received(protocol.encode(leased)) == leased
+    with pytest.raises(protocol.ProtocolError, match="invalid frame"):
+        await received(protocol.encode(protocol.Lookup((*keys, b"one more"))))
+
+
+def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> None:
+    challenge = protocol.Challenge(1, b"n" * 32)
+    proofs = {
+        protocol.proof(secret, side, one, nonce, cache)
+        for secret in (b"", b"secret")
+        for side in (b"client", b"server")
+        for one in (challenge, protocol.Challenge(2, b"n" * 32), protocol.Challenge(1, b"m" * 32))
+        for nonce in (b"", b"nonce")
+        for cache in (b"", b"identity", b"nonceidentity")
+    }
+    assert len(proofs) == 2 * 2 * 3 * 2 * 3
+    assert all(map(protocol.is_proof, proofs, proofs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"listen": "0.0.0.0:1234"}, "secret_file is missing: 0.0.0.0:1234 is no loopback address"),
+        ({"peers": ["10.0.0.1:1234"]}, "secret_file is missing: 10.0.0.1:1234"),
+        ({"peers": ["127.0.0.1"]}, "is not host:port"),
+        ({"peers": ["127.0.0.1:0"]}, "has no valid port"),
+        ({"listen": "::1:1234"}, "is not host:port"),
+        ({"serve_bytes": 0}, "serve_bytes"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_field(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        validation.build(NixlConfig, settings)
+
+
+def test_loopback_addresses_need_no_secret_and_others_do(tmp_path: Path) -> None:
+    local = ["127.0.0.1:1", "[::1]:1", "localhost:1"]
+    assert validation.build(NixlConfig, {"peers": local}).peers == tuple(local)
+    public = {"listen": "0.0.0.0:0", "secret_file": tmp_path / "secret"}
+    assert validation.build(NixlConfig, public).secret_file == tmp_path / "secret"
+
+
+def test_the_readme_lists_every_setting() -> None:
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    for name, field in NixlConfig.model_fields.items():
+        if name in NixlConfig.__annotations__ and name != "type":
+            assert f"| `{name}` |" in readme
+            assert str(field.description) in readme
+
+
+class TestPool:
+    """Which chunks leave, and what leases keep."""
+
+    def filled(self, rows: int = 4, lease_s: float = 10.0) -> tuple[Pool, list[Any]]:
+        evicted: list[Any] = []
+        pool = Pool(rows, lease_s, evicted.extend)
+        for name in range(rows):
+            (row,) = pool.reserve(1, 0.0)
+            pool.publish(self.key(name), row, b"trailer")
+        return pool, evicted
+
+    @staticmethod
+    def key(name: int) -> Any:
+        return bytes([name])
+
+    def test_the_least_recently_used_leave_and_not_what_is_leased(self) -> None:
+        pool, evicted = self.filled()
+        number, chunks = pool.lease([self.key(0), self.key(9)], 0.0)
+        assert chunks[0] is not None
+        assert chunks[1] is None
+        pool.touch([self.key(1)])
+        assert len(pool.reserve(1, 1.0)) == 1
+        assert evicted == [self.key(2)]
+        assert len(pool.reserve(9, 1.0)) == 2  # all but the leased one
+        assert pool.release(number, 2.0)
+        assert len(pool.reserve(9, 2.0)) == 1
+
+    def test_a_lease_runs_out_and_a_discarded_chunk_keeps_its_row_until_then(self) -> None:
+        pool, _ = self.filled()
+        number, _ = pool.lease([self.key(0)], 0.0)
+        pool.clear()
+        assert len(pool.reserve(9, 9.9)) == 3
+        assert len(pool.reserve(9, 10.0)) == 1
+        assert not pool.release(number, 10.0)
+
+    def test_leases_take_half_of_the_rows_at_most(self) -> None:
+        pool, _ = self.filled()
+        _, chunks = pool.lease([self.key(name) for name in range(4)], 0.0)
+        assert [chunk is not None for chunk in chunks] == [True, True, False, False]
+        assert len(pool.reserve(9, 1.0)) == 2
