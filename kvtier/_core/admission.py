@@ -103,10 +103,8 @@ class PutPressure:
         elif beside_puts and now_s - seconds >= self._halved_s:  # it began after the last such step
             self.share = max(_LEAST_SHARE, self.share / 2)
             self._halved_s = now_s
-        if seconds < usual_s:
-            self._usual_s[size] = seconds
-        elif not beside_puts:
-            self._usual_s[size] = usual_s + _DRIFT * (seconds - usual_s)
+        if seconds < usual_s or not beside_puts:
+            self._usual_s[size] = min(seconds, usual_s + _DRIFT * (seconds - usual_s))
 
 
 class TierStatus:
@@ -144,9 +142,7 @@ class TierStatus:
     @property
     def disabled_reason(self) -> str | None:
         """The reason why it is given no work at all, or None."""
-        if self.failed_audit:
-            return "audit"
-        return None if self.down is None else "down"
+        return "audit" if self.failed_audit else "down" if self.down is not None else None
 
     @property
     def works(self) -> bool:

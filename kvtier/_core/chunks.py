@@ -125,9 +125,9 @@ class ChunkTable:
 
     def take(self, keys: Sequence[OffloadKey], *, visible: bool) -> list[Chunk]:
         """Assign a free slot to each key: FILLING, with the pin of the copy that will fill it."""
-        count = len(keys)
-        chunks = self.free[-count:][::-1] if count else []
-        del self.free[len(self.free) - count :]
+        left = len(self.free) - len(keys)
+        chunks = self.free[left:][::-1]
+        del self.free[left:]
         for chunk, key in zip(chunks, keys, strict=True):
             chunk.key = key
             chunk.state = _FILLING  # free slots are ABSENT: the table's one move from there

@@ -67,10 +67,9 @@ class Promotions:
         """Unpin what is held for a request."""
         self.pending.pop(request, None)
         request.answers_stand = False
-        if request.held:
-            chunks, request.held = request.held, {}
-            self._shared.table.unpin(chunks)
-            self.free_budget(chunks)
+        chunks, request.held = request.held, {}
+        self._shared.table.unpin(chunks)
+        self.free_budget(chunks)
 
     def unpin_unasked(self, request: Request) -> None:
         """Unpin what the request's last full scan did not ask for.

@@ -23,7 +23,7 @@ from kvtier._core.promotion import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
-from kvtier._core.transfers import Pinned, Reservation
+from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._base import EvictionPolicy
@@ -49,6 +49,7 @@ class Tiering:
     Attributes:
         refusal: why every round that begins is answered MISS, in a word of ``reasons.MISS``; None where it
             is not. Set by the owner.
+        handles: the stores and loads that have not ended.
         is_disabled: whether nothing is stored and nothing found any more, as ``disable_after_audit`` says.
     """
 
@@ -67,8 +68,7 @@ class Tiering:
         self.promotions = Promotions(self.shared, windowed_groups)
         self.cascades = Cascades(self.shared)
         self.epoch = 0
-        self.reservations: set[Reservation] = set()
-        self.pinned: set[Pinned] = set()
+        self.handles: set[Handle] = set()
         self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
@@ -195,7 +195,6 @@ class Tiering:
         request.hits += told
         request.absent.clear()
         request.located.clear()
-        request.answers_stand = False
 
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
@@ -240,7 +239,7 @@ class Tiering:
                 self.cascades.reused[chunk.key] = None
             self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
-        self.pinned.add(pinned)
+        self.handles.add(pinned)
         self.promotions.promoting.difference_update(chunks)
         if request is not None:
             self.served(request)
@@ -249,7 +248,7 @@ class Tiering:
 
     def release(self, pinned: Pinned) -> None:
         """End a load: its chunks may be evicted again, as recently used ones."""
-        self._end_handle(self.pinned, pinned)
+        self._end(pinned)
         self.table.unpin(pinned.chunks, used=True)
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
@@ -259,7 +258,7 @@ class Tiering:
         could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
         hold any more: an engine is told of its copies between rounds.
         """
-        self._end_handle(self.pinned, pinned)
+        self._end(pinned)
         self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
         self._drop(pinned.chunks)
         if request is not None:
@@ -279,12 +278,10 @@ class Tiering:
             raise StateError(f"chunk {key.hex()} is not READY: {chunk or 'absent'}")
         return chunk
 
-    @staticmethod
-    def _end_handle(handles: set, handle: object) -> None:  # type: ignore[type-arg]
-        try:
-            handles.remove(handle)
-        except KeyError:
-            raise StateError(f"{type(handle).__name__} was ended before") from None
+    def _end(self, handle: Handle) -> None:
+        if handle not in self.handles:
+            raise StateError(f"{type(handle).__name__} was ended before")
+        self.handles.remove(handle)
 
     # --- stores ----------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class Tiering:
                 return None
             del new[len(free) :]
         reservation = Reservation(self.table.take(new, visible=True), new, evicted)
-        self.reservations.add(reservation)
+        self.handles.add(reservation)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
@@ -321,14 +318,14 @@ class Tiering:
         if self.is_disabled:
             self.abort(reservation)
             return
-        self._end_handle(self.reservations, reservation)
+        self._end(reservation)
         ready = self.cascades.put_stored(reservation.chunks, now_s)
         self._counts["stored",] += len(ready)
         self.shared.kv_events.stored([chunk.key for chunk in ready])
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
-        self._end_handle(self.reservations, reservation)
+        self._end(reservation)
         self.table.drop(reservation.chunks)
 
     def note_failed_store(self, reservation: Reservation) -> None:

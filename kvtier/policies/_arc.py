@@ -23,6 +23,14 @@ class ARC(EvictionPolicy):
         super().__init__(capacity)
         self.clear()
 
+    def clear(self) -> None:
+        self._recent = AgedKeys()  # seen once
+        self._frequent = AgedKeys()  # seen more than once
+        self._ghosts_recent: _Ghosts = {}  # evicted from _recent not long ago
+        self._ghosts_frequent: _Ghosts = {}
+        self._pinned: dict[OffloadKey, AgedKeys] = {}
+        self._target = 0.0  # how many chunks _recent should have
+
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
         pinned, ghosts_recent, ghosts_frequent = self._pinned, self._ghosts_recent, self._ghosts_frequent
         if all(known.keys().isdisjoint(keys) for known in (pinned, ghosts_recent, ghosts_frequent)):
@@ -74,14 +82,6 @@ class ARC(EvictionPolicy):
         # Up to 1/16 too many is allowed, so that the walk to the front of a dict removes many at once.
         if len(ghosts) > self.capacity + self.capacity // 16:
             take_first(ghosts, len(ghosts) - self.capacity)
-
-    def clear(self) -> None:
-        self._recent = AgedKeys()  # seen once
-        self._frequent = AgedKeys()  # seen more than once
-        self._ghosts_recent: _Ghosts = {}  # evicted from _recent not long ago
-        self._ghosts_frequent: _Ghosts = {}
-        self._pinned: dict[OffloadKey, AgedKeys] = {}
-        self._target: float = 0.0  # how many chunks _recent should have
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)

@@ -132,12 +132,7 @@ MUTATIONS = (
     Mutation(
         "load_released_twice",
         "kvtier._core.tiering:Tiering.release",
-        (
-            (
-                "self._end_handle(self.pinned, pinned)",
-                "self._end_handle(self.pinned, pinned); self.table.unpin(pinned.chunks)",
-            ),
-        ),
+        (("self._end(pinned)", "self._end(pinned); self.table.unpin(pinned.chunks)"),),
     ),
     Mutation(
         "load_not_pinned",
