@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._cli import new_tier
 from kvtier.errors import ConfigError
+from kvtier_testing import new_tier
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "shelf"
 PAGE = Path(__file__).parents[3] / "docs" / "write-a-tier.md"
