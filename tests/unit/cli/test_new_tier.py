@@ -77,6 +77,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         new_tier.create("tape", tmp_path / "file")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_what_the_page_says_is_so(tmp_path: Path) -> None:
     """Its commands are carried out as they stand; pip installs into a folder, and asks no network."""

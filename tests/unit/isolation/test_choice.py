@@ -149,7 +149,9 @@ def test_a_tier_that_cannot_be_sent_runs_in_a_thread_or_is_refused(
 
 
 @pytest.mark.usefixtures("reckless")
-@pytest.mark.parametrize("act", ["crash_when_loaded", "crash_when_opened"])
+@pytest.mark.parametrize(
+    "act", [pytest.param("crash_when_loaded", marks=pytest.mark.full), "crash_when_opened"]
+)
 def test_a_tier_that_crashes_at_once_does_not_move_into_the_engine(
     launch: Launch, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

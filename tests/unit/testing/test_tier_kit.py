@@ -660,7 +660,14 @@ def _nothing_stored(monkeypatch):
     OPENED.clear()
 
 
-@pytest.mark.parametrize(("tier", "test", "words"), CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
+LONG = (drops_when_closing, blocks_for_many_keys, holds_a_transaction_for_each_get, blocks_while_opening)
+
+
+@pytest.mark.parametrize(
+    ("tier", "test", "words"),
+    [pytest.param(*it, marks=pytest.mark.full if it[0] in LONG else ()) for it in CAUGHT],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_bad_tier_is_caught_by_the_test_that_names_what_is_wrong(tier, test, words, tmp_path):
     with pytest.raises(BaseException) as caught:
         run(kit(tier), test, tmp_path)
@@ -724,6 +731,7 @@ class TestHangsInAThread(Kit):
 """
 
 
+@pytest.mark.full
 def test_a_run_of_the_kit_ends_whatever_a_tier_does(tmp_path):
     (tmp_path / "test_bad.py").write_text(A_RUN)
     options = ["-p", "no:cacheprovider", "-k", "test_a_large_batch"]
