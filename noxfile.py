@@ -111,15 +111,15 @@ def bare(session: nox.Session) -> None:
     sources = Path.cwd()
     session.install(".")
     session.chdir(session.create_tmp())  # away from the sources: what is installed has to do
-    shutil.rmtree("shelf", ignore_errors=True)
     absent = ("torch", "vllm", "numpy", "pytest", "hypothesis", "kvtier_testing", "kvtier_bench")
     session.run("python", "-c", f"import importlib.util as u; assert not any(map(u.find_spec, {absent}))")
     session.run("python", "-W", "error", "-c", "import kvtier")
-    for words in ("--version", "tiers", "schema", "doctor -h", "ls -h", "new-tier shelf"):
+    for words in ("--version", "tiers", "schema", "doctor -h", "ls -h"):
         session.run("kvtier", *words.split(), silent=True)
     session.run("python", "-c", "from kvtier.tiers._registry import load; load('dummy'); load('fs')")
     for missing, status, command in (
         ("pip install kvtier-bench", 2, ("kvtier", "demo")),
+        ("pip install kvtier-testing", 2, ("kvtier", "new-tier", "shelf")),
         ("pip install 'kvtier[torch]'", 1, ("python", "-c", "from kvtier import KVCaches")),
     ):
         if missing not in str(session.run(*command, success_codes=[status], silent=True)):

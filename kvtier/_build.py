@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
 from kvtier._core.admission import Limits, TierStatus
+from kvtier._core.breaker import Breaker
 from kvtier._core.tiering import Tiering
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
@@ -60,9 +61,7 @@ def make_tier_status(name: str, tier: TierConfig) -> TierStatus:
         name,
         tier.deadline_s,
         width=puts_at_once(tier.max_concurrency),
-        failures=tier.breaker_failures,
-        pause_s=tier.breaker_pause_s,
-        chance=random.random,
+        breaker=partial(Breaker, tier.breaker_failures, tier.breaker_pause_s, random.random),
     )
 
 

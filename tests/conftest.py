@@ -7,9 +7,15 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.effort import effort
+
 # A slow machine is no failure: pytest-timeout bounds each test, and nothing else is timed.
 settings.register_profile(
-    "kvtier", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "kvtier",
+    max_examples=effort(25, 200),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvtier")
 

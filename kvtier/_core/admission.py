@@ -7,11 +7,11 @@ slows down a get costs a request that waits now. So puts are dropped first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 
-from kvtier._core.backoff import RandomSource, no_jitter
 from kvtier._core.breaker import Breaker
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
@@ -103,10 +103,8 @@ class PutPressure:
         elif beside_puts and now_s - seconds >= self._halved_s:  # it began after the last such step
             self.share = max(_LEAST_SHARE, self.share / 2)
             self._halved_s = now_s
-        if seconds < usual_s:
-            self._usual_s[size] = seconds
-        elif not beside_puts:
-            self._usual_s[size] = usual_s + _DRIFT * (seconds - usual_s)
+        if seconds < usual_s or not beside_puts:
+            self._usual_s[size] = min(seconds, usual_s + _DRIFT * (seconds - usual_s))
 
 
 class TierStatus:
@@ -116,48 +114,35 @@ class TierStatus:
         name: the tier's name.
         deadline_s: how long one of its transfers is waited for.
         width: puts that it works on at once.
-        failures, pause_s, chance: of its breakers; see ``Breaker``.
+        breaker: makes its breakers.
 
     Attributes:
         puts: the breaker of its puts.
         gets: the breaker of its gets.
         backlog: chunks that its puts pin now.
+        pressure: holds its puts back.
         down: why it can not be used, or None.
         epoch: the last epoch that it was reset to.
         failed_audit: whether an audit has found a chunk of it damaged; it is then disabled until a restart.
     """
 
     def __init__(
-        self,
-        name: str,
-        deadline_s: float = 5.0,
-        *,
-        width: int = 4,
-        failures: int = 5,
-        pause_s: float = 1.0,
-        chance: RandomSource = no_jitter,
+        self, name: str, deadline_s: float = 5.0, *, width: int = 4, breaker: Callable[[], Breaker] = Breaker
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
-        self.puts = Breaker(failures, pause_s, chance)
-        self.gets = Breaker(failures, pause_s, chance)
+        self.puts = breaker()
+        self.gets = breaker()
         self.backlog = 0
         self.down: str | None = None
         self.epoch = 0
         self.failed_audit = False
-        self._pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
-
-    @property
-    def overdue(self) -> int:
-        """Transfers past their deadline that have not ended."""
-        return self.puts.overdue + self.gets.overdue
+        self.pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
 
     @property
     def disabled_reason(self) -> str | None:
         """The reason why it is given no work at all, or None."""
-        if self.failed_audit:
-            return "audit"
-        return None if self.down is None else "down"
+        return "audit" if self.failed_audit else "down" if self.down is not None else None
 
     @property
     def works(self) -> bool:
@@ -167,16 +152,10 @@ class TierStatus:
     @property
     def is_healthy(self) -> bool | None:
         """Whether its last real put and get were answered in time; None where there was none yet."""
-        known = {self.puts.health, self.gets.health}
-        if self.disabled_reason is not None or not known.isdisjoint(
-            (TransferHealth.BAD, TransferHealth.LATE)
-        ):
+        worst = max(self.puts.health, self.gets.health)
+        if self.disabled_reason is not None or worst > TransferHealth.GOOD:
             return False
-        return True if TransferHealth.GOOD in known else None
-
-    def of(self, *, puts: bool) -> Breaker:
-        """Return the breaker of the puts, or of the gets."""
-        return self.puts if puts else self.gets
+        return True if worst is TransferHealth.GOOD else None
 
     def get_refusal(self, now_s: float) -> str | None:
         """Return the reason why no get is begun now, or None."""
@@ -196,20 +175,10 @@ class TierStatus:
         room = max(0, most_backlog - self.backlog)
         if self.puts.state is not BreakerState.CLOSED:  # the probe: it may hang, and pin its slots
             return min(count, room, 1), "breaker_open" if room else "backlog"
-        allowed = self._pressure.room(self.backlog)
+        allowed = self.pressure.room(self.backlog)
         if allowed < room:
             return min(count, int(allowed)), "back_pressure"
         return min(count, room), "backlog"
-
-    def put_ended(self, chunks: int, health: TransferHealth, seconds: float) -> None:
-        """Update the back-pressure by a put's duration. Puts that failed at once are ignored."""
-        if health in (TransferHealth.GOOD, TransferHealth.LATE) and seconds:
-            self._pressure.put_ended(chunks, seconds)
-
-    def get_ended(self, chunks: int, health: TransferHealth, seconds: float, now_s: float) -> None:
-        """Update the back-pressure by the time of a get, which puts in flight may have slowed down."""
-        if health is TransferHealth.GOOD and seconds and chunks:
-            self._pressure.get_ended(chunks, seconds, now_s, beside_puts=self.backlog > 0)
 
     def judge(self, health: TransferHealth, seconds: float, *, is_put: bool) -> TransferHealth:
         """Return the health of a transfer: a get that took most of its deadline has failed; a put has not."""
@@ -230,12 +199,9 @@ class ReuseTracker:
         if self._threshold < 2:
             return list(keys)
         offers = self._offers
-        admitted: list[OffloadKey] = []
-        for position, key in enumerate(keys):
-            offers[key] = count = offers.get(key, 0) + 1
-            offers.move_to_end(key)
-            if count >= self._threshold and len(admitted) == position:
-                admitted.append(key)
+        for key in keys:
+            offers[key] = offers.pop(key, 0) + 1  # the last one of all now
+        admitted = list(takewhile(lambda key: offers[key] >= self._threshold, keys))
         while len(offers) > self._size:
             offers.popitem(last=False)
         return admitted

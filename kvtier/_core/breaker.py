@@ -14,8 +14,7 @@ from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
 
 _CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
-_WINDOW = 20  # transfers that the failure rate is taken of, once half of them are known
-_MOST_FAILURES = 0.5  # of the window
+_WINDOW = 20  # transfers of which half may fail, once half of them are known
 _LONGEST_PAUSES = 60  # times the first pause: what it grows to while probes fail
 _RELAPSE_PAUSES = 4
 
@@ -113,8 +112,7 @@ class Breaker:
             return self._trip("overdue", now_s)
         if self._in_a_row >= self._failures:
             return self._trip("failures", now_s)
-        known = len(self._recent)
-        if failed and 2 * known >= _WINDOW and sum(self._recent) >= _MOST_FAILURES * known:
+        if failed and 2 * sum(self._recent) >= len(self._recent) >= _WINDOW / 2:
             return self._trip("failure_rate", now_s)
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Put, PutEnded, Touch
+from kvtier._core.messages import Put, PutEnded, Touch, TransferHealth
 from kvtier._core.shared import SharedState
 from kvtier._core.states import ChunkState
 from kvtier.keys import OffloadKey
@@ -50,18 +50,12 @@ class Cascades:
         transfer, _ = shared.end(event, now_s)
         status = shared.tiers[transfer.tier]
         status.backlog -= len(transfer.chunks)
-        status.put_ended(len(transfer.chunks), event.health, event.seconds)
+        if event.seconds and event.health in (TransferHealth.GOOD, TransferHealth.LATE):
+            status.pressure.put_ended(len(transfer.chunks), event.seconds)  # not those that failed at once
         shared.counts["put", status.name] += sum(event.kept)
-        shared.counts["put_seconds", status.name] += event.seconds
-        for reason, count in event.reasons.items():
-            shared.counts["put_failed", status.name, reason] += count
         shared.announce_end(transfer, event.kept)
         shared.table.unpin(transfer.chunks)
         return transfer.chunks
-
-    def note_reuse(self, keys: Iterable[OffloadKey]) -> None:
-        """Note chunks that were loaded from the primary tier, for the next ``touch``."""
-        self.reused.update(dict.fromkeys(keys))
 
     def touch(self) -> None:
         """Send the tiers what was loaded from the primary tier, or they would take it for unused."""

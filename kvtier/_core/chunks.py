@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,9 +62,6 @@ class ChunkTable:
         self.free: list[Chunk] = []
         self.all: list[Chunk] = []
 
-    def __iter__(self) -> Iterator[Chunk]:
-        return iter(self.all)
-
     def add_slots(self, slots: Iterable[int]) -> None:
         """Add free slots."""
         added = [Chunk(slot) for slot in slots]
@@ -75,11 +72,8 @@ class ChunkTable:
     @property
     def evictable(self) -> int:
         """How many chunks may be evicted, as far as the policy knows."""
-        try:
-            return len(self.policy)
-        except Exception:
-            self._replace_policy("raised")
-            return len(self.policy)
+        self._call_policy(len)
+        return len(self.policy)
 
     def evict(self, count: int) -> list[OffloadKey]:
         """Free up to ``count`` slots by the policy's choice; return the keys that went.
@@ -95,7 +89,6 @@ class ChunkTable:
 
     def _evict(self, count: int, evicted: list[OffloadKey]) -> str:
         """Free what the policy chooses as far as it may be freed; return what was wrong with the choice."""
-        pop, free = self.visible.pop, self.free.append
         fault = ""
         try:
             keys = self.policy.evict(count)
@@ -104,14 +97,13 @@ class ChunkTable:
             elif len(keys) < count and len(self.policy):
                 fault = "withheld"
             for key in keys:
-                chunk = pop(key, None)
+                chunk = self.visible.get(key)
                 if chunk is None or chunk.state is not _READY or chunk.pins:
                     fault = "not_a_candidate"
-                    if chunk is not None:
-                        self.visible[key] = chunk
                     continue
+                del self.visible[key]
                 chunk.state = _AFTER_EVICTION
-                free(chunk)
+                self.free.append(chunk)
                 evicted.append(key)
         except Exception:  # whatever a plug-in does: it must not end the engine
             return "raised"
@@ -133,9 +125,9 @@ class ChunkTable:
 
     def take(self, keys: Sequence[OffloadKey], *, visible: bool) -> list[Chunk]:
         """Assign a free slot to each key: FILLING, with the pin of the copy that will fill it."""
-        count = len(keys)
-        chunks = self.free[-count:][::-1] if count else []
-        del self.free[len(self.free) - count :]
+        left = len(self.free) - len(keys)
+        chunks = self.free[left:][::-1]
+        del self.free[left:]
         for chunk, key in zip(chunks, keys, strict=True):
             chunk.key = key
             chunk.state = _FILLING  # free slots are ABSENT: the table's one move from there
@@ -145,37 +137,17 @@ class ChunkTable:
             self.visible.update(zip(keys, chunks, strict=True))
         return chunks
 
-    def filled(self, chunks: Iterable[Chunk], pins: int = 0) -> list[Chunk]:
+    def filled(self, chunks: Sequence[Chunk], pins: int = 0) -> list[Chunk]:
         """End the copies into ``chunks``; those that are READY now get ``pins`` pins and are returned.
 
         With no pins they are candidates at once. DOOMED ones are given back.
         """
-        ready = []
-        for chunk in chunks:
-            if chunk.state is _FILLING:
-                chunk.state = _READY  # as the table says
-                chunk.pins = pins
-                ready.append(chunk)
-            else:
-                chunk.move(ChunkEvent.FILLED)
-                self._drop_pin(chunk)
-        if not pins:
-            keys = [chunk.key for chunk in ready]
-            self._call_policy(lambda policy: policy.add(keys, used=False))
+        ready = [chunk for chunk in chunks if chunk.state is _FILLING]
+        for chunk in ready:
+            chunk.state = _READY  # FILLING has no other move at this event
+            chunk.pins += pins
+        self.unpin(chunks)  # the copy's pin
         return ready
-
-    def failed(self, chunks: Iterable[Chunk]) -> None:
-        """End copies that failed: the chunks are never seen, the slots are free."""
-        visible = self.visible
-        for chunk in chunks:
-            if visible.get(chunk.key) is chunk:
-                del visible[chunk.key]
-            chunk.move(ChunkEvent.FAILED)
-            self._drop_pin(chunk)
-
-    def show(self, chunk: Chunk) -> None:
-        """Make a promoted chunk visible under its key."""
-        self.visible[chunk.key] = chunk
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
         """Add a pin to READY chunks."""
@@ -191,35 +163,31 @@ class ChunkTable:
         """Remove a pin from chunks, prefix first; ``used`` is whether a request has read them."""
         candidates = []
         for chunk in chunks:
-            if chunk.state is not _READY:
-                self._drop_pin(chunk)
-                continue
             chunk.pins -= 1
             if not chunk.pins:
-                candidates.append(chunk.key)
+                if chunk.state is _READY:
+                    candidates.append(chunk.key)
+                else:
+                    self._free(chunk)
         if candidates:
             self._call_policy(lambda policy: policy.add(candidates, used=used))
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
-        """Hide pinned chunks for good; each slot becomes free when its chunk's last pin ends."""
+        """Hide chunks for good and take a pin from each; a slot is free when its chunk's last pin ends."""
         for chunk in chunks:
             chunk.move(ChunkEvent.DROPPED)
             if self.visible.get(chunk.key) is chunk:
                 del self.visible[chunk.key]
+        self.unpin(chunks)
 
     def reset(self) -> None:
         """Hide every visible chunk for good; slots of unpinned chunks become free at once."""
         for chunk in self.visible.values():
-            chunk.move(ChunkEvent.RESET)
+            chunk.move(ChunkEvent.DROPPED)
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
         self._call_policy(lambda policy: policy.clear())
-
-    def _drop_pin(self, chunk: Chunk) -> None:
-        chunk.pins -= 1
-        if not chunk.pins:
-            self._free(chunk)
 
     def _free(self, chunk: Chunk) -> None:
         chunk.move(ChunkEvent.FREED)

@@ -49,28 +49,29 @@ class KVEventLog:
     def stored(self, keys: Sequence[OffloadKey], tier: int | None = None, *, found: bool = False) -> None:
         """Announce that chunks are there."""
         if self.enabled:
-            self._note(keys if tier is None else self._enter(tier, keys), tier, removed=False, found=found)
+            new = keys if tier is None else self._enter(tier, keys)
+            self._note(KVEvent(tuple(new), tier, removed=False, found=found))
 
     def removed(self, keys: Sequence[OffloadKey], tier: int | None = None) -> None:
         """Announce that chunks have gone; of a secondary tier those that were announced."""
         if self.enabled:
-            self._note(keys if tier is None else self._strike(tier, keys), tier, removed=True)
+            announced = None if tier is None else self._announced[tier]
+            gone = keys if announced is None else [key for key in keys if announced.pop(key, key) is None]
+            self._note(KVEvent(tuple(gone), tier, removed=True))
 
     def clear(self, tier: int) -> None:
         """Announce that all chunks of a secondary tier have gone."""
-        gone, self._announced[tier] = list(self._announced[tier]), OrderedDict()
-        self._note(gone, tier, removed=True)
+        gone, self._announced[tier] = tuple(self._announced[tier]), OrderedDict()
+        self._note(KVEvent(gone, tier, removed=True))
 
     def take(self) -> list[KVEvent]:
         """Return and clear the changes since the last call, in their order."""
         changes, self._changes = self._changes, []
         return changes
 
-    def _note(
-        self, keys: Sequence[OffloadKey], tier: int | None, *, removed: bool, found: bool = False
-    ) -> None:
-        if keys:
-            self._changes.append(KVEvent(tuple(keys), tier, removed, found))
+    def _note(self, change: KVEvent) -> None:
+        if change.keys:
+            self._changes.append(change)
 
     def _enter(self, tier: int, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Remember chunks that were not announced before, as many as there may be; return them."""
@@ -78,13 +79,7 @@ class KVEventLog:
         new = [key for key in keys if key not in announced][: self._limit]
         over = len(announced) + len(new) - self._limit
         if over > 0:
-            self._note([announced.popitem(last=False)[0] for _ in range(over)], tier, removed=True)
+            oldest = tuple(announced.popitem(last=False)[0] for _ in range(over))
+            self._note(KVEvent(oldest, tier, removed=True))
         announced.update(dict.fromkeys(new))
         return new
-
-    def _strike(self, tier: int, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        announced = self._announced[tier]
-        gone = [key for key in dict.fromkeys(keys) if key in announced]  # a tier may tell of one twice
-        for key in gone:
-            del announced[key]
-        return gone

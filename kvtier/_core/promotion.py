@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import dropwhile, takewhile
 
 from msgspec.structs import replace
 
 from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Answer, Get, GetEnded
+from kvtier._core.messages import Answer, Get, GetEnded, TransferHealth
 from kvtier._core.requests import Request
-from kvtier._core.shared import SharedState
+from kvtier._core.shared import Keys, SharedState
 from kvtier._core.states import ChunkEvent, ChunkState
 from kvtier._core.transfers import SlotUse, Transfer
 from kvtier.keys import OffloadKey, group_index
 
-Keys = Sequence[OffloadKey]
 Waiters = Mapping[Request, None]
 
 _READY = ChunkState.READY
@@ -67,10 +67,9 @@ class Promotions:
         """Unpin what is held for a request."""
         self.pending.pop(request, None)
         request.answers_stand = False
-        if request.held:
-            chunks, request.held = request.held, {}
-            self._shared.table.unpin(chunks)
-            self.free_budget(chunks)
+        chunks, request.held = request.held, {}
+        self._shared.table.unpin(chunks)
+        self.free_budget(chunks)
 
     def unpin_unasked(self, request: Request) -> None:
         """Unpin what the request's last full scan did not ask for.
@@ -120,7 +119,10 @@ class Promotions:
             self._get_for(request, known, now_s)
         if unknown:
             slot_use = SlotUse.FREE if unsure_before else SlotUse.EVICT
-            self._ask_grouped(unknown, {request: None}, now_s, slot_use)
+            front = [key for key in unknown if not self._is_windowed(key)]
+            self._ask(front, {request: None}, now_s, 0, slot_use)
+            windowed = [key for key in unknown if self._is_windowed(key)]
+            self._ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
 
     def get_ended(self, event: GetEnded, now_s: float) -> list[Chunk]:
         """Process the end of a get, start those that follow, and return the chunks that it promoted."""
@@ -144,10 +146,9 @@ class Promotions:
         located = _select(transfer.keys, event.answers, Answer.LOCATED)
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
-        visible = self._shared.table.visible
-        unseen = [key for key in missing if key not in visible]
-        self._ask(unseen, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+        self._ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
         if transfer.slot_use is SlotUse.EVICT:
+            visible = self._shared.table.visible
             run = [key for key in _run_after_copied(transfer.keys, event.answers) if key not in visible]
             run = self._of_use(run, waiters)
             self._get_located(run, waiters, now_s)
@@ -159,11 +160,7 @@ class Promotions:
         """Stop waiting for an overdue get: its keys are looked for elsewhere. Its slots stay out of use."""
         self._stop_expecting(transfer)
         self.promoting.difference_update(transfer.chunks)
-        waiters = _waiting(transfer)
-        if waiters:
-            visible = self._shared.table.visible
-            keys = [key for key in transfer.keys if key not in visible]
-            self._ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+        self._ask(transfer.keys, _waiting(transfer), now_s, transfer.tier + 1, transfer.slot_use)
 
     def evict_to_reserve(self) -> None:
         """Evict until slots are free for chunks that a get may find.
@@ -181,7 +178,7 @@ class Promotions:
         for transfer in self._shared.transfers.values():
             if not transfer.is_put:
                 for chunk in transfer.chunks:
-                    chunk.move(ChunkEvent.RESET)
+                    chunk.move(ChunkEvent.DROPPED)
                 for request in transfer.waiters:
                     request.mark_absent(transfer.keys)
                 transfer.waiters.clear()
@@ -220,15 +217,13 @@ class Promotions:
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed
 
-    def _ask_grouped(self, keys: Keys, waiters: Waiters, now_s: float, slot_use: SlotUse) -> None:
-        self._ask([key for key in keys if not self._is_windowed(key)], waiters, now_s, 0, slot_use)
-        self._ask([key for key in keys if self._is_windowed(key)], waiters, now_s, 0, SlotUse.NONE)
-
     def _ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, slot_use: SlotUse) -> None:
         """Look for keys in the next tier that may be asked; where there is none they are absent."""
-        if not keys:
+        shared = self._shared
+        keys = [key for key in keys if key not in shared.table.visible]
+        if not keys or not waiters:
             return
-        shared, allowed = self._shared, _allowed(waiters)
+        allowed = _allowed(waiters)
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
@@ -334,11 +329,11 @@ class Promotions:
         for chunk, answer in zip(transfer.chunks, answers, strict=False):
             arrived = answer is Answer.COPIED and chunk.key not in table.visible
             (good if arrived else bad).append(chunk)
-        table.failed(bad)
+        table.drop(bad)
         copied = table.filled(good, pins=len(waiters))
         for chunk in copied:
             chunk.origin = transfer.tier
-            table.show(chunk)
+            table.visible[chunk.key] = chunk
         for request in waiters:
             request.held.update(dict.fromkeys(copied, request.round))
             self.pending[request] = None
@@ -348,17 +343,15 @@ class Promotions:
 
     def _count(self, transfer: Transfer, event: GetEnded, now_s: float) -> None:
         status = self._shared.tiers[transfer.tier]
-        status.get_ended(event.answers.count(Answer.COPIED), event.health, event.seconds, now_s)
         counts, name = self._shared.counts, status.name
-        missing = event.answers.count(Answer.MISSING)
+        copied, missing = event.answers.count(Answer.COPIED), event.answers.count(Answer.MISSING)
+        if copied and event.seconds and event.health is TransferHealth.GOOD:
+            status.pressure.get_ended(copied, event.seconds, now_s, beside_puts=status.backlog > 0)
         if not transfer.located:
             counts["asked", name] += len(event.answers)
             counts["found", name] += len(event.answers) - missing
-        counts["fetched", name] += event.answers.count(Answer.COPIED)
-        counts["get_seconds", name] += event.seconds
+        counts["fetched", name] += copied
         counts["absent", name] += max(0, missing - sum(event.reasons.values()))
-        for reason, count in event.reasons.items():
-            counts["get_failed", name, reason] += count
 
 
 def _allowed(waiters: Waiters) -> frozenset[int] | None:
@@ -376,10 +369,5 @@ def _select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[Offlo
 
 def _run_after_copied(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:
     """Return the located keys that directly follow the copied ones at the front."""
-    run: list[OffloadKey] = []
-    for key, answer in zip(keys, answers, strict=True):
-        if answer is Answer.LOCATED:
-            run.append(key)
-        elif answer is Answer.MISSING or run:
-            break
-    return run
+    rest = dropwhile(lambda pair: pair[1] is Answer.COPIED, zip(keys, answers, strict=True))
+    return [key for key, _ in takewhile(lambda pair: pair[1] is Answer.LOCATED, rest)]

@@ -16,6 +16,7 @@ from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 
+Keys = Sequence[OffloadKey]
 Count = tuple[str, ...]
 """What is counted: the occurrence, then the tier where there is one, then the reason where there is one."""
 
@@ -57,15 +58,14 @@ class SharedState:
         """Return the reason to count for a lack of slots: "starting" while slots are added, else ``what``."""
         return "starting" if self.is_starting else what
 
-    def begin(
-        self, tier: int, keys: Sequence[OffloadKey], chunks: list[Chunk], now_s: float, *, is_put: bool
-    ) -> Transfer:
+    def begin(self, tier: int, keys: Keys, chunks: list[Chunk], now_s: float, *, is_put: bool) -> Transfer:
         """Enter a transfer that a tier will be told to do."""
         self._last_id += 1
         deadline_s = now_s + self.tiers[tier].deadline_s
-        transfer = Transfer(self._last_id, tier, keys, chunks, deadline_s, is_put)
+        breaker = self.tiers[tier].puts if is_put else self.tiers[tier].gets
+        transfer = Transfer(self._last_id, tier, keys, chunks, deadline_s, is_put, breaker)
         self.transfers[transfer.id] = transfer
-        self.tiers[tier].of(puts=is_put).begin(transfer.id)
+        breaker.begin(transfer.id)
         self._earliest_s = min(self._earliest_s, deadline_s)
         return transfer
 
@@ -74,15 +74,16 @@ class SharedState:
         transfer = self.transfers.pop(event.id, None)
         if transfer is None:
             raise StateError(f"transfer {event.id} has ended already or never began")
-        in_time = not transfer.is_overdue
-        status = self.tiers[transfer.tier]
+        status, verb, in_time = self.tiers[transfer.tier], transfer.verb, not transfer.is_overdue
         health = status.judge(event.health, event.seconds, is_put=transfer.is_put)
-        change = status.of(puts=transfer.is_put).end(transfer.id, health, now_s, in_time=in_time)
-        self._note_change(transfer, change)
+        self._note_change(transfer, transfer.breaker.end(transfer.id, health, now_s, in_time=in_time))
         if in_time and health is TransferHealth.LATE:  # the tier's clock has seen it first
-            self.counts["overdue", status.name, transfer.verb] += 1
+            self.counts["overdue", status.name, verb] += 1
         if event.retry:
-            self.counts["retries", status.name, transfer.verb, event.retry] += 1
+            self.counts["retries", status.name, verb, event.retry] += 1
+        self.counts[f"{verb}_seconds", status.name] += event.seconds
+        for reason, count in event.reasons.items():
+            self.counts[f"{verb}_failed", status.name, reason] += count
         return transfer, in_time
 
     def _note_change(self, transfer: Transfer, change: str | None) -> None:
@@ -111,9 +112,8 @@ class SharedState:
         late = [transfer for transfer in self.running if transfer.deadline_s <= now_s]
         for transfer in late:
             transfer.is_overdue = True
-            status = self.tiers[transfer.tier]
-            self.counts["overdue", status.name, transfer.verb] += 1
-            self._note_change(transfer, status.of(puts=transfer.is_put).late(transfer.id, now_s))
+            self.counts["overdue", self.tiers[transfer.tier].name, transfer.verb] += 1
+            self._note_change(transfer, transfer.breaker.late(transfer.id, now_s))
         self._earliest_s = min((transfer.deadline_s for transfer in self.running), default=inf)
         return late
 
@@ -145,19 +145,10 @@ class SharedState:
             there = [key for key, is_there in keys if is_there and key not in transfer.left]
             self.kv_events.stored(there, tier, found=not transfer.is_put)
 
-    def announce_left(self, tier: int, keys: Sequence[OffloadKey]) -> None:
+    def announce_left(self, tier: int, keys: Keys) -> None:
         """Announce that chunks have left a tier, whatever transfers under way will say of them."""
-        if not self.kv_events.enabled:
-            return
         gone = frozenset(keys)
         for transfer in self.transfers.values():
             if transfer.tier == tier:
                 transfer.left |= gone.intersection(transfer.keys)
         self.kv_events.removed(keys, tier)
-
-    def announce_reset(self) -> None:
-        """Announce that every secondary tier is empty, whatever transfers under way will say."""
-        for transfer in self.transfers.values():
-            transfer.left = frozenset(transfer.keys)
-        for tier in range(len(self.tiers)):
-            self.kv_events.clear(tier)

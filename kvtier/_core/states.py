@@ -36,21 +36,17 @@ class ChunkEvent(IntEnum):
 
     RESERVED = 0
     FILLED = 1
-    FAILED = 2
-    EVICTED = 3
-    RESET = 4
-    FREED = 5
-    DROPPED = 6
+    EVICTED = 2
+    DROPPED = 3  # by a failed copy, an audit or a reset
+    FREED = 4
 
 
 _FILLING, _READY, _DOOMED = ChunkState.FILLING, ChunkState.READY, ChunkState.DOOMED
 CHUNK_MOVES: Mapping[ChunkEvent, Mapping[ChunkState, ChunkState]] = {
     ChunkEvent.RESERVED: {ChunkState.ABSENT: _FILLING},
-    ChunkEvent.FILLED: {_FILLING: _READY, _DOOMED: _DOOMED},
-    ChunkEvent.FAILED: dict.fromkeys((_FILLING, _DOOMED), _DOOMED),
+    ChunkEvent.FILLED: {_FILLING: _READY},
     ChunkEvent.EVICTED: {_READY: ChunkState.ABSENT},
-    ChunkEvent.RESET: dict.fromkeys((_FILLING, _READY, _DOOMED), _DOOMED),
-    ChunkEvent.DROPPED: dict.fromkeys((_READY, _DOOMED), _DOOMED),
+    ChunkEvent.DROPPED: dict.fromkeys((_FILLING, _READY, _DOOMED), _DOOMED),
     ChunkEvent.FREED: {_DOOMED: ChunkState.ABSENT},
 }
 
@@ -75,13 +71,12 @@ class RequestEvent(IntEnum):
     LOAD_FAILED = 4
 
 
-_IDLE, _WAITING, _EXPIRED = RequestState.IDLE, RequestState.WAITING, RequestState.EXPIRED
-_COMPUTED = RequestState.COMPUTED
+_IDLE, _WAITING, _EXPIRED, _CLOSED, _COMPUTED = RequestState
 REQUEST_MOVES: Mapping[RequestEvent, Mapping[RequestState, RequestState]] = {
     RequestEvent.DEFERRED: dict.fromkeys((_IDLE, _WAITING), _WAITING),
     RequestEvent.SERVED: {**dict.fromkeys((_IDLE, _WAITING, _EXPIRED), _IDLE), _COMPUTED: _COMPUTED},
     RequestEvent.OVERDUE: {_WAITING: _EXPIRED},
-    RequestEvent.ENDED: dict.fromkeys((_IDLE, _WAITING, _EXPIRED, _COMPUTED), RequestState.CLOSED),
+    RequestEvent.ENDED: dict.fromkeys((_IDLE, _WAITING, _EXPIRED, _COMPUTED), _CLOSED),
     RequestEvent.LOAD_FAILED: dict.fromkeys((_IDLE, _COMPUTED), _COMPUTED),
 }
 

@@ -23,7 +23,7 @@ from kvtier._core.promotion import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
-from kvtier._core.transfers import Pinned, Reservation
+from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._base import EvictionPolicy
@@ -47,6 +47,9 @@ class Tiering:
         track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
 
     Attributes:
+        refusal: why every round that begins is answered MISS, in a word of ``reasons.MISS``; None where it
+            is not. Set by the owner.
+        handles: the stores and loads that have not ended.
         is_disabled: whether nothing is stored and nothing found any more, as ``disable_after_audit`` says.
     """
 
@@ -65,8 +68,7 @@ class Tiering:
         self.promotions = Promotions(self.shared, windowed_groups)
         self.cascades = Cascades(self.shared)
         self.epoch = 0
-        self.reservations: set[Reservation] = set()
-        self.pinned: set[Pinned] = set()
+        self.handles: set[Handle] = set()
         self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
@@ -74,7 +76,7 @@ class Tiering:
         self._round: object = object()
         self._has_damage = False
         self.is_disabled = False
-        self._refusal: str | None = None
+        self.refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
     # --- lookup ----------------------------------------------------------------------------------
@@ -82,8 +84,8 @@ class Tiering:
     def lookup(self, key: OffloadKey, request: Request) -> Lookup:
         """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
         if request.round is not self._round:
-            if self._refusal is not None or request.state is RequestState.COMPUTED:
-                self._counts["miss", self._refusal or "load_failed"] += 1
+            if self.refusal is not None or request.state is RequestState.COMPUTED:
+                self._counts["miss", self.refusal or "load_failed"] += 1
                 return _MISS
             request.begin_round(self._round, key)
             self._asked.append(request)
@@ -92,10 +94,6 @@ class Tiering:
             request.hits.append(key)
             return _HIT
         return self._unready(key, request, chunk)
-
-    def refuse_lookups(self, reason: str) -> None:
-        """Answer MISS in every round that begins from now on, for a reason in a word of ``reasons.MISS``."""
-        self._refusal = reason
 
     def repeat_answer(self, key: OffloadKey, request: Request) -> Lookup | None:
         """Repeat the previous answers without a new scan while nothing has changed: the request waits on.
@@ -155,8 +153,7 @@ class Tiering:
             self.promotions.evict_to_reserve()
         if self.cascades.reused:
             self.cascades.touch()
-        if self.table.faults:
-            self.shared.note_policy()
+        self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
@@ -198,7 +195,6 @@ class Tiering:
         request.hits += told
         request.absent.clear()
         request.located.clear()
-        request.answers_stand = False
 
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
@@ -239,12 +235,11 @@ class Tiering:
         self.table.pin(chunks)
         pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
         for chunk in chunks:
+            if chunk.origin is None:
+                self.cascades.reused[chunk.key] = None
             self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
-        if self._tiers:
-            origins = zip(keys, pinned.origins, strict=True)
-            self.cascades.note_reuse([key for key, origin in origins if origin is None])
-        self.pinned.add(pinned)
+        self.handles.add(pinned)
         self.promotions.promoting.difference_update(chunks)
         if request is not None:
             self.served(request)
@@ -253,7 +248,7 @@ class Tiering:
 
     def release(self, pinned: Pinned) -> None:
         """End a load: its chunks may be evicted again, as recently used ones."""
-        self._end_handle(self.pinned, pinned)
+        self._end(pinned)
         self.table.unpin(pinned.chunks, used=True)
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
@@ -263,7 +258,7 @@ class Tiering:
         could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
         hold any more: an engine is told of its copies between rounds.
         """
-        self._end_handle(self.pinned, pinned)
+        self._end(pinned)
         self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
         self._drop(pinned.chunks)
         if request is not None:
@@ -276,7 +271,6 @@ class Tiering:
         """Hide chunks for ever and take a pin from each."""
         self.shared.kv_events.removed([chunk.key for chunk in chunks if chunk.state is _READY])
         self.table.drop(chunks)
-        self.table.unpin(chunks)
 
     def _ready(self, key: OffloadKey) -> Chunk:
         chunk = self._visible.get(key)
@@ -284,12 +278,10 @@ class Tiering:
             raise StateError(f"chunk {key.hex()} is not READY: {chunk or 'absent'}")
         return chunk
 
-    @staticmethod
-    def _end_handle(handles: set, handle: object) -> None:  # type: ignore[type-arg]
-        try:
-            handles.remove(handle)
-        except KeyError:
-            raise StateError(f"{type(handle).__name__} was ended before") from None
+    def _end(self, handle: Handle) -> None:
+        if handle not in self.handles:
+            raise StateError(f"{type(handle).__name__} was ended before")
+        self.handles.remove(handle)
 
     # --- stores ----------------------------------------------------------------------------------
 
@@ -317,8 +309,8 @@ class Tiering:
             if not free:
                 return None
             del new[len(free) :]
-        reservation = Reservation(new, self.table.take(new, visible=True), evicted)
-        self.reservations.add(reservation)
+        reservation = Reservation(self.table.take(new, visible=True), new, evicted)
+        self.handles.add(reservation)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
@@ -326,23 +318,21 @@ class Tiering:
         if self.is_disabled:
             self.abort(reservation)
             return
-        self._end_handle(self.reservations, reservation)
+        self._end(reservation)
         ready = self.cascades.put_stored(reservation.chunks, now_s)
         self._counts["stored",] += len(ready)
         self.shared.kv_events.stored([chunk.key for chunk in ready])
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
-        self._end_handle(self.reservations, reservation)
-        self.table.failed(reservation.chunks)
+        self._end(reservation)
+        self.table.drop(reservation.chunks)
 
-    def fail_store(self, reservation: Reservation) -> None:
-        """End a store whose copies failed: its chunks are dropped."""
-        self.abandon(reservation)
-        self.abort(reservation)
+    def note_failed_store(self, reservation: Reservation) -> None:
+        """Count the chunks of a store whose copies failed as dropped.
 
-    def abandon(self, reservation: Reservation) -> None:
-        """Count a failed store as dropped, but keep its slots: a copy that never ended may write to them."""
+        Its slots are out of use until ``abort``: for ever, where a copy that never ended may write to them.
+        """
         self._counts["dropped", "store"] += len(reservation.chunks)
 
     def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -369,10 +359,13 @@ class Tiering:
             self.shared.is_starting = self.shared.is_starting and not event.is_last
             self.promotions.resize(len(self.table.all))
         elif isinstance(event, messages.TierDown):
-            self._tier_down(event)
+            status = self._tiers[event.tier]
+            if status.down is None:
+                self._counts["tier_down", status.name] += 1
+            status.down = event.reason
+            self.shared.kv_events.clear(event.tier)
         elif isinstance(event, messages.TierUp):
-            self._tiers[event.tier].down = None
-            self._tiers[event.tier].epoch = event.epoch
+            self._tiers[event.tier].down, self._tiers[event.tier].epoch = None, event.epoch
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
@@ -411,9 +404,12 @@ class Tiering:
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
         self.shared.kv_events.removed(ready)
-        self.shared.announce_reset()
         self.table.reset()
-        self.shared.commands += [messages.Reset(tier, self.epoch) for tier in range(len(self._tiers))]
+        for transfer in self.shared.transfers.values():
+            transfer.left = frozenset(transfer.keys)
+        for tier in range(len(self._tiers)):
+            self.shared.kv_events.clear(tier)
+            self.shared.commands.append(messages.Reset(tier, self.epoch))
 
     def disable_after_audit(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
@@ -433,7 +429,7 @@ class Tiering:
             if tier in (None, index) and not status.failed_audit:
                 status.failed_audit = True
                 self.shared.kv_events.clear(index)
-        given = [chunk for chunk in self.table if chunk.state is _READY and tier in (None, chunk.origin)]
+        given = [chunk for chunk in self.table.all if chunk.state is _READY and tier in (None, chunk.origin)]
         self.table.pin(given)
         self._drop(given)
         what = "nothing is stored or loaded" if tier is None else "it is not used"
@@ -449,10 +445,3 @@ class Tiering:
     def is_reset(self) -> bool:
         """Whether every tier that is not down has been reset to the current epoch."""
         return all(status.down is not None or status.epoch == self.epoch for status in self._tiers)
-
-    def _tier_down(self, event: messages.TierDown) -> None:
-        status = self._tiers[event.tier]
-        if status.down is None:
-            self._counts["tier_down", status.name] += 1
-        status.down = event.reason
-        self.shared.kv_events.clear(event.tier)

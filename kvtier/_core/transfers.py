@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvtier._core.breaker import Breaker
 from kvtier._core.chunks import Chunk
 from kvtier._core.requests import Request
 from kvtier.keys import OffloadKey
@@ -28,6 +29,7 @@ class Transfer:
         waiters: of a get, the requests that want its keys; an ordered set. They may all be served
             from the same tiers.
         allowed: of a get, the tiers that its waiters may be served from; None for all of them.
+        breaker: the one of its tier and verb.
         deadline_s: when it is no longer waited for, on the owner's clock.
         is_overdue: whether that has passed: its answer is a miss; its slots stay in use until it ends.
         slot_use: of a get, which slots it may use.
@@ -41,6 +43,7 @@ class Transfer:
     chunks: list[Chunk]
     deadline_s: float
     is_put: bool
+    breaker: Breaker
     slot_use: SlotUse = SlotUse.NONE
     allowed: frozenset[int] | None = None
     waiters: dict[Request, None] = field(default_factory=dict)
@@ -55,38 +58,40 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reservation:
-    """Slots for a store: to be ended by exactly one ``commit`` or ``abort``.
+class Handle:
+    """Chunks that the owner copies to or from, until it ends that.
 
     Attributes:
-        keys: the keys that were given a slot, a prefix of the new ones among those asked for.
-        chunks: their chunks, in the same order.
-        evicted: keys that had to go.
+        chunks: the chunks, in the order of their keys.
     """
 
-    keys: Sequence[OffloadKey]
     chunks: Sequence[Chunk]
-    evicted: Sequence[OffloadKey]
 
     @property
     def slots(self) -> list[int]:
-        """The slots to copy to, in the order of ``keys``."""
+        """The slots to copy to or from, in the order of the keys."""
         return [chunk.slot for chunk in self.chunks]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pinned:
+class Reservation(Handle):
+    """Slots for a store: to be ended by exactly one ``commit`` or ``abort``.
+
+    Attributes:
+        keys: the keys that were given a slot, a prefix of the new ones among those asked for.
+        evicted: keys that had to go.
+    """
+
+    keys: Sequence[OffloadKey]
+    evicted: Sequence[OffloadKey]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pinned(Handle):
     """Chunks pinned for a load: to be ended by exactly one ``release``.
 
     Attributes:
-        chunks: the chunks, in the order of their keys.
         origins: for each chunk the index of the tier that it came from, None for the primary one.
     """
 
-    chunks: Sequence[Chunk]
     origins: Sequence[int | None]
-
-    @property
-    def slots(self) -> list[int]:
-        """The slots to copy from."""
-        return [chunk.slot for chunk in self.chunks]

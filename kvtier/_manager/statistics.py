@@ -39,7 +39,7 @@ class TierStatistics:
             status.name,
             "audit" if status.failed_audit else status.down,
             status.backlog,
-            status.overdue,
+            status.puts.overdue + status.gets.overdue,
             status.puts.state,
             status.gets.state,
             status.is_healthy,

@@ -24,8 +24,6 @@ struct chunk_scan {
     int64_t once_us;     /* files this old are removed that were not used again after they were written */
     int64_t reused_us;   /* and of the others those that are this old */
     int64_t want_bytes;  /* removing stops when so many were removed */
-    int64_t dry_run;     /* not 0: remove nothing, but say what would be removed */
-    int64_t gone_once_us, gone_reused_us; /* of a dry run: ages of files that an earlier one removed */
     uint64_t *histogram; /* bytes by age, 2 * BUCKETS numbers, or NULL */
     char *names;         /* paths of what was removed, each with a 0 behind it */
     uint64_t names_room;
@@ -33,7 +31,6 @@ struct chunk_scan {
     uint64_t seen;
     uint64_t removed;
     int64_t removed_bytes; /* directories that became empty included */
-    uint64_t left;         /* entries that the folder still has */
     uint64_t failed;       /* files that cannot be removed, and directories that cannot be read */
     int64_t failed_bytes;  /* of these files */
     int64_t error;         /* errno of the last of them */
@@ -82,9 +79,8 @@ DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here)
 /* What is done with one directory of chunks' files; see each_leaf. */
 typedef void do_leaf(int parent_fd, const char *name, const uint32_t *stop, void *state);
 
-/* Do something with each <hh>_g<group>/ of a folder, and count its other entries. Returns 0 or -errno. */
-static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_leaf *work, void *state,
-                     uint64_t *others)
+/* Do something with each <hh>_g<group>/ of a folder. Returns 0 or -errno. */
+static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_leaf *work, void *state)
 {
     DIR *entries = kvt_open_folder(root_fd, folder, NULL);
     if (entries == NULL)
@@ -92,8 +88,6 @@ static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_l
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (is_leaf(entry->d_name))
             work(dirfd(entries), entry->d_name, stop, state);
-        else if (others != NULL && !kvt_is_dot(entry->d_name))
-            ++*others;
     closedir(entries);
     return stopped(stop) ? -ECANCELED : 0;
 }
@@ -126,7 +120,7 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     size_t leaf_length = strlen(leaf), length = leaf_length + 1 + strlen(name) + 1;
     if (scan->names_room - scan->names_bytes < length)
         return false;
-    if (!scan->dry_run && unlinkat(fd, name, 0)) {
+    if (unlinkat(fd, name, 0)) {
         if (errno != ENOENT)
             scan->failed_bytes += bytes;
         note_failure(errno, scan);
@@ -140,32 +134,28 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     return true;
 }
 
-/* Add up a file's age, and remove it where it is too old. Returns whether it stays. */
-static bool scan_file(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
+/* Add up a file's age, and remove it where it is too old. */
+static void scan_file(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
 {
     bool reused = is_later(found->st_atim, found->st_mtim);
     int64_t age_us = age_of(reused ? found->st_atim : found->st_mtim, scan->now_ns);
     int64_t bytes = (int64_t)found->st_blocks * 512;
-    if (scan->dry_run && age_us >= (reused ? scan->gone_reused_us : scan->gone_once_us))
-        return false;
     scan->seen++;
     if (scan->histogram != NULL)
         scan->histogram[bucket_of(age_us) + (reused ? BUCKETS : 0)] += (uint64_t)bytes;
     if (age_us < (reused ? scan->reused_us : scan->once_us) || scan->removed_bytes >= scan->want_bytes ||
         !remove_file(fd, leaf, name, bytes, scan))
-        return true;
+        return;
     scan->removed++;
     scan->removed_bytes += bytes;
-    return false;
 }
 
-static bool scan_entry(int fd, const char *leaf, const char *name, dev_t device, struct chunk_scan *scan)
+static void scan_entry(int fd, const char *leaf, const char *name, dev_t device, struct chunk_scan *scan)
 {
     struct stat found;
-    if (!is_chunk(name) || fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || !S_ISREG(found.st_mode) ||
-        found.st_dev != device)
-        return true;
-    return scan_file(fd, leaf, name, &found, scan);
+    if (is_chunk(name) && !fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) && S_ISREG(found.st_mode) &&
+        found.st_dev == device)
+        scan_file(fd, leaf, name, &found, scan);
 }
 
 static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, void *state)
@@ -173,32 +163,24 @@ static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, voi
     struct chunk_scan *scan = state;
     struct stat here;
     DIR *entries = kvt_open_folder(parent_fd, leaf, &here);
-    scan->left++;
     if (entries == NULL) {
         note_failure(errno, scan);
         return;
     }
-    uint64_t removed_before = scan->removed, seen = 0, staying = 0;
+    uint64_t removed_before = scan->removed;
     for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
-        if (!kvt_is_dot(entry->d_name)) {
-            seen++;
-            staying += scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan);
-        }
-    bool removed = scan->removed > removed_before, is_empty = seen && !staying;
-    if (!scan->dry_run) {
-        /* Emptied it may take less than before. It is made again by whoever puts something into it. */
-        bool is_known = removed && fstat(dirfd(entries), &here) == 0;
-        is_empty = is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0;
-    }
+        scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan);
+    /* Emptied it may take less than before. It is made again by whoever puts something into it. */
+    bool is_known = scan->removed > removed_before && fstat(dirfd(entries), &here) == 0;
+    if (is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0)
+        scan->removed_bytes += (int64_t)here.st_blocks * 512;
     closedir(entries);
-    scan->left -= is_empty;
-    scan->removed_bytes += is_empty && removed ? (int64_t)here.st_blocks * 512 : 0;
 }
 
 /* Scan all chunks' files of a directory of the first level. Names are relative to it. Returns 0 or -errno. */
 int64_t kvt_chunks_scan(int root_fd, const char *folder, const uint32_t *stop, struct chunk_scan *scan)
 {
-    return each_leaf(root_fd, folder, stop, scan_leaf, scan, &scan->left);
+    return each_leaf(root_fd, folder, stop, scan_leaf, scan);
 }
 
 /* ------------------------------------------------------------------------------- fingerprints */
@@ -243,7 +225,7 @@ static void list_leaf(int parent_fd, const char *leaf, const uint32_t *stop, voi
 int64_t kvt_chunks_list(int root_fd, const char *folder, const uint32_t *stop, uint64_t *out, uint64_t room)
 {
     struct listing list = {out, room, 0};
-    int error = each_leaf(root_fd, folder, stop, list_leaf, &list, NULL);
+    int error = each_leaf(root_fd, folder, stop, list_leaf, &list);
     return error ? error : (int64_t)list.count;
 }
 
@@ -253,11 +235,10 @@ size_t kvt_layout_chunk_scan(uint32_t *out, size_t room)
     static const uint32_t table[] = {
         sizeof(struct chunk_scan),
         FIELD(chunk_scan, now_ns), FIELD(chunk_scan, once_us), FIELD(chunk_scan, reused_us),
-        FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, dry_run), FIELD(chunk_scan, gone_once_us),
-        FIELD(chunk_scan, gone_reused_us), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
+        FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
         FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes),
         FIELD(chunk_scan, seen), FIELD(chunk_scan, removed), FIELD(chunk_scan, removed_bytes),
-        FIELD(chunk_scan, left), FIELD(chunk_scan, failed), FIELD(chunk_scan, failed_bytes),
+        FIELD(chunk_scan, failed), FIELD(chunk_scan, failed_bytes),
         FIELD(chunk_scan, error),
     };
     return kvt_layout(table, sizeof table / sizeof table[0], out, room);

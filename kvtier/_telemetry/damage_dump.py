@@ -12,7 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -36,33 +36,30 @@ def write(what: str, facts: Mapping[str, object], **contents: bytes | memoryview
         facts: what else is known.
         contents: the bytes to compare, of equal length.
     """
+    name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"
+    text = json.dumps({"what": what, **facts}, indent=2)
     try:
         folder = _directory()
-        if len(list(folder.iterdir())) + len(contents) >= MOST_FILES:
-            added = _log_limit.allow("full", time.monotonic())
-            if added is not None:
-                logger.error(
-                    "%s: %s; evidence folder %s is full, empty it%s", what, dict(facts), folder, added
-                )
-            return
-        name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"
-        text = json.dumps({"what": what, **facts}, indent=2)
-        parts = {kind: content[:MOST_BYTES] for kind, content in contents.items()}
-        _write_all(folder, name, {"json": text.encode(), **parts})
-        logger.error("%s: %s; the evidence is kept in %s, as %s.*", what, dict(facts), folder, name)
+        if len(list(folder.iterdir())) + len(contents) < MOST_FILES:
+            _write_all(folder / name, {"json": text.encode(), **contents})
+            logger.error("%s: %s; the evidence is kept in %s, as %s.*", what, dict(facts), folder, name)
+        elif (added := _log_limit.allow("full", time.monotonic())) is not None:
+            logger.error("%s: %s; evidence folder %s is full, empty it%s", what, dict(facts), folder, added)
     except OSError as error:
         logger.error("%s: %s; the evidence cannot be kept: %s", what, dict(facts), error)
 
 
 def _directory() -> Path:
-    with suppress(OSError, RuntimeError):  # there may be no home directory at all
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return _own(Path(state) / "kvtier" / "evidence")
-    return _own(Path(tempfile.gettempdir()) / f"kvtier-evidence-{os.getuid()}")
+    """Return a directory that only this user can read. Raise OSError where it is somebody else's."""
+    try:
+        return _private(
+            Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kvtier/evidence"
+        )
+    except (OSError, RuntimeError):  # there may be no home directory at all
+        return _private(Path(tempfile.gettempdir()) / f"kvtier-evidence-{os.getuid()}")
 
 
-def _own(folder: Path) -> Path:
-    """Create a directory that only this user can read. Raise OSError where it is somebody else's."""
+def _private(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not os.access(folder, os.W_OK):
@@ -71,18 +68,13 @@ def _own(folder: Path) -> Path:
     return folder
 
 
-def _write_all(folder: Path, name: str, parts: Mapping[str, bytes | memoryview]) -> None:
+def _write_all(path: Path, parts: Mapping[str, bytes | memoryview]) -> None:
     """Write one file for each part; where one of them fails leave none."""
-    try:
+    with ExitStack() as written:
         for kind, content in parts.items():
-            _write_file(folder / f"{name}.{kind}", content)
-    except BaseException:
-        for kind in parts:
-            with suppress(OSError):
-                (folder / f"{name}.{kind}").unlink(missing_ok=True)
-        raise
-
-
-def _write_file(path: Path, content: bytes | memoryview) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+            target = path.with_name(f"{path.name}.{kind}")
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            written.callback(target.unlink, missing_ok=True)
+            with open(fd, "wb") as file:
+                file.write(content[:MOST_BYTES])
+        written.pop_all()

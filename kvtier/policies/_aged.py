@@ -10,6 +10,14 @@ from kvtier.keys import OffloadKey
 _AHEAD = 1024
 
 
+def take_first(keys: dict[OffloadKey, None], count: int) -> list[OffloadKey]:
+    """Remove and return the first ``count`` keys, or all where there are fewer."""
+    taken = list(islice(keys, count))
+    for key in taken:
+        del keys[key]
+    return taken
+
+
 class AgedKeys:
     """A set of keys in the order in which they were added.
 
@@ -37,15 +45,10 @@ class AgedKeys:
 
     def pop_oldest(self, count: int) -> list[OffloadKey]:
         """Remove and return up to ``count`` keys, the oldest first."""
-        if count <= 0:
-            return []
-        oldest = self._oldest
-        if len(oldest) < count:
-            self._move(count - len(oldest) + _AHEAD)
-        popped = list(islice(oldest, count))
-        for key in popped:
-            del oldest[key]
-        return popped
+        if len(self._oldest) < count:
+            moved = take_first(self._rest, count - len(self._oldest) + _AHEAD)
+            self._oldest.update(dict.fromkeys(moved))
+        return take_first(self._oldest, max(0, count))
 
     def clear(self) -> None:
         """Remove all keys."""
@@ -57,10 +60,3 @@ class AgedKeys:
 
     def __contains__(self, key: object) -> bool:
         return key in self._rest or key in self._oldest
-
-    def _move(self, count: int) -> None:
-        rest = self._rest
-        moved = list(islice(rest, count))
-        for key in moved:
-            del rest[key]
-        self._oldest.update(dict.fromkeys(moved))

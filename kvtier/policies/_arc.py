@@ -8,10 +8,9 @@ lists and remember theirs, and eviction is asked for in batches, ahead of the in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._aged import AgedKeys
+from kvtier.policies._aged import AgedKeys, take_first
 from kvtier.policies._base import EvictionPolicy
 
 _Ghosts = dict[OffloadKey, None]
@@ -22,6 +21,9 @@ class ARC(EvictionPolicy):
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__(capacity)
+        self.clear()
+
+    def clear(self) -> None:
         self._recent = AgedKeys()  # seen once
         self._frequent = AgedKeys()  # seen more than once
         self._ghosts_recent: _Ghosts = {}  # evicted from _recent not long ago
@@ -79,16 +81,7 @@ class ARC(EvictionPolicy):
         ghosts.update(dict.fromkeys(keys))
         # Up to 1/16 too many is allowed, so that the walk to the front of a dict removes many at once.
         if len(ghosts) > self.capacity + self.capacity // 16:
-            for key in list(islice(ghosts, len(ghosts) - self.capacity)):
-                del ghosts[key]
-
-    def clear(self) -> None:
-        self._recent.clear()
-        self._frequent.clear()
-        self._ghosts_recent.clear()
-        self._ghosts_frequent.clear()
-        self._pinned.clear()
-        self._target = 0.0
+            take_first(ghosts, len(ghosts) - self.capacity)
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)

@@ -43,7 +43,7 @@ def test_edits_of_the_corpus_are_refused_or_sound(name: str) -> None:
     whole = [path.read_bytes() for path in FILES if path.parent.name == name]
 
     @given(edited(whole) | st.binary(max_size=512))
-    @settings(max_examples=effort(100, 5000))
+    @settings(max_examples=effort(40, 5000))
     def edits_are_refused_or_sound(data: bytes) -> None:
         PARSERS[name](data)
 

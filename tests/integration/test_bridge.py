@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.admission import Limits, TierStatus
+from kvtier._core.breaker import Breaker
 from kvtier._core.messages import PutEnded, SlotsReady
 from kvtier._core.tiering import Tiering
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
@@ -97,7 +98,9 @@ class World:
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
-            TierStatus(name, tier.config.deadline_s, pause_s=tier.config.breaker_pause_s)
+            TierStatus(
+                name, tier.config.deadline_s, breaker=partial(Breaker, pause_s=tier.config.breaker_pause_s)
+            )
             for name, tier in zip(names, tiers, strict=True)
         ]
         self.core = Tiering(LRU(), gates, limits or Limits(), track_kv_events=True)
@@ -184,7 +187,7 @@ class World:
         """Assert that nothing is pinned."""
         self.settle()
         invariants.check(self.core)
-        assert not any(chunk.pins for chunk in self.core.table)
+        assert not any(chunk.pins for chunk in self.core.table.all)
 
 
 def slots_of(spec: object) -> list[int]:

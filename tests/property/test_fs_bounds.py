@@ -260,7 +260,7 @@ class BoundsMachine(RuleBasedStateMachine):
 def test_no_number_of_writers_passes_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota, "_AHEAD_SHARE", 4)  # of the little room here, for the sake of leases ahead
     machine = BoundsMachine
-    machine.TestCase.settings = settings(max_examples=effort(30, 150), stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=effort(12, 150), stateful_step_count=40, deadline=None)
     machine.TestCase("runTest").debug()
 
 

@@ -148,7 +148,7 @@ class FsMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(300)
 def test_the_tier_agrees_with_a_dict() -> None:
     limits = settings(
-        max_examples=effort(8, 25),
+        max_examples=effort(5, 25),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

@@ -55,7 +55,7 @@ MUTATIONS = (
             (
                 "self.promoting.difference_update(transfer.chunks)",
                 "self.promoting.difference_update(transfer.chunks);"
-                "self._shared.table.failed(transfer.chunks); transfer.chunks.clear()",
+                "self._shared.table.drop(transfer.chunks); transfer.chunks.clear()",
             ),
         ),
     ),
@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         "aborted_store_keeps_its_slots",
         "kvtier._core.tiering:Tiering.abort",
-        (("self.table.failed(reservation.chunks)", "pass"),),
+        (("self.table.drop(reservation.chunks)", "pass"),),
     ),
     Mutation(
         "checksum_not_verified",
@@ -82,20 +82,20 @@ MUTATIONS = (
     Mutation(
         "reset_does_not_reach_fetches",
         "kvtier._core.promotion:Promotions.reset",
-        (("chunk.move(ChunkEvent.RESET)", "pass"), ("transfer.waiters.clear()", "pass")),
+        (("chunk.move(ChunkEvent.DROPPED)", "pass"), ("transfer.waiters.clear()", "pass")),
     ),
     Mutation(
         "reset_does_not_reach_tiers",
         "kvtier._core.tiering:Tiering.reset",
-        (("for tier in range(len(self._tiers))]", "for tier in range(0)]"),),
+        (("self.shared.commands.append(messages.Reset(tier, self.epoch))", "pass"),),
     ),
     Mutation(
         "reset_forgets_stores_under_way",
         "kvtier._core.chunks:ChunkTable.reset",
         (
             (
-                "chunk.move(ChunkEvent.RESET)",
-                "chunk.state is ChunkState.FILLING or chunk.move(ChunkEvent.RESET)",
+                "chunk.move(ChunkEvent.DROPPED)",
+                "chunk.state is ChunkState.FILLING or chunk.move(ChunkEvent.DROPPED)",
             ),
         ),
     ),
@@ -132,12 +132,7 @@ MUTATIONS = (
     Mutation(
         "load_released_twice",
         "kvtier._core.tiering:Tiering.release",
-        (
-            (
-                "self._end_handle(self.pinned, pinned)",
-                "self._end_handle(self.pinned, pinned); self.table.unpin(pinned.chunks)",
-            ),
-        ),
+        (("self._end(pinned)", "self._end(pinned); self.table.unpin(pinned.chunks)"),),
     ),
     Mutation(
         "load_not_pinned",

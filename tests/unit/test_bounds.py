@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from kvtier._config import TieringConfig
+from kvtier._settings import validation
 from kvtier._settings.quantities import MOST_BYTES, MOST_SECONDS, duration, size
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import _registry as registry
@@ -96,15 +97,11 @@ def _kinds(annotation: object) -> Iterator[object]:
 def test_no_number_of_any_tier_may_be_absurd(
     model: type[BaseModel], least: dict[str, Any], name: str
 ) -> None:
-    def build(value: object) -> object:
-        raw = {**least, name: value}
-        return TieringConfig.from_mapping(raw) if model is TieringConfig else registry.validate(raw)
-
     may_be_negative = name in ("seed",)
     for value in ABSURD:
         if not (may_be_negative and value == -1):
             with pytest.raises(KVTierError, match=name):
-                build(value)
+                validation.build(model, {**least, name: value})
 
 
 class Third(TierConfig):

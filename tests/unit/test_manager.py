@@ -179,8 +179,7 @@ class World:
             await self.manager.drain()
         self.check()
         assert self.manager.statistics().pinned_chunks == 0
-        assert not self.core.reservations
-        assert not self.core.pinned
+        assert not self.core.handles
         assert not self.core.promotions.pending
         assert not self.core.promotions.promoting
 

@@ -78,7 +78,7 @@ def usage(path: Path) -> Usage:
         TierError: the root cannot be read.
     """
     with Root(path) as root, progress("directories") as tick:
-        measure = _Measure(root, tick)
+        measure = Measure(root, tick)
         parts = [part for one in root.namespaces() for part in _parts(measure, one)]
         parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
         parts.append(UsagePart("", "others", sum(map(measure.bytes, root.others()))))
@@ -111,10 +111,10 @@ def _show(usage: Usage) -> None:
         )
 
 
-def _parts(measure: _Measure, one: Namespace) -> list[UsagePart]:
+def _parts(measure: Measure, one: Namespace) -> list[UsagePart]:
     current, home = one.current, measure.bytes(one.name)
     # What is inside of the namespace's own directory was measured, and its failures counted, above.
-    again = _Measure(measure.root, measure.tick)
+    again = Measure(measure.root, measure.tick)
     quarantine, unfinished = (again.bytes(f"{one.name}/{folder}") for folder in ("quarantine", ".tmp"))
     sums = {
         "chunks": sum(measure.bytes(found.name) for found in one.data_dirs if found == current),
@@ -126,7 +126,7 @@ def _parts(measure: _Measure, one: Namespace) -> list[UsagePart]:
     return [UsagePart(one.name, part, taken) for part, taken in sums.items()]
 
 
-class _Measure:
+class Measure:
     """Adds up what is below directories. Links are not followed, other file systems not entered."""
 
     def __init__(self, root: Root, tick: Tick) -> None:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import time
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import typer
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress
+from kvtier._cli.root.du import Measure
 from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
 from kvtier._settings.quantities import duration, size
 from kvtier.errors import TierError
+from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag
-from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import stat_file_system
-from kvtier.tiers.fs._root import Root, Tick
+from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, no_tick
 
 T = TypeVar("T")
 _WAIT_AT_MOST_S: Final = 10.0
@@ -34,7 +35,7 @@ _WAIT_AT_MOST_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CollectionResult:
-    """What was removed from a root, or with ``dry_run`` what would be, about.
+    """What was removed from a root, or with ``dry_run`` an estimate of what would be.
 
     Attributes:
         root: the directory.
@@ -89,7 +90,7 @@ def command(
     ] = None,
     namespace: NamespaceOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
+        bool, typer.Option("--dry-run", help="Estimate what would be removed, and remove nothing.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -132,7 +133,7 @@ def collect(
         max_bytes: evict chunks until no more than this is left; None for none.
         older_than_s: remove chunks that were not used for so long; None for none.
         namespace: look at this one alone.
-        dry_run: remove nothing, and say what would be removed.
+        dry_run: remove nothing, and estimate what would be removed.
 
     Raises:
         TierError: the root cannot be read, has no such namespace, or somebody else is making room in it.
@@ -140,7 +141,23 @@ def collect(
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
         with Root.at(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
-            return _Collection(narrow, only, tick, dry_run).run(str(path), max_bytes, older_than_s)
+            found = _Collection(narrow, only, tick)
+            run = found.estimate if dry_run else found.run
+            swept, expired, evicted = run(max_bytes, older_than_s)
+            removed = swept.bytes + expired.bytes + evicted.bytes
+            return CollectionResult(
+                root=str(path),
+                dry_run=dry_run,
+                bytes_before=found.before,
+                bytes_after=found.before - removed if dry_run else found.taken(),
+                max_bytes=max_bytes,
+                leftover_bytes=swept.bytes + evicted.leftover_bytes,
+                expired_files=expired.chunks,
+                expired_bytes=expired.chunk_bytes,
+                evicted_files=evicted.chunks,
+                evicted_bytes=evicted.chunk_bytes,
+                failed=_named(found.failures | swept.failures | expired.failures | evicted.failures),
+            )
 
 
 def _show(result: CollectionResult) -> None:
@@ -180,75 +197,73 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
 
 
 class _Collection:
-    """One run: removes, or in a dry run counts. The evictor knows which, and all else is the same."""
+    """One run: what is below a root, or would be, when it is over."""
 
-    def __init__(self, root: Root, only: Container[str] | None, tick: Tick, dry_run: bool) -> None:
+    def __init__(self, root: Root, only: Container[str] | None, tick: Tick) -> None:
         self._root = root
-        self._dry_run = dry_run
+        self._tick = tick
         self._stop = StopFlag()
-        self._evictor = Evictor(
-            root.fd,
-            self._stop,
-            lambda _, paths: tick(len(paths)),
-            only=only,
-            dry_run=dry_run,
-            chance=random.Random(0),  # so that a run after a dry one does what that has said
-        )
+        self._evictor = Evictor(root.fd, self._stop, lambda _, paths: tick(len(paths)), only=only)
         self._is_narrow = only is not None
-        self._failures: Failures = Counter()
+        self.failures: Failures = Counter()
+        self.before = self.taken()
 
-    def run(self, path: str, max_bytes: int | None, older_than_s: float | None) -> CollectionResult:
-        accounts, before = ledger.read(self._root.fd), self._taken()
+    def run(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
+        """Remove leftovers, then what is too old, then what is too much."""
+        accounts = ledger.read(self._root.fd)
         swept = self._evictor.sweep()
         expired = evicted = _NOTHING
         if older_than_s is not None:
             expired = self._exclusively(partial(self._evictor.expire, older_than_s))
         removed = swept.bytes + expired.bytes
-        if max_bytes is not None and before - removed > max_bytes:
-            evicted = self._exclusively(partial(self._evictor.make_room, before - removed - max_bytes))
-        removed += evicted.bytes
-        if not self._dry_run:
-            _correct_ledger(self._root, removed, since="" if accounts is None else accounts.mark)
-        return CollectionResult(
-            root=path,
-            dry_run=self._dry_run,
-            bytes_before=before,
-            bytes_after=before - removed if self._dry_run else self._taken(),
-            max_bytes=max_bytes,
-            leftover_bytes=swept.bytes + evicted.leftover_bytes,
-            expired_files=expired.chunks,
-            expired_bytes=expired.chunk_bytes,
-            evicted_files=evicted.chunks,
-            evicted_bytes=evicted.chunk_bytes,
-            failed=_named(self._failures | swept.failures | expired.failures | evicted.failures),
-        )
+        if max_bytes is not None and self.before - removed > max_bytes:
+            evicted = self._exclusively(partial(self._evictor.make_room, self.before - removed - max_bytes))
+        _correct_ledger(self._root, removed + evicted.bytes, since="" if accounts is None else accounts.mark)
+        return swept, expired, evicted
 
-    def _taken(self) -> int:
+    def estimate(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
+        """Add up what a run would remove now, about: going by the last use alone."""
+        left, files = list[str](), list[ChunkFile]()
+        for one in self._root.namespaces():
+            left += (f"{one.name}/.tmp/{name}" for name, alive in one.writers().items() if alive is False)
+            for found in one.data_dirs:
+                if self._is_left(one, found):
+                    left.append(found.name)
+                else:
+                    below = self._root.chunks(found.name, self._tick)
+                    files += (file for file in below if isinstance(file, ChunkFile))
+        swept = sum(map(Measure(self._root, no_tick).bytes, left))
+        files.sort(key=lambda file: file.used)
+        too_old = 0.0 if older_than_s is None else time.time() - older_than_s
+        expired = _sum(file for file in files if file.used <= too_old)
+        need = 0 if max_bytes is None else self.before - swept - expired.bytes - max_bytes
+        sizes = accumulate((file.disk_bytes for file in files[expired.chunks :]), initial=0)
+        evicted = sum(1 for taken in sizes if taken < need)
+        return Evicted(True, swept), expired, _sum(files[expired.chunks :][:evicted])
+
+    def _is_left(self, one: Namespace, found: DataDir) -> bool:
+        """Return whether chunks are orphans, or of an old epoch that nobody uses."""
+        if one.is_orphaned or one.epoch is None or found.epoch >= one.epoch:
+            return one.is_orphaned
+        return self._root.is_locked(layout.users_lock(one.name, found.epoch)) is False
+
+    def taken(self) -> int:
         """Return the bytes that all takes, or the chosen namespace."""
-        if not self._is_narrow:
-            return self._tree_bytes(".")
-        return sum(
-            self._tree_bytes(name)
-            for one in self._root.namespaces()
-            for name in (one.name, *(found.name for found in one.data_dirs))
-        )
-
-    def _tree_bytes(self, name: str) -> int:
-        failures: Failures = Counter()
-        try:
-            return tree_bytes(self._root.fd, name, self._stop, failures)
-        except OSError:
-            return 0
-        finally:
-            self._failures |= failures
+        names = ["."]
+        if self._is_narrow:
+            caches = self._root.namespaces()
+            names = [name for one in caches for name in (one.name, *(it.name for it in one.data_dirs))]
+        measure = Measure(self._root, no_tick)
+        taken = sum(map(measure.bytes, names))
+        self.failures |= measure.failures
+        return taken
 
     def _exclusively(self, work: partial[Evicted]) -> Evicted:
         """Do what one process of a root may do at a time; wait a little for one that does it now."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
-        if not self._dry_run:
-            with suppress(OSError):  # then it is there, or cannot be, which is told below
-                os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
+        with suppress(OSError):  # then it is there, or cannot be, which is told below
+            os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
         give_up_at = time.monotonic() + _WAIT_AT_MOST_S
         while True:
             try:
@@ -263,6 +278,11 @@ class _Collection:
 
 
 _NOTHING: Final = Evicted(True)
+
+
+def _sum(files: Iterable[ChunkFile]) -> Evicted:
+    sizes = [file.disk_bytes for file in files]
+    return Evicted(True, 0, len(sizes), sum(sizes))
 
 
 def _named(failures: Failures) -> dict[str, int]:

@@ -133,7 +133,6 @@ class KVTierManager(OffloadingManager):
         names = [gate.name for gate in core.shared.tiers]
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
-        self._stopped: str | None = None  # why nothing is copied any more
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
     # --- requests --------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class KVTierManager(OffloadingManager):
         req_context: ReqContext,  # noqa: ARG002
     ) -> PrepareStoreOutput | None:
         """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
-        if self._stopped:
+        if self._core.refusal:
             return self._nothing_stored()
         reservation = self._core.reserve(list(keys))
         if reservation is None:
@@ -340,9 +339,8 @@ class KVTierManager(OffloadingManager):
 
     def _stop_copying(self, reason: str, text: str) -> None:
         """Submit no more copies to the workers. The engine itself continues."""
-        if self._stopped is None:
-            self._stopped = reason
-            self._core.refuse_lookups(reason)
+        if self._core.refusal is None:
+            self._core.refusal = reason
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
     def _end_store(self, reservation: Reservation, success: bool) -> None:
@@ -357,11 +355,12 @@ class KVTierManager(OffloadingManager):
                 self._driver.commit(reservation)
             else:
                 self._core.abort(reservation)
-        elif self._workers.have_lost_device:
+            return
+        self._core.note_failed_store(reservation)
+        if self._workers.have_lost_device:
             self._stop_copying("device_lost", "a worker's device is lost")
-            self._core.abandon(reservation)
         else:
-            self._core.fail_store(reservation)
+            self._core.abort(reservation)
 
     def _count_down(self) -> None:
         if REPORTS_RESET_FLUSH:

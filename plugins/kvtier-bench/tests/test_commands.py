@@ -130,10 +130,9 @@ def test_device(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     from kvtier_bench import device
 
-    monkeypatch.setattr(device, "PLANNED_PAGES", (256,))
     monkeypatch.setattr(device, "PAGE_BYTES", (2**16, 2**21))
     monkeypatch.setattr(device, "ROUNDS", 1)
-    kinds = device.Machine, device.PlanCost, device.CopySpeed, device.ComputeLoss
+    kinds = device.Machine, device.CopySpeed, device.ComputeLoss
     found = records(run("device", "--backend", "cpu", "--mib", "16", "--json"), *kinds)
     assert {speed["way"] for speed in found["CopySpeed"]} == {"store", "load", "both"}
 

@@ -148,7 +148,7 @@ AT_WORK = """
 """
 
 
-@pytest.mark.parametrize("module", ["kvtier._cli", "typer", "pydantic", "kvtier._cli.main", "kvtier._config"])
+@pytest.mark.parametrize("module", ["kvtier._cli", "kvtier._config"])
 def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module: str) -> None:
     with started(["tiers"], AT_IMPORT.format(module=module), tmp_path) as done:
         said, complaint = done.communicate(timeout=60)
@@ -156,7 +156,7 @@ def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module
     assert "Traceback" not in said + complaint
 
 
-@pytest.mark.parametrize("words", ["ls", "du", "verify", "gc", "doctor"])
+@pytest.mark.parametrize("words", ["verify", "doctor"])
 def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: str) -> None:
     cache.put(range(3))
     folder = tmp_path / "hooks"
@@ -170,7 +170,11 @@ def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: s
     assert "Traceback" not in said + complaint
 
 
-@pytest.mark.parametrize("words", OWN, ids=" ".join)
+@pytest.mark.parametrize(
+    "words",  # one that prints text, and one that prints a table and shows its progress
+    [pytest.param(it, marks=() if it[0] in ("schema", "verify") else pytest.mark.full) for it in OWN],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("redirect", ["| true", "2>&1 | true", "> /dev/full", ">&-"])
 def test_output_that_nobody_takes_is_no_traceback(cache, words: tuple[str, ...], redirect: str) -> None:
     cache.put(range(3))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._cli import new_tier
 from kvtier.errors import ConfigError
+from kvtier_testing import new_tier
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "shelf"
 PAGE = Path(__file__).parents[3] / "docs" / "write-a-tier.md"
@@ -77,6 +77,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         new_tier.create("tape", tmp_path / "file")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_what_the_page_says_is_so(tmp_path: Path) -> None:
     """Its commands are carried out as they stand; pip installs into a folder, and asks no network."""

@@ -24,7 +24,9 @@ def load(core: Tiering, request: Request, keys: Sequence[OffloadKey] = KEYS) -> 
 
 def test_chunks_of_a_failed_store_are_never_seen() -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
-    core.fail_store(reserve(core, KEYS))
+    reservation = reserve(core, KEYS)
+    core.note_failed_store(reservation)
+    core.abort(reservation)
     invariants.check(core)
     assert core.take_commands() == []
     assert core.take_kv_events() == []

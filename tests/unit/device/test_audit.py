@@ -19,6 +19,7 @@ from kvtier._device.plan import CopyPlan
 from kvtier._memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.errors import AuditError, DamagedSlotError
 from kvtier_testing.device import Rig, Shape, rig
+from tests.effort import effort
 
 PLAIN = Shape(blocks_per_chunk=2)
 OWN_AREAS = Shape(blocks_per_chunk=2, workers=3, rank=1)
@@ -117,7 +118,7 @@ def test_of_a_chunk_that_is_stored_in_part_nothing_is_expected() -> None:
 
 @pytest.mark.parametrize("shape", [PLAIN, OWN_AREAS, HYBRID, GAPS])
 @settings(
-    max_examples=25,
+    max_examples=effort(10, 50),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -10,6 +10,7 @@ from kvtier import _native as native
 from kvtier._device.auto import open_transfer_engine
 from kvtier._device.base import Blocks
 from kvtier_testing.device import Shape, rig
+from tests.effort import effort
 
 BLOCKS = 48
 
@@ -35,7 +36,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 @pytest.mark.parametrize("helper", ["native", "fallback"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(20, 100), deadline=None)
 @given(shape=shapes(), data=st.data())
 def test_store_and_load_do_what_the_model_does(helper: str, shape: Shape, data: st.DataObject) -> None:
     groups = len(shape.groups)

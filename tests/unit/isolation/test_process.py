@@ -42,6 +42,7 @@ from .conftest import (
     make_tier,
 )
 
+LESS_LIKELY = [pytest.param(how, marks=pytest.mark.full) for how in ("stopped", "blocked", "forgotten")]
 MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
 
@@ -217,8 +218,11 @@ def test_a_command_submitted_while_the_process_dies_is_answered(
 @pytest.mark.usefixtures("reckless")
 @pytest.mark.parametrize(
     ("act", "ending", "times"),
-    [("segfault", "crashed", SWIFT), ("exit", "exited", SWIFT), ("block", "silent", STRICT)],
-    ids=["segfault", "exit", "block"],
+    [
+        pytest.param("segfault", "crashed", SWIFT, id="segfault"),
+        pytest.param("exit", "exited", SWIFT, id="exit", marks=pytest.mark.full),
+        pytest.param("block", "silent", STRICT, id="block"),
+    ],
 )
 def test_a_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, times: SupervisorTimes) -> None:
     it = launch(make_tier("reckless", act=act), make_tier("dummy"), times=times)
@@ -469,7 +473,7 @@ if how != "forgotten":
 
 
 @pytest.mark.usefixtures("reckless")
-@pytest.mark.parametrize("how", ["killed", "stopped", "blocked", "forgotten"])
+@pytest.mark.parametrize("how", ["killed", *LESS_LIKELY])
 def test_the_process_ends_with_the_engine(how: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, how, str(tmp_path)],

@@ -71,11 +71,11 @@ def test_without_a_home_that_can_be_written_it_is_kept_among_temporary_files(
 def test_without_any_home_it_is_kept_among_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def homeless() -> Path:
+    def homeless(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "expanduser", homeless)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     damage_dump.write("it is so", {})
     (kept,) = tmp_path.glob("kvtier-evidence-*/*.json")

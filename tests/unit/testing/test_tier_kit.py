@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -660,7 +661,19 @@ def _nothing_stored(monkeypatch):
     OPENED.clear()
 
 
-@pytest.mark.parametrize(("tier", "test", "words"), CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
+def _in_lanes() -> list[Any]:
+    """Return the bugs as parameters: each commit runs two for each test of the kit, ``nox -s full`` all."""
+    so_far = Counter[str]()
+    lanes = []
+    for tier, test, words in CAUGHT:
+        so_far[test] += 1
+        lanes.append(pytest.param(tier, test, words, marks=pytest.mark.full if so_far[test] > 2 else ()))
+    return lanes
+
+
+@pytest.mark.parametrize(
+    ("tier", "test", "words"), _in_lanes(), ids=lambda value: getattr(value, "__name__", "")
+)
 def test_a_bad_tier_is_caught_by_the_test_that_names_what_is_wrong(tier, test, words, tmp_path):
     with pytest.raises(BaseException) as caught:
         run(kit(tier), test, tmp_path)
@@ -724,6 +737,7 @@ class TestHangsInAThread(Kit):
 """
 
 
+@pytest.mark.full
 def test_a_run_of_the_kit_ends_whatever_a_tier_does(tmp_path):
     (tmp_path / "test_bad.py").write_text(A_RUN)
     options = ["-p", "no:cacheprovider", "-k", "test_a_large_batch"]

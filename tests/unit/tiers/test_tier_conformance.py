@@ -23,6 +23,7 @@ from tests.unit.tiers.fs.conftest import MEMORY
 from tests.unit.tiers.fs.library import patch_library
 
 
+@pytest.mark.full  # it is the backend of most tests of the runner, the executor and the manager
 class TestDummy(TierConformance):
     tier = DummyTier
 

@@ -49,10 +49,6 @@ class Cutoffs:
         if not (0 <= self.once_us <= NEVER and 0 <= self.reused_us <= NEVER):
             raise ValueError(f"an age of 0 to {NEVER} us is needed, not {self.once_us} and {self.reused_us}")
 
-    def and_older(self, other: Cutoffs) -> Cutoffs:
-        """Return what leaves by either."""
-        return Cutoffs(min(self.once_us, other.once_us), min(self.reused_us, other.reused_us))
-
 
 NOTHING: Final = Cutoffs()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from typing import Final
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._maintenance import ages
-from kvtier.tiers.fs._maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs._maintenance.ages import Cutoffs
 from kvtier.tiers.fs._maintenance.removal import Removal
 from kvtier.tiers.fs._maintenance.scan import ChunkScan
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
@@ -86,9 +85,6 @@ class Evictor:
         gone: called with what was removed.
         ours: writers that live in this process.
         only: names of the namespaces to scan; None for all.
-        dry_run: remove nothing, and answer what would be removed. What one call has counted is gone for the
-            next one. No lock is taken, and nothing is written.
-        chance: decides the order of the directories; with the same seed a dry run and a run agree.
     """
 
     def __init__(
@@ -98,18 +94,13 @@ class Evictor:
         gone: Gone = _ignore,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
-        *,
-        dry_run: bool = False,
-        chance: random.Random | None = None,
     ) -> None:
         self._only = only
         self._root_fd = root_fd
-        self._removal = Removal(root_fd, stop, dry_run=dry_run)
+        self._removal = Removal(root_fd, stop)
         self._stop = stop
         self._gone = gone
         self._ours = ours
-        self._random = chance or random.Random()
-        self._counted = ages.NOTHING if dry_run else None
 
     def sweep(self) -> Evicted:
         """Remove what nobody can use any more, and of the quarantine what is beyond its bound."""
@@ -133,27 +124,20 @@ class Evictor:
         with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)
-            scan = self._scan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
+            scan = ChunkScan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
             self._carry_out(self._parts(root), scan, freed)
         return self._evicted(scan)
 
     @contextmanager
     def _elected(self) -> Iterator[int | None]:
-        """Become the one process that removes. Yields the time now, None where another does."""
-        if self._removal.dry_run:
-            yield _clock(None)
-            return
-        with ledger.elected(self._root_fd, ledger.EVICTING) as lock:
-            yield None if lock is None else _clock(lock)
+        """Become the one process that removes. Yields the time in ns, None where another process does.
 
-    def _scan(
-        self,
-        now_ns: int,
-        histogram: Histogram | None = None,
-        cutoffs: Cutoffs = ages.NOTHING,
-        want_bytes: int = 0,
-    ) -> ChunkScan:
-        return ChunkScan(now_ns, histogram, cutoffs, want_bytes, gone=self._counted)
+        It is the time of the root's file system, which a server may have.
+        """
+        with ledger.elected(self._root_fd, ledger.EVICTING) as lock:
+            if lock is not None:
+                os.utime(lock)
+            yield None if lock is None else os.fstat(lock).st_mtime_ns
 
     def _parts(self, root: Root) -> list[_Part]:
         """List the directories with chunks, of all namespaces that kvtier has made."""
@@ -162,7 +146,6 @@ class Evictor:
             for namespace in root.namespaces()
             if namespace.is_kvtiers
             for found in namespace.data_dirs
-            if not self._removal.is_gone(found.name)
             for name in root.names(found.name)
             if layout.PART.fullmatch(name)
         ]
@@ -180,12 +163,12 @@ class Evictor:
         return removed + sweeper.sweep_quarantines(lambda done: done >= left)
 
     def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
-        scan = self._scan(now_ns, want_bytes=max(0, need_bytes))
+        scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
         parts = self._parts(root)
         for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
             if scan.is_done or self._stop:
                 break
-            self._random.shuffle(parts)
+            random.shuffle(parts)
             # What cannot be removed is among the oldest again: as much of what is younger leaves instead.
             cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
             if cutoffs == ages.NOTHING:
@@ -201,11 +184,9 @@ class Evictor:
         before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
         self._scan_parts(parts, scan, freed)
         scan.failures |= before
-        if self._counted is not None:
-            self._counted = scan.gone = self._counted.and_older(scan.cutoffs)
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
-        sample, scanned = self._scan(now_ns, ages.new_histogram()), 0
+        sample, scanned = ChunkScan(now_ns, ages.new_histogram()), 0
         for part in parts:
             if sample.seen >= SAMPLE_FILES or self._stop:
                 break
@@ -225,14 +206,6 @@ class Evictor:
             except OSError as error:  # it has vanished, or cannot be read: then the others
                 scan.note(error)
             if removed:
-                scan.removed_bytes += self._removal.folder(path, is_empty=not scan.left)
+                scan.removed_bytes += self._removal.folder(path)
                 freed(scan.removed_bytes - before)
                 self._gone(data_dir, [f"{part}/{path}" for path in removed])
-
-
-def _clock(lock: int | None) -> int:
-    """Return the time in ns: of an open file by its file system's clock, which a server may have."""
-    if lock is None:
-        return time.time_ns()
-    os.utime(lock)
-    return os.fstat(lock).st_mtime_ns

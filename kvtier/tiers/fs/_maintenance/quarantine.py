@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
-from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
+from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path, names_in
 from kvtier.tiers.fs._maintenance.removal import Removal
 
 MAX_FILES: Final = 128
@@ -96,7 +96,7 @@ class Quarantine:
 
     def _require_place(self) -> None:
         """Remove the oldest entries until there is a place for one more. OSError where there is none."""
-        pruned = prune(self._removal, self._folder, MAX_FILES - 1)
+        pruned = prune(self._root_fd, self._removal, self._folder, MAX_FILES - 1)
         if pruned.entries:
             what = "%s has no more than %d places, of the oldest entries %d were removed"
             self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
@@ -124,10 +124,10 @@ class Pruned(NamedTuple):
     problem: str | None
 
 
-def prune(removal: Removal, folder: str, keep: int) -> Pruned:
+def prune(root_fd: int, removal: Removal, folder: str, keep: int) -> Pruned:
     """Remove the oldest entries of a quarantine, until there are ``keep``."""
     try:
-        names = removal.names(folder)
+        names = names_in(root_fd, folder)
     except OSError as error:
         return Pruned(0, 0, error.strerror)
     entries, removed_bytes, problem = 0, 0, "not kvtier's"

@@ -28,13 +28,11 @@ class ChunkScan:
         histogram: gets the files' bytes by age; None: they are not added up.
         cutoffs: which files are removed.
         want_bytes: removing stops when so many bytes were removed.
-        gone: in a dry run, which removes nothing, the files that it takes to be gone; None: no dry run.
 
     Attributes:
         seen: files that were scanned.
         removed: files removed.
         removed_bytes: bytes removed, directories that became empty included.
-        left: entries that the directory scanned last still has, or would have.
         failures: what could not be removed or read.
         failed_bytes: of the files that could not be removed.
     """
@@ -45,17 +43,14 @@ class ChunkScan:
         histogram: Histogram | None = None,
         cutoffs: Cutoffs = NOTHING,
         want_bytes: int = 0,
-        gone: Cutoffs | None = None,
     ) -> None:
         self.now_ns = now_ns
         self.histogram = histogram
         self.cutoffs = cutoffs
         self.want_bytes = want_bytes
-        self.gone = gone
         self.seen = 0
         self.removed = 0
         self.removed_bytes = 0
-        self.left = 0
         self.failures: Failures = Counter()
         self.failed_bytes = 0
         self._names = ctypes.create_string_buffer(NAMES_BYTES if want_bytes else 1)
@@ -74,15 +69,11 @@ class ChunkScan:
         Raises:
             OSError: the directory cannot be read, or ``stop`` was set.
         """
-        gone = self.gone or NOTHING
         record = layouts.ChunkScan(
             now_ns=self.now_ns,
             once_us=self.cutoffs.once_us,
             reused_us=self.cutoffs.reused_us,
             want_bytes=self.want_bytes - self.removed_bytes,
-            dry_run=self.gone is not None,
-            gone_once_us=gone.once_us,
-            gone_reused_us=gone.reused_us,
             histogram=self.histogram.buffer_info()[0] if self.histogram is not None else None,
             names=ctypes.addressof(self._names),
             names_room=len(self._names),
@@ -92,7 +83,6 @@ class ChunkScan:
         self.seen += record.seen
         self.removed += record.removed
         self.removed_bytes += record.removed_bytes
-        self.left = record.left
         self.failed_bytes += record.failed_bytes
         if record.failed:
             self.failures[record.error] += record.failed

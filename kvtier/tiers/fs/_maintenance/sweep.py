@@ -50,7 +50,7 @@ class Sweeper:
 
     Args:
         root: the root, open.
-        removal: what removes, or counts.
+        removal: what removes.
         ours: writers of this process: with some network file systems a lock does not tell two
             users in one process apart.
 
@@ -135,7 +135,7 @@ class Sweeper:
         if self._stop:
             return 0
         folder = f"{namespace.name}/quarantine"
-        pruned = prune(self._removal, folder, MAX_FILES)
+        pruned = prune(self._root.fd, self._removal, folder, MAX_FILES)
         if pruned.problem is not None and not self._stop and self._root.is_there(folder):
             what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
             self.problems.append(f"{what}: {pruned.problem}")

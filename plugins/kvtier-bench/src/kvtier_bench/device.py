@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +20,6 @@ import torch
 from kvtier import KVCaches, PageRef
 from kvtier._device.auto import description, open_transfer_engine, torch_device, usable
 from kvtier._device.base import Blocks, TransferEngine
-from kvtier._device.plan import CopyPlanner
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 
@@ -36,9 +35,6 @@ PRODUCTS = {"prefill": 2, "decode": 20}
 """Products of a step: of two square matrices, and of one with few rows and a square one."""
 
 STEPS = 20
-
-PLANNED_PAGES = (64, 256, 1024, 4096, 8192)
-PLANNED_TENSORS = 32
 
 ROUNDS = 7
 _SETTLE_S = 120.0
@@ -59,27 +55,6 @@ class Machine:
     device: str
     mib: int
     pinned: float
-
-
-@dataclass(frozen=True)
-class PlanCost:
-    """Host time to describe the copies of one submission.
-
-    Attributes:
-        pages: pages of the submission; a page is one block in one tensor.
-        blocks: scattered, or neighbours.
-        copies: copies that are left after joining neighbours.
-        us_a_page: microseconds a page, median.
-        loop_us_a_page: the same for a loop in Python that describes page after page, in the same round.
-        times_faster: the ratio of the two.
-    """
-
-    pages: int
-    blocks: str
-    copies: int
-    us_a_page: float
-    loop_us_a_page: float
-    times_faster: float
 
 
 @dataclass(frozen=True)
@@ -123,7 +98,7 @@ class ComputeLoss:
     percent: float
 
 
-Figure = Machine | PlanCost | CopySpeed | ComputeLoss
+Figure = Machine | CopySpeed | ComputeLoss
 
 
 def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
@@ -136,14 +111,12 @@ def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
     Raises:
         ConfigError: there is no such backend, or it cannot be used here.
     """
-    costs = [_plan_cost(pages, scattered) for scattered in (True, False) for pages in PLANNED_PAGES]
     name = usable(backend)
     device = torch_device(name)
     is_host = device.type == "cpu"
     total = (mib or (64 if is_host else 2048)) * KIB * KIB
     with _one_thread(is_host):
-        figures = _copies(name, device, total)
-    return [*costs, *figures]
+        return _copies(name, device, total)
 
 
 @contextmanager
@@ -171,39 +144,6 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
             losses += [bench.compute_loss(way, work) for way in ways[:2] for work in PRODUCTS]
     machine = Machine(name, description(name), total // KIB // KIB, min(pinned))
     return [machine, *speeds, *losses]
-
-
-# --- plans ---------------------------------------------------------------------------------------
-
-
-def _plan_cost(pages: int, scattered: bool) -> PlanCost:
-    tensors = tuple(torch.ones((512, 64), dtype=torch.int8) for _ in range(PLANNED_TENSORS))
-    caches = KVCaches(tensors, (tuple(PageRef(index, 64) for index in range(PLANNED_TENSORS)),))
-    layout = SlotLayout.make(caches.page_bytes, 4)
-    planner = CopyPlanner(caches, layout, 0, 512)
-    count = pages // PLANNED_TENSORS
-    ids = np.random.default_rng(1).permutation(512)[:count] if scattered else np.arange(count)
-    blocks, slots = Blocks.make(ids, (count,), (0,)), list(range(-(-count // 4)))
-    ours, loop = [], []
-    for _ in range(max(10, 40_000 // pages)):
-        ours.append(_timed(lambda: planner.store(blocks, slots)))
-        loop.append(_timed(lambda: _describe_page_by_page(tensors, layout, blocks, slots)))
-    copies = len(planner.store(blocks, slots).sizes)
-    us, loop_us = (median(times) / pages * 1e6 for times in (ours, loop))
-    return PlanCost(pages, "scattered" if scattered else "neighbours", copies, us, loop_us, loop_us / us)
-
-
-def _describe_page_by_page(
-    tensors: Sequence[torch.Tensor], layout: SlotLayout, blocks: Blocks, slots: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """Describe the same copies as plainly as it can be done: one tuple for each page."""
-    bases = [tensor.data_ptr() for tensor in tensors]
-    copies = []
-    for place, block in enumerate(blocks.ids.tolist()):
-        start = slots[place // 4] * layout.chunk_bytes + place % 4 * 64
-        for base, offset in zip(bases, layout.tensor_offsets, strict=True):
-            copies.append((base + block * 64, start + offset, 64))
-    return copies
 
 
 # --- copies --------------------------------------------------------------------------------------
@@ -404,9 +344,3 @@ def _opened(name: str, device: torch.device, page_bytes: int, total: int) -> Ite
             yield _Bench(engine, memory, region)
         finally:
             engine.close()
-
-
-def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start

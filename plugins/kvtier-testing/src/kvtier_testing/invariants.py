@@ -54,10 +54,8 @@ def check(core: Tiering) -> None:
 
 def _expected_pins(core: Tiering) -> Counter[Chunk]:
     pins: Counter[Chunk] = Counter()
-    for reservation in core.reservations:
-        pins.update(reservation.chunks)
-    for pinned in core.pinned:
-        pins.update(pinned.chunks)
+    for handle in core.handles:
+        pins.update(handle.chunks)
     for transfer in core.shared.transfers.values():
         pins.update(transfer.chunks)
     for request in core.promotions.pending:

@@ -254,7 +254,7 @@ async def put_batches(world, tier, first, count, batch, outcomes):
                     os.utime(world.file(number), (1e9, 1e9))
 
 
-@pytest.mark.parametrize(("engines", "puts_at_once"), [(1, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize(("engines", "puts_at_once"), [(1, 4), (3, 2)])
 async def test_a_burst_into_a_small_root_is_taken_and_the_last_of_it_is_kept(world, engines, puts_at_once):
     """A put that finds no room waits for it, for a part of its deadline, wherever room is made."""
     chunks, file_bytes = 24, world.chunk_bytes + 4 * 4096

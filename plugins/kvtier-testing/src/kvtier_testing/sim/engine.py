@@ -349,7 +349,8 @@ class EngineProcess(Process):
                 job.state = JobState.WAITING if copy.failed else JobState.RUNNING
                 job.computed = job.computed or copy.failed
         elif copy.failed:
-            self.core.fail_store(handle)
+            self.core.note_failed_store(handle)
+            self.core.abort(handle)
         else:
             self._driver.commit(handle)
 

@@ -292,11 +292,13 @@ class CheckedTiering(EfficiencyCheckedTiering):
         )
         require(not self.promotions.promoting, f"the budget is not given back: {self.promotions.promoting}")
         require(not self.promotions.pending, f"held for {[it.name for it in self.promotions.pending]}")
-        pinned = [chunk for chunk in table if chunk.pins]
+        pinned = [chunk for chunk in table.all if chunk.pins]
         require(not pinned, f"pinned by nobody: {pinned}")
         require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")
         require(len(table.policy) == len(table.visible), "the policy knows all that may be evicted")
-        busy = [gate.name for gate in self.shared.tiers if gate.backlog or gate.overdue]
+        busy = [
+            gate.name for gate in self.shared.tiers if gate.backlog or gate.puts.overdue or gate.gets.overdue
+        ]
         require(not busy, f"tiers have nothing to do, but count work: {busy}")
 
 

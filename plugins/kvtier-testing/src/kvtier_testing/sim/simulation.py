@@ -207,7 +207,7 @@ class _Run:
         for other in self._backends:
             if other is not backend:
                 other.forget(other.process, keys)
-        for _ in process.core.table:
+        for _ in process.core.table.all:
             if key in process.core.table.visible:
                 process.core.shared.evict(1)
         self.world.require(key not in process.core.table.visible, f"{show(key)} cannot be evicted")

@@ -54,7 +54,7 @@ def create(name: str, directory: Path) -> Path:
     folder = directory / f"{_PREFIX}{name}"
     try:
         folder.mkdir(parents=True)
-        for path, text in _files(files("kvtier._cli") / "templates" / "tier", PurePosixPath()):
+        for path, text in _files(files("kvtier_testing") / "templates" / "tier", PurePosixPath()):
             target = folder / _renamed(str(path), name)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(_renamed(text, name), encoding="utf-8")
