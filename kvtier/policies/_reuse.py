@@ -47,11 +47,11 @@ class ReuseModel:
         decay = 0.5 ** (units / UNITS / _HALF_LIFE)
         for class_ in range(CLASSES):
             self._age(class_, units, decay)
-        at_all = [sum(column) + 1.0 for column in zip(*self._reached, strict=True)]
-        shape = [
-            sum(column) / reached for column, reached in zip(zip(*self.reused, strict=True), at_all, strict=True)
-        ]
-        mean = sum(prior * reached[0] for prior, reached in zip(_PRIOR, self._reached, strict=True)) / at_all[0]
+        reached_by_all = [sum(column) + 1.0 for column in zip(*self._reached, strict=True)]
+        reused_by_all = [sum(column) for column in zip(*self.reused, strict=True)]
+        shape = [reused / reached for reused, reached in zip(reused_by_all, reached_by_all, strict=True)]
+        weighted = sum(prior * reached[0] for prior, reached in zip(_PRIOR, self._reached, strict=True))
+        mean = weighted / reached_by_all[0]
         for class_, prior in enumerate(_PRIOR):
             factor = prior / max(mean, 0.1)
             chances = [
