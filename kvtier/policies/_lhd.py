@@ -17,7 +17,7 @@ from kvtier.policies._reuse import CLASS_OF_USES, CLASSES, MAX_USES, UNITS, Reus
 _GHOSTS = 8  # remembered for each slot
 _UPDATE_UNITS = 2.0
 _UPDATE_USES = 256  # at least: an update takes 0.3 ms
-_SHARDS = 64  # a dict of all keys would grow in one call of 50 ms
+_SHARDS = 64  # one dict of all keys would take 50 ms to grow, in one call
 
 
 _TIME_BITS = RECORD_BITS - MAX_USES.bit_length()
@@ -30,12 +30,14 @@ class _Run:
     Attributes:
         keys: in the order of the prompt; keys that have left are among them.
         held: how many have not left.
+        number: names the run.
         record: number of uses and time of the last, as ghosts remember it.
     """
 
-    __slots__ = ("held", "keys", "newer", "older", "record")
+    __slots__ = ("held", "keys", "newer", "number", "older", "record")
 
-    def __init__(self, keys: list[OffloadKey], record: int) -> None:
+    def __init__(self, keys: list[OffloadKey], record: int, number: int = 0) -> None:
+        self.number = number
         self.keys = keys
         self.held = len(keys)
         self.record = record
@@ -68,7 +70,10 @@ class LHD(EvictionPolicy):
         self._ghosts.clear()
         self._model = ReuseModel()
         self._now = self._updated = self._count = 0  # time is counted in uses of chunks
-        self._runs: list[dict[OffloadKey, _Run]] = [{} for _ in range(_SHARDS)]
+        # Numbers of runs by key: a dict of bytes and integers costs the garbage collector nothing.
+        self._homes: list[dict[OffloadKey, int]] = [{} for _ in range(_SHARDS)]
+        self._runs: dict[int, _Run] = {}
+        self._made = 0
         self._pinned: dict[OffloadKey, _Run] = {}
         self._rings = [_Run([], 0) for _ in range(CLASSES)]
 
@@ -106,22 +111,27 @@ class LHD(EvictionPolicy):
             model.reused[CLASS_OF_USES[uses]][model.bin_of(age)] += count
 
     def _link(self, batch: list[OffloadKey], uses: int) -> None:
-        run = _Run(batch, uses << _TIME_BITS | self._now)
+        self._made = number = self._made + 1
+        run = self._runs[number] = _Run(batch, uses << _TIME_BITS | self._now, number)
         run.link(self._rings[CLASS_OF_USES[uses]])
-        runs = self._runs
+        homes = self._homes
         for key in batch:
-            runs[key[-5] % _SHARDS][key] = run
+            homes[key[-5] % _SHARDS][key] = number
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        runs, pinned = self._runs, self._pinned
+        homes, runs, pinned = self._homes, self._runs, self._pinned
         for key in keys:
-            run = pinned[key] = runs[key[-5] % _SHARDS].pop(key)
+            run = pinned[key] = runs[homes[key[-5] % _SHARDS].pop(key)]
             run.held -= 1
             if not run.held:
-                run.unlink()
+                self._drop(run)
             elif run.held * 2 < len(run.keys):
-                run.keys = [key for key in run.keys if runs[key[-5] % _SHARDS].get(key) is run]
+                run.keys = [key for key in run.keys if homes[key[-5] % _SHARDS].get(key) == run.number]
         self._count -= len(keys)
+
+    def _drop(self, run: _Run) -> None:
+        del self._runs[run.number]
+        run.unlink()
 
     def evict(self, count: int) -> list[OffloadKey]:
         elapsed = self._now - self._updated
@@ -150,20 +160,20 @@ class LHD(EvictionPolicy):
 
     def _take(self, run: _Run, count: int, evicted: list[OffloadKey]) -> None:
         """Evict keys of a run from its tail until it is empty or so many are evicted."""
-        runs, remember, keys, record = self._runs, self._ghosts.remember, run.keys, run.record
+        homes, remember, keys, record = self._homes, self._ghosts.remember, run.keys, run.record
         while run.held and len(evicted) < count:
             key = keys.pop()
-            shard = runs[key[-5] % _SHARDS]
-            if shard.get(key) is run:
+            shard = homes[key[-5] % _SHARDS]
+            if shard.get(key) == run.number:
                 del shard[key]
                 run.held -= 1
                 evicted.append(key)
                 remember(key, record)
         if not run.held:
-            run.unlink()
+            self._drop(run)
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, bytes) and key in self._runs[key[-5] % _SHARDS]
+        return isinstance(key, bytes) and key in self._homes[key[-5] % _SHARDS]

@@ -44,7 +44,7 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="File in Mooncake's format: a JSON object per request, whose hash_ids name the chunks of its "
+            help="File in Mooncake's format: a JSON object per request; hash_ids name the chunks of its "
             "prompt. Or a generated trace: agents, drift, heads, loops, scans or shifts."
         ),
     ],
