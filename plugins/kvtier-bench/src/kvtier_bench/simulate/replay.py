@@ -9,7 +9,7 @@ from itertools import takewhile
 from kvtier.keys import OffloadKey
 from kvtier.policies import LRU, EvictionPolicy
 
-Requests = Sequence[Sequence[OffloadKey]]
+Requests = Sequence[list[OffloadKey]]
 _DEPTH_BITS = 24
 
 
