@@ -90,15 +90,16 @@ def run(
 def _row(
     policy: str, capacity: str, slots: int, bytes_: int, trace: Trace, found: dict[Job, Result]
 ) -> Simulated:
-    loaded, stored = found[policy, slots // trace.sampled]
-    best, _ = found[OPTIMUM, slots // trace.sampled]
+    hits, stored = found[policy, slots // trace.sampled]
+    loaded = max(0.0, hits - trace.excess)
+    best = max(0.0, found[OPTIMUM, slots // trace.sampled][0] - trace.excess)
     gib = bytes_ * trace.sampled / 2**30
     return Simulated(
         policy,
         capacity,
         slots,
         slots * bytes_ / 2**30,
-        loaded / max(1, sum(map(len, trace.requests))),
+        loaded * trace.sampled / max(1, trace.lookups),
         loaded / best if best else None,
         loaded * gib,
         None if stored is None else stored * gib,

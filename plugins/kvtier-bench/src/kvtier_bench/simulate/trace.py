@@ -12,7 +12,7 @@ import msgspec
 from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey, pack_key
 
-MAX_LOOKUPS = 1_500_000  # of one trace; some seconds for each policy and capacity
+MAX_LOOKUPS = 800_000  # of one trace; some seconds for each policy and capacity
 
 
 class _Line(msgspec.Struct):
@@ -37,6 +37,15 @@ class Trace:
     def unique(self) -> int:
         """The number of different chunks, estimated where the trace is sampled."""
         return len({key for keys in self.requests for key in keys}) * self.sampled
+
+    @property
+    def excess(self) -> float:
+        """Look-ups in the sample beyond its share of all.
+
+        A chunk that every request begins with is in the sample or not, and weighs too much or too little.
+        It hits under every policy, so hits are corrected by this number (SHARDS-adj).
+        """
+        return sum(map(len, self.requests)) - self.lookups / self.sampled
 
 
 def read(path: Path) -> Iterator[Sequence[int | str]]:
@@ -71,7 +80,7 @@ def sample(requests: Iterable[Sequence[int | str]], max_lookups: int = MAX_LOOKU
             if id_ not in keys:
                 keys[id_] = _key(id_, sampled)
         chosen = [key for id_ in dict.fromkeys(ids) if (key := keys[id_])]
-        lookups += len(ids)
+        lookups += len(set(ids))
         kept_lookups += len(chosen)
         kept.append(chosen)
         if kept_lookups > max_lookups:
