@@ -24,7 +24,12 @@ from kvtier.errors import KVTierError
 Command = Any
 """A command of click's, which newer versions of typer have a copy of."""
 
-_DISTRIBUTIONS = {"bench": "kvtier-bench", "demo": "kvtier-bench", "new-tier": "kvtier-testing"}
+_DISTRIBUTIONS = {
+    "bench": "kvtier-bench",
+    "demo": "kvtier-bench",
+    "new-tier": "kvtier-testing",
+    "simulate": "kvtier-bench",
+}
 """Commands of kvtier's own distributions, and the distribution that brings each."""
 
 

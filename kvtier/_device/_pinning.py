@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.device")
 
 PIECE_BYTES = 32 * 2**20
-"""Bytes that are pinned at once: a limit, because no other thread can launch work on the device meanwhile. The
-driver of an H100 takes 1.5 ms for these where the memory is there already, else ten times as long."""
+"""Bytes that are pinned at once: a limit, because no other thread can launch work on the device meanwhile.
+The driver of an H100 takes 1.5 ms for these where the memory is there already, else ten times as long."""
 
 
 class PinnedSlots:

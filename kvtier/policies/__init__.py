@@ -2,6 +2,7 @@
 
 from kvtier.policies._arc import ARC
 from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lhd import LHD
 from kvtier.policies._lru import LRU
 
-__all__ = ["ARC", "LRU", "EvictionPolicy"]
+__all__ = ["ARC", "LHD", "LRU", "EvictionPolicy"]

@@ -85,7 +85,9 @@ def test_a_command_that_is_run_imports_no_other(run: Run, install_distribution: 
     assert "acme_other" not in sys.modules
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "core", "--json", "x"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["bench"], ["bench", "core", "--json", "x"], ["demo", "--help"], ["simulate", "x"]]
+)
 def test_a_command_that_is_not_installed_names_its_distribution(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:

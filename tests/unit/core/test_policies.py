@@ -1,17 +1,22 @@
-"""kvtier's own eviction policies: the contract of all, what LRU and ARC add to it, and keys by age."""
+"""kvtier's own eviction policies: the contract of all, what each adds to it, and keys by age."""
 
 from __future__ import annotations
 
 from itertools import count
 from random import Random
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._aged import AgedKeys
 from kvtier.policies._arc import ARC
 from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._ghosts import Ghosts
+from kvtier.policies._lhd import LHD
 from kvtier.policies._lru import LRU
+from kvtier.policies._reuse import UNITS, ReuseModel
 from kvtier_testing.policies import PolicyConformance
 from tests.unit.core.world import keys
 
@@ -22,6 +27,10 @@ class TestLRU(PolicyConformance):
 
 class TestARC(PolicyConformance):
     policy = ARC
+
+
+class TestLHD(PolicyConformance):
+    policy = LHD
 
 
 def test_the_oldest_go_first_and_the_tail_of_a_prompt_before_its_front() -> None:
@@ -72,18 +81,20 @@ def use(policy: EvictionPolicy, key: OffloadKey) -> bool:
 
 def hits_of_scans(policy: EvictionPolicy) -> int:
     """Use a small set twice and again between scans of chunks that come once only."""
-    hot, names, hits = keys("hot", 40), count(), 0
+    tenth = policy.capacity // 10
+    hot, names, hits = keys("hot", 4 * tenth), count(), 0
     for _ in range(20):
         hits += sum(use(policy, key) for key in hot for _ in range(2))
-        for _ in range(150):
+        for _ in range(15 * tenth):
             use(policy, pack_key(f"once{next(names)}".encode()))
     return hits
 
 
-def test_a_scan_does_not_flush_what_is_used_again() -> None:
-    lru, arc = hits_of_scans(LRU(100)), hits_of_scans(ARC(100))
-    assert lru == 20 * 40  # each second use, no more: the scan has flushed the rest
-    assert arc > 1.8 * lru
+@pytest.mark.parametrize("policy", [ARC, LHD])
+def test_a_scan_does_not_flush_what_is_used_again(policy: type[ARC | LHD]) -> None:
+    lru, found = hits_of_scans(LRU(1000)), hits_of_scans(policy(1000))
+    assert lru == 20 * 400  # each second use, no more: the scan has flushed the rest
+    assert found > 1.8 * lru
 
 
 def test_the_return_of_what_was_evicted_too_soon_moves_the_room() -> None:
@@ -128,3 +139,54 @@ def test_clear_forgets_ghosts_too() -> None:
     policy.add(keys("read", 1), used=True)
     policy.add(a, used=False)
     assert policy.evict(2) == a[::-1], "a returning ghost would stand among the frequent ones"
+
+
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2**48 - 1)), max_size=200))
+def test_ghosts_recall_the_last_record_or_none(remembered: list[tuple[int, int]]) -> None:
+    ghosts, last = Ghosts(), dict[OffloadKey, int]()
+    ghosts.resize(64)
+    for number, record in remembered:
+        key = pack_key(number.to_bytes(16, "big"))
+        ghosts.remember(key, record)
+        last[key] = record
+        assert ghosts.recall(key) == record
+    found = {key: ghosts.recall(key) for key in last}
+    assert all(record in (0, last[key]) for key, record in found.items())
+    assert sum(map(bool, found.values())) <= 65  # no more than there are places, however many come
+    ghosts.resize(128)
+    assert not any(map(ghosts.recall, last)), "places of another table say nothing"
+
+
+def test_a_ghost_counts_its_earlier_uses() -> None:
+    """What returns is kept before what is new, although it was evicted meanwhile."""
+    policy = LHD(100)
+    returning, new = keys("returning", 4), keys("new", 4)
+    policy.add(returning, used=False)
+    policy.evict(4)
+    policy.add(returning, used=False)
+    policy.add(new, used=False)
+    assert set(policy.evict(4)) == set(new)
+
+
+def test_a_chunk_that_ghosts_forgot_counts_like_the_one_behind_it() -> None:
+    policy = LHD(100)
+    prompt, new = keys("prompt", 3), keys("new", 3)
+    policy.add(prompt[2:], used=False)
+    policy.evict(1)
+    policy.add(prompt, used=False)  # of which only the last is remembered
+    policy.add(new, used=False)
+    assert set(policy.evict(3)) == set(new)
+
+
+def test_what_never_returns_is_worth_less_the_older_it_is_and_a_loop_more() -> None:
+    """Hit density: of what comes back after a fixed time it grows until then, else it falls."""
+    model = ReuseModel()
+    for _ in range(40):
+        model.used[0] += 100
+        model.used[1] += 100
+        model.reused[0][0] += 30
+        model.reused[1][model.bin_of(10.0)] += 80
+        model.update(UNITS / 10)
+    young, old = model.bin_of(0.5), model.bin_of(9.0)
+    assert model.density[0][young] > 3 * model.density[0][old]
+    assert model.density[1][old] > 3 * model.density[1][young]

@@ -1,4 +1,4 @@
-"""``kvtier bench`` and ``kvtier demo``. Each command imports torch or an engine only when it runs."""
+"""The commands ``bench``, ``demo`` and ``simulate``. Each imports torch or an engine only when it runs."""
 
 from __future__ import annotations
 
@@ -38,6 +38,44 @@ RoundsOption = Annotated[int, typer.Option(min=1, help="Number of repetitions.")
 def demo(as_json: JsonFlag = False) -> None:
     """Run vLLM with kvtier, restart it on the same files, and compare every token."""
     raise typer.Exit(_lazy("engine.demo").main(as_json))
+
+
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="File in Mooncake's format: a JSON object per request; hash_ids name the chunks of its "
+            "prompt. Or a generated trace: agents, drift, heads, loops, scans or shifts."
+        ),
+    ],
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Eviction policy; repeatable. Default: all.")
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory, as 64GiB or as a share of the trace's chunks, 10%; repeatable. "
+            "[0.3%, 1%, 3%, 10%, 20%, 30%]",
+        ),
+    ] = None,
+    chunk_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of a chunk: of 512 tokens of an 8B model by default.")
+    ] = "64MiB",
+    device: Annotated[
+        str, typer.Option(metavar="SIZE", help="Device memory for KV in front, as --capacity. Default: none.")
+    ] = "0%",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a generated trace.")] = 12_000,
+    seed: Annotated[int, typer.Option(help="Seed of a generated trace.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what share of a trace's chunks each eviction policy finds, by the size of host memory.
+
+    Example: kvtier simulate trace.jsonl --capacity 64GiB --capacity 256GiB --device 40GiB
+    """
+    measure = _lazy("simulate.run")
+    capacities = capacity or measure.CAPACITIES
+    figures.report(measure.run(trace, policy or (), capacities, chunk_bytes, device, requests, seed), as_json)
 
 
 @bench.command()

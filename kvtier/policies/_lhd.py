@@ -1,0 +1,179 @@
+"""Least hit density goes first: what is kept is what yields most hits for the time that it takes room.
+
+After Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Hit
+density is learned by number of uses and age, ghosts included, and taken as the Gittins index. Chunks that
+were used together leave together, the tail of the prompt first, so a choice costs little per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.keys import OffloadKey
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._ghosts import RECORD_BITS, Ghosts
+from kvtier.policies._reuse import CLASS_OF_USES, CLASSES, MAX_USES, UNITS, ReuseModel
+
+_GHOSTS = 8  # remembered for each slot
+_UPDATE_UNITS = 2.0
+_UPDATE_USES = 256  # at least: an update takes 0.3 ms
+_SHARDS = 64  # one dict of all keys would take 50 ms to grow, in one call
+
+
+_TIME_BITS = RECORD_BITS - MAX_USES.bit_length()
+_TIME = (1 << _TIME_BITS) - 1
+
+
+class _Run:
+    """Chunks that were used together, as often; a link in the ring of their class.
+
+    Attributes:
+        keys: in the order of the prompt; keys that have left are among them.
+        held: how many have not left.
+        number: names the run.
+        record: number of uses and time of the last, as ghosts remember it.
+    """
+
+    __slots__ = ("held", "keys", "newer", "number", "older", "record")
+
+    def __init__(self, keys: list[OffloadKey], record: int, number: int = 0) -> None:
+        self.number = number
+        self.keys = keys
+        self.held = len(keys)
+        self.record = record
+        self.older = self.newer = self
+
+    def link(self, ring: _Run) -> None:
+        """Become the newest run of a ring. The ring's own link is between its newest and its oldest run."""
+        self.older, self.newer = ring.older, ring
+        ring.older.newer = ring.older = self
+
+    def unlink(self) -> None:
+        """Leave the ring."""
+        self.older.newer, self.newer.older = self.newer, self.older
+
+
+class LHD(EvictionPolicy):
+    """Least hit density."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._ghosts = Ghosts()
+        self.resize(capacity)
+        self.clear()
+
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        self._unit = max(1.0, capacity / UNITS)
+        self._ghosts.resize(capacity * _GHOSTS)
+
+    def clear(self) -> None:
+        self._ghosts.clear()
+        self._model = ReuseModel()
+        self._now = self._updated = self._count = 0  # time is counted in uses of chunks
+        # Numbers of runs by key: a dict of bytes and integers costs the garbage collector nothing.
+        self._homes: list[dict[OffloadKey, int]] = [{} for _ in range(_SHARDS)]
+        self._runs: dict[int, _Run] = {}
+        self._made = 0
+        self._pinned: dict[OffloadKey, _Run] = {}
+        self._rings = [_Run([], 0) for _ in range(CLASSES)]
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        pinned, recall = self._pinned, self._ghosts.recall
+        batches: dict[int, list[OffloadKey]] = {}
+        batch: list[OffloadKey] = []
+        record, is_use, begun = -1, False, 0
+        for key in reversed(keys):
+            run = pinned.pop(key, None)
+            # A chunk was used whenever one behind it was. This mends what ghosts have forgotten: a prompt
+            # of which one chunk counted as new would soon have a hole.
+            known = max(recall(key) if run is None else run.record, record)
+            if known != record or is_use != (used or run is None):
+                self._note(record, is_use, len(batch) - begun)
+                record, is_use = known, used or run is None
+                batch = batches.setdefault(min((known >> _TIME_BITS) + is_use, MAX_USES), [])
+                begun = len(batch)
+            batch.append(key)
+        self._note(record, is_use, len(batch) - begun)
+        self._now += len(keys)
+        self._count += len(keys)
+        for uses, batch in batches.items():
+            batch.reverse()
+            self._link(batch, uses)
+
+    def _note(self, record: int, is_use: bool, count: int) -> None:
+        """Note uses of chunks, for the model."""
+        if not is_use:
+            return
+        uses, model = record >> _TIME_BITS, self._model
+        model.used[CLASS_OF_USES[min(uses + 1, MAX_USES)]] += count
+        if uses:
+            age = (self._now - (record & _TIME)) / self._unit
+            model.reused[CLASS_OF_USES[uses]][model.bin_of(age)] += count
+
+    def _link(self, batch: list[OffloadKey], uses: int) -> None:
+        self._made = number = self._made + 1
+        run = self._runs[number] = _Run(batch, uses << _TIME_BITS | self._now, number)
+        run.link(self._rings[CLASS_OF_USES[uses]])
+        homes = self._homes
+        for key in batch:
+            homes[key[-5] % _SHARDS][key] = number
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        homes, runs, pinned = self._homes, self._runs, self._pinned
+        for key in keys:
+            run = pinned[key] = runs[homes[key[-5] % _SHARDS].pop(key)]
+            run.held -= 1
+            if not run.held:
+                self._drop(run)
+            elif run.held * 2 < len(run.keys):
+                run.keys = [key for key in run.keys if homes[key[-5] % _SHARDS].get(key) == run.number]
+        self._count -= len(keys)
+
+    def _drop(self, run: _Run) -> None:
+        del self._runs[run.number]
+        run.unlink()
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        elapsed = self._now - self._updated
+        if elapsed >= max(_UPDATE_UNITS * self._unit, _UPDATE_USES):
+            self._model.update(elapsed / self._unit)
+            self._updated = self._now
+        evicted: list[OffloadKey] = []
+        count = min(count, self._count)
+        while len(evicted) < count:
+            self._take(self._least_dense(), count, evicted)
+        self._count -= len(evicted)
+        return evicted
+
+    def _least_dense(self) -> _Run:
+        """Return the run to evict from: of each class the oldest and the newest one are considered."""
+        density, bin_of, now, unit = self._model.density, self._model.bin_of, self._now, self._unit
+        least, chosen = 0.0, None
+        for ring, densities in zip(self._rings, density, strict=True):
+            for run in (ring.newer, ring.older):
+                if run is not ring:
+                    found = densities[bin_of((now - (run.record & _TIME)) / unit)]
+                    if chosen is None or found < least:
+                        least, chosen = found, run
+        assert chosen is not None
+        return chosen
+
+    def _take(self, run: _Run, count: int, evicted: list[OffloadKey]) -> None:
+        """Evict keys of a run from its tail until it is empty or so many are evicted."""
+        homes, remember, keys, record = self._homes, self._ghosts.remember, run.keys, run.record
+        while run.held and len(evicted) < count:
+            key = keys.pop()
+            shard = homes[key[-5] % _SHARDS]
+            if shard.get(key) == run.number:
+                del shard[key]
+                run.held -= 1
+                evicted.append(key)
+                remember(key, record)
+        if not run.held:
+            self._drop(run)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key in self._homes[key[-5] % _SHARDS]

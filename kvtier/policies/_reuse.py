@@ -1,0 +1,99 @@
+"""When chunks are used again, learned by number of uses and age, and what keeping them is worth by that."""
+
+from __future__ import annotations
+
+from math import log
+
+MAX_USES = 31
+CLASSES = 7
+CLASS_OF_USES = (0, 0, 1, 2, 3, 4, 4, 4, *[5] * 8, *[6] * (MAX_USES - 15))
+_PRIOR = (1.0, 2.0, 2.7, 3.4, 5.0, 8.0, 20.0)  # of how soon chunks of each class are used again
+
+UNITS = 25
+"""Units of age in which as many chunks are used as there are slots."""
+
+_FACTOR = 1.4  # each bin ends at an age so many times that of the one before
+_WIDTHS = [1.0, *(_FACTOR**bin_ - _FACTOR ** (bin_ - 1) for bin_ in range(1, 32))]
+BINS = len(_WIDTHS)
+_LOG_FACTOR = log(_FACTOR)
+_HALF_LIFE = 70.0  # in capacities
+_CONFIDENCE = 100.0  # uses of a class after which its own shape counts as much as that of all
+
+
+class ReuseModel:
+    """Histograms of age at reuse, and the hit density that follows from them.
+
+    Attributes:
+        used: chunks of each class that were used since the last ``update``.
+        reused: chunks of each class that were used again, by bin of their age then.
+        density: by class and bin, the hits per unit of time that keeping a chunk yields. It is the
+            highest rate over all lengths of time to keep it (the Gittins index).
+    """
+
+    def __init__(self) -> None:
+        self.used = [0] * CLASSES
+        self.reused = [[0.0] * BINS for _ in range(CLASSES)]
+        self.density = [[prior / _FACTOR**bin_ for bin_ in range(BINS)] for prior in _PRIOR]
+        self._reached = [[0.0] * BINS for _ in range(CLASSES)]  # uses that were so long ago, or longer
+        self._pending = [[0.0] * BINS for _ in range(CLASSES)]  # uses that were so long ago
+
+    @staticmethod
+    def bin_of(units: float) -> int:
+        """Return the bin of an age."""
+        return min(BINS - 1, 1 + int(log(units) / _LOG_FACTOR)) if units >= 1.0 else 0
+
+    def update(self, units: float) -> None:
+        """Learn from what was noted in the last so many units of time."""
+        decay = 0.5 ** (units / UNITS / _HALF_LIFE)
+        for class_ in range(CLASSES):
+            self._age(class_, units, decay)
+        reached_by_all = [sum(column) + 1.0 for column in zip(*self._reached, strict=True)]
+        reused_by_all = [sum(column) for column in zip(*self.reused, strict=True)]
+        shape = [reused / reached for reused, reached in zip(reused_by_all, reached_by_all, strict=True)]
+        weighted = sum(prior * reached[0] for prior, reached in zip(_PRIOR, self._reached, strict=True))
+        mean = weighted / reached_by_all[0]
+        for class_, prior in enumerate(_PRIOR):
+            factor = prior / max(mean, 0.1)
+            chances = [
+                (reused + _CONFIDENCE * min(1.0, factor * chance)) / (reached + _CONFIDENCE)
+                for reused, reached, chance in zip(
+                    self.reused[class_], self._reached[class_], shape, strict=True
+                )
+            ]
+            self.density[class_] = _hit_density(chances)
+
+    def _age(self, class_: int, units: float, decay: float) -> None:
+        reached, pending = self._reached[class_], self._pending[class_]
+        self.reused[class_] = [count * decay for count in self.reused[class_]]
+        for bin_ in range(BINS - 1, -1, -1):
+            reached[bin_] *= decay
+            moved = pending[bin_] * min(1.0, units / _WIDTHS[bin_])
+            pending[bin_] -= moved
+            if bin_ + 1 < BINS:
+                pending[bin_ + 1] += moved
+                reached[bin_ + 1] += moved
+        reached[0] += self.used[class_]
+        pending[0] += self.used[class_]
+        self.used[class_] = 0
+
+
+def _hit_density(chances: list[float]) -> list[float]:
+    """Return, for each bin, the best ratio of hits to time over all ends of keeping.
+
+    Args:
+        chances: of being used again in each bin.
+    """
+    left, steps = 1.0, []
+    for chance, width in zip(chances, _WIDTHS, strict=True):
+        hits = min(chance, left)
+        steps.append((hits, width * max(left - hits / 2, 1e-3)))
+        left -= hits
+    density = []
+    ahead: list[tuple[float, float]] = []  # the upper hull of hits over time, from a bin on
+    for hits, time in reversed(steps):
+        while ahead and ahead[-1][0] * time > hits * ahead[-1][1]:
+            further = ahead.pop()
+            hits, time = hits + further[0], time + further[1]
+        ahead.append((hits, time))
+        density.append(hits / time)
+    return density[::-1]

@@ -1,0 +1,100 @@
+"""Traces of requests, read from a file. A large trace is reduced to a sample of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from kvtier.errors import KVTierError
+from kvtier.keys import OffloadKey, pack_key
+
+MAX_LOOKUPS = 800_000  # of one trace; some seconds for each policy and capacity
+
+
+class _Line(msgspec.Struct):
+    hash_ids: list[int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The chunks that each request asks for, in the order of its prompt.
+
+    Attributes:
+        requests: the keys of each request, of sampled chunks only.
+        sampled: one in so many chunks is sampled.
+        lookups: chunks asked for, those that are not sampled included.
+    """
+
+    requests: list[list[OffloadKey]]
+    sampled: int
+    lookups: int
+
+    @property
+    def unique(self) -> int:
+        """The number of different chunks, estimated where the trace is sampled."""
+        return len({key for keys in self.requests for key in keys}) * self.sampled
+
+    @property
+    def excess(self) -> float:
+        """Look-ups in the sample beyond its share of all.
+
+        A chunk that every request begins with is in the sample or not, and weighs too much or too little.
+        It hits under every policy, so hits are corrected by this number (SHARDS-adj).
+        """
+        return sum(map(len, self.requests)) - self.lookups / self.sampled
+
+
+def read(path: Path) -> Iterator[Sequence[int | str]]:
+    """Yield the chunks of each request: ``hash_ids`` of each line, as in Mooncake's traces.
+
+    Raises:
+        KVTierError: a line has none.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield decoder.decode(line).hash_ids
+            except msgspec.DecodeError as error:
+                raise KVTierError(
+                    f'{path}, line {number}: {error}; each line is an object with "hash_ids", a list of '
+                    "numbers or strings, one for each chunk of the prompt"
+                ) from None
+
+
+def sample(requests: Iterable[Sequence[int | str]], max_lookups: int = MAX_LOOKUPS) -> Trace:
+    """Return the trace, of as many chunks as give at most ``max_lookups``.
+
+    Chunks are sampled by their hash, so all uses of a chunk are in the sample or none: a cache of
+    1/n of the size sees the sample as the whole cache sees the whole trace (SHARDS, FAST 2015).
+    """
+    keys: dict[int | str, OffloadKey | None] = {}
+    kept: list[list[OffloadKey]] = []
+    sampled, lookups, kept_lookups = 1, 0, 0
+    for ids in requests:
+        for id_ in ids:
+            if id_ not in keys:
+                keys[id_] = _key(id_, sampled)
+        chosen = [key for id_ in dict.fromkeys(ids) if (key := keys[id_])]
+        lookups += len(set(ids))
+        kept_lookups += len(chosen)
+        kept.append(chosen)
+        if kept_lookups > max_lookups:
+            sampled *= 2
+            keys = {id_: key if key and _is_sampled(key, sampled) else None for id_, key in keys.items()}
+            kept = [[key for key in chosen if _is_sampled(key, sampled)] for chosen in kept]
+            kept_lookups = sum(map(len, kept))
+    return Trace(kept, sampled, lookups)
+
+
+def _key(id_: int | str, sampled: int) -> OffloadKey | None:
+    key = pack_key(blake2b(str(id_).encode(), digest_size=16).digest())
+    return key if _is_sampled(key, sampled) else None
+
+
+def _is_sampled(key: OffloadKey, sampled: int) -> bool:
+    return not int.from_bytes(key[:4], "big") % sampled
