@@ -12,7 +12,7 @@ from tests.effort import effort
 # A slow machine is no failure: pytest-timeout bounds each test, and nothing else is timed.
 settings.register_profile(
     "kvtier",
-    max_examples=effort(25, 200),
+    max_examples=effort(100, 200),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

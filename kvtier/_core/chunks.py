@@ -72,8 +72,11 @@ class ChunkTable:
     @property
     def evictable(self) -> int:
         """How many chunks may be evicted, as far as the policy knows."""
-        self._call_policy(len)
-        return len(self.policy)
+        try:
+            return len(self.policy)
+        except Exception:
+            self._replace_policy("raised")
+            return len(self.policy)
 
     def evict(self, count: int) -> list[OffloadKey]:
         """Free up to ``count`` slots by the policy's choice; return the keys that went.
@@ -172,7 +175,7 @@ class ChunkTable:
         if candidates:
             self._call_policy(lambda policy: policy.add(candidates, used=used))
 
-    def drop(self, chunks: Iterable[Chunk]) -> None:
+    def drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for good and take a pin from each; a slot is free when its chunk's last pin ends."""
         for chunk in chunks:
             chunk.move(ChunkEvent.DROPPED)

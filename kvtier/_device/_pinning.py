@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtier._memory import numa
 from kvtier._memory.region import Region
+from kvtier.errors import StateError
 
 if TYPE_CHECKING:
     from kvtier._device._runtime import Runtime
@@ -55,6 +56,8 @@ class PinnedSlots:
             self._runtime.attach()
             with numa.preferring(self._runtime.node()):  # for memory that is not there yet
                 self._pin(pieces)
+        except StateError:
+            pass  # the region is closed: there is nothing to pin for
         except Exception as error:
             self.failed = True
             logger.warning(

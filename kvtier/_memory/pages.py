@@ -32,9 +32,19 @@ def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False)
         return False
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
-        # A kernel that cannot do this would leave touches, and one that finds no room kills the process.
-        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
     except (AttributeError, OSError):
+        return False
+    return can_populate(mapping)
+
+
+def can_populate(mapping: mmap.mmap) -> bool:
+    """Return whether the kernel can get memory for pages without a touch; tried on the first one.
+
+    A touch that finds no room kills the process.
+    """
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
+    except OSError:
         return False
     return True
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from kvtier import _native as native
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
 from kvtier._memory import _locked_file, guard, pages
 from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
@@ -66,7 +67,7 @@ class Region:
         if file is not None:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
-        self._has_huge_pages: bool | None = None  # None until they were asked for
+        self._can_populate: bool | None = None  # None until it was tried
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
         self._release = weakref.finalize(self, _locked_file.release, file) if file else None
 
@@ -253,16 +254,18 @@ class Region:
         population.start(mapping, threads)
 
     def back(self, slots: range) -> None:
-        """Get memory for slots at once, as ``populate`` does in the background. What they hold stays.
+        """Get memory for slots at once, if the kernel can. What they hold stays.
 
         Raises:
             OSError: there is none.
+            StateError: the region is closed.
         """
-        mapping, fd = self._require_open(), self._file.fd if self._file else None
-        if self._has_huge_pages is None:
-            self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=fd is not None)
+        mapping = self._require_open()
+        if self._can_populate is None:
+            pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
+            self._can_populate = pages.can_populate(mapping)
         start, nbytes = slots.start * self.chunk_bytes, len(slots) * self.chunk_bytes
-        code = pages.back(self._address + start, nbytes, fd, start, huge=self._has_huge_pages)
+        code = native.populate(self._address + start, nbytes) if self._can_populate else 0
         if code:
             raise OSError(code, os.strerror(code))
 

@@ -629,7 +629,7 @@ def _take(items: list[T], pick: int) -> T:
 
 TestCore = pytest.mark.timeout(400)(CoreMachine.TestCase)
 TestCore.settings = settings(
-    max_examples=effort(40, 1200),
+    max_examples=effort(120, 1200),
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

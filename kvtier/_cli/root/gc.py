@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
@@ -223,23 +224,27 @@ class _Collection:
 
     def estimate(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
         """Add up what a run would remove now, about: going by the last use alone."""
-        left, files = list[str](), list[ChunkFile]()
+        left, files = (
+            list[str](),
+            list[tuple[float, int]](),
+        )  # of the files, when they were used and their bytes
+        is_limited = max_bytes is not None or older_than_s is not None
         for one in self._root.namespaces():
             left += (f"{one.name}/.tmp/{name}" for name, alive in one.writers().items() if alive is False)
             for found in one.data_dirs:
                 if self._is_left(one, found):
                     left.append(found.name)
-                else:
+                elif is_limited:
                     below = self._root.chunks(found.name, self._tick)
-                    files += (file for file in below if isinstance(file, ChunkFile))
+                    files += ((it.used, it.disk_bytes) for it in below if isinstance(it, ChunkFile))
         swept = sum(map(Measure(self._root, no_tick).bytes, left))
-        files.sort(key=lambda file: file.used)
-        too_old = 0.0 if older_than_s is None else time.time() - older_than_s
-        expired = _sum(file for file in files if file.used <= too_old)
+        files.sort()
+        too_old = -inf if older_than_s is None else time.time() - older_than_s
+        expired = _sum(nbytes for used, nbytes in files if used <= too_old)
         need = 0 if max_bytes is None else self.before - swept - expired.bytes - max_bytes
-        sizes = accumulate((file.disk_bytes for file in files[expired.chunks :]), initial=0)
-        evicted = sum(1 for taken in sizes if taken < need)
-        return Evicted(True, swept), expired, _sum(files[expired.chunks :][:evicted])
+        sizes = [nbytes for _, nbytes in files[expired.chunks :]]
+        evicted = sum(1 for taken in accumulate(sizes, initial=0) if taken < need)
+        return Evicted(True, swept), expired, _sum(sizes[:evicted])
 
     def _is_left(self, one: Namespace, found: DataDir) -> bool:
         """Return whether chunks are orphans, or of an old epoch that nobody uses."""
@@ -280,9 +285,9 @@ class _Collection:
 _NOTHING: Final = Evicted(True)
 
 
-def _sum(files: Iterable[ChunkFile]) -> Evicted:
-    sizes = [file.disk_bytes for file in files]
-    return Evicted(True, 0, len(sizes), sum(sizes))
+def _sum(sizes: Iterable[int]) -> Evicted:
+    removed = [*sizes]
+    return Evicted(True, 0, len(removed), sum(removed))
 
 
 def _named(failures: Failures) -> dict[str, int]:

@@ -263,7 +263,14 @@ class TorchStream:
         return self._stream.record_event(_new_event())
 
     def copy(self, plan: CopyPlan) -> None:
-        self._method(plan)(plan, self._stream)
+        method, kernel = self._method(plan), self._runtime.kernel
+        try:
+            method(plan, self._stream)
+        except Exception:
+            if kernel is not None and method == kernel.copy:  # no memory for its table, say: not each time
+                self._runtime.kernel = None
+                logger.warning("copy kernel failed and is not used again: loads of small pages are slower")
+            raise
 
     def _method(self, plan: CopyPlan) -> CopyMethod:
         """Return how to make these copies. Stores are not urgent: they never take from computing."""
@@ -345,9 +352,18 @@ class TorchRuntime(Runtime):
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin the next piece of the slots: each begins where the last one ends."""
         self.library.host_register(address, nbytes)
-        if self.kernel is not None and self.library.device_address(address) != address:
-            self.kernel = None  # it is given host addresses
         self.pinned = (self.pinned[0] or address, address + nbytes)
+        if self.kernel is not None and not self._is_mapped(address):
+            self.kernel = None  # it is given host addresses
+
+    def _is_mapped(self, address: int) -> bool:
+        """Return whether kernels find pinned memory where the host does."""
+        try:
+            return self.library.device_address(address) == address
+        except DeviceLostError:
+            raise
+        except TransferError:
+            return False
 
     def host_unregister(self, address: int) -> None:
         self.pinned = (0, 0)

@@ -273,3 +273,25 @@ def test_the_kernel_copies_loads_that_suit_it(stub: Any, as_torch_cuda: Any, is_
         runtime.open_stream(CopyQueue.STORE).copy(store)
     runtime.open_stream(CopyQueue.LOAD, plain=True).copy(many)
     assert kernel.copied == ([many] * 2 if is_mapped else [])
+
+
+def test_a_kernel_that_fails_is_not_used_again(
+    stub: Any, as_torch_cuda: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = KernelForMany()
+    kernel.copy = refuse  # type: ignore[method-assign]
+    runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path), stub.prefix), kernel=kernel)
+    slots = np.zeros(2 * CHUNK_BYTES, dtype=np.uint8)
+    target = np.zeros_like(slots)
+    runtime.host_register(slots.ctypes.data, slots.nbytes)
+    few = make_plan(slots, target)
+    many = CopyPlan(np.tile(few.src, 2), np.tile(few.dst, 2), np.tile(few.sizes, 2), 2 * few.nbytes)
+    stream = runtime.open_stream(CopyQueue.LOAD)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stream.copy(many)
+    stream.copy(many)
+    assert "not used again" in caplog.text
+
+
+def refuse(plan: CopyPlan, stream: Any) -> None:
+    raise RuntimeError("out of memory")

@@ -42,7 +42,7 @@ from .conftest import (
     make_tier,
 )
 
-LESS_LIKELY = [pytest.param(how, marks=pytest.mark.full) for how in ("stopped", "blocked", "forgotten")]
+LESS_LIKELY = [pytest.param(how, marks=pytest.mark.full) for how in ("stopped", "forgotten")]
 MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
 

@@ -23,9 +23,12 @@ from tests.unit.tiers.fs.conftest import MEMORY
 from tests.unit.tiers.fs.library import patch_library
 
 
-@pytest.mark.full  # it is the backend of most tests of the runner, the executor and the manager
 class TestDummy(TierConformance):
     tier = DummyTier
+
+    def sequences(self) -> hypothesis.settings:
+        usual = super().sequences()
+        return hypothesis.settings(usual, max_examples=effort(8, usual.max_examples))
 
     def settings(self, place: Path) -> Mapping[str, object]:
         return {"type": "dummy", "capacity_bytes": "1GiB"}

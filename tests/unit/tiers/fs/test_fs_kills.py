@@ -18,7 +18,7 @@ from kvtier.tiers.fs._quota import ledger
 from tests.effort import effort
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine needs seconds for each kill
-KILLS = effort(10, 110)
+KILLS = effort(25, 110)
 AT_ONCE = 5
 CHUNK_BYTES = 16_384
 NUMBERS = 400
