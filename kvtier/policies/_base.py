@@ -13,7 +13,7 @@ class EvictionPolicy(ABC):
 
     kvtier calls ``add`` when a chunk becomes a candidate, ``pin`` when it stops being one for a while, and
     ``clear`` when all chunks go. Every candidate may be evicted, so ``evict`` never has to skip one. All
-    calls come from one thread; each should take well under a microsecond per key.
+    calls come from one thread; each should take a few microseconds per key at most.
     """
 
     def __init__(self, capacity: int = 0) -> None:

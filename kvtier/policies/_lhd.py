@@ -74,7 +74,7 @@ class LHD(EvictionPolicy):
         self._homes: list[dict[OffloadKey, int]] = [{} for _ in range(_SHARDS)]
         self._runs: dict[int, _Run] = {}
         self._made = 0
-        self._pinned: dict[OffloadKey, _Run] = {}
+        self._pinned: dict[OffloadKey, int] = {}  # records: a run would keep its neighbours alive
         self._rings = [_Run([], 0) for _ in range(CLASSES)]
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
@@ -83,13 +83,13 @@ class LHD(EvictionPolicy):
         batch: list[OffloadKey] = []
         record, is_use, begun = -1, False, 0
         for key in reversed(keys):
-            run = pinned.pop(key, None)
+            old = pinned.pop(key, None)
             # A chunk was used whenever one behind it was. This mends what ghosts have forgotten: a prompt
             # of which one chunk counted as new would soon have a hole.
-            known = max(recall(key) if run is None else run.record, record)
-            if known != record or is_use != (used or run is None):
+            known = max(recall(key) if old is None else old, record)
+            if known != record or is_use != (used or old is None):
                 self._note(record, is_use, len(batch) - begun)
-                record, is_use = known, used or run is None
+                record, is_use = known, used or old is None
                 batch = batches.setdefault(min((known >> _TIME_BITS) + is_use, MAX_USES), [])
                 begun = len(batch)
             batch.append(key)
@@ -121,7 +121,8 @@ class LHD(EvictionPolicy):
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         homes, runs, pinned = self._homes, self._runs, self._pinned
         for key in keys:
-            run = pinned[key] = runs[homes[key[-5] % _SHARDS].pop(key)]
+            run = runs[homes[key[-5] % _SHARDS].pop(key)]
+            pinned[key] = run.record
             run.held -= 1
             if not run.held:
                 self._drop(run)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -11,8 +18,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvtier._cli.main import app
+from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LHD, LRU
+from kvtier_bench.simulate import run
 from kvtier_bench.simulate.generate import TRACES, generate
 from kvtier_bench.simulate.replay import device_hits, optimum, replay
 from kvtier_bench.simulate.trace import sample
@@ -107,6 +116,13 @@ def test_the_command_reads_a_trace_and_says_how_far_a_policy_is_from_the_optimum
     }
 
 
+def refused(*arguments: str) -> str:
+    """Return the words with which the command ends; the command line shows those of a KVTierError."""
+    error = CliRunner().invoke(app, ["simulate", *arguments]).exception
+    assert isinstance(error, KVTierError), error
+    return str(error)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -114,18 +130,81 @@ def test_the_command_reads_a_trace_and_says_how_far_a_policy_is_from_the_optimum
         (["heads", "--policy", "lur"], "did you mean"),
         (["heads", "--capacity", "much"], "--capacity much: write a number of bytes"),
         (["heads", "--capacity", "x%"], "--capacity x%: write a number of bytes"),
+        (["heads", "--capacity", "-5%"], "a share of the trace's chunks: 10%, at most 1000%"),
+        (["heads", "--capacity", "inf%"], "--capacity inf%: "),
+        (["heads", "--capacity", "nan%"], "--capacity nan%: "),
+        (["heads", "--device", "1e300%"], "--device 1e300%: "),
+        (["heads", "--chunk-bytes", "0"], "--chunk-bytes 0: must be at least 1 byte"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], words: str) -> None:
-    status, text = simulate(*arguments)
-    assert status != 0
-    assert words in text
+    assert words in refused(*arguments)
 
 
-def test_a_line_that_is_no_request_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line", [b'{"ids": [2]}', b'{"hash_ids": ["\xff"]}', b'{"hash_ids": ["\\ud800x"]}', b"[]"]
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"hash_ids": [1]}\n{"ids": [2]}\n')
-    status, text = simulate(str(path))
-    assert status != 0
-    assert "line 2" in text
-    assert "hash_ids" in text
+    path.write_bytes(b'\xef\xbb\xbf{"hash_ids": [1]}\n \r\n' + line)  # neither BOM nor blank line is wrong
+    assert f"{path}, line 3: " in (text := refused(str(path)))
+    assert '"hash_ids", a list of numbers or strings' in text
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("raise LookupError('worn out')", "--policy acme-worn: it raised LookupError: worn out"),
+        ("os._exit(1)", "a worker process was killed"),
+    ],
+)
+def test_a_policy_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, words: str
+) -> None:
+    (tmp_path / "acme_worn.py").write_text(
+        f"import os\nfrom kvtier.policies import LRU\n"
+        f"class Worn(LRU):\n    def evict(self, count):\n        {act}\n"
+    )
+    metadata = tmp_path / "acme_worn-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-worn\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[kvtier.policies]\nacme-worn = acme_worn:Worn\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert words in refused("heads", "--requests", "50", "--policy", "acme-worn", "--capacity", "1%")
+
+
+def test_what_every_request_begins_with_hits_in_the_first_cache_at_its_true_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 chunks of 100, of which the sample has fewer than its share."""
+    monkeypatch.setattr(run, "sample", partial(sample, max_lookups=20_000))
+    path, head = tmp_path / "trace.jsonl", [f"shared {number}" for number in range(20)]
+    prompts = [head + [f"{request}, {number}" for number in range(80)] for request in range(300)]
+    path.write_text("\n".join(json.dumps({"hash_ids": prompt}) for prompt in prompts))
+    assert sample(prompts, 20_000).excess < -300
+    capacities = "--capacity", "0%", "--capacity", "1%"
+    for device, rates in [("0%", [0, 0, 0, 0.2, 0.2]), ("1%", [0.2, 0, 0, 0, 0])]:
+        status, text = simulate(str(path), "--policy", "lru", *capacities, "--device", device, "--json")
+        assert status == 0, text
+        tables = json.loads(text)
+        (source,) = tables["Source"]
+        assert source["sampled"] == "1 in 2"
+        found = [source["device_hit_rate"], *(row["hit_rate"] for row in tables["Simulated"])]
+        assert found == pytest.approx(rates, abs=0.01)
+
+
+def children(parent: int) -> Iterator[int]:
+    yield from map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+
+
+def test_an_interrupt_ends_all_its_processes_without_a_word() -> None:
+    command = [sys.executable, "-P", "-m", "kvtier", "simulate", "heads", "--requests", "50000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as running:
+        while len(list(children(running.pid))) < 2:  # the first one tracks resources
+            assert running.poll() is None
+            time.sleep(0.01)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        text, _ = running.communicate(timeout=40)  # until the last of them has closed its output
+    assert (running.returncode, text) == (130, b"")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from kvtier import _plugins as plugins
 from kvtier._settings.quantities import size as size_of
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.policies import EvictionPolicy
 from kvtier_bench.simulate import generate
@@ -20,6 +23,7 @@ from kvtier_bench.simulate.trace import Trace, read, sample
 
 CAPACITIES = ("0.3%", "1%", "3%", "10%", "20%", "30%")
 OPTIMUM = "optimum"
+_MOST_PERCENT = 1000
 
 Job = tuple[str, int]
 Result = tuple[int, int | None]
@@ -67,32 +71,61 @@ def run(
     """Simulate each policy at each capacity.
 
     Raises:
-        KVTierError: the trace cannot be read, a policy is not installed, or a capacity is no size.
+        KVTierError: the trace cannot be read, a policy is not installed or raises, or a size is wrong.
     """
     policies = policies or sorted({info.name for info in plugins.installed(plugins.POLICIES)})
     for policy in policies:
         plugins.load(plugins.POLICIES, policy, EvictionPolicy, "--policy")
     bytes_ = _size(chunk_bytes, "--chunk-bytes")
+    if not bytes_:
+        raise ConfigError(f"--chunk-bytes {chunk_bytes}: must be at least 1 byte")
     source = sample(_requests(trace, requests, seed))
     slots = {text: _slots(text, bytes_, source.unique, "--capacity") for text in capacities}
-    hits = device_hits(source.requests, _slots(device, bytes_, source.unique, "--device") // source.sampled)
+    device_slots = _slots(device, bytes_, source.unique, "--device") // source.sampled
+    hits = device_hits(source.requests, device_slots)
     jobs = [(policy, size // source.sampled) for size in slots.values() for policy in (OPTIMUM, *policies)]
-    workers = min(len(jobs), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(workers, get_context("spawn"), _receive, (source.requests, hits)) as pool:
-        found = dict(zip(jobs, pool.map(_simulate, jobs), strict=True))
+    found = dict(zip(jobs, _results(jobs, source.requests, hits), strict=True))
+    on_device, on_host = (source.excess, 0.0) if device_slots else (0.0, source.excess)
     rows: list[Simulated | Source] = []
     for text, size in slots.items():
         for policy in (*policies, OPTIMUM):
-            rows.append(_row(policy, text, size, bytes_, source, found))
-    return [*rows, _describe(trace, source, hits, bytes_)]
+            rows.append(_row(policy, text, size, bytes_, source, found, on_host))
+    return [*rows, _describe(trace, source, sum(hits) - on_device, bytes_)]
+
+
+def _results(jobs: Sequence[Job], requests: list[list[OffloadKey]], hits: list[int]) -> list[Result]:
+    workers = min(len(jobs), len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, get_context("spawn"), _receive, (requests, hits)) as pool:
+        try:
+            # Workers inherit what is blocked: an interrupt from the terminal is for this process alone.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                results = pool.map(_simulate, jobs)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            return list(results)
+        except BrokenProcessPool:
+            raise KVTierError("a worker process was killed: see that enough memory is free") from None
+        except BaseException:  # what the workers still do is of no use
+            for worker in active_children():
+                worker.terminate()
+            raise
 
 
 def _row(
-    policy: str, capacity: str, slots: int, bytes_: int, trace: Trace, found: dict[Job, Result]
+    policy: str,
+    capacity: str,
+    slots: int,
+    bytes_: int,
+    trace: Trace,
+    found: dict[Job, Result],
+    excess: float,
 ) -> Simulated:
-    hits, stored = found[policy, slots // trace.sampled]
-    loaded = max(0.0, hits - trace.excess)
-    best = max(0.0, found[OPTIMUM, slots // trace.sampled][0] - trace.excess)
+    sampled_slots = slots // trace.sampled
+    excess = excess if sampled_slots else 0.0
+    hits, stored = found[policy, sampled_slots]
+    loaded = max(0.0, hits - excess)
+    best = max(0.0, found[OPTIMUM, sampled_slots][0] - excess)
     gib = bytes_ * trace.sampled / 2**30
     return Simulated(
         policy,
@@ -106,7 +139,7 @@ def _row(
     )
 
 
-def _describe(name: str, trace: Trace, hits: Sequence[int], bytes_: int) -> Source:
+def _describe(name: str, trace: Trace, device_hits: float, bytes_: int) -> Source:
     return Source(
         name,
         len(trace.requests),
@@ -114,7 +147,7 @@ def _describe(name: str, trace: Trace, hits: Sequence[int], bytes_: int) -> Sour
         trace.unique,
         trace.unique * bytes_ / 2**30,
         f"1 in {trace.sampled}" if trace.sampled > 1 else "all",
-        sum(hits) / max(1, sum(map(len, trace.requests))),
+        max(0.0, device_hits) * trace.sampled / max(1, trace.lookups),
     )
 
 
@@ -134,7 +167,12 @@ def _simulate(job: Job) -> Result:
     policy = plugins.make(
         plugins.POLICIES, name, plugins.load(plugins.POLICIES, name, EvictionPolicy, "--policy")
     )
-    found = list(replay(policy, requests, hits, capacity))
+    # With a slot for every chunk nothing leaves, and tables for more slots would only take memory.
+    capacity = min(capacity, len({key for keys in requests for key in keys}))
+    try:
+        found = list(replay(policy, requests, hits, capacity))
+    except Exception as error:  # a plug-in may raise anything
+        raise ConfigError(f"--policy {name}: it raised {type(error).__name__}: {error}") from error
     return sum(loaded for loaded, _ in found), sum(stored for _, stored in found)
 
 
@@ -150,15 +188,15 @@ def _requests(trace: str, requests: int, seed: int) -> Iterable[Sequence[int | s
 
 def _slots(text: str, chunk_bytes: int, unique: int, option: str) -> int:
     if text.endswith("%"):
-        try:
-            return int(float(text[:-1]) / 100 * unique)
-        except ValueError:
-            pass
-    return _size(text, option) // chunk_bytes
+        with suppress(ValueError):
+            share = float(text[:-1])
+            if 0 <= share <= _MOST_PERCENT:
+                return int(share / 100 * unique)
+    return _size(text, option, "; or a share of the trace's chunks: 10%, at most 1000%") // chunk_bytes
 
 
-def _size(text: str, option: str) -> int:
+def _size(text: str, option: str, alternative: str = "") -> int:
     try:
         return size_of(text)
     except ValueError as error:
-        raise KVTierError(f"{option} {text}: {error}; or a share of the trace's chunks: 10%") from None
+        raise ConfigError(f"{option} {text}: {error}{alternative}") from None

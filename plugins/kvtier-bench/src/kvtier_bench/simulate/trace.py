@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey, pack_key
 
 MAX_LOOKUPS = 800_000  # of one trace; some seconds for each policy and capacity
+_RECENT_IDS = 1 << 18  # whose keys are not computed again: 50 MB, however many different ones come
 
 
 class _Line(msgspec.Struct):
@@ -43,7 +46,7 @@ class Trace:
         """Look-ups in the sample beyond its share of all.
 
         A chunk that every request begins with is in the sample or not, and weighs too much or too little.
-        It hits under every policy, so hits are corrected by this number (SHARDS-adj).
+        It hits in whatever cache comes first, so hits there are corrected by this number (SHARDS-adj).
         """
         return sum(map(len, self.requests)) - self.lookups / self.sampled
 
@@ -57,13 +60,17 @@ def read(path: Path) -> Iterator[Sequence[int | str]]:
     decoder = msgspec.json.Decoder(_Line)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            text = line.removeprefix(BOM_UTF8).strip()
+            if not text:
+                continue
             try:
-                yield decoder.decode(line).hash_ids
-            except msgspec.DecodeError as error:
+                ids = decoder.decode(text).hash_ids
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise KVTierError(
                     f'{path}, line {number}: {error}; each line is an object with "hash_ids", a list of '
                     "numbers or strings, one for each chunk of the prompt"
                 ) from None
+            yield ids
 
 
 def sample(requests: Iterable[Sequence[int | str]], max_lookups: int = MAX_LOOKUPS) -> Trace:
@@ -72,28 +79,24 @@ def sample(requests: Iterable[Sequence[int | str]], max_lookups: int = MAX_LOOKU
     Chunks are sampled by their hash, so all uses of a chunk are in the sample or none: a cache of
     1/n of the size sees the sample as the whole cache sees the whole trace (SHARDS, FAST 2015).
     """
-    keys: dict[int | str, OffloadKey | None] = {}
+    key_of = lru_cache(_RECENT_IDS)(_key)
     kept: list[list[OffloadKey]] = []
     sampled, lookups, kept_lookups = 1, 0, 0
     for ids in requests:
-        for id_ in ids:
-            if id_ not in keys:
-                keys[id_] = _key(id_, sampled)
-        chosen = [key for id_ in dict.fromkeys(ids) if (key := keys[id_])]
-        lookups += len(set(ids))
+        keys = dict.fromkeys(map(key_of, ids))
+        chosen = [key for key in keys if _is_sampled(key, sampled)]
+        lookups += len(keys)
         kept_lookups += len(chosen)
         kept.append(chosen)
         if kept_lookups > max_lookups:
             sampled *= 2
-            keys = {id_: key if key and _is_sampled(key, sampled) else None for id_, key in keys.items()}
             kept = [[key for key in chosen if _is_sampled(key, sampled)] for chosen in kept]
             kept_lookups = sum(map(len, kept))
     return Trace(kept, sampled, lookups)
 
 
-def _key(id_: int | str, sampled: int) -> OffloadKey | None:
-    key = pack_key(blake2b(str(id_).encode(), digest_size=16).digest())
-    return key if _is_sampled(key, sampled) else None
+def _key(id_: int | str) -> OffloadKey:
+    return pack_key(blake2b(str(id_).encode(), digest_size=16).digest())
 
 
 def _is_sampled(key: OffloadKey, sampled: int) -> bool:
