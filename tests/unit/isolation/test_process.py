@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -340,8 +342,15 @@ def test_a_process_that_hangs_at_its_start_is_killed(
 
 
 def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    is_waited_for = threading.Event()  # a failure before that is the first start's, which raises
+
+    def fail_later(*_: object) -> NoReturn:
+        is_waited_for.wait()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nonexistent/python")
+
+    monkeypatch.setattr(processes, "Link", fail_later)
     it = launch(make_tier("dummy"), start_wait_s=0)
+    is_waited_for.set()
     assert it.end_of(it.put([1])).reasons == {"down": 1}
     it.until(lambda: "not_started" in it.endings, "a word about it")
     monkeypatch.undo()
