@@ -19,7 +19,7 @@ from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
 from kvtier_nixl import NixlTier
-from kvtier_nixl._peers import Peer
+from kvtier_nixl._peers import Peer, Peers
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.driver import Driver
 from kvtier_testing.tiers.rig import keys
@@ -242,6 +242,28 @@ async def test_a_reader_that_is_reset_gets_nothing_of_before(holder: Holder) -> 
         assert not any(await it.contains(range(100, 104)))
         await it.put(range(100, 104))
         assert set((await get(it, range(100, 104))).statuses) == {Status.OK}
+
+
+async def test_a_reset_that_is_cut_off_serves_nobody_and_can_be_repeated(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with opened(holder.address, listen=listen) as it, opened(listen) as other:
+        await it.put(range(100, 104))
+        await until_found(it, EIGHT)
+        await until_found(other, range(100, 104))
+        with monkeypatch.context() as patched:
+            patched.setattr(Peers, "aclose", lambda _: anyio.sleep_forever())
+            with anyio.move_on_after(0.1) as limit:
+                await it.tier.reset()
+        assert limit.cancelled_caught
+        assert not any(await other.contains(range(100, 104)))
+        assert not any(await it.contains(EIGHT))
+        await it.tier.reset()
+        await it.put(range(100, 104))
+        host, _, port = listen.partition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Peer:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             self.was_tried.set()
-            self._close()
+            self.close()
 
     @property
     def is_connected(self) -> bool:
@@ -129,7 +129,7 @@ class Peer:
         """Use it no longer, until it is connected to again."""
         if self._link is not None:
             self._warn("connection", f"peer {self.address} dropped: {why}; connecting again")
-            self._close()
+            self.close()
 
     async def _ask(self, request: Message, wanted: type[MessageT]) -> MessageT:
         async with self._turn:
@@ -145,7 +145,7 @@ class Peer:
                 raise self._broken(_words(error)) from None
             except BaseException:  # cancelled: the answer would be taken for that of the next request
                 if self._link is link:
-                    self._close()
+                    self.close()
                 raise
             return answer
 
@@ -153,7 +153,8 @@ class Peer:
         self.drop(why)
         return PeerError(why)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the connection, if there is one."""
         link, self._link = self._link, None
         if link is not None:
             link.writer.close()
@@ -211,13 +212,18 @@ class Peers:
         for peer in self._peers:  # all at once: none takes longer than its timeout
             await peer.was_tried.wait()
 
-    async def aclose(self) -> None:
-        """Disconnect from all."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
+    def stop(self) -> None:
+        """Disconnect from all: none is asked or read from now on."""
+        for task in self._tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        for peer in self._peers:
+            peer.close()
+
+    async def aclose(self) -> None:
+        """Stop, and wait until nothing is in the background."""
+        self.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def locate(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Peer]:
         """Ask all that are connected; return for each key that is held one that holds it."""

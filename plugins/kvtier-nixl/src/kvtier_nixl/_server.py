@@ -74,18 +74,19 @@ class ControlServer:
         listener: socket.socket = self._server.sockets[0]
         return int(listener.getsockname()[1])
 
-    async def aclose(self) -> None:
-        """Stop listening, and close all connections."""
+    def stop(self) -> None:
+        """Stop listening, and begin to close all connections: no peer is answered from now on."""
         self._is_closed = True
-        server, self._server = self._server, None
-        if server is None:
-            return
-        server.close()
-        connections = set(self._connections)
-        for connection in connections:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
             connection.cancel()
-        if connections:
-            await asyncio.wait(connections)
+
+    async def aclose(self) -> None:
+        """Stop, and wait until all connections are closed."""
+        self.stop()
+        if self._connections:
+            await asyncio.wait(set(self._connections))
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -152,14 +152,14 @@ class NixlTier(SecondaryTier[NixlConfig]):
         self._pool = None
 
     async def _isolate(self) -> None:
-        """Have nothing to do with peers from now on."""
-        peers, self._peers = self._peers, None
-        server, self._server = self._server, None
+        """Have nothing to do with peers from now on, even if this is cancelled; a second call waits again."""
+        ends = [end for end in (self._server, self._peers) if end is not None]
         self._located.clear()
-        if peers is not None:
-            await peers.aclose()
-        if server is not None:
-            await server.aclose()
+        for end in ends:  # both before the first await
+            end.stop()
+        for end in ends:
+            await end.aclose()
+        self._server = self._peers = None
 
     def usage(self) -> Usage | None:
         """Return how much of the serving memory is in use."""
