@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,7 +20,7 @@ from engines import CHUNK_BYTES, Holder, config, free_port, identity, opened, un
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
-from kvtier_nixl import NixlTier
+from kvtier_nixl import NixlTier, _agent
 from kvtier_nixl._peers import Peer, Peers
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.driver import Driver
@@ -308,6 +310,30 @@ async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: H
         assert set((await get(it)).statuses) == {Status.OK}
     for stranger in strangers:
         stranger.close()
+
+
+async def test_a_nixl_thread_that_hangs_keeps_neither_a_connection_nor_the_tier_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_agent, "_CLOSE_S", 0.5)
+    goes_on = threading.Event()
+    async with opened() as it:
+        agent = tier_of(it)._opened
+        agent._jobs.put(goes_on.wait)  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await agent.connect("peer", b"metadata")
+        closing = asyncio.create_task(it.tier.aclose())
+        await anyio.wait_all_tasks_blocked()
+        closing.cancel()
+        await asyncio.wait((closing,))
+        assert closing.cancelled()
+    assert "its thread and memory are abandoned" in caplog.text
+    assert agent._thread.is_alive()
+    goes_on.set()
+    await in_thread(agent._thread.join, 30)
+    assert not agent._thread.is_alive()
+    assert agent._agent is None
 
 
 async def test_its_own_address_among_the_peers_is_ignored(holder: Holder) -> None:
