@@ -20,7 +20,7 @@ from engines import CHUNK_BYTES, Holder, config, free_port, identity, opened, un
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
-from kvtier_nixl import NixlTier, _agent
+from kvtier_nixl import NixlTier, _agent, _peers
 from kvtier_nixl._peers import Peer, Peers
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.driver import Driver
@@ -33,6 +33,12 @@ EIGHT = range(8)
 def tier_of(it: TierRig) -> NixlTier:
     assert isinstance(it.tier, NixlTier)
     return it.tier
+
+
+def first_peer(it: TierRig) -> Peer:
+    peers = tier_of(it)._peers
+    assert peers is not None
+    return peers._peers[0]
 
 
 async def get(it: TierRig, numbers: range = EIGHT) -> Outcome:
@@ -334,6 +340,17 @@ async def test_a_nixl_thread_that_hangs_keeps_neither_a_connection_nor_the_tier_
     await in_thread(agent._thread.join, 30)
     assert not agent._thread.is_alive()
     assert agent._agent is None
+
+
+async def test_a_peer_that_never_answers_does_not_keep_the_tier_from_opening(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_peers, "_FIRST_TRIES_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with opened(address, holder.address, answer_timeout_s=10.0) as it:
+            assert not first_peer(it).was_tried.is_set()
+            await until_found(it, EIGHT)
 
 
 async def test_its_own_address_among_the_peers_is_ignored(holder: Holder) -> None:

@@ -104,6 +104,11 @@ def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> Non
         ({"peers": ["127.0.0.1:0"]}, "has no valid port"),
         ({"listen": "::1:1234"}, "is not host:port"),
         ({"serve_bytes": 0}, "serve_bytes"),
+        ({"answer_timeout_s": 11, "deadline_s": 60}, "answer_timeout_s"),
+        (
+            {"deadline_s": 1},
+            r"answer_timeout_s \(1\) is not less than deadline_s \(1\).*lower answer_timeout_s",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_with_the_field(settings: dict[str, Any], words: str) -> None:

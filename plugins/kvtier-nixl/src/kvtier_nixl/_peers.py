@@ -24,6 +24,7 @@ from kvtier_nixl.config import parse_address
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
+_FIRST_TRIES_S: Final = 5.0
 
 
 class PeerError(Exception):
@@ -207,10 +208,11 @@ class Peers:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Begin to connect, in the background; wait until each peer has been tried once."""
+        """Begin to connect, in the background; wait a while until each peer has been tried once."""
         self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self._peers]
-        for peer in self._peers:  # all at once: none takes longer than its timeout
-            await peer.was_tried.wait()
+        with anyio.move_on_after(_FIRST_TRIES_S):
+            for peer in self._peers:
+                await peer.was_tried.wait()
 
     def stop(self) -> None:
         """Disconnect from all: none is asked or read from now on."""
