@@ -46,7 +46,7 @@ class Peer:
         facts: what it has to agree on.
         agent: this engine's agent.
         timeout_s: seconds after which an answer is late.
-        warn: called with a reason and a text when it cannot be used.
+        warn: called with a subject for log limits and a text when it cannot be used.
 
     Attributes:
         was_tried: set once the first attempt to connect has ended.
@@ -76,7 +76,7 @@ class Peer:
                     async with asyncio.timeout(self._timeout_s):
                         await self._connect()
                 except Exception as error:  # also what NIXL makes of metadata
-                    self._warn("connection", f"peer {self.address} is not used: {_words(error)}")
+                    self._warn(f"connection {self.address}", f"peer {self.address} is not used: {_words(error)}")
                 self.was_tried.set()
                 if self._is_self:
                     return
@@ -129,7 +129,7 @@ class Peer:
     def drop(self, why: str) -> None:
         """Use it no longer, until it is connected to again."""
         if self._link is not None:
-            self._warn("connection", f"peer {self.address} dropped: {why}; connecting again")
+            self._warn(f"connection {self.address}", f"peer {self.address} dropped: {why}; connecting again")
             self.close()
 
     async def _ask(self, request: Message, wanted: type[MessageT]) -> MessageT:

@@ -24,7 +24,7 @@ MAX_KEYS: Final = 1024
 """Keys of one request at most."""
 MAX_FRAME_BYTES: Final = 1 << 20
 MAX_HELLO_BYTES: Final = 4096
-"""Length of a frame at most, before the other side has proved that it knows the secret."""
+"""Length of a ``Challenge`` or ``Hello`` at most: the server reads no longer frame without a proof."""
 NONCE_BYTES: Final = 32
 _LENGTH: Final = struct.Struct(">I")
 
@@ -37,7 +37,16 @@ Keys = Annotated[
 
 
 class ProtocolError(Exception):
-    """The other side sent something that the protocol does not allow."""
+    """The other side sent something that the protocol does not allow.
+
+    Args:
+        text: what.
+        category: tells it from other kinds, where log lines are limited.
+    """
+
+    def __init__(self, text: str, category: str = "frame") -> None:
+        super().__init__(text)
+        self.category = category
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -169,7 +178,7 @@ async def expect(reader: asyncio.StreamReader, wanted: type[MessageT], limit_byt
     if isinstance(message, wanted):
         return message
     if isinstance(message, Refused):
-        raise ProtocolError(f"it refuses: {message.why}")
+        raise ProtocolError(f"it refuses: {message.why!r}")  # nobody has proved anything yet
     raise ProtocolError(f"it sent {type(message).__name__} where {wanted.__name__} was due")
 
 

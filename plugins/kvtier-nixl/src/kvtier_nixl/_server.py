@@ -24,6 +24,7 @@ _MAX_CONNECTIONS: Final = 256
 _HANDSHAKE_S: Final = 5.0
 _SEND_S: Final = 5.0
 _BACKLOG: Final = 64
+_LOGGED_HOSTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ControlServer:
         facts: what is served, and to whom.
         pool: the chunks.
         memory: where they are.
-        warn: called with a reason and a text when a peer is turned away.
+        warn: called with a subject for log limits and a text when a peer is turned away.
     """
 
     def __init__(self, facts: Facts, pool: Pool, memory: Memory, warn: Callable[[str, str], None]) -> None:
@@ -63,6 +64,7 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self._is_closed = False
         self._connections: set[asyncio.Task[None]] = set()
+        self._logged_hosts: set[str] = set()
 
     async def open(self, host: str, port: int) -> int:
         """Listen; return the port. Raises OSError."""
@@ -103,8 +105,7 @@ class ControlServer:
             while True:
                 await self._answer(await protocol.receive(reader), writer)
         except ProtocolError as error:
-            peer = (writer.get_extra_info("peername") or ("?",))[0]
-            self._warn("peer", f"{peer} was turned away: {error}")
+            self._log_refusal((writer.get_extra_info("peername") or ("?",))[0], error)
             with suppress(OSError, TimeoutError):
                 await _send(writer, Refused(str(error)[:500]))
         except (OSError, TimeoutError):
@@ -115,6 +116,12 @@ class ControlServer:
             self._connections.discard(task)
             writer.close()
 
+    def _log_refusal(self, host: str, error: ProtocolError) -> None:
+        if len(self._logged_hosts) < _LOGGED_HOSTS:
+            self._logged_hosts.add(host)
+        subject = host if host in self._logged_hosts else "others"
+        self._warn(f"peer {error.category} {subject}", f"{host} was turned away: {error}")
+
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a peer prove that it knows the secret and wants this cache; prove the same to it."""
         facts = self._facts
@@ -123,13 +130,15 @@ class ControlServer:
         hello = await protocol.expect(reader, Hello, protocol.MAX_HELLO_BYTES)
         wanted = protocol.proof(facts.secret, b"client", challenge, hello.nonce, hello.identity)
         if not protocol.is_proof(hello.proof, wanted):
-            raise ProtocolError("it has another secret: compare the secret_file of both")
+            raise ProtocolError("it has another secret: compare the secret_file of both", "secret")
         if hello.version != protocol.VERSION:
-            raise ProtocolError(f"it speaks version {hello.version}, this is version {protocol.VERSION}")
+            versions = f"it speaks version {hello.version}, this is version {protocol.VERSION}"
+            raise ProtocolError(versions, "version")
         if hello.identity != facts.identity:
-            raise ProtocolError("it has another identity: model, settings or namespace differ")
+            raise ProtocolError("it has another identity: model, settings or namespace differ", "identity")
         if hello.chunk_bytes != facts.chunk_bytes:
-            raise ProtocolError(f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}")
+            lengths = f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}"
+            raise ProtocolError(lengths, "length")
         answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity)
         await _send(writer, Welcome(answer, facts.agent, facts.metadata))
 

@@ -323,7 +323,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         try:
             if not await peer.release(leased.lease):
                 results.update(dict.fromkeys(there, (Status.FAILED, "lease")))
-                self._warn("lease", f"peer {peer.address}: {len(there)} chunks; raise lease_s there")
+                self._warn(f"lease {peer.address}", f"peer {peer.address}: {len(there)} chunks; raise lease_s there")
             elif resets == self._resets:
                 await in_thread(self._copy_out, self._receiving, batch, used, limiter=self._copies)
                 for index, (_, trailer) in there.items():
@@ -364,7 +364,9 @@ class NixlTier(SecondaryTier[NixlConfig]):
     def _error(self, text: str) -> TierError:
         return TierError(f"tier {self._context.name}: {text}")
 
-    def _warn(self, reason: str, text: str) -> None:
-        repeats = self._log_limit.allow(reason, time.monotonic())
+    def _warn(self, subject: str, text: str) -> None:
+        """Log a fault, limited for each subject: a reason, and what tells it from others of that reason."""
+        repeats = self._log_limit.allow(subject, time.monotonic())
         if repeats is not None:
+            reason = subject.partition(" ")[0]
             _log.warning("tier %s: %s: %s%s", self._context.name, reason, text, repeats)
