@@ -159,6 +159,17 @@ async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late
         slots.check_reused("a read that was given up")
 
 
+async def test_a_peer_is_not_dropped_while_a_get_waits_for_receiving_memory(holder: Holder) -> None:
+    async with opened(holder.address, deadline_s=2.0, receive_bytes=2 * CHUNK_BYTES) as it:
+        await until_found(it, EIGHT)
+        agent = tier_of(it)._opened
+        rows = await agent.take_rows(2)
+        assert (await get(it)).reasons == {"timeout": 8}
+        assert first_peer(it).is_connected
+        agent.free_rows(rows)
+        assert set((await get(it)).statuses) == {Status.OK}
+
+
 async def test_a_stopped_peer_costs_one_lookup_and_does_not_keep_the_tier_from_closing(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,9 @@ class Peer:
                     async with asyncio.timeout(self._timeout_s):
                         await self._connect()
                 except Exception as error:  # also what NIXL makes of metadata
-                    self._warn(f"connection {self.address}", f"peer {self.address} is not used: {_words(error)}")
+                    self._warn(
+                        f"connection {self.address}", f"peer {self.address} is not used: {_words(error)}"
+                    )
                 self.was_tried.set()
                 if self._is_self:
                     return
@@ -119,12 +121,20 @@ class Peer:
         return (await self._ask(protocol.Release(lease), protocol.Released)).lasted
 
     async def read(self, addresses: Sequence[int], rows: Sequence[int]) -> None:
-        """Read chunks into rows of the receiving memory. See ``Agent.read``."""
+        """Read chunks into rows of the receiving memory. See ``Agent.read``.
+
+        One whose read is cancelled, as at the deadline, is dropped: it is asked again once it answers.
+        """
         link = self._link
         if link is None:
             self._agent.free_rows(rows)
             raise PeerError("it is not connected")
-        await self._agent.read(link.welcome.agent, addresses, rows)
+        try:
+            await self._agent.read(link.welcome.agent, addresses, rows)
+        except asyncio.CancelledError:
+            if self._link is link:
+                self.drop("a read took too long")
+            raise
 
     def drop(self, why: str) -> None:
         """Use it no longer, until it is connected to again."""
