@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from engines import CHUNK_BYTES, Holder, config, free_port, identity, opened, un
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
-from kvtier_nixl import NixlTier, _agent, _peers
+from kvtier_nixl import NixlTier, _agent, _peers, _server
+from kvtier_nixl import _protocol as protocol
 from kvtier_nixl._peers import Peer, Peers
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.driver import Driver
@@ -351,6 +353,24 @@ async def test_a_nixl_thread_that_hangs_keeps_neither_a_connection_nor_the_tier_
     await in_thread(agent._thread.join, 30)
     assert not agent._thread.is_alive()
     assert agent._agent is None
+
+
+async def test_those_that_prove_nothing_do_not_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    host, _, port = listen.partition(":")
+    monkeypatch.setattr(_server, "_MAX_STRANGERS", 2)
+    async with opened(listen=listen) as it, AsyncExitStack() as stack:
+        await it.put(EIGHT)
+        other = await stack.enter_async_context(opened(listen))
+        await until_found(other, EIGHT)
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            assert isinstance(await protocol.receive(reader), protocol.Challenge)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        stack.callback(writer.close)
+        assert await protocol.receive(reader) == protocol.Refused("it has too many connections")
+        assert set((await get(other)).statuses) == {Status.OK}
 
 
 async def test_a_peer_that_never_answers_does_not_keep_the_tier_from_opening(

@@ -175,6 +175,7 @@ class Peer:
     async def _connect(self) -> None:
         reader, writer = await asyncio.open_connection(*parse_address(self.address))
         try:
+            protocol.keep_alive(writer)
             welcome = await self._shake_hands(reader, writer)
             self._is_self = welcome.agent == self._facts.agent
             if not self._is_self:

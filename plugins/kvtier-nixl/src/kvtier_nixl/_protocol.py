@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import socket
 import struct
 from typing import Annotated, Final, TypeVar
 
@@ -196,6 +197,14 @@ def proof(secret: bytes, side: bytes, challenge: Challenge, hello_nonce: bytes, 
     parts = (b"kvtier-nixl", side, version, challenge.nonce, hello_nonce, identity)
     text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Have a connection end when its other side has vanished: it is found out in about a minute."""
+    one: socket.socket = writer.get_extra_info("socket")
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        one.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def is_proof(given: bytes, wanted: bytes) -> bool:

@@ -21,6 +21,7 @@ from kvtier_nixl._pool import Pool
 from kvtier_nixl._protocol import Challenge, Hello, Message, ProtocolError, Refused, Welcome
 
 _MAX_CONNECTIONS: Final = 256
+_MAX_STRANGERS: Final = 64
 _HANDSHAKE_S: Final = 5.0
 _SEND_S: Final = 5.0
 _BACKLOG: Final = 64
@@ -64,6 +65,7 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self._is_closed = False
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: set[asyncio.Task[None]] = set()  # those that have not proved anything yet
         self._logged_hosts: set[str] = set()
 
     async def open(self, host: str, port: int) -> int:
@@ -97,11 +99,14 @@ class ControlServer:
         try:
             if self._is_closed:  # what is put from now on may be of other weights
                 return
-            if len(self._connections) > _MAX_CONNECTIONS:
-                await _send(writer, Refused(f"it has {_MAX_CONNECTIONS} connections, which is its limit"))
+            if len(self._connections) > _MAX_CONNECTIONS or len(self._strangers) >= _MAX_STRANGERS:
+                await _send(writer, Refused("it has too many connections"))
                 return
+            protocol.keep_alive(writer)
+            self._strangers.add(task)
             async with asyncio.timeout(_HANDSHAKE_S):
                 await self._welcome(reader, writer)
+            self._strangers.discard(task)
             while True:
                 await self._answer(await protocol.receive(reader), writer)
         except ProtocolError as error:
@@ -114,6 +119,7 @@ class ControlServer:
             pass  # by aclose; a task of a server that raises it is logged as a failure
         finally:
             self._connections.discard(task)
+            self._strangers.discard(task)
             writer.close()
 
     def _log_refusal(self, host: str, error: ProtocolError) -> None:
