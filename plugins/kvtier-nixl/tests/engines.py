@@ -41,7 +41,7 @@ def cannot(why: str) -> NoReturn:
 def require_nixl() -> None:
     """Skip where NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
-        cannot("NIXL is not installed: pip install --no-deps nixl nixl-cu12")
+        cannot("NIXL is not installed: pip install --no-deps 'nixl>=1.5.1' 'nixl-cu12>=1.5.1'")
 
 
 def free_port() -> int:

@@ -84,14 +84,15 @@ async def test_too_many_keys_are_refused_and_as_many_as_allowed_fit_into_a_frame
 def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> None:
     challenge = protocol.Challenge(1, b"n" * 32)
     proofs = {
-        protocol.proof(secret, side, one, nonce, cache)
+        protocol.proof(secret, side, one, nonce, cache, agent)
         for secret in (b"", b"secret")
         for side in (b"client", b"server")
         for one in (challenge, protocol.Challenge(2, b"n" * 32), protocol.Challenge(1, b"m" * 32))
         for nonce in (b"", b"nonce")
         for cache in (b"", b"identity", b"nonceidentity")
+        for agent in (b"", protocol.agent_digest("a", b"b"), protocol.agent_digest("ab", b""))
     }
-    assert len(proofs) == 2 * 2 * 3 * 2 * 3
+    assert len(proofs) == 2 * 2 * 3 * 2 * 3 * 3
     assert all(map(protocol.is_proof, proofs, proofs))
 
 

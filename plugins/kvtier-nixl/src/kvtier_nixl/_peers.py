@@ -198,7 +198,8 @@ class Peer:
         writer.write(protocol.encode(hello))
         await writer.drain()
         welcome = await protocol.expect(reader, Welcome, protocol.MAX_FRAME_BYTES)
-        wanted = protocol.proof(facts.secret, b"server", challenge, nonce, facts.identity)
+        agent = protocol.agent_digest(welcome.agent, welcome.metadata)
+        wanted = protocol.proof(facts.secret, b"server", challenge, nonce, facts.identity, agent)
         if not protocol.is_proof(welcome.proof, wanted):
             raise ProtocolError("it does not know the secret: compare the secret_file of both")
         return welcome

@@ -75,7 +75,7 @@ class Welcome(Message, frozen=True, tag=3):
     """The server's proof, and how its memory is read.
 
     Attributes:
-        proof: that it knows the secret.
+        proof: that it knows the secret, and that the rest of this message is its own.
         agent: name of its NIXL agent.
         metadata: with which an agent reads from it.
     """
@@ -183,7 +183,14 @@ async def expect(reader: asyncio.StreamReader, wanted: type[MessageT], limit_byt
     raise ProtocolError(f"it sent {type(message).__name__} where {wanted.__name__} was due")
 
 
-def proof(secret: bytes, side: bytes, challenge: Challenge, hello_nonce: bytes, identity: bytes) -> bytes:
+def proof(
+    secret: bytes,
+    side: bytes,
+    challenge: Challenge,
+    hello_nonce: bytes,
+    identity: bytes,
+    agent: bytes = b"",
+) -> bytes:
     """Return the proof of one side that it knows the secret, for one connection.
 
     Args:
@@ -192,11 +199,18 @@ def proof(secret: bytes, side: bytes, challenge: Challenge, hello_nonce: bytes, 
         challenge: the server's first message.
         hello_nonce: the client's nonce.
         identity: digest of the cache that the client asks for.
+        agent: ``agent_digest`` of what the server answers.
     """
     version = str(challenge.version).encode()
-    parts = (b"kvtier-nixl", side, version, challenge.nonce, hello_nonce, identity)
+    parts = (b"kvtier-nixl", side, version, challenge.nonce, hello_nonce, identity, agent)
     text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def agent_digest(agent: str, metadata: bytes) -> bytes:
+    """Return a digest of how a server's memory is read."""
+    name = agent.encode()
+    return hashlib.sha256(len(name).to_bytes(4, "big") + name + metadata).digest()
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:

@@ -145,7 +145,8 @@ class ControlServer:
         if hello.chunk_bytes != facts.chunk_bytes:
             lengths = f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}"
             raise ProtocolError(lengths, "length")
-        answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity)
+        agent = protocol.agent_digest(facts.agent, facts.metadata)
+        answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity, agent)
         await _send(writer, Welcome(answer, facts.agent, facts.metadata))
 
     async def _answer(self, request: Message, writer: asyncio.StreamWriter) -> None:

@@ -99,7 +99,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         except ImportError as error:
             raise self._error(
                 f"NIXL cannot be imported ({error}); install kvtier-nixl[cuda], or on hosts without NVIDIA "
-                "GPUs: pip install numpy && pip install --no-deps nixl nixl-cu12"
+                'GPUs: pip install numpy && pip install --no-deps "nixl>=1.5.1" "nixl-cu12>=1.5.1"'
             ) from None
         except Exception as error:
             raise self._error(
