@@ -92,6 +92,7 @@ async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: H
         assert set((await get(it)).statuses) == {Status.OK}
 
 
+@pytest.mark.full  # as where a get waits for receiving memory
 async def test_more_chunks_than_there_is_memory_to_receive_come_one_after_the_other(holder: Holder) -> None:
     async with opened(holder.address, receive_bytes=3 * CHUNK_BYTES) as it:
         await until_found(it, EIGHT)
@@ -101,6 +102,7 @@ async def test_more_chunks_than_there_is_memory_to_receive_come_one_after_the_ot
         assert set((await get(it)).statuses) == {Status.OK}
 
 
+@pytest.mark.full  # the next two cover a loss and a return
 async def test_a_peer_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back(
     holder: Holder, tmp_path: Path
 ) -> None:
@@ -143,7 +145,7 @@ async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
 async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late_bytes_harm_nobody(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = {"deadline_s": 4.0, "answer_timeout_s": 3.0}
+    waits: dict[str, Any] = {"deadline_s": 4.0, "answer_timeout_s": 3.0}
     async with opened(holder.address, receive_bytes=8 * CHUNK_BYTES, **waits) as it:
         lost: list[str] = []
         monkeypatch.setattr(it.tier, "_context", replace(tier_of(it)._context, lost=lost.append))
@@ -202,6 +204,7 @@ async def test_a_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pyte
         await until_found(it, EIGHT)
 
 
+@pytest.mark.full  # as with a thread that hangs
 async def test_a_stopped_peer_does_not_keep_the_tier_from_closing(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +244,9 @@ async def test_a_reader_that_is_killed_in_mid_transfer_does_its_holder_no_harm(
     assert holder.process.poll() is None
 
 
-@pytest.mark.parametrize("is_confirmed", [False, True], ids=["asked", "only-the-seal"])
+@pytest.mark.parametrize(
+    "is_confirmed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["asked", "only-the-seal"]
+)
 async def test_chunks_whose_lease_ran_out_are_never_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_confirmed: bool
 ) -> None:
