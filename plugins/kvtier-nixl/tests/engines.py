@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +41,7 @@ def cannot(why: str) -> NoReturn:
 def require_nixl() -> None:
     """Skip where NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
-        cannot("NIXL is not installed: pip install --no-deps nixl nixl-cu12")
+        cannot("NIXL is not installed: pip install --no-deps 'nixl>=1.5.1' 'nixl-cu12>=1.5.1'")
 
 
 def free_port() -> int:
@@ -99,7 +99,11 @@ class Holder:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             )
-        self.expect_answer()
+        try:
+            self.expect_answer()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,12 +146,6 @@ async def hold(settings: dict[str, Any], name: str = "tests", chunks: int = 8, *
             await obey(it, tasks)
 
 
-async def read_forever(it: TierRig) -> None:
-    """Read chunks of peers over and over."""
-    while True:
-        await it.get(range(8))
-
-
 async def obey(it: TierRig, tasks: TaskGroup) -> None:
     """Do what lines of the standard input say, and answer each."""
     while line := await anyio.to_thread.run_sync(sys.stdin.readline):
@@ -158,8 +156,24 @@ async def obey(it: TierRig, tasks: TaskGroup) -> None:
             await it.put(map(int, numbers), version=1)
         elif verb == "read":
             await until_found(it, range(8))
-            tasks.start_soon(read_forever, it)
+            await begin_read(it, tasks, int(numbers[0]))
         print("done", flush=True)
+
+
+async def begin_read(it: TierRig, tasks: TaskGroup, process: int) -> None:
+    """Have a read in flight, from a process that is stopped once its chunks are leased."""
+    assert isinstance(it.tier, NixlTier)
+    agent = it.tier._opened
+    read = agent.read
+
+    async def stopped(peer: str, addresses: Sequence[int], rows: Sequence[int]) -> None:
+        os.kill(process, signal.SIGSTOP)
+        await read(peer, addresses, rows)
+
+    agent.read = stopped  # type: ignore[method-assign]
+    tasks.start_soon(it.get, range(8))
+    while not agent._reads:  # noqa: ASYNC110 - nothing tells of it
+        await anyio.sleep(0.005)
 
 
 if __name__ == "__main__":

@@ -56,12 +56,12 @@ async def test_any_bytes_are_a_message_or_a_named_error(sent: bytes) -> None:
     assert await received(protocol.encode(message)) == message
 
 
-@given(MESSAGES, st.data())
+@given(MESSAGES, st.integers(0), st.integers(1, 255))  # nothing is drawn within the event loop
 async def test_a_damaged_message_is_a_message_or_a_named_error(
-    message: protocol.AnyMessage, data: st.DataObject
+    message: protocol.AnyMessage, place: int, change: int
 ) -> None:
     frame = bytearray(protocol.encode(message))
-    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    frame[place % len(frame)] ^= change
     with suppress(protocol.ProtocolError, ConnectionError):
         assert isinstance(await received(bytes(frame)), protocol.Message)
 
@@ -84,14 +84,15 @@ async def test_too_many_keys_are_refused_and_as_many_as_allowed_fit_into_a_frame
 def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> None:
     challenge = protocol.Challenge(1, b"n" * 32)
     proofs = {
-        protocol.proof(secret, side, one, nonce, cache)
+        protocol.proof(secret, side, one, nonce, cache, agent)
         for secret in (b"", b"secret")
         for side in (b"client", b"server")
         for one in (challenge, protocol.Challenge(2, b"n" * 32), protocol.Challenge(1, b"m" * 32))
         for nonce in (b"", b"nonce")
         for cache in (b"", b"identity", b"nonceidentity")
+        for agent in (b"", protocol.agent_digest("a", b"b"), protocol.agent_digest("ab", b""))
     }
-    assert len(proofs) == 2 * 2 * 3 * 2 * 3
+    assert len(proofs) == 2 * 2 * 3 * 2 * 3 * 3
     assert all(map(protocol.is_proof, proofs, proofs))
 
 
@@ -104,6 +105,11 @@ def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> Non
         ({"peers": ["127.0.0.1:0"]}, "has no valid port"),
         ({"listen": "::1:1234"}, "is not host:port"),
         ({"serve_bytes": 0}, "serve_bytes"),
+        ({"answer_timeout_s": 11, "deadline_s": 60}, "answer_timeout_s"),
+        (
+            {"deadline_s": 1},
+            r"answer_timeout_s \(1\) is not less than deadline_s \(1\).*lower answer_timeout_s",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_with_the_field(settings: dict[str, Any], words: str) -> None:

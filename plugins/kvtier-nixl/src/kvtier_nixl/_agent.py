@@ -16,6 +16,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,8 +24,6 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import anyio
-
-from kvtier.tiers import until_done, wait_for_end
 
 _POLL_S: Final = 0.0005
 _SLOW_POLL_S: Final = 0.05
@@ -109,18 +108,33 @@ class Agent:
         await self._call(self._start)
 
     async def aclose(self) -> None:
-        """End the thread and NIXL, with the reads in flight. Afterwards nothing writes into its memory."""
+        """End the thread and NIXL, with the reads in flight. Afterwards nothing writes into its memory.
+
+        A thread that is stuck is abandoned after a while. It keeps the memory: what comes late harms nobody.
+        """
         if self._ended is None:
             return
         self._jobs.put(None)
-        with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S) as limit:
-            await wait_for_end(self._ended)
-        if limit.cancelled_caught:
+        end_s = time.monotonic() + _CLOSE_S
+        cancelled: asyncio.CancelledError | None = None
+        with anyio.CancelScope(shield=True):
+            while not self._ended.done() and (left_s := end_s - time.monotonic()) > 0:
+                try:
+                    await asyncio.wait((self._ended,), timeout=left_s)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        if not self._ended.done():
             _log.error("NIXL did not close within %g s; its thread and memory are abandoned", _CLOSE_S)
+        if cancelled is not None:
+            raise cancelled
 
     async def connect(self, peer: str, metadata: bytes) -> None:
         """Make the memory of a peer readable."""
-        await self._call(lambda: self._add(peer, metadata))
+        try:
+            await self._call(lambda: self._add(peer, metadata))
+        except BaseException:  # cancelled: NIXL may add it yet
+            self.forget(peer)
+            raise
 
     def forget(self, peer: str) -> None:
         """Remove a peer, once no read of it is in flight."""
@@ -178,20 +192,19 @@ class Agent:
             read.future.set_result(state)
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """Run a short function in the thread, to its end."""
+        """Return the result of a function that runs in the thread. Who is cancelled does not wait for it."""
         assert self._loop is not None
         future: asyncio.Future[T] = self._loop.create_future()
 
         def job() -> None:
             try:
-                result = function()
+                settle = partial(future.set_result, function())
             except BaseException as error:
-                self._post(partial(future.set_exception, error))
-            else:
-                self._post(partial(future.set_result, result))
+                settle = partial(future.set_exception, error)
+            self._post(lambda: None if future.done() else settle())
 
         self._jobs.put(job)
-        return await until_done(future)
+        return await asyncio.shield(future)
 
     # --- in the thread ---------------------------------------------------------------------------
 
@@ -221,6 +234,7 @@ class Agent:
         for read in self._reads:
             with suppress(Exception):
                 self._agent.release_xfer_handle(read.handle)
+            read.handle = None  # it refers to the agent
         self._reads.clear()
         self._agent = None  # it ends with its last reference: from here on nothing is written
         assert self._ended is not None
@@ -230,8 +244,10 @@ class Agent:
     def _add(self, peer: str, metadata: bytes) -> None:
         self._unwanted.discard(peer)
         if peer not in self._peers:
-            name = self._agent.add_remote_agent(metadata)
-            if (name.decode() if isinstance(name, bytes) else name) != peer:
+            given = self._agent.add_remote_agent(metadata)
+            name = given.decode() if isinstance(given, bytes) else given
+            if name != peer:
+                self._agent.remove_remote_agent(name)
                 raise ReadError(f"its agent is {name!r}, not {peer!r}")
             self._peers.add(peer)
 

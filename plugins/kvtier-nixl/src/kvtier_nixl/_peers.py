@@ -24,6 +24,7 @@ from kvtier_nixl.config import parse_address
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
+_FIRST_TRIES_S: Final = 5.0
 
 
 class PeerError(Exception):
@@ -45,7 +46,7 @@ class Peer:
         facts: what it has to agree on.
         agent: this engine's agent.
         timeout_s: seconds after which an answer is late.
-        warn: called with a reason and a text when it cannot be used.
+        warn: called with a subject for log limits and a text when it cannot be used.
 
     Attributes:
         was_tried: set once the first attempt to connect has ended.
@@ -75,7 +76,9 @@ class Peer:
                     async with asyncio.timeout(self._timeout_s):
                         await self._connect()
                 except Exception as error:  # also what NIXL makes of metadata
-                    self._warn("connection", f"peer {self.address} is not used: {_words(error)}")
+                    self._warn(
+                        f"connection {self.address}", f"peer {self.address} is not used: {_words(error)}"
+                    )
                 self.was_tried.set()
                 if self._is_self:
                     return
@@ -86,7 +89,7 @@ class Peer:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             self.was_tried.set()
-            self._close()
+            self.close()
 
     @property
     def is_connected(self) -> bool:
@@ -118,18 +121,26 @@ class Peer:
         return (await self._ask(protocol.Release(lease), protocol.Released)).lasted
 
     async def read(self, addresses: Sequence[int], rows: Sequence[int]) -> None:
-        """Read chunks into rows of the receiving memory. See ``Agent.read``."""
+        """Read chunks into rows of the receiving memory. See ``Agent.read``.
+
+        One whose read is cancelled, as at the deadline, is dropped: it is asked again once it answers.
+        """
         link = self._link
         if link is None:
             self._agent.free_rows(rows)
             raise PeerError("it is not connected")
-        await self._agent.read(link.welcome.agent, addresses, rows)
+        try:
+            await self._agent.read(link.welcome.agent, addresses, rows)
+        except asyncio.CancelledError:
+            if self._link is link:
+                self.drop("a read took too long")
+            raise
 
     def drop(self, why: str) -> None:
         """Use it no longer, until it is connected to again."""
         if self._link is not None:
-            self._warn("connection", f"peer {self.address} dropped: {why}; connecting again")
-            self._close()
+            self._warn(f"connection {self.address}", f"peer {self.address} dropped: {why}; connecting again")
+            self.close()
 
     async def _ask(self, request: Message, wanted: type[MessageT]) -> MessageT:
         async with self._turn:
@@ -145,7 +156,7 @@ class Peer:
                 raise self._broken(_words(error)) from None
             except BaseException:  # cancelled: the answer would be taken for that of the next request
                 if self._link is link:
-                    self._close()
+                    self.close()
                 raise
             return answer
 
@@ -153,7 +164,8 @@ class Peer:
         self.drop(why)
         return PeerError(why)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the connection, if there is one."""
         link, self._link = self._link, None
         if link is not None:
             link.writer.close()
@@ -163,6 +175,7 @@ class Peer:
     async def _connect(self) -> None:
         reader, writer = await asyncio.open_connection(*parse_address(self.address))
         try:
+            protocol.keep_alive(writer)
             welcome = await self._shake_hands(reader, writer)
             self._is_self = welcome.agent == self._facts.agent
             if not self._is_self:
@@ -185,7 +198,8 @@ class Peer:
         writer.write(protocol.encode(hello))
         await writer.drain()
         welcome = await protocol.expect(reader, Welcome, protocol.MAX_FRAME_BYTES)
-        wanted = protocol.proof(facts.secret, b"server", challenge, nonce, facts.identity)
+        agent = protocol.agent_digest(welcome.agent, welcome.metadata)
+        wanted = protocol.proof(facts.secret, b"server", challenge, nonce, facts.identity, agent)
         if not protocol.is_proof(welcome.proof, wanted):
             raise ProtocolError("it does not know the secret: compare the secret_file of both")
         return welcome
@@ -206,18 +220,24 @@ class Peers:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Begin to connect, in the background; wait until each peer has been tried once."""
+        """Begin to connect, in the background; wait a while until each peer has been tried once."""
         self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self._peers]
-        for peer in self._peers:  # all at once: none takes longer than its timeout
-            await peer.was_tried.wait()
+        with anyio.move_on_after(_FIRST_TRIES_S):
+            for peer in self._peers:
+                await peer.was_tried.wait()
+
+    def stop(self) -> None:
+        """Disconnect from all: none is asked or read from now on."""
+        for task in self._tasks:
+            task.cancel()
+        for peer in self._peers:
+            peer.close()
 
     async def aclose(self) -> None:
-        """Disconnect from all."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """Stop, and wait until nothing is in the background."""
+        self.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def locate(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Peer]:
         """Ask all that are connected; return for each key that is held one that holds it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import socket
 import struct
 from typing import Annotated, Final, TypeVar
 
@@ -24,7 +25,7 @@ MAX_KEYS: Final = 1024
 """Keys of one request at most."""
 MAX_FRAME_BYTES: Final = 1 << 20
 MAX_HELLO_BYTES: Final = 4096
-"""Length of a frame at most, before the other side has proved that it knows the secret."""
+"""Length of a ``Challenge`` or ``Hello`` at most: the server reads no longer frame without a proof."""
 NONCE_BYTES: Final = 32
 _LENGTH: Final = struct.Struct(">I")
 
@@ -37,7 +38,16 @@ Keys = Annotated[
 
 
 class ProtocolError(Exception):
-    """The other side sent something that the protocol does not allow."""
+    """The other side sent something that the protocol does not allow.
+
+    Args:
+        text: what.
+        category: tells it from other kinds, where log lines are limited.
+    """
+
+    def __init__(self, text: str, category: str = "frame") -> None:
+        super().__init__(text)
+        self.category = category
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -65,7 +75,7 @@ class Welcome(Message, frozen=True, tag=3):
     """The server's proof, and how its memory is read.
 
     Attributes:
-        proof: that it knows the secret.
+        proof: that it knows the secret, and that the rest of this message is its own.
         agent: name of its NIXL agent.
         metadata: with which an agent reads from it.
     """
@@ -169,11 +179,18 @@ async def expect(reader: asyncio.StreamReader, wanted: type[MessageT], limit_byt
     if isinstance(message, wanted):
         return message
     if isinstance(message, Refused):
-        raise ProtocolError(f"it refuses: {message.why}")
+        raise ProtocolError(f"it refuses: {message.why!r}")  # nobody has proved anything yet
     raise ProtocolError(f"it sent {type(message).__name__} where {wanted.__name__} was due")
 
 
-def proof(secret: bytes, side: bytes, challenge: Challenge, hello_nonce: bytes, identity: bytes) -> bytes:
+def proof(
+    secret: bytes,
+    side: bytes,
+    challenge: Challenge,
+    hello_nonce: bytes,
+    identity: bytes,
+    agent: bytes = b"",
+) -> bytes:
     """Return the proof of one side that it knows the secret, for one connection.
 
     Args:
@@ -182,11 +199,26 @@ def proof(secret: bytes, side: bytes, challenge: Challenge, hello_nonce: bytes, 
         challenge: the server's first message.
         hello_nonce: the client's nonce.
         identity: digest of the cache that the client asks for.
+        agent: ``agent_digest`` of what the server answers.
     """
     version = str(challenge.version).encode()
-    parts = (b"kvtier-nixl", side, version, challenge.nonce, hello_nonce, identity)
+    parts = (b"kvtier-nixl", side, version, challenge.nonce, hello_nonce, identity, agent)
     text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def agent_digest(agent: str, metadata: bytes) -> bytes:
+    """Return a digest of how a server's memory is read."""
+    name = agent.encode()
+    return hashlib.sha256(len(name).to_bytes(4, "big") + name + metadata).digest()
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Have a connection end when its other side has vanished: it is found out in about a minute."""
+    one: socket.socket = writer.get_extra_info("socket")
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        one.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def is_proof(given: bytes, wanted: bytes) -> bool:

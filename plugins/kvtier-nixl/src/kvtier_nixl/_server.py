@@ -21,9 +21,11 @@ from kvtier_nixl._pool import Pool
 from kvtier_nixl._protocol import Challenge, Hello, Message, ProtocolError, Refused, Welcome
 
 _MAX_CONNECTIONS: Final = 256
+_MAX_STRANGERS: Final = 64
 _HANDSHAKE_S: Final = 5.0
 _SEND_S: Final = 5.0
 _BACKLOG: Final = 64
+_LOGGED_HOSTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class ControlServer:
         facts: what is served, and to whom.
         pool: the chunks.
         memory: where they are.
-        warn: called with a reason and a text when a peer is turned away.
+        warn: called with a subject for log limits and a text when a peer is turned away.
     """
 
     def __init__(self, facts: Facts, pool: Pool, memory: Memory, warn: Callable[[str, str], None]) -> None:
@@ -63,6 +65,8 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self._is_closed = False
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: set[asyncio.Task[None]] = set()  # those that have not proved anything yet
+        self._logged_hosts: set[str] = set()
 
     async def open(self, host: str, port: int) -> int:
         """Listen; return the port. Raises OSError."""
@@ -74,18 +78,19 @@ class ControlServer:
         listener: socket.socket = self._server.sockets[0]
         return int(listener.getsockname()[1])
 
-    async def aclose(self) -> None:
-        """Stop listening, and close all connections."""
+    def stop(self) -> None:
+        """Stop listening, and begin to close all connections: no peer is answered from now on."""
         self._is_closed = True
-        server, self._server = self._server, None
-        if server is None:
-            return
-        server.close()
-        connections = set(self._connections)
-        for connection in connections:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
             connection.cancel()
-        if connections:
-            await asyncio.wait(connections)
+
+    async def aclose(self) -> None:
+        """Stop, and wait until all connections are closed."""
+        self.stop()
+        if self._connections:
+            await asyncio.wait(set(self._connections))
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -94,16 +99,18 @@ class ControlServer:
         try:
             if self._is_closed:  # what is put from now on may be of other weights
                 return
-            if len(self._connections) > _MAX_CONNECTIONS:
-                await _send(writer, Refused(f"it has {_MAX_CONNECTIONS} connections, which is its limit"))
+            if len(self._connections) > _MAX_CONNECTIONS or len(self._strangers) >= _MAX_STRANGERS:
+                await _send(writer, Refused("it has too many connections"))
                 return
+            protocol.keep_alive(writer)
+            self._strangers.add(task)
             async with asyncio.timeout(_HANDSHAKE_S):
                 await self._welcome(reader, writer)
+            self._strangers.discard(task)
             while True:
                 await self._answer(await protocol.receive(reader), writer)
         except ProtocolError as error:
-            peer = (writer.get_extra_info("peername") or ("?",))[0]
-            self._warn("peer", f"{peer} was turned away: {error}")
+            self._log_refusal((writer.get_extra_info("peername") or ("?",))[0], error)
             with suppress(OSError, TimeoutError):
                 await _send(writer, Refused(str(error)[:500]))
         except (OSError, TimeoutError):
@@ -112,7 +119,14 @@ class ControlServer:
             pass  # by aclose; a task of a server that raises it is logged as a failure
         finally:
             self._connections.discard(task)
+            self._strangers.discard(task)
             writer.close()
+
+    def _log_refusal(self, host: str, error: ProtocolError) -> None:
+        if len(self._logged_hosts) < _LOGGED_HOSTS:
+            self._logged_hosts.add(host)
+        subject = host if host in self._logged_hosts else "others"
+        self._warn(f"peer {error.category} {subject}", f"{host} was turned away: {error}")
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a peer prove that it knows the secret and wants this cache; prove the same to it."""
@@ -122,14 +136,17 @@ class ControlServer:
         hello = await protocol.expect(reader, Hello, protocol.MAX_HELLO_BYTES)
         wanted = protocol.proof(facts.secret, b"client", challenge, hello.nonce, hello.identity)
         if not protocol.is_proof(hello.proof, wanted):
-            raise ProtocolError("it has another secret: compare the secret_file of both")
+            raise ProtocolError("it has another secret: compare the secret_file of both", "secret")
         if hello.version != protocol.VERSION:
-            raise ProtocolError(f"it speaks version {hello.version}, this is version {protocol.VERSION}")
+            versions = f"it speaks version {hello.version}, this is version {protocol.VERSION}"
+            raise ProtocolError(versions, "version")
         if hello.identity != facts.identity:
-            raise ProtocolError("it has another identity: model, settings or namespace differ")
+            raise ProtocolError("it has another identity: model, settings or namespace differ", "identity")
         if hello.chunk_bytes != facts.chunk_bytes:
-            raise ProtocolError(f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}")
-        answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity)
+            lengths = f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}"
+            raise ProtocolError(lengths, "length")
+        agent = protocol.agent_digest(facts.agent, facts.metadata)
+        answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity, agent)
         await _send(writer, Welcome(answer, facts.agent, facts.metadata))
 
     async def _answer(self, request: Message, writer: asyncio.StreamWriter) -> None:

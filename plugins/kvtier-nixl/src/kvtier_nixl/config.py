@@ -51,9 +51,9 @@ class NixlConfig(TierConfig):
     answer_timeout_s: float = Field(
         default=1.0,
         gt=0,
-        le=60,
+        le=10,
         description="Seconds after which a peer that does not answer on the control channel is dropped, "
-        "until it can be connected to again.",
+        "until it can be connected to again. Less than `deadline_s`.",
     )
 
     @field_validator("listen")
@@ -76,6 +76,15 @@ class NixlConfig(TierConfig):
             raise ValueError(
                 f"secret_file is missing: {public[0]} is no loopback address, and without a secret anybody "
                 "could read and serve chunks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_before_deadline(self) -> NixlConfig:
+        if self.answer_timeout_s >= self.deadline_s:
+            raise ValueError(
+                f"answer_timeout_s ({self.answer_timeout_s:g}) is not less than deadline_s "
+                f"({self.deadline_s:g}): a peer that hangs would use up the deadline; lower answer_timeout_s"
             )
         return self
 

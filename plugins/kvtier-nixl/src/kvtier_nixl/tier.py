@@ -99,7 +99,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         except ImportError as error:
             raise self._error(
                 f"NIXL cannot be imported ({error}); install kvtier-nixl[cuda], or on hosts without NVIDIA "
-                "GPUs: pip install numpy && pip install --no-deps nixl nixl-cu12"
+                'GPUs: pip install numpy && pip install --no-deps "nixl>=1.5.1" "nixl-cu12>=1.5.1"'
             ) from None
         except Exception as error:
             raise self._error(
@@ -152,14 +152,14 @@ class NixlTier(SecondaryTier[NixlConfig]):
         self._pool = None
 
     async def _isolate(self) -> None:
-        """Have nothing to do with peers from now on."""
-        peers, self._peers = self._peers, None
-        server, self._server = self._server, None
+        """Have nothing to do with peers from now on, even if this is cancelled; a second call waits again."""
+        ends = [end for end in (self._server, self._peers) if end is not None]
         self._located.clear()
-        if peers is not None:
-            await peers.aclose()
-        if server is not None:
-            await server.aclose()
+        for end in ends:  # both before the first await
+            end.stop()
+        for end in ends:
+            await end.aclose()
+        self._server = self._peers = None
 
     def usage(self) -> Usage | None:
         """Return how much of the serving memory is in use."""
@@ -214,10 +214,14 @@ class NixlTier(SecondaryTier[NixlConfig]):
         await self._get_own(batch, results)
         wanted = [index for index in range(len(batch)) if index not in results]
         if wanted:
-            with anyio.move_on_after(_DEADLINE_SHARE * self.config.deadline_s) as limit:
-                await self._get_from_peers(batch, wanted, results)
-            if limit.cancelled_caught:
-                self._give_up(batch, wanted, results)
+            try:
+                with anyio.move_on_after(_DEADLINE_SHARE * self.config.deadline_s) as limit:
+                    await self._get_from_peers(batch, wanted, results)
+                if limit.cancelled_caught:
+                    self._give_up(batch, wanted, results)
+            finally:
+                if self._agent is not None and self._agent.is_stuck:
+                    self._context.lost("its receiving memory is held by reads of peers that do not answer")
         answers = [results.get(index, (Status.ABSENT, "")) for index in range(len(batch))]
         return Outcome([status for status, _ in answers], Counter(reason for _, reason in answers if reason))
 
@@ -301,9 +305,6 @@ class NixlTier(SecondaryTier[NixlConfig]):
             self._fail(peer, indices, results, "connection", str(error))
         except ReadError as error:
             self._fail(peer, indices, results, "transfer", str(error))
-        except BaseException:  # the deadline: who takes so long is not asked again before it has answered
-            peer.drop("a read took too long")
-            raise
 
     async def _read(self, peer: Peer, batch: Batch, rows: dict[int, int], results: dict[int, Result]) -> None:
         """Lease chunks, read them into rows, and copy them to their slots if the lease has lasted."""
@@ -323,7 +324,9 @@ class NixlTier(SecondaryTier[NixlConfig]):
         try:
             if not await peer.release(leased.lease):
                 results.update(dict.fromkeys(there, (Status.FAILED, "lease")))
-                self._warn("lease", f"peer {peer.address}: {len(there)} chunks; raise lease_s there")
+                self._warn(
+                    f"lease {peer.address}", f"peer {peer.address}: {len(there)} chunks; raise lease_s there"
+                )
             elif resets == self._resets:
                 await in_thread(self._copy_out, self._receiving, batch, used, limiter=self._copies)
                 for index, (_, trailer) in there.items():
@@ -337,8 +340,6 @@ class NixlTier(SecondaryTier[NixlConfig]):
         late = [index for index in wanted if index not in results]
         results.update(dict.fromkeys(late, (Status.FAILED, "timeout")))
         self._warn("timeout", f"{len(late)} of {len(batch)} chunks did not arrive in time")
-        if self._opened.is_stuck:
-            self._context.lost("its receiving memory is held by reads of peers that do not answer")
 
     def _fail(
         self, peer: Peer, indices: Sequence[int], results: dict[int, Result], reason: str, text: str
@@ -364,7 +365,9 @@ class NixlTier(SecondaryTier[NixlConfig]):
     def _error(self, text: str) -> TierError:
         return TierError(f"tier {self._context.name}: {text}")
 
-    def _warn(self, reason: str, text: str) -> None:
-        repeats = self._log_limit.allow(reason, time.monotonic())
+    def _warn(self, subject: str, text: str) -> None:
+        """Log a fault, limited for each subject: a reason, and what tells it from others of that reason."""
+        repeats = self._log_limit.allow(subject, time.monotonic())
         if repeats is not None:
+            reason = subject.partition(" ")[0]
             _log.warning("tier %s: %s: %s%s", self._context.name, reason, text, repeats)
