@@ -49,7 +49,7 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether transfers are begun as if nothing were."""
+        """Whether transfers are begun normally."""
         return self.state is _CLOSED and not self.overdue
 
     def refusal(self, now_s: float) -> str | None:

@@ -105,7 +105,7 @@ class Auditor:
     def _read_back(
         self, slot: int, device: Addresses, host: Addresses, plan: CopyPlan
     ) -> tuple[_Bytes, _Bytes]:
-        """Return the bytes of this worker's area, and the same with those of the device in their places."""
+        """Return this worker's bytes in the slot, and a copy with those read back from the device."""
         if not hasattr(self._scratch, "bytes"):
             self._scratch.bytes = np.empty((2, self._slot_checksums.area_bytes), dtype=np.uint8)
         held, read = self._scratch.bytes

@@ -310,8 +310,8 @@ class TransferEngine(ABC):
     Submissions come from one thread; the rest can be called from any.
 
     Attributes:
-        stages_loads: whether ordinary loads are staged when all else has failed. False where the caller can
-            recompute instead. An expedited load always is: a request waits for it.
+        stages_loads: whether ordinary loads fall back to a staging buffer when all else has failed. False
+            where the caller can recompute instead. Expedited loads always do: a request waits for them.
     """
 
     stages_loads: bool = True

@@ -17,7 +17,7 @@ from kvtier.tiers._runner import call_soon
 
 
 class RemoteExecutor:
-    """An ``ExecutorProcess`` with the face of an ``Executor``. Used as an async context manager.
+    """An ``ExecutorProcess`` with the interface of an ``Executor``. Used as an async context manager.
 
     Args:
         make: makes the process; it takes ``notify``.

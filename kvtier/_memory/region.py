@@ -139,7 +139,7 @@ class Region:
 
         Args:
             fd: the ``fileno`` of that region, handed over; it belongs to the new region.
-            slots, chunk_bytes, metadata_bytes: as in the region that it is.
+            slots, chunk_bytes, metadata_bytes: the same as of that region.
 
         Raises:
             RegionError: that region is smaller, or the shape is wrong.

@@ -388,7 +388,7 @@ class _NotBegunError(Exception):
 
 
 def _in_integers(usage: Usage | None) -> Usage | None:
-    """Return it in Python's own integers, none below zero: a tier's may be of pydantic's kind, or numpy's."""
+    """Return the usage in Python's integers, none below zero: a tier may give numpy's or pydantic's."""
     if usage is None:
         return None
     used, capacity = (

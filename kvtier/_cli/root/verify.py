@@ -236,7 +236,7 @@ class _Check:
         return [(file, checker.check(file.path, file.key)) for file in files]
 
     def _belongs(self) -> Callable[[bytes], bool]:
-        """Return what tells this cache's digest; where the manifest is of no use its name still does."""
+        """Return what recognises this cache's digest: by the manifest, or by the directory's name."""
         digest = self._one.manifest.digest
         if digest is not None:
             return digest[:16].__eq__

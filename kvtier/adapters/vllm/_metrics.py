@@ -114,7 +114,7 @@ def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> dict[Gau
 
 
 def _state_of(breaker: Breaker) -> BreakerState:
-    """Its state, as the tier's user sees it: it gets nothing while a transfer is overdue."""
+    """Return a breaker's state as users see it: OPEN while a transfer is overdue, for none is begun then."""
     return BreakerState.OPEN if breaker.overdue else breaker.state
 
 

@@ -144,9 +144,8 @@ class Namespace:
     def is_replaced(self) -> bool:
         """Return whether there is a directory at the root's path that should be used in place of this one.
 
-        Where there is none what is open may be of use still, and if not, nothing else is. So it is where
-        the file system was unmounted and none is mounted yet: what comes to light below its mount point
-        would fill another disk.
+        If the path has no directory, the open one stays in use: there is nothing better. The same holds
+        after an unmount, because writing to the directory under the mount point would fill another disk.
         """
         try:
             there = os.stat(self._config.root_dir)

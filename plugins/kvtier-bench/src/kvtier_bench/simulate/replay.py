@@ -51,10 +51,10 @@ def device_hits(requests: Requests, capacity: int) -> list[int]:
 
 
 def optimum(requests: Requests, device_hits: Sequence[int], capacity: int) -> int:
-    """Return how many chunks are loaded by who knows the future; no policy loads more.
+    """Return how many chunks an oracle would load; no policy loads more.
 
     Belady's rule with bypass: of the chunks that will be asked for again, those whose next use is nearest
-    are kept. What the device cache will have next time is not.
+    are kept, but none that the device cache will hold by then.
     """
     next_uses = _next_uses(requests, device_hits)
     kept: set[int] = set()  # next uses: request, and depth in it, so that of a prompt the tail goes first

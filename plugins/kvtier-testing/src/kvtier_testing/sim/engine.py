@@ -1,4 +1,4 @@
-"""An engine's scheduler, with chance in all that may vary, and the executor on the other side of two queues.
+"""An engine's scheduler, with all that may vary drawn at random, and the executor behind two queues.
 
 It drives the core as the vLLM bridge does, without vLLM: what has come back is taken in at the next question
 or at the end of a step.

@@ -39,7 +39,7 @@ class Driver:
     def start_fetch(
         self, numbers: Sequence[int], slots: Sequence[int], *, keep: bool = False
     ) -> asyncio.Future[Event]:
-        """Look for chunks and get those at the front; unless ``keep``, the slots are in use again then."""
+        """Look chunks up and get the leading ones found; unless ``keep``, the slots are used again."""
         fetch = Get(next(self._ids), 0, keys(numbers), slots, located=False)
         return self._start(fetch, () if keep else slots)
 
