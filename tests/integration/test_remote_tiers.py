@@ -116,10 +116,10 @@ def test_an_engine_is_served_from_the_host_memory_of_another_one_by_nixl_and_goe
     nixl: Any, launcher: Launcher, llama: Path, reference: Ask
 ) -> None:
     addresses = [f"127.0.0.1:{nixl.free_port()}" for _ in range(2)]
-    memory = {"serve_bytes": "64MiB", "receive_bytes": "16MiB"}
+    common = {"serve_bytes": "64MiB", "receive_bytes": "16MiB", "answer_timeout_s": 10.0, "deadline_s": 30.0}
 
     def start(address: str) -> Any:
-        tier = {"type": "nixl", "listen": address, "peers": addresses, **memory}
+        tier = {"type": "nixl", "listen": address, "peers": addresses, **common}
         settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}
         return launcher.start(llama, settings, environment={"UCX_TLS": "tcp,self"})
 

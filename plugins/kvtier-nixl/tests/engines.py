@@ -57,8 +57,14 @@ def identity(name: str = "tests") -> Identity:
 
 def config(*peers: str, **settings: Any) -> NixlConfig:
     """Return the settings of a tier that reads from peers."""
-    given = {"listen": "127.0.0.1:0", "serve_bytes": "64MiB", "receive_bytes": "32MiB"}
-    return validation.build(NixlConfig, {**given, "peers": peers, "deadline_s": GENEROUS_S, **settings})
+    given = {
+        "listen": "127.0.0.1:0",
+        "serve_bytes": "64MiB",
+        "receive_bytes": "32MiB",
+        "deadline_s": GENEROUS_S,
+        "answer_timeout_s": 10.0,  # a busy machine answers late, which is no fault here
+    }
+    return validation.build(NixlConfig, {**given, "peers": peers, **settings})
 
 
 @asynccontextmanager

@@ -185,7 +185,7 @@ async def test_a_peer_is_not_dropped_while_a_get_waits_for_receiving_memory() ->
 
 
 async def test_a_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(holder.address) as it:
+    async with opened(holder.address, answer_timeout_s=3.0) as it:
         await until_found(it, EIGHT)
         lookups: list[Peer] = []
         lookup = Peer.lookup
