@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -151,26 +145,18 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: bytes) -> None
     assert '"hash_ids", a list of numbers or strings' in text
 
 
-@pytest.mark.parametrize(
-    ("act", "words"),
-    [
-        ("raise LookupError('worn out')", "--policy acme-worn: it raised LookupError: worn out"),
-        ("os._exit(1)", "a worker process was killed"),
-    ],
-)
-def test_a_policy_that_fails_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, words: str
-) -> None:
+def test_a_policy_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "acme_worn.py").write_text(
-        f"import os\nfrom kvtier.policies import LRU\n"
-        f"class Worn(LRU):\n    def evict(self, count):\n        {act}\n"
+        "from kvtier.policies import LRU\n"
+        "class Worn(LRU):\n    def evict(self, count):\n        raise LookupError('worn out')\n"
     )
     metadata = tmp_path / "acme_worn-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-worn\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[kvtier.policies]\nacme-worn = acme_worn:Worn\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert words in refused("heads", "--requests", "50", "--policy", "acme-worn", "--capacity", "1%")
+    said = refused("heads", "--requests", "50", "--policy", "acme-worn", "--capacity", "1%")
+    assert "--policy acme-worn: it raised LookupError: worn out" in said
 
 
 def test_what_every_request_begins_with_hits_in_the_first_cache_at_its_true_rate(
@@ -191,20 +177,3 @@ def test_what_every_request_begins_with_hits_in_the_first_cache_at_its_true_rate
         assert source["sampled"] == "1 in 2"
         found = [source["device_hit_rate"], *(row["hit_rate"] for row in tables["Simulated"])]
         assert found == pytest.approx(rates, abs=0.01)
-
-
-def children(parent: int) -> Iterator[int]:
-    yield from map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
-
-
-def test_an_interrupt_ends_all_its_processes_without_a_word() -> None:
-    command = [sys.executable, "-P", "-m", "kvtier", "simulate", "heads", "--requests", "50000"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as running:
-        while len(list(children(running.pid))) < 2:  # the first one tracks resources
-            assert running.poll() is None
-            time.sleep(0.01)
-        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-        text, _ = running.communicate(timeout=40)  # until the last of them has closed its output
-    assert (running.returncode, text) == (130, b"")

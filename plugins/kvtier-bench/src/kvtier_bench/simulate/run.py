@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from kvtier import _plugins as plugins
@@ -84,32 +79,13 @@ def run(
     device_slots = _slots(device, bytes_, source.unique, "--device") // source.sampled
     hits = device_hits(source.requests, device_slots)
     jobs = [(policy, size // source.sampled) for size in slots.values() for policy in (OPTIMUM, *policies)]
-    found = dict(zip(jobs, _results(jobs, source.requests, hits), strict=True))
+    found = {job: _simulate(*job, source.requests, hits) for job in dict.fromkeys(jobs)}
     on_device, on_host = (source.excess, 0.0) if device_slots else (0.0, source.excess)
     rows: list[Simulated | Source] = []
     for text, size in slots.items():
         for policy in (*policies, OPTIMUM):
             rows.append(_row(policy, text, size, bytes_, source, found, on_host))
     return [*rows, _describe(trace, source, sum(hits) - on_device, bytes_)]
-
-
-def _results(jobs: Sequence[Job], requests: list[list[OffloadKey]], hits: list[int]) -> list[Result]:
-    workers = min(len(jobs), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(workers, get_context("spawn"), _receive, (requests, hits)) as pool:
-        try:
-            # Workers inherit what is blocked: an interrupt from the terminal is for this process alone.
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                results = pool.map(_simulate, jobs)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            return list(results)
-        except BrokenProcessPool:
-            raise KVTierError("a worker process was killed: see that enough memory is free") from None
-        except BaseException:  # what the workers still do is of no use
-            for worker in active_children():
-                worker.terminate()
-            raise
 
 
 def _row(
@@ -151,17 +127,7 @@ def _describe(name: str, trace: Trace, device_hits: float, bytes_: int) -> Sourc
     )
 
 
-_given: tuple[list[list[OffloadKey]], list[int]] = ([], [])
-
-
-def _receive(requests: list[list[OffloadKey]], hits: list[int]) -> None:
-    global _given  # of a worker process: the trace is sent once, not with each job
-    _given = requests, hits
-
-
-def _simulate(job: Job) -> Result:
-    requests, hits = _given
-    name, capacity = job
+def _simulate(name: str, capacity: int, requests: list[list[OffloadKey]], hits: list[int]) -> Result:
     if name == OPTIMUM:
         return optimum(requests, hits, capacity), None
     policy = plugins.make(
