@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "devices.md"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--timeout", "120", "-m", "device", "-p", "no:cacheprovider")
@@ -41,6 +43,7 @@ class Step:
         needs: modules and programs without which it is skipped.
         limit_s: seconds after which it counts as hung.
         read: makes what goes into the document from what it prints.
+        gib: GiB of device memory without which it is skipped.
     """
 
     name: str
@@ -48,11 +51,12 @@ class Step:
     needs: tuple[str, ...]
     limit_s: float
     read: Callable[[str], Any]
+    gib: int = 0
 
 
-def steps(root: Path) -> list[Step]:
-    """Return all steps; ``root`` is a new folder for files."""
-    example = (sys.executable, str(EXAMPLE), str(root), "--device", "cuda", "--model", "8b")
+def steps(root: Path, device: str) -> list[Step]:
+    """Return all steps; ``root`` is a new folder for files, ``device`` torch's type of the GPU."""
+    example = (sys.executable, str(EXAMPLE), str(root), "--device", device, "--model", "8b")
     options = ("--tokens", "16384", "--memory", "8GiB")
     sanitizer = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all")
     kernel = ("-k", "kernel", "tests/unit/device/test_gpu.py")
@@ -66,7 +70,7 @@ def steps(root: Path) -> list[Step]:
             120,
             counts,
         ),
-        Step("prefill", (*example, *options), ("transformers",), 200, first_tokens),
+        Step("prefill", (*example, *options), ("transformers",), 200, first_tokens, gib=60),
         Step("sanitizer", (*sanitizer, *PYTEST, *kernel), ("compute-sanitizer", "triton"), 300, counts),
         Step("engine", (*KVTIER, "demo", "--json"), ("vllm",), 300, json.loads),
         Step(
@@ -94,6 +98,8 @@ def run(step: Step) -> dict[str, Any]:
     missing = [name for name in step.needs if not (importlib.util.find_spec(name) or shutil.which(name))]
     if missing:
         return {"skipped": f"{', '.join(missing)} not found"}
+    if step.gib and _memory_gib() < step.gib:
+        return {"skipped": f"the GPU has {_memory_gib()} GiB, this needs {step.gib}"}
     began_s = time.monotonic()
     try:
         done = subprocess.run(step.command, capture_output=True, text=True, timeout=step.limit_s, cwd=ROOT)
@@ -103,6 +109,11 @@ def run(step: Step) -> dict[str, Any]:
     if done.returncode:
         return {**ended, "failed": f"status {done.returncode}", "output": (done.stdout + done.stderr)[-4000:]}
     return {**ended, "result": step.read(done.stdout)}
+
+
+def _memory_gib() -> int:
+    device = torch.accelerator.current_accelerator()
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory) >> 30
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -147,9 +158,12 @@ def main() -> None:
         text = tables(json.loads(args.json.read_text()))
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END, 1)[1]}")
         return
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        raise SystemExit("torch finds no GPU; docs/devices.md says what to install")
     found: dict[str, Any] = {"machine": {"cores": os.cpu_count()}}
     with tempfile.TemporaryDirectory() as root:
-        for step in steps(Path(root)):
+        for step in steps(Path(root), device.type):
             if not args.steps or step.name in args.steps:
                 found[step.name] = run(step)
                 print(step.name, json.dumps(found[step.name])[:300], flush=True)

@@ -43,7 +43,7 @@ class ReuseModel:
         return min(BINS - 1, 1 + int(log(units) / _LOG_FACTOR)) if units >= 1.0 else 0
 
     def update(self, units: float) -> None:
-        """Learn from what was noted in the last so many units of time."""
+        """Update the densities by what was noted in the last so many units of time."""
         decay = 0.5 ** (units / UNITS / _HALF_LIFE)
         for class_ in range(CLASSES):
             self._age(class_, units, decay)

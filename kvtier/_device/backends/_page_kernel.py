@@ -18,9 +18,7 @@ from kvtier._device.plan import CopyPlan, split
 
 _PROGRAMS = 16  # each takes one of the GPU's processors; with fewer, 4 KiB pages are slower on an H100
 _WARPS = 16
-_WORDS = (
-    _WARPS * 32 * 2 * 4
-)  # of 8 bytes, that a program copies at once: 16 bytes for each thread, four times
+_WORDS = _WARPS * 32 * 8  # of 8 bytes, that a program copies at once: for each thread four times 16 bytes
 
 _FEWEST_COPIES = 16  # below, starting a kernel takes longer than the copies
 _LARGEST_MEAN = 32 * 1024  # above, the copy engine is as fast, and takes nothing from computing
