@@ -92,7 +92,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 def _why_unfit(library: ctypes.CDLL) -> str | None:
     """Return why a library must not be used; None if it may be."""
     found = int(library.kvt_abi())
-    return f"version {found}, not {ABI}" if found != ABI else layouts.difference(library)
+    if found != ABI:
+        return f"built from another version ({found}, not {ABI}): build it again, or reinstall kvtier"
+    return layouts.difference(library)
 
 
 def _declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[Any]]) -> None:
