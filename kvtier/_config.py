@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializeAsAny, StrictBool, field_validator, model_validator
 
 from kvtier import _plugins as plugins
+from kvtier._core.load_gate import LoadGateMode
 from kvtier._core.tiering import PRIMARY
 from kvtier._settings import validation
 from kvtier._settings.quantities import Settings, Size
@@ -110,6 +111,13 @@ class TieringConfig(Settings):
         le=_LONGEST_WAIT_S,
         description="Longest time that a request waits for secondary tiers, in seconds; chunks that are "
         "still pending then are misses. Lower it if computing is faster than waiting.",
+    )
+    load_gate: LoadGateMode = Field(
+        default="off",
+        description="When to compute chunks although a secondary tier has them. `off`: never. `latency`: if "
+        "computing gives the first token sooner, by the measured speed of the engine and of the tier. "
+        "`throughput`: the same, but never while other requests keep the device busy. Until both speeds are "
+        "known, everything is loaded.",
     )
     copy_deadline_s: float = Field(
         default=60.0,

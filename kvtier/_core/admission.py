@@ -13,6 +13,7 @@ from itertools import takewhile
 from math import inf
 
 from kvtier._core.breaker import Breaker
+from kvtier._core.load_gate import LoadGateMode
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
 from kvtier.keys import OffloadKey
@@ -43,6 +44,7 @@ class Limits:
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
         max_tracker_size: keys whose offers are remembered for the threshold.
         max_announced: keys of each tier that may be announced as being there, where that is done at all.
+        load_gate: when a chunk is computed although a tier has it; see ``LoadGate``.
     """
 
     request_deadline_s: float = 5.0
@@ -52,6 +54,7 @@ class Limits:
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     max_announced: int = 250_000
+    load_gate: LoadGateMode = "off"
 
 
 class PutPressure:

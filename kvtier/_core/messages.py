@@ -111,6 +111,7 @@ class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
     Attributes:
         answers: one for each key. Only keys that were given a slot can be COPIED.
         reasons: why keys that the tier has were not given, counted.
+        elapsed_s: since the get was submitted, its turn, lookup and checks included.
     """
 
     id: Number
@@ -119,6 +120,7 @@ class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
     seconds: Seconds = 0.0
     health: TransferHealth = TransferHealth.NONE
     retry: Word = ""
+    elapsed_s: Seconds = 0.0
 
 
 class TierDown(Struct, array_like=True, frozen=True, tag=3):

@@ -227,11 +227,14 @@ class Promotions:
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
+            closed = closed or self._gate(tier, keys, waiters)
             if closed is None:
                 count = min(len(keys), self._room, len(shared.table.free)) if slot_use else 0
                 self._get(tier, keys, count, waiters, now_s).slot_use = slot_use
                 return
             shared.counts["skipped", status.name, closed] += len(keys)
+            if closed == "gate" and slot_use:
+                self._probe(tier, keys, now_s)
         for request in waiters:
             request.mark_absent(keys)
 
@@ -247,8 +250,10 @@ class Promotions:
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
         for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
-            if reason := shared.tiers[tier].get_refusal(now_s):
-                found = by_tier.pop(tier)
+            found = by_tier[tier]
+            reason = shared.tiers[tier].get_refusal(now_s) or self._gate(tier, found, waiters)
+            if reason:
+                del by_tier[tier]
                 shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
                 self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
         for tier, found in by_tier.items():
@@ -308,12 +313,41 @@ class Promotions:
         self.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
-        transfer.waiters.update(waiters)
-        transfer.allowed = _allowed(waiters)
-        self._in_flight[transfer.allowed].update(dict.fromkeys(keys, transfer))
+        transfer.load = sum(len(other.chunks) for other in self._gets if other.tier == tier)
+        if waiters:  # nobody waits for a probe
+            transfer.waiters.update(waiters)
+            transfer.allowed = _allowed(waiters)
+            self._in_flight[transfer.allowed].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
+
+    def _gate(self, tier: int, keys: Keys, waiters: Waiters) -> str | None:
+        """Return "gate", and note it, where computing the keys is quicker than getting them; else None."""
+        gate, request = self._shared.gate, next(iter(waiters))
+        if not gate.is_active or self._windowed:
+            return None
+        wanted = request.wanted
+        place = len(request.held) + (wanted.index(keys[0]) if keys[0] in wanted else 0)
+        if not gate.is_slower(tier, place, len(keys)):
+            return None
+        for waiter in waiters:
+            waiter.gated.update(keys)
+        return "gate"
+
+    def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
+        """Get a few of the keys although computing is quicker, where that is due, to learn if it still is."""
+        room = min(len(keys), self._room, len(self._shared.table.free))
+        if room and (count := min(room, self._shared.gate.take_probe(tier, now_s))):
+            self._get(tier, keys[:count], count, {}, now_s)
+
+    def count_prefix_keys(self, keys: Keys) -> int:
+        """Return how many of the keys are of groups that are looked up from the front."""
+        return sum(not self._is_windowed(key) for key in keys) if self._windowed else len(keys)
+
+    @property
+    def _gets(self) -> list[Transfer]:
+        return [transfer for transfer in self._shared.transfers.values() if not transfer.is_put]
 
     def _stop_expecting(self, transfer: Transfer) -> None:
         in_flight = self._in_flight[transfer.allowed]
@@ -347,6 +381,11 @@ class Promotions:
         copied, missing = event.answers.count(Answer.COPIED), event.answers.count(Answer.MISSING)
         if copied and event.seconds and event.health is TransferHealth.GOOD:
             status.pressure.get_ended(copied, event.seconds, now_s, beside_puts=status.backlog > 0)
+        if copied and event.elapsed_s:
+            unused = len(transfer.chunks) - copied
+            self._shared.gate.get_ended(transfer.tier, transfer.load - unused, event.elapsed_s)
+        elif not transfer.waiters:
+            self._shared.gate.probe_found_nothing(transfer.tier, now_s)
         if not transfer.located:
             counts["asked", name] += len(event.answers)
             counts["found", name] += len(event.answers) - missing

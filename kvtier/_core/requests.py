@@ -28,7 +28,8 @@ class Request(Stateful):
         hits: keys that were answered HIT and are not among those held.
         wanted: keys that were answered PENDING or RETRY, in the order of the questions.
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
-        absent: keys that no tier has, or could give.
+        absent: keys that no tier has, or could give, or gives sooner than they are computed.
+        gated: keys that are computed sooner than a tier gives them.
         located: keys that a tier has, and which.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
@@ -46,6 +47,7 @@ class Request(Stateful):
     wanted: list[OffloadKey] = field(default_factory=list)
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
+    gated: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
     answers_stand: bool = False
 
@@ -70,10 +72,15 @@ class Request(Stateful):
         self.absent.update(keys)
         self.answers_stand = False
 
+    def forget_locations(self) -> None:
+        """Forget which keys are located, or nowhere."""
+        self.absent.clear()
+        self.gated.clear()
+        self.located.clear()
+
     def forget_answers(self) -> None:
         """Forget the answers of the scan."""
         self.hits.clear()
         self.wanted.clear()
-        self.absent.clear()
-        self.located.clear()
+        self.forget_locations()
         self.deadline_s = None

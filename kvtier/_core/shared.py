@@ -10,6 +10,7 @@ from math import inf
 from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEventLog
+from kvtier._core.load_gate import LoadGate
 from kvtier._core.messages import Command, GetEnded, PutEnded, TransferHealth
 from kvtier._core.transfers import Transfer
 from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
@@ -45,6 +46,7 @@ class SharedState:
         self.table = table
         self.tiers = list(tiers)
         self.limits = limits
+        self.gate = LoadGate(limits.load_gate, len(self.tiers))
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
         self.is_starting = True  # more slots are on their way

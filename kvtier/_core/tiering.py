@@ -118,7 +118,7 @@ class Tiering:
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
         if chunk is None and (not self._tiers or key in request.absent):
-            self._counts["miss", "absent"] += 1
+            self._counts["miss", "gate" if key in request.gated else "absent"] += 1
             return _MISS
         if chunk is None and request.tiers is not None and not request.tiers:
             self._counts["miss", "filter"] += 1
@@ -183,6 +183,7 @@ class Tiering:
         """
         request.wanted.clear()
         self.served(request)
+        self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
         """Note that the request was preempted: it is looked up anew, from what is known by then.
@@ -192,13 +193,14 @@ class Tiering:
         """
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
+        self.shared.gate.running.discard(request)
         request.hits += told
-        request.absent.clear()
-        request.located.clear()
+        request.forget_locations()
 
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
+        self.shared.gate.running.discard(request)
         self.promotions.unhold(request)
         request.forget_answers()
 
@@ -410,6 +412,14 @@ class Tiering:
         for tier in range(len(self._tiers)):
             self.shared.kv_events.clear(tier)
             self.shared.commands.append(messages.Reset(tier, self.epoch))
+
+    def count_prefix_keys(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the keys are of groups that are looked up from the front."""
+        return self.promotions.count_prefix_keys(keys)
+
+    def note_computed(self, place: int, chunks: float, seconds: float) -> None:
+        """Note that the device has computed chunks in this time, around this place of their prompts."""
+        self.shared.gate.compute.note(place, chunks, seconds)
 
     def disable_after_audit(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.

@@ -7,9 +7,10 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
+from msgspec.structs import replace
 
 from kvtier import _reasons as reasons
 from kvtier._core.backoff import RandomSource
@@ -195,7 +196,12 @@ class TierRunner:
     async def get(self, command: Get, epoch: Epoch) -> None:
         """Run a get, when its turn comes."""
         failed = [Answer.MISSING] * len(command.keys)
-        await self._run("get", self.activity.gets, command, epoch, self._get, GetEnded, failed)
+        begun_s = self._now_s()
+
+        def ended(*about: Any) -> GetEnded:
+            return replace(GetEnded(*about), elapsed_s=self._now_s() - begun_s)
+
+        await self._run("get", self.activity.gets, command, epoch, self._get, ended, failed)
 
     async def _run(
         self,

@@ -35,9 +35,10 @@ from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, SCHEDULE_ENDS_LAST, CacheHitSource
 from kvtier.adapters.vllm._events import EventStream, Location, allowed_tiers
 from kvtier.adapters.vllm._metrics import GaugeReader, WorkerReports, as_stats
+from kvtier.adapters.vllm._steps import StepMeter
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -82,6 +83,7 @@ class KVTierManager(OffloadingManager):
         slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
+        stores_decodes: whether vLLM offers chunks of generated tokens, too.
         clock: seconds, monotonic.
     """
 
@@ -101,6 +103,7 @@ class KVTierManager(OffloadingManager):
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
         repeats_stores: bool = True,
+        stores_decodes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         workers = workers or WorkerReports(StatusTable(memoryview(b""), 0, 0))
@@ -121,6 +124,7 @@ class KVTierManager(OffloadingManager):
         self._drain_s = drain_s
         self._workers = workers
         self._repeats_stores = repeats_stores
+        self._steps = StepMeter(core, clock, stores_decodes=stores_decodes, ends_last=SCHEDULE_ENDS_LAST)
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -148,6 +152,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
+        self._steps.forget(req_context.req_id)
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -200,12 +205,14 @@ class KVTierManager(OffloadingManager):
     def prepare_store(
         self,
         keys: Collection[OffloadKey],
-        req_context: ReqContext,  # noqa: ARG002
+        req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
         if self._core.refusal:
             return self._nothing_stored()
-        reservation = self._core.reserve(list(keys))
+        keys = list(keys)
+        reservation = self._core.reserve(keys)
+        self._steps.computed(req_context.req_id, keys, again=reservation is None and self._repeats_stores)
         if reservation is None:
             return None if self._repeats_stores else self._nothing_stored()
         stored = list(reservation.keys)
@@ -246,6 +253,7 @@ class KVTierManager(OffloadingManager):
                 self._core.restart(self._requests[req_id])
         self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
         self._driver.settle()
+        self._steps.begin()
         if self._flushing:
             self._count_down()
         if self._core.is_disabled:
@@ -298,7 +306,8 @@ class KVTierManager(OffloadingManager):
         return self._stream.events(self._core.take_kv_events())
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """See vLLM. Asked in each step; None where nothing has changed."""
+        """See vLLM. Asked at the end of each step; None where nothing has changed."""
+        self._steps.end()
         counts = self._take_counts()
         counts.update(self._workers.take_counts())
         gauges = self._gauges.changed(self._workers.gauges)

@@ -122,6 +122,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             info=self._info(),
             slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
+            stores_decodes=not self._settings.offload_prompt_only,
             drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s

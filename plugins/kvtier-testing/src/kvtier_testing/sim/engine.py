@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvtier._core.load_gate import ComputeSpeed
 from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
@@ -133,10 +134,13 @@ class EngineProcess(Process):
         self._executor.start()
         self._driver.on_event(SlotsReady(range(self._scenario.slots)))
         while self._world.now_s < until_s:
+            if self._scenario.chunk_s:
+                self.core.note_computed(0, 1, self._scenario.chunk_s)
             await self._step(arriving=True)
             await asyncio.sleep(self._scenario.step_s * self._chance.choice((0.5, 1.0, 1.0, 3.0)))
 
     async def drain(self) -> None:
+        self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
         while not (self._is_idle and self.core.is_idle and self.tiers_are_idle):
             await self._step(arriving=False)
             await asyncio.sleep(self._scenario.step_s)

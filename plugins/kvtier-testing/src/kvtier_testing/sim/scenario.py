@@ -75,6 +75,7 @@ class Scenario:
         copy_failures: share of device copies that fail.
         copy_s: how long a device copy takes at most.
         prompts: what requests ask for the beginning of.
+        chunk_s: how long computing a chunk takes, as the core is told; 0: it is not, and loads everything.
     """
 
     owner: Owner
@@ -91,6 +92,7 @@ class Scenario:
     copy_failures: float
     copy_s: float
     prompts: tuple[tuple[OffloadKey, ...], ...] = field(repr=False)
+    chunk_s: float
 
     @staticmethod
     def draw(seed: object) -> Scenario:
@@ -116,6 +118,7 @@ class Scenario:
             copy_failures=chance.choice((0.0, 0.0, 0.1)),
             copy_s=chance.choice((0.0, 0.001, 0.02, 0.1)),
             prompts=_prompts(chance, windowed=windowed),
+            chunk_s=chance.choice((0.0, 0.0, 0.0001, 0.002, 0.02)),
         )
 
 
@@ -128,6 +131,7 @@ def _limits(chance: Random) -> Limits:
         store_threshold=chance.choice((0, 0, 0, 0, 0, 0, 2)),
         max_tracker_size=chance.choice((4, 100)),
         max_announced=chance.choice((3, 1000)),
+        load_gate="latency",
     )
 
 

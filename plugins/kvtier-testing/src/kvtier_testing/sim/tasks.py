@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from kvtier import TieringManager
+from kvtier._core.load_gate import ComputeSpeed
 from kvtier._device.base import Blocks, Finished, TransferEngine
 from kvtier._execution.executor import NamedTier
 from kvtier._memory.region import Region
@@ -162,6 +163,7 @@ class ManagerProcess(Process):
             await self._closing.wait()
 
     async def drain(self) -> None:
+        self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
         await self._manager.drain()
         while not (self.core.is_idle and self.tiers_are_idle):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -241,6 +243,8 @@ class ManagerProcess(Process):
     async def _load_or_store(self, keys: Sequence[OffloadKey]) -> None:
         """What an engine does with a prompt: load what is there, store what is not."""
         if await self._load(keys) < len(keys):
+            if self._scenario.chunk_s:
+                self._manager.report_computed(len(keys), len(keys) * self._scenario.chunk_s)
             await self._store(keys)
 
     async def _load(self, keys: Sequence[OffloadKey]) -> int:

@@ -1,0 +1,155 @@
+"""Load or compute: whether chunks that a tier may have are fetched, or computed because that is quicker.
+
+What is compared is what each costs by itself: a tier its latency and a time per chunk, the device a time
+per chunk. Queues are left out on purpose. In a burst both have one, and a request that is computed makes
+those behind it wait for the device as well as itself.
+
+All of it is measured. Until both sides are known, everything is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+LoadGateMode = Literal["latency", "throughput", "off"]
+
+_WEIGHT = 0.3  # of the last sample
+_FAR = 3.0  # times the estimate: an outlier, or the first sign of a change
+_HYSTERESIS = 1.05  # by how much a tier has to be quicker before it is used again
+_PROBE_EVERY_S = 5.0
+_PROBE_AGAIN_S = 0.5  # after a probe for chunks that the tier did not have
+_PROBE_S = 1.0  # what a probe may take, by the estimate ...
+_PROBE_CHUNKS = 8  # ... and its most chunks
+_LEAST_S = 1e-9
+
+
+class TierSpeed:
+    """What a get of a tier takes: a latency, and a time for each chunk in flight, its own and others'.
+
+    One get that takes much longer than expected changes nothing; a second in a row, or one that is much
+    quicker, is believed at once.
+
+    Attributes:
+        latency_s, chunk_s: the estimate, in seconds; of use once ``is_known``.
+        is_closed: whether computing was quicker when it was last asked.
+        probe_from_s: when the next probe may begin.
+    """
+
+    def __init__(self) -> None:
+        self.latency_s = self.chunk_s = 0.0
+        self.is_closed = False
+        self.probe_from_s = 0.0
+        self._has_doubt = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was a sample."""
+        return self.chunk_s > 0.0
+
+    def note(self, chunks: int, seconds: float) -> None:
+        """Update the estimate by a get that ended with ``chunks`` in flight at its beginning, its own too."""
+        seconds = max(seconds, _LEAST_S)
+        if not self.is_known:
+            self.latency_s, self.chunk_s = seconds / 2, seconds / 2 / chunks
+            return
+        transfer_s = self.chunk_s * chunks
+        expected_s = self.latency_s + transfer_s
+        doubted, self._has_doubt = self._has_doubt, seconds > expected_s * _FAR
+        if self._has_doubt and not doubted:
+            return
+        is_far = self._has_doubt or seconds < expected_s / _FAR
+        # The larger part takes most of the error: small gets teach the latency, large ones the bandwidth.
+        parts = self.latency_s**2 + transfer_s**2
+        step = (1.0 if is_far else _WEIGHT) * (seconds - expected_s) / parts
+        self.latency_s = max(_LEAST_S, self.latency_s + step * self.latency_s**2)
+        self.chunk_s = max(_LEAST_S, self.chunk_s + step * transfer_s**2 / chunks)
+
+
+class ComputeSpeed:
+    """Seconds that the device computes for a chunk, by its place in the prompt in powers of two.
+
+    Attributes:
+        rates: seconds per chunk by the bit length of its place, the last one for all that follow; where there
+            was no sample, that of the nearest place before, or after. Empty while nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self._sampled: list[float] = []  # as ``rates``; 0 where there was no sample
+        self._sums: list[float] = []  # seconds of all places of lesser bit length
+        self._has_doubt = False
+
+    def note(self, place: int, chunks: float, seconds: float) -> None:
+        """Update the estimate by a step that computed ``chunks`` around ``place``."""
+        index, chunk_s = place.bit_length(), max(seconds, _LEAST_S) / chunks
+        usual_s = self.rates[min(index, len(self.rates) - 1)] if self.rates else chunk_s
+        is_far = not usual_s / _FAR <= chunk_s <= usual_s * _FAR
+        doubted, self._has_doubt = self._has_doubt, is_far
+        if is_far and not doubted:
+            return
+        self._sampled += [0.0] * (index + 1 - len(self._sampled))
+        is_new = is_far or not self._sampled[index]
+        self._sampled[index] = chunk_s if is_new else usual_s + _WEIGHT * (chunk_s - usual_s)
+        self._fill()
+
+    def _fill(self) -> None:
+        rate = next(chunk_s for chunk_s in self._sampled if chunk_s)
+        total_s, begin = 0.0, 0
+        self.rates, self._sums = [], []
+        for index, chunk_s in enumerate(self._sampled):
+            rate = chunk_s or rate
+            self.rates.append(rate)
+            self._sums.append(total_s)
+            total_s += rate * ((1 << index) - begin)
+            begin = 1 << index
+
+    def seconds(self, end: int) -> float:
+        """Return the time of the chunks before place ``end``."""
+        index = min(end.bit_length(), len(self.rates) - 1)
+        return self._sums[index] + self.rates[index] * (end - (1 << index >> 1))
+
+
+class LoadGate:
+    """Decides with the current estimates. Times are on the owner's clock.
+
+    Attributes:
+        compute: how fast the device computes.
+        running: requests that it computes now.
+    """
+
+    def __init__(self, mode: LoadGateMode, tiers: int) -> None:
+        self.compute = ComputeSpeed()
+        self.running: set[object] = set()
+        self._mode = mode
+        self._tiers = [TierSpeed() for _ in range(tiers)]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether gets are decided here at all; else everything is loaded."""
+        return self._mode != "off" and bool(self.compute.rates)
+
+    def is_slower(self, tier: int, place: int, count: int) -> bool:
+        """Return whether a tier takes longer than computing for ``count`` chunks from ``place`` on."""
+        speed = self._tiers[tier]
+        if not (self.is_active and speed.is_known) or (self._mode == "throughput" and self.running):
+            return False
+        fetch_s = speed.latency_s + speed.chunk_s * count
+        computed_s = self.compute.seconds(place + count) - self.compute.seconds(place)
+        speed.is_closed = fetch_s * (_HYSTERESIS if speed.is_closed else 1.0) > computed_s
+        return speed.is_closed
+
+    def take_probe(self, tier: int, now_s: float) -> int:
+        """Return how many chunks a probe gets that begins now; 0 where none is due."""
+        speed = self._tiers[tier]
+        if now_s < speed.probe_from_s:
+            return 0
+        speed.probe_from_s = now_s + _PROBE_EVERY_S
+        return max(1, min(_PROBE_CHUNKS, int((_PROBE_S - speed.latency_s) / speed.chunk_s)))
+
+    def get_ended(self, tier: int, chunks: int, seconds: float) -> None:
+        """Update a tier's speed by a get that copied something: see ``TierSpeed.note``."""
+        self._tiers[tier].note(chunks, seconds)
+
+    def probe_found_nothing(self, tier: int, now_s: float) -> None:
+        """Let the next probe begin soon: the tier did not have what this one was for."""
+        self._tiers[tier].probe_from_s = now_s + _PROBE_AGAIN_S

@@ -1,0 +1,284 @@
+"""Load or compute: the estimates, the rule with numbers at hand, and what the core does with it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier._core.load_gate import ComputeSpeed, LoadGate, LoadGateMode, TierSpeed
+from kvtier._core.messages import Get, GetEnded
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from kvtier_testing import invariants
+from tests.unit.core import world
+from tests.unit.core.world import COPIED, GOOD, HIT, LOCATED, MISS, MISSING, keys
+
+CHUNK_S = 0.01  # to compute one
+FAST_S, SLOW_S = 0.001, 0.05  # to get one
+
+
+def make(mode: LoadGateMode = "latency", tiers: int = 1) -> Tiering:
+    """Return a core that knows how fast the device computes."""
+    core = world.make(64, tiers, budget=1.0, load_gate=mode)  # type: ignore[arg-type]
+    core.note_computed(0, 10, 10 * CHUNK_S)
+    return core
+
+
+def know(core: Tiering, chunk_s: float, tier: int = 0, *, probe_from_s: float = 1e9) -> None:
+    """Have the core know how fast a tier is."""
+    speed = core.shared.gate._tiers[tier]
+    speed.chunk_s, speed.latency_s, speed.probe_from_s = chunk_s, 1e-9, probe_from_s
+
+
+def end(core: Tiering, get: Get, elapsed_s: float, now_s: float) -> list[Get]:
+    """End a get that has copied all that it had slots for, and located the rest; return what follows."""
+    answers = [COPIED] * len(get.slots) + [LOCATED] * (len(get.keys) - len(get.slots))
+    core.on_event(GetEnded(get.id, answers, {}, elapsed_s, GOOD, "", elapsed_s), now_s)
+    return world.fetches(core)
+
+
+def of(gate: LoadGate, count: int) -> bool:
+    """Whether chunks at the front of a prompt are computed."""
+    return gate.is_slower(0, 0, count)
+
+
+# --- estimates -------------------------------------------------------------------------------------
+
+
+def test_one_slow_get_changes_nothing_and_a_second_one_does() -> None:
+    speed = TierSpeed()
+    for _ in range(10):
+        speed.note(10, 0.010)
+    usual_s = speed.latency_s + 10 * speed.chunk_s
+    assert usual_s == pytest.approx(0.010)
+    speed.note(10, 5.0)
+    assert speed.latency_s + 10 * speed.chunk_s == usual_s
+    speed.note(10, 0.010)
+    speed.note(10, 5.0)
+    assert speed.latency_s + 10 * speed.chunk_s == pytest.approx(usual_s)
+    speed.note(10, 5.0)
+    assert speed.latency_s + 10 * speed.chunk_s == pytest.approx(5.0)
+
+
+def test_a_quick_get_is_believed_at_once() -> None:
+    speed = TierSpeed()
+    speed.note(10, 5.0)
+    speed.note(10, 0.010)
+    assert speed.latency_s + 10 * speed.chunk_s == pytest.approx(0.010)
+
+
+def test_gets_of_different_sizes_tell_latency_from_bandwidth() -> None:
+    speed = TierSpeed()
+    for _ in range(100):
+        for chunks in (1, 64):
+            speed.note(chunks, 0.050 + chunks * 0.001)
+    assert speed.latency_s == pytest.approx(0.050, rel=0.1)
+    assert speed.chunk_s == pytest.approx(0.001, rel=0.1)
+
+
+def test_computing_is_known_by_place() -> None:
+    compute = ComputeSpeed()
+    compute.note(3, 4, 0.04)
+    compute.note(100, 50, 1.0)
+    assert compute.seconds(4) == pytest.approx(0.04)
+    assert compute.seconds(110) - compute.seconds(100) == pytest.approx(0.2)
+    assert compute.seconds(1000) == pytest.approx(64 * 0.01 + 936 * 0.02), "the nearest known place below"
+
+
+def test_one_strange_step_changes_nothing() -> None:
+    compute = ComputeSpeed()
+    compute.note(3, 4, 0.04)
+    compute.note(3, 4, 4.0)
+    assert compute.seconds(4) == pytest.approx(0.04)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 100.0)), max_size=30))
+def test_estimates_are_always_of_use(samples: list[tuple[int, float]]) -> None:
+    gate = LoadGate("latency", 1)
+    speed = gate._tiers[0]
+    for chunks, seconds in samples:
+        gate.get_ended(0, chunks, seconds)
+        assert 0 < speed.latency_s + speed.chunk_s * chunks < 1e4
+        assert speed.latency_s > 0 < speed.chunk_s
+        speed.probe_from_s = 0.0
+        assert 1 <= gate.take_probe(0, 0.0) <= 8
+
+
+# --- the rule --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "while_idle", "while_busy"),
+    [("latency", True, True), ("throughput", True, False), ("off", False, False)],
+)
+def test_modes(mode: LoadGateMode, *, while_idle: bool, while_busy: bool) -> None:
+    gate = LoadGate(mode, 1)
+    assert not of(gate, 8), "nothing is known"
+    gate.compute.note(0, 1, CHUNK_S)
+    assert not of(gate, 8), "nothing is known of the tier"
+    gate.get_ended(0, 8, 8 * SLOW_S)
+    assert of(gate, 8) is while_idle
+    gate.running.add("request")
+    assert of(gate, 8) is while_busy
+
+
+@given(
+    st.floats(1e-5, 10.0),
+    st.floats(0.001, 0.3),
+    st.integers(1, 200),
+    st.floats(4.0, 1000.0),
+    st.integers(0, 300),
+)
+def test_it_closes_for_a_slow_tier_and_opens_within_two_probes(
+    chunk_s: float, share: float, count: int, factor: float, place: int
+) -> None:
+    """A tier quicker than the device is loaded from; throttled it is not, after two slow gets; and when the
+    throttle ends it is again, after two probes at most, of which there is one in five seconds."""
+    gate = LoadGate("latency", 1)
+    gate.compute.note(0, 1, chunk_s)
+    fast_s, slow_s = chunk_s * share, chunk_s * factor
+    gate.get_ended(0, count, fast_s * count)
+    assert not gate.is_slower(0, place, count)
+    for _ in range(2):
+        gate.get_ended(0, count, slow_s * count)
+    assert gate.is_slower(0, place, count)
+    probes = 0
+    for now in range(120):  # a request every quarter of a second
+        assert gate.is_slower(0, place, count)
+        if size := gate.take_probe(0, now / 4):
+            probes += 1
+            gate.get_ended(0, size, slow_s * (count + size) / 2)
+    assert probes == 6, "one in five seconds"
+    for late in (30.0, 35.0):
+        size = gate.take_probe(0, late)
+        assert 1 <= size <= 8
+        gate.get_ended(0, size, fast_s * size)
+    assert not gate.is_slower(0, place, count)
+
+
+@given(st.floats(1e-5, 10.0), st.lists(st.floats(0.9, 1.1), min_size=5, max_size=30))
+def test_it_does_not_flap_with_noise(chunk_s: float, noise: list[float]) -> None:
+    """Gets that take a fifth longer than computing, more or less, do not open it."""
+    gate = LoadGate("latency", 1)
+    gate.compute.note(0, 1, chunk_s)
+    gate.get_ended(0, 10, 12 * chunk_s)
+    for factor in noise:
+        gate.get_ended(0, 10, 12 * chunk_s * factor)
+        assert of(gate, 10)
+
+
+# --- in the core -----------------------------------------------------------------------------------
+
+
+def test_a_fast_tier_is_loaded_from() -> None:
+    core = make()
+    know(core, FAST_S)
+    request, chunks = Request(), keys("a", 8)
+    (get,) = world.step(core, request, chunks)
+    assert get.keys == chunks
+    assert end(core, get, 0.008, 0.1) == []
+    assert world.ask(core, request, chunks) == [HIT] * 8
+
+
+def test_a_slow_tier_is_a_miss() -> None:
+    core = make()
+    know(core, SLOW_S)
+    request, chunks = Request(), keys("a", 8)
+    assert world.step(core, request, chunks) == []
+    assert world.ask(core, request, chunks) == [MISS]
+    assert core.take_counts()["miss", "gate"] == 1
+
+
+def test_counts_name_the_tier_that_was_skipped() -> None:
+    core = make(tiers=2)
+    know(core, SLOW_S)
+    know(core, FAST_S, tier=1)
+    (get,) = world.step(core, Request(), keys("a", 8))
+    assert get.tier == 1
+    assert core.take_counts()["skipped", "t0", "gate"] == 8
+
+
+def test_what_is_far_back_in_a_prompt_is_loaded_where_computing_gets_slower() -> None:
+    core = make()
+    know(core, 2 * CHUNK_S)
+    for _ in range(2):
+        core.note_computed(20, 1, 4 * CHUNK_S)
+    chunks = keys("a", 24)
+    assert world.step(core, Request(), chunks[:8]) == []
+    world.store(core, chunks[:16])
+    (get,) = world.step(core, Request(), chunks)
+    assert get.keys == chunks[16:]
+
+
+def test_a_get_in_flight_is_joined() -> None:
+    core = make()
+    know(core, FAST_S)
+    first, second, chunks = Request(), Request(), keys("a", 8)
+    (get,) = world.step(core, first, chunks)
+    know(core, SLOW_S)
+    assert world.step(core, second, chunks) == []
+    assert end(core, get, 0.4, 0.4) == []
+    assert world.ask(core, second, chunks) == [HIT] * 8
+
+
+def test_the_rest_of_a_prompt_is_computed_if_its_front_has_come_slowly() -> None:
+    core = make()
+    world.store(core, keys("other", 60))
+    request, chunks = Request(), keys("a", 8)
+    (get,) = world.step(core, request, chunks)
+    assert len(get.slots) == 4
+    assert end(core, get, 4 * SLOW_S, 0.2) == []
+    assert world.ask(core, request, chunks) == [HIT] * 4 + [MISS]
+    assert core.take_counts()["miss", "gate"] == 1
+    invariants.check(core)
+
+
+def test_a_closed_tier_is_probed_for_nobody() -> None:
+    core = make()
+    know(core, SLOW_S, probe_from_s=0.0)
+    request, chunks = Request(), keys("a", 30)
+    (probe,) = world.step(core, request, chunks)
+    assert (len(probe.keys), len(probe.slots)) == (8, 8)
+    assert world.ask(core, request, chunks) == [MISS], "the request does not wait for it"
+    core.settle(0.0)
+    assert world.step(core, Request(), keys("b", 8), 2.0) == [], "the next one comes after 5 s"
+    assert end(core, probe, 8 * FAST_S, 2.0) == []
+    assert world.there(core, chunks[:8]) == chunks[:8]
+    (get,) = world.step(core, Request(), keys("b", 8), 2.1)
+    assert len(get.keys) == 8, "the gate is open again"
+    invariants.check(core)
+
+
+def test_a_probe_that_finds_nothing_is_repeated_soon() -> None:
+    core = make()
+    know(core, SLOW_S, probe_from_s=0.0)
+    (probe,) = world.step(core, Request(), keys("a", 8))
+    core.on_event(GetEnded(probe.id, [MISSING] * 8, {}, 0.0, GOOD, "", 0.001), 0.1)
+    assert world.step(core, Request(), keys("b", 8), 0.2) == []
+    assert len(world.step(core, Request(), keys("c", 8), 0.7)) == 1
+
+
+def test_a_store_of_a_probed_chunk_is_not_lost() -> None:
+    core = make()
+    know(core, SLOW_S, probe_from_s=0.0)
+    chunks = keys("a", 8)
+    (probe,) = world.step(core, Request(), chunks)
+    reservation = world.reserve(core, chunks)
+    assert list(reservation.keys) == chunks
+    core.commit(reservation, 0.1)
+    (put,) = world.taken(core)
+    assert list(put.keys) == chunks  # type: ignore[union-attr]
+    assert end(core, probe, 0.4, 0.5) == []
+    world.put_ends(core, put)  # type: ignore[arg-type]
+    assert world.there(core, chunks) == chunks
+
+
+def test_a_reset_leaves_no_trace_of_a_probe() -> None:
+    core = make()
+    know(core, SLOW_S, probe_from_s=0.0)
+    (probe,) = world.step(core, Request(), keys("a", 8))
+    core.reset()
+    core.take_commands()
+    end(core, probe, 0.1, 0.1)
+    assert world.there(core, keys("a", 8)) == []
