@@ -13,21 +13,23 @@ from typing import Literal
 
 LoadGateMode = Literal["latency", "throughput", "off"]
 
-_WEIGHT = 0.3  # of the last sample
+_WEIGHT = 0.3  # of the last sample of computing
+_DRIFT = 0.1  # how much the times of a tier change from one get to the next, as a share of what it takes
+_NOISE = 0.2  # ... and how much they vary
 _FAR = 3.0  # times the estimate: an outlier, or the first sign of a change
 _HYSTERESIS = 1.05  # by how much a tier has to be quicker before it is used again
-_PROBE_EVERY_S = 5.0
+_PROBE_EVERY_S = 2.0
 _PROBE_AGAIN_S = 0.5  # after a probe for chunks that the tier did not have
-_PROBE_S = 1.0  # what a probe may take, by the estimate ...
+_PROBE_S = 0.25  # what a probe may take, by the estimate ...
 _PROBE_CHUNKS = 8  # ... and its most chunks
-_LEAST_S = 1e-9
+_LEAST_S = 1e-7  # seconds that anything takes
 
 
 class TierSpeed:
     """What a get of a tier takes: a latency, and a time for each chunk in flight, its own and others'.
 
-    One get that takes much longer than expected changes nothing; a second in a row, or one that is much
-    quicker, is believed at once.
+    A Kalman filter tells the two apart from gets of different sizes. One get that takes much longer than
+    expected changes nothing; a second in a row, or one that is much quicker, is believed at once.
 
     Attributes:
         latency_s, chunk_s: the estimate, in seconds; of use once ``is_known``.
@@ -40,6 +42,7 @@ class TierSpeed:
         self.is_closed = False
         self.probe_from_s = 0.0
         self._has_doubt = False
+        self._variance = (0.0, 0.0, 0.0)  # of the latency, of both together, of the time per chunk
 
     @property
     def is_known(self) -> bool:
@@ -51,18 +54,31 @@ class TierSpeed:
         seconds = max(seconds, _LEAST_S)
         if not self.is_known:
             self.latency_s, self.chunk_s = seconds / 2, seconds / 2 / chunks
-            return
-        transfer_s = self.chunk_s * chunks
-        expected_s = self.latency_s + transfer_s
+            self._variance = (self.latency_s**2, 0.0, self.chunk_s**2)
+        expected_s = self.latency_s + self.chunk_s * chunks
         doubted, self._has_doubt = self._has_doubt, seconds > expected_s * _FAR
         if self._has_doubt and not doubted:
             return
-        is_far = self._has_doubt or seconds < expected_s / _FAR
-        # The larger part takes most of the error: small gets teach the latency, large ones the bandwidth.
-        parts = self.latency_s**2 + transfer_s**2
-        step = (1.0 if is_far else _WEIGHT) * (seconds - expected_s) / parts
-        self.latency_s = max(_LEAST_S, self.latency_s + step * self.latency_s**2)
-        self.chunk_s = max(_LEAST_S, self.chunk_s + step * transfer_s**2 / chunks)
+        if self._has_doubt:
+            noise_s, drift_s, drift_chunk_s = _LEAST_S, seconds, seconds / chunks
+        elif seconds < expected_s / _FAR:
+            noise_s, drift_s, drift_chunk_s = _LEAST_S, self.latency_s, self.chunk_s
+        else:
+            noise_s, drift_s = _NOISE * expected_s, _DRIFT * expected_s
+            drift_chunk_s = drift_s / chunks
+        latency, both, chunk = self._variance
+        latency, chunk = latency + drift_s**2, chunk + drift_chunk_s**2
+        to_latency, to_chunk = latency + chunks * both, both + chunks * chunk
+        total = to_latency + chunks * to_chunk + noise_s**2
+        gain = (seconds - expected_s) / total
+        corrected_s = expected_s + gain * (to_latency + chunks * to_chunk)
+        self.chunk_s = max(_LEAST_S, min(self.chunk_s + gain * to_chunk, corrected_s / chunks))
+        self.latency_s = max(_LEAST_S, corrected_s - self.chunk_s * chunks)
+        self._variance = (
+            max(0.0, latency - to_latency**2 / total),
+            both - to_latency * to_chunk / total,
+            max(0.0, chunk - to_chunk**2 / total),
+        )
 
 
 class ComputeSpeed:
