@@ -227,7 +227,7 @@ class Promotions:
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
-            closed = closed or self._gate(tier, keys, waiters)
+            closed = closed or self._gate(tier, keys, len(keys), waiters)
             if closed is None:
                 count = min(len(keys), self._room, len(shared.table.free)) if slot_use else 0
                 self._get(tier, keys, count, waiters, now_s).slot_use = slot_use
@@ -251,7 +251,7 @@ class Promotions:
             by_tier.setdefault(first.located[key], []).append(key)
         for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
             found = by_tier[tier]
-            reason = shared.tiers[tier].get_refusal(now_s) or self._gate(tier, found, waiters)
+            reason = shared.tiers[tier].get_refusal(now_s) or self._gate(tier, found, len(keys), waiters)
             if reason:
                 del by_tier[tier]
                 shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
@@ -322,14 +322,17 @@ class Promotions:
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
 
-    def _gate(self, tier: int, keys: Keys, waiters: Waiters) -> str | None:
-        """Return "gate", and note it, where computing the keys is quicker than getting them; else None."""
+    def _gate(self, tier: int, keys: Keys, count: int, waiters: Waiters) -> str | None:
+        """Return "gate", and note it, where computing is quicker than getting keys, the first of ``count``.
+
+        Those that follow them count, too: there may be slots for a few only, each time.
+        """
         gate, request = self._shared.gate, next(iter(waiters))
         if not gate.is_active or self._windowed:
             return None
         wanted = request.wanted
         place = len(request.held) + (wanted.index(keys[0]) if keys[0] in wanted else 0)
-        if not gate.is_slower(tier, place, len(keys)):
+        if not gate.is_slower(tier, place, count):
             return None
         for waiter in waiters:
             waiter.gated.update(keys)

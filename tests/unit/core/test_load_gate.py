@@ -25,10 +25,12 @@ def make(mode: LoadGateMode = "latency", tiers: int = 1) -> Tiering:
     return core
 
 
-def know(core: Tiering, chunk_s: float, tier: int = 0, *, probe_from_s: float = 1e9) -> None:
+def know(
+    core: Tiering, chunk_s: float, tier: int = 0, *, latency_s: float = 1e-9, probe_from_s: float = 1e9
+) -> None:
     """Have the core know how fast a tier is."""
     speed = core.shared.gate._tiers[tier]
-    speed.chunk_s, speed.latency_s, speed.probe_from_s = chunk_s, 1e-9, probe_from_s
+    speed.chunk_s, speed.latency_s, speed.probe_from_s = chunk_s, latency_s, probe_from_s
 
 
 def end(core: Tiering, get: Get, elapsed_s: float, now_s: float) -> list[Get]:
@@ -282,3 +284,18 @@ def test_a_reset_leaves_no_trace_of_a_probe() -> None:
     core.take_commands()
     end(core, probe, 0.1, 0.1)
     assert world.there(core, keys("a", 8)) == []
+
+
+def test_a_few_slots_at_a_time_do_not_make_a_prompt_slow_to_get() -> None:
+    """A get of two chunks is slower than computing two, but twenty follow."""
+    core = make()
+    know(core, FAST_S, latency_s=5 * CHUNK_S)
+    world.store(core, keys("other", 64))
+    reservation = world.reserve(core, keys("more", 62))
+    request, chunks = Request(), keys("a", 22)
+    (get,) = world.step(core, request, chunks)
+    assert not get.slots
+    core.on_event(GetEnded(get.id, [LOCATED] * 22, {}, 0.0, GOOD), 0.1)
+    (get,) = world.fetches(core)
+    assert (len(get.keys), len(get.slots)) == (2, 2)
+    core.abort(reservation)
