@@ -9,6 +9,7 @@ All of it is measured. Until both sides are known, everything is loaded.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 LoadGateMode = Literal["latency", "throughput", "off"]
@@ -18,10 +19,13 @@ _DRIFT = 0.1  # how much the times of a tier change from one get to the next, as
 _NOISE = 0.2  # ... and how much they vary
 _FAR = 3.0  # times the estimate: an outlier, or the first sign of a change
 _HYSTERESIS = 1.05  # by how much a tier has to be quicker before it is used again
-_PROBE_EVERY_S = 2.0
+_FIRST_PROBE_S = 0.1  # after a tier was closed; then twice as long each time
+_PROBE_EVERY_S = 5.0  # at most
 _PROBE_AGAIN_S = 0.5  # after a probe for chunks that the tier did not have
 _PROBE_S = 0.25  # what a probe may take, by the estimate ...
 _PROBE_CHUNKS = 8  # ... and its most chunks
+_ROUND_S = 0.1  # of computing that a round may decide for, besides the first in line
+_NEXT_ROUND_S = 0.02
 _LEAST_S = 1e-7  # seconds that anything takes
 
 
@@ -29,19 +33,22 @@ class TierSpeed:
     """What a get of a tier takes: a latency, and a time for each chunk in flight, its own and others'.
 
     A Kalman filter tells the two apart from gets of different sizes. One get that takes much longer than
-    expected changes nothing; a second in a row, or one that is much quicker, is believed at once.
+    expected changes nothing, nor do those that ran at the same time; a second one that began after it, or one
+    that is much quicker, is believed at once.
 
     Attributes:
         latency_s, chunk_s: the estimate, in seconds; of use once ``is_known``.
         is_closed: whether computing was quicker when it was last asked.
         probe_from_s: when the next probe may begin.
+        probe_wait_s: how long after it the one that follows may.
     """
 
     def __init__(self) -> None:
         self.latency_s = self.chunk_s = 0.0
         self.is_closed = False
         self.probe_from_s = 0.0
-        self._has_doubt = False
+        self.probe_wait_s = _FIRST_PROBE_S
+        self._doubted_s: float | None = None  # when the last get ended, if it was much too long
         self._variance = (0.0, 0.0, 0.0)  # of the latency, of both together, of the time per chunk
 
     @property
@@ -49,17 +56,25 @@ class TierSpeed:
         """Whether there was a sample."""
         return self.chunk_s > 0.0
 
-    def note(self, chunks: int, seconds: float) -> None:
-        """Update the estimate by a get that ended with ``chunks`` in flight at its beginning, its own too."""
+    def note(self, chunks: int, seconds: float, now_s: float) -> None:
+        """Update the estimate by a get that has ended.
+
+        Args:
+            chunks: those in flight when it began, its own too.
+            seconds: what it took.
+            now_s: when it ended.
+        """
         seconds = max(seconds, _LEAST_S)
         if not self.is_known:
             self.latency_s, self.chunk_s = seconds / 2, seconds / 2 / chunks
             self._variance = (self.latency_s**2, 0.0, self.chunk_s**2)
         expected_s = self.latency_s + self.chunk_s * chunks
-        doubted, self._has_doubt = self._has_doubt, seconds > expected_s * _FAR
-        if self._has_doubt and not doubted:
+        is_late = seconds > expected_s * _FAR
+        if is_late and (self._doubted_s is None or now_s - seconds < self._doubted_s):
+            self._doubted_s = self._doubted_s or now_s
             return
-        if self._has_doubt:
+        self._doubted_s = None
+        if is_late:
             noise_s, drift_s, drift_chunk_s = _LEAST_S, seconds, seconds / chunks
         elif seconds < expected_s / _FAR:
             noise_s, drift_s, drift_chunk_s = _LEAST_S, self.latency_s, self.chunk_s
@@ -131,12 +146,15 @@ class LoadGate:
     Attributes:
         compute: how fast the device computes.
         running: requests that it computes now.
+        wait_until_s: when those that were told to wait are decided; infinite where there is none.
     """
 
     def __init__(self, mode: LoadGateMode, tiers: int) -> None:
         self.compute = ComputeSpeed()
         self.running: set[object] = set()
+        self.wait_until_s = inf
         self._mode = mode
+        self._round_s = 0.0  # of computing, decided in this round
         self._tiers = [TierSpeed() for _ in range(tiers)]
 
     @property
@@ -144,27 +162,51 @@ class LoadGate:
         """Whether gets are decided here at all; else everything is loaded."""
         return self._mode != "off" and bool(self.compute.rates)
 
-    def is_slower(self, tier: int, place: int, count: int) -> bool:
+    def begin_round(self) -> None:
+        """Begin a round of decisions."""
+        self.wait_until_s = inf
+        self._round_s = 0.0
+
+    def has_to_wait(self, now_s: float) -> bool:
+        """Return whether who would be computed, and is not the first in line, waits for the next round.
+
+        Where many requests wait at once, those behind lose nothing by that: the device is busy with those in
+        front. And the tier may be quick again before it is their turn.
+        """
+        if self._round_s < _ROUND_S:
+            return False
+        self.wait_until_s = now_s + _NEXT_ROUND_S
+        return True
+
+    def is_slower(self, tier: int, place: int, count: int, now_s: float) -> bool:
         """Return whether a tier takes longer than computing for ``count`` chunks from ``place`` on."""
         speed = self._tiers[tier]
         if not (self.is_active and speed.is_known) or (self._mode == "throughput" and self.running):
             return False
         fetch_s = speed.latency_s + speed.chunk_s * count
         computed_s = self.compute.seconds(place + count) - self.compute.seconds(place)
-        speed.is_closed = fetch_s * (_HYSTERESIS if speed.is_closed else 1.0) > computed_s
+        was_closed = speed.is_closed
+        speed.is_closed = fetch_s * (_HYSTERESIS if was_closed else 1.0) > computed_s
+        if speed.is_closed and not was_closed and now_s >= speed.probe_from_s:
+            speed.probe_from_s, speed.probe_wait_s = now_s + _FIRST_PROBE_S, 2 * _FIRST_PROBE_S
         return speed.is_closed
+
+    def computes(self, place: int, count: int) -> None:
+        """Note that chunks are computed."""
+        self._round_s += self.compute.seconds(place + count) - self.compute.seconds(place)
 
     def take_probe(self, tier: int, now_s: float) -> int:
         """Return how many chunks a probe gets that begins now; 0 where none is due."""
         speed = self._tiers[tier]
         if now_s < speed.probe_from_s:
             return 0
-        speed.probe_from_s = now_s + _PROBE_EVERY_S
+        speed.probe_from_s = now_s + speed.probe_wait_s
+        speed.probe_wait_s = min(2 * speed.probe_wait_s, _PROBE_EVERY_S)
         return max(1, min(_PROBE_CHUNKS, int((_PROBE_S - speed.latency_s) / speed.chunk_s)))
 
-    def get_ended(self, tier: int, chunks: int, seconds: float) -> None:
+    def get_ended(self, tier: int, chunks: int, seconds: float, now_s: float) -> None:
         """Update a tier's speed by a get that copied something: see ``TierSpeed.note``."""
-        self._tiers[tier].note(chunks, seconds)
+        self._tiers[tier].note(chunks, seconds, now_s)
 
     def probe_found_nothing(self, tier: int, now_s: float) -> None:
         """Let the next probe begin soon: the tier did not have what this one was for."""

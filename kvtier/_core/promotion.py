@@ -19,6 +19,7 @@ from kvtier.keys import OffloadKey, group_index
 Waiters = Mapping[Request, None]
 
 _READY = ChunkState.READY
+_WAIT = "wait"
 
 
 class Promotions:
@@ -227,7 +228,9 @@ class Promotions:
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
-            closed = closed or self._gate(tier, keys, len(keys), waiters)
+            closed = closed or self._gate(tier, keys, len(keys), waiters, now_s)
+            if closed == _WAIT:
+                return
             if closed is None:
                 count = min(len(keys), self._room, len(shared.table.free)) if slot_use else 0
                 self._get(tier, keys, count, waiters, now_s).slot_use = slot_use
@@ -251,9 +254,11 @@ class Promotions:
             by_tier.setdefault(first.located[key], []).append(key)
         for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
             found = by_tier[tier]
-            reason = shared.tiers[tier].get_refusal(now_s) or self._gate(tier, found, len(keys), waiters)
+            reason = shared.tiers[tier].get_refusal(now_s)
+            reason = reason or self._gate(tier, found, len(keys), waiters, now_s)
             if reason:
                 del by_tier[tier]
+            if reason and reason != _WAIT:
                 shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
                 self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
         for tier, found in by_tier.items():
@@ -322,18 +327,22 @@ class Promotions:
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
 
-    def _gate(self, tier: int, keys: Keys, count: int, waiters: Waiters) -> str | None:
+    def _gate(self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float) -> str | None:
         """Return "gate", and note it, where computing is quicker than getting keys, the first of ``count``.
 
-        Those that follow them count, too: there may be slots for a few only, each time.
+        Those that follow them count, too: there may be slots for a few only, each time. Return "wait" where
+        that is to be decided in the next round, and None where the keys are got.
         """
         gate, request = self._shared.gate, next(iter(waiters))
         if not gate.is_active or self._windowed:
             return None
         wanted = request.wanted
         place = len(request.held) + (wanted.index(keys[0]) if keys[0] in wanted else 0)
-        if not gate.is_slower(tier, place, count):
+        if not gate.is_slower(tier, place, count, now_s):
             return None
+        if next(iter(self.pending), request) not in waiters and gate.has_to_wait(now_s):
+            return _WAIT
+        gate.computes(place, count)
         for waiter in waiters:
             waiter.gated.update(keys)
         return "gate"
@@ -386,7 +395,7 @@ class Promotions:
             status.pressure.get_ended(copied, event.seconds, now_s, beside_puts=status.backlog > 0)
         if copied and event.elapsed_s:
             unused = len(transfer.chunks) - copied
-            self._shared.gate.get_ended(transfer.tier, transfer.load - unused, event.elapsed_s)
+            self._shared.gate.get_ended(transfer.tier, transfer.load - unused, event.elapsed_s, now_s)
         elif not transfer.waiters:
             self._shared.gate.probe_found_nothing(transfer.tier, now_s)
         if not transfer.located:

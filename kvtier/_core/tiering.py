@@ -13,6 +13,7 @@ only from free ones, so asking for what is not there evicts nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from kvtier._core import messages
 from kvtier._core.admission import Limits, ReuseTracker, TierStatus
@@ -132,6 +133,7 @@ class Tiering:
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         asked, self._asked = self._asked, []
+        self.shared.gate.begin_round()
         self._round = object()
         for transfer in self.shared.overdue(now_s):
             if not transfer.is_put:
@@ -162,6 +164,8 @@ class Tiering:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
         deadlines += [other.deadline_s for other in self.promotions.pending if other.deadline_s is not None]
+        if self.promotions.pending and self.shared.gate.wait_until_s < inf:
+            deadlines.append(self.shared.gate.wait_until_s)
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:

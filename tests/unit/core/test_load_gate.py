@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,11 +28,12 @@ def make(mode: LoadGateMode = "latency", tiers: int = 1) -> Tiering:
 
 
 def know(
-    core: Tiering, chunk_s: float, tier: int = 0, *, latency_s: float = 1e-9, probe_from_s: float = 1e9
+    core: Tiering, chunk_s: float, tier: int = 0, *, latency_s: float = 1e-9, is_probed: bool = False
 ) -> None:
-    """Have the core know how fast a tier is."""
+    """Have the core know how fast a tier is, and perhaps that a probe of it is due."""
     speed = core.shared.gate._tiers[tier]
-    speed.chunk_s, speed.latency_s, speed.probe_from_s = chunk_s, latency_s, probe_from_s
+    speed.chunk_s, speed.latency_s, speed.is_closed = chunk_s, latency_s, is_probed
+    speed.probe_from_s = 0.0 if is_probed else 1e9
 
 
 def end(core: Tiering, get: Get, elapsed_s: float, now_s: float) -> list[Get]:
@@ -40,43 +43,64 @@ def end(core: Tiering, get: Get, elapsed_s: float, now_s: float) -> list[Get]:
     return world.fetches(core)
 
 
-def of(gate: LoadGate, count: int) -> bool:
-    """Whether chunks at the front of a prompt are computed."""
-    return gate.is_slower(0, 0, count)
+class Clocked:
+    """A gate that knows how fast the device computes, and a tier whose gets come one after the other."""
+
+    def __init__(self, chunk_s: float | None, mode: LoadGateMode = "latency") -> None:
+        self.gate = LoadGate(mode, 1)
+        self.now_s = 0.0
+        if chunk_s is not None:
+            self.gate.compute.note(0, 1, chunk_s)
+
+    @property
+    def speed(self) -> TierSpeed:
+        return self.gate._tiers[0]
+
+    def get(self, chunks: int, seconds: float) -> None:
+        """Have a get begin and end."""
+        self.now_s += 0.001 + seconds
+        self.gate.get_ended(0, chunks, seconds, self.now_s)
+
+    def expected_s(self, chunks: int) -> float:
+        return self.speed.latency_s + chunks * self.speed.chunk_s
+
+    def is_slower(self, count: int, place: int = 0) -> bool:
+        return self.gate.is_slower(0, place, count, self.now_s)
 
 
 # --- estimates -------------------------------------------------------------------------------------
 
 
 def test_one_slow_get_changes_nothing_and_a_second_one_does() -> None:
-    speed = TierSpeed()
+    it = Clocked(None)
     for _ in range(10):
-        speed.note(10, 0.010)
-    usual_s = speed.latency_s + 10 * speed.chunk_s
+        it.get(10, 0.010)
+    usual_s = it.expected_s(10)
     assert usual_s == pytest.approx(0.010)
-    speed.note(10, 5.0)
-    assert speed.latency_s + 10 * speed.chunk_s == usual_s
-    speed.note(10, 0.010)
-    speed.note(10, 5.0)
-    assert speed.latency_s + 10 * speed.chunk_s == pytest.approx(usual_s)
-    speed.note(10, 5.0)
-    assert speed.latency_s + 10 * speed.chunk_s == pytest.approx(5.0)
+    it.get(10, 5.0)
+    it.gate.get_ended(0, 10, 5.0, it.now_s)  # of the same time
+    assert it.expected_s(10) == usual_s
+    it.get(10, 0.010)
+    it.get(10, 5.0)
+    assert it.expected_s(10) == pytest.approx(usual_s)
+    it.get(10, 5.0)
+    assert it.expected_s(10) == pytest.approx(5.0)
 
 
 def test_a_quick_get_is_believed_at_once() -> None:
-    speed = TierSpeed()
-    speed.note(10, 5.0)
-    speed.note(10, 0.010)
-    assert speed.latency_s + 10 * speed.chunk_s == pytest.approx(0.010)
+    it = Clocked(None)
+    it.get(10, 5.0)
+    it.get(10, 0.010)
+    assert it.expected_s(10) == pytest.approx(0.010)
 
 
 def test_gets_of_different_sizes_tell_latency_from_bandwidth() -> None:
-    speed = TierSpeed()
+    it = Clocked(None)
     for _ in range(100):
         for chunks in (1, 64):
-            speed.note(chunks, 0.050 + chunks * 0.001)
-    assert speed.latency_s == pytest.approx(0.050, rel=0.1)
-    assert speed.chunk_s == pytest.approx(0.001, rel=0.1)
+            it.get(chunks, 0.050 + chunks * 0.001)
+    assert it.speed.latency_s == pytest.approx(0.050, rel=0.1)
+    assert it.speed.chunk_s == pytest.approx(0.001, rel=0.1)
 
 
 def test_computing_is_known_by_place() -> None:
@@ -97,14 +121,13 @@ def test_one_strange_step_changes_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 100.0)), max_size=30))
 def test_estimates_are_always_of_use(samples: list[tuple[int, float]]) -> None:
-    gate = LoadGate("latency", 1)
-    speed = gate._tiers[0]
+    it = Clocked(None)
     for chunks, seconds in samples:
-        gate.get_ended(0, chunks, seconds)
-        assert 0 < speed.latency_s + speed.chunk_s * chunks < 1e3
-        assert speed.latency_s > 0 < speed.chunk_s
-        speed.probe_from_s = 0.0
-        assert 1 <= gate.take_probe(0, 0.0) <= 8
+        it.get(chunks, seconds)
+        assert 0 < it.expected_s(chunks) < 1e3
+        assert it.speed.latency_s > 0 < it.speed.chunk_s
+        it.speed.probe_from_s = 0.0
+        assert 1 <= it.gate.take_probe(0, it.now_s) <= 8
 
 
 # --- the rule --------------------------------------------------------------------------------------
@@ -115,14 +138,14 @@ def test_estimates_are_always_of_use(samples: list[tuple[int, float]]) -> None:
     [("latency", True, True), ("throughput", True, False), ("off", False, False)],
 )
 def test_modes(mode: LoadGateMode, *, while_idle: bool, while_busy: bool) -> None:
-    gate = LoadGate(mode, 1)
-    assert not of(gate, 8), "nothing is known"
-    gate.compute.note(0, 1, CHUNK_S)
-    assert not of(gate, 8), "nothing is known of the tier"
-    gate.get_ended(0, 8, 8 * SLOW_S)
-    assert of(gate, 8) is while_idle
-    gate.running.add("request")
-    assert of(gate, 8) is while_busy
+    it = Clocked(None, mode)
+    assert not it.is_slower(8), "nothing is known"
+    it.gate.compute.note(0, 1, CHUNK_S)
+    assert not it.is_slower(8), "nothing is known of the tier"
+    it.get(8, 8 * SLOW_S)
+    assert it.is_slower(8) is while_idle
+    it.gate.running.add("request")
+    assert it.is_slower(8) is while_busy
 
 
 @given(
@@ -136,38 +159,49 @@ def test_it_closes_for_a_slow_tier_and_opens_within_two_probes(
     chunk_s: float, share: float, count: int, factor: float, place: int
 ) -> None:
     """A tier quicker than the device is loaded from; throttled it is not, after two slow gets; and when the
-    throttle ends it is again, after two probes at most, of which there is one in two seconds."""
-    gate = LoadGate("latency", 1)
-    gate.compute.note(0, 1, chunk_s)
+    throttle ends it is again, after two probes at most."""
+    it = Clocked(chunk_s)
     fast_s, slow_s = chunk_s * share, chunk_s * factor
-    gate.get_ended(0, count, fast_s * count)
-    assert not gate.is_slower(0, place, count)
+    it.get(count, fast_s * count)
+    assert not it.is_slower(count, place)
     for _ in range(2):
-        gate.get_ended(0, count, slow_s * count)
-    assert gate.is_slower(0, place, count)
-    probes = 0
-    for now in range(120):  # a request every quarter of a second
-        assert gate.is_slower(0, place, count)
-        if size := min(count, gate.take_probe(0, now / 4)):
-            probes += 1
-            gate.get_ended(0, size, slow_s * (count + size) / 2)
-    assert probes == 15, "one in two seconds"
-    for late in (30.0, 32.0):
-        size = min(count, gate.take_probe(0, late))
+        it.get(count, slow_s * count)
+    assert it.is_slower(count, place)
+    for size in _probes(it, 8, count):
+        it.get(size, slow_s * (count + size) / 2)
+        assert it.is_slower(count, place)
+    for size in _probes(it, 2, count):
+        it.get(size, fast_s * size)
+    assert not it.is_slower(count, place)
+
+
+def _probes(it: Clocked, number: int, count: int) -> Iterator[int]:
+    for _ in range(number):
+        it.now_s += 5.0  # by then one is due
+        size = it.gate.take_probe(0, it.now_s)
         assert 1 <= size <= 8
-        gate.get_ended(0, size, fast_s * size)
-    assert not gate.is_slower(0, place, count)
+        yield min(size, count)
+
+
+def test_probes_become_rare() -> None:
+    it = Clocked(CHUNK_S)
+    it.get(8, 8 * SLOW_S)
+    assert it.is_slower(8)
+    probes = []
+    for tick in range(300):
+        if it.gate.take_probe(0, it.now_s + tick / 10):
+            probes.append(tick / 10)
+    assert probes == pytest.approx([0.1, 0.3, 0.7, 1.5, 3.1, 6.3, 11.3, 16.3, 21.3, 26.3], abs=0.25)
 
 
 @given(st.floats(1e-5, 10.0), st.lists(st.floats(0.9, 1.1), min_size=5, max_size=30))
 def test_it_does_not_flap_with_noise(chunk_s: float, noise: list[float]) -> None:
     """Gets that take a fifth longer than computing, more or less, do not open it."""
-    gate = LoadGate("latency", 1)
-    gate.compute.note(0, 1, chunk_s)
-    gate.get_ended(0, 10, 12 * chunk_s)
+    it = Clocked(chunk_s)
+    it.get(10, 12 * chunk_s)
     for factor in noise:
-        gate.get_ended(0, 10, 12 * chunk_s * factor)
-        assert of(gate, 10)
+        it.get(10, 12 * chunk_s * factor)
+        assert it.is_slower(10)
 
 
 # --- in the core -----------------------------------------------------------------------------------
@@ -238,13 +272,13 @@ def test_the_rest_of_a_prompt_is_computed_if_its_front_has_come_slowly() -> None
 
 def test_a_closed_tier_is_probed_for_nobody() -> None:
     core = make()
-    know(core, SLOW_S, probe_from_s=0.0)
+    know(core, SLOW_S, is_probed=True)
     request, chunks = Request(), keys("a", 30)
     (probe,) = world.step(core, request, chunks)
     assert (len(probe.keys), len(probe.slots)) == (4, 4), "what takes a quarter of a second"
     assert world.ask(core, request, chunks) == [MISS], "the request does not wait for it"
     core.settle(0.0)
-    assert world.step(core, Request(), keys("b", 8), 1.9) == [], "the next one comes after 2 s"
+    assert world.step(core, Request(), keys("b", 8), 0.05) == [], "the next one comes later"
     assert end(core, probe, 4 * FAST_S, 2.0) == []
     assert world.there(core, chunks[:4]) == chunks[:4]
     (get,) = world.step(core, Request(), keys("b", 8), 2.1)
@@ -254,7 +288,7 @@ def test_a_closed_tier_is_probed_for_nobody() -> None:
 
 def test_a_probe_that_finds_nothing_is_repeated_soon() -> None:
     core = make()
-    know(core, SLOW_S, probe_from_s=0.0)
+    know(core, SLOW_S, is_probed=True)
     (probe,) = world.step(core, Request(), keys("a", 8))
     core.on_event(GetEnded(probe.id, [MISSING] * len(probe.keys), {}, 0.0, GOOD, "", 0.001), 0.1)
     assert world.step(core, Request(), keys("b", 8), 0.2) == []
@@ -263,7 +297,7 @@ def test_a_probe_that_finds_nothing_is_repeated_soon() -> None:
 
 def test_a_store_of_a_probed_chunk_is_not_lost() -> None:
     core = make()
-    know(core, SLOW_S, probe_from_s=0.0)
+    know(core, SLOW_S, is_probed=True)
     chunks = keys("a", 8)
     (probe,) = world.step(core, Request(), chunks)
     reservation = world.reserve(core, chunks)
@@ -278,7 +312,7 @@ def test_a_store_of_a_probed_chunk_is_not_lost() -> None:
 
 def test_a_reset_leaves_no_trace_of_a_probe() -> None:
     core = make()
-    know(core, SLOW_S, probe_from_s=0.0)
+    know(core, SLOW_S, is_probed=True)
     (probe,) = world.step(core, Request(), keys("a", 8))
     core.reset()
     core.take_commands()
@@ -299,3 +333,36 @@ def test_a_few_slots_at_a_time_do_not_make_a_prompt_slow_to_get() -> None:
     (get,) = world.fetches(core)
     assert (len(get.keys), len(get.slots)) == (2, 2)
     core.abort(reservation)
+
+
+def test_of_many_that_wait_a_few_at_a_time_are_computed() -> None:
+    """The device is busy with those in front. Those behind are loaded, if the tier is fast by then."""
+    core = make()
+    know(core, SLOW_S)
+    requests = {Request(): keys(name, 8) for name in "abcde"}
+    for request, chunks in requests.items():
+        world.ask(core, request, chunks)
+    core.settle(0.0)
+    assert world.fetches(core) == []
+    assert [len(request.gated) for request in requests] == [8, 8, 0, 0, 0], "a tenth of a second of computing"
+    assert core.next_deadline_s() == pytest.approx(0.02)
+    know(core, FAST_S)
+    last = list(requests)[2:]
+    for request in last:
+        world.ask(core, request, requests[request])
+    core.settle(0.1)
+    assert [get.keys for get in world.fetches(core)] == [requests[request] for request in last]
+
+
+def test_those_behind_are_computed_in_later_rounds() -> None:
+    core = make()
+    know(core, SLOW_S)
+    requests = {Request(): keys(name, 8) for name in "abcde"}
+    for now_s in (0.0, 0.1, 0.2):
+        for request, chunks in requests.items():
+            world.ask(core, request, chunks)
+        core.settle(now_s)
+    assert world.fetches(core) == []
+    for request, chunks in requests.items():
+        assert world.ask(core, request, chunks) == [MISS]
+    assert core.take_counts()["miss", "gate"] >= 5
