@@ -37,6 +37,7 @@ from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
 from kvtier.adapters.vllm._events import EventStream, Location, allowed_tiers
+from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._metrics import GaugeReader, WorkerReports, as_stats
 
 logger = logging.getLogger("kvtier.vllm")
@@ -82,6 +83,7 @@ class KVTierManager(OffloadingManager):
         slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
+        explainer: follows requests that are to be explained.
         clock: seconds, monotonic.
     """
 
@@ -101,6 +103,7 @@ class KVTierManager(OffloadingManager):
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
         repeats_stores: bool = True,
+        explainer: Explainer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         workers = workers or WorkerReports(StatusTable(memoryview(b""), 0, 0))
@@ -121,6 +124,7 @@ class KVTierManager(OffloadingManager):
         self._drain_s = drain_s
         self._workers = workers
         self._repeats_stores = repeats_stores
+        self._explainer = explainer or Explainer(clock=clock)
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -140,7 +144,9 @@ class KVTierManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
-        self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        if req_context.kv_transfer_params or self._explainer.rate:
+            self._explainer.begin(req_context, request)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -148,6 +154,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
+            self._explainer.ended(request.name)
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -167,6 +174,8 @@ class KVTierManager(OffloadingManager):
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
+        if self._explainer.tracked:
+            self._explainer.loaded(req_context.req_id, keys, pinned.origins)
         if self._sources:
             origins = zip(keys, pinned.origins, strict=True)
             self._load_sources = {key: self._sources[tier] for key, tier in origins if tier is not None}
@@ -186,6 +195,8 @@ class KVTierManager(OffloadingManager):
             return
         failed = req_context.req_id in self._failed_loads
         self._failed_loads.discard(req_context.req_id)
+        if failed:
+            self._explainer.load_failed(req_context.req_id)
         self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)
 
     def fail_loads(self, req_ids: Iterable[str]) -> None:
@@ -246,6 +257,8 @@ class KVTierManager(OffloadingManager):
                 self._core.restart(self._requests[req_id])
         self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
         self._driver.settle()
+        if self._explainer.tracked:
+            self._explainer.step_ended(context.new_req_ids)
         if self._flushing:
             self._count_down()
         if self._core.is_disabled:
