@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier._telemetry import explanation
@@ -116,7 +120,7 @@ def test_a_line_says_what_was_found_where_and_why_not_more(make: Make, tmp_path:
     it.serves("restarted", [*keys, *prompt(2, 1)])
 
     cold, warm, restarted = lines()
-    absent = {"reason": "absent", "tiers": {"fs0": "absent"}}
+    absent: dict[str, Any] = {"reason": "absent", "tiers": {"fs0": "absent"}}
     waited = [one.waited_s > 0 for one in (cold, warm, restarted)]
     assert waited == [True] * 3
     expected = [
@@ -192,6 +196,7 @@ def test_a_share_of_the_requests_is_explained_unasked(
 
 def test_requests_that_ask_for_nothing_are_not_followed(make: Make, lines: Lines) -> None:
     it = make()
+    params: Any
     for params in (None, {}, {"max_load_tokens": 8}, {"kvtier": {}}, {"kvtier": {"explain": False}}):
         it.arrives("a", prompt(1, 2), params)
         assert it.explainer.tracked == {}
@@ -225,3 +230,32 @@ def test_what_is_unknown_does_not_hide_what_is_known(make: Make, lines: Lines) -
     it = make()
     it.serves("a", prompt(1, 2), {"kvtier": {"explain": True, "later": 1}})
     assert len(lines()) == 1
+
+
+def test_spans_say_the_same_as_the_line(make: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    it, keys = make(dummy()), prompt(1, 4)
+    it.serves("cold", keys)
+    it.serves("warm", keys, None)
+    for tier in it.core.shared.tiers:
+        assert tier.works
+    spans = exporter.get_finished_spans()
+    named = [(span.name, (span.attributes or {}).get("gen_ai.request.id")) for span in spans]
+    assert named == [
+        ("kvtier.promotion", "cold"),
+        ("kvtier.lookup", "cold"),
+        ("kvtier.put", "cold"),
+        ("kvtier.load", "warm"),
+        ("kvtier.lookup", "warm"),
+    ]
+    cold, warm = (span for span in spans if span.name == "kvtier.lookup")
+    (event,) = cold.events
+    assert dict(event.attributes or {}) == dict(cold.attributes or {})
+    assert (cold.attributes or {})["kvtier.missing.dummy0"] == "absent"
+    assert (warm.attributes or {})["kvtier.tokens.cpu"] == 64
+    assert (warm.start_time or 0) <= (warm.end_time or 0)
+    assert warm.events == ()
+    assert [one.request for one in lines()] == ["cold"]
+    it.check_idle()

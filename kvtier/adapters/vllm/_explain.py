@@ -18,6 +18,7 @@ from kvtier._core.tiering import PRIMARY
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation
 from kvtier._telemetry.log_limit import LogLimit
+from kvtier._telemetry.traces import REQUEST, Traces
 from kvtier.keys import OffloadKey, group_index
 
 logger = logging.getLogger("kvtier.vllm")
@@ -36,8 +37,10 @@ class _Tracked:
     context: ReqContext
     request: Request
     record: LookupRecord
+    is_explained: bool
     tokens: dict[str, int] = field(default_factory=dict)
     end: int | None = None  # of what was loaded
+    asked_s: float | None = None
     waiting_since_s: float | None = None
     waited_s: float = 0.0
 
@@ -53,8 +56,8 @@ class Explainer:
         chance: the source of chance.
 
     Attributes:
-        rate: the argument.
         tracked: the requests that are followed now, by id.
+        traces: where spans go, of every request; None where nothing is traced.
     """
 
     def __init__(
@@ -66,8 +69,9 @@ class Explainer:
         clock: Callable[[], float] = time.monotonic,
         chance: RandomSource = random.random,
     ) -> None:
-        self.rate = rate
         self.tracked: dict[str, _Tracked] = {}
+        self.traces: Traces | None = None
+        self._rate = rate
         self._tiers = tiers
         self._chunk_tokens = chunk_tokens or {}
         self._clock = clock
@@ -76,13 +80,19 @@ class Explainer:
         if rate:
             explanation.enable()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are followed that do not ask for it."""
+        return self._rate > 0 or self.traces is not None
+
     def begin(self, context: ReqContext, request: Request) -> None:
-        """Follow a request that has arrived, if it is to be explained."""
-        if not self._is_asked(context) and not (self.rate and self._chance() < self.rate):
-            return
-        explanation.enable()
-        request.record = LookupRecord()
-        self.tracked[context.req_id] = _Tracked(context, request, request.record)
+        """Follow a request that has arrived, if it is to be explained or traced."""
+        is_explained = self._is_asked(context) or (self._rate > 0 and self._chance() < self._rate)
+        if is_explained:
+            explanation.enable()
+        if is_explained or self.traces is not None:
+            request.record = LookupRecord()
+            self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained)
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
         """Note what a request loads, from which tiers."""
@@ -107,6 +117,8 @@ class Explainer:
         """Note which requests wait after a step, and explain those that it has scheduled."""
         now_s = self._clock()
         for tracked in self.tracked.values():
+            if tracked.asked_s is None and tracked.request.first is not None:
+                tracked.asked_s = now_s
             if tracked.request.is_waiting:
                 if tracked.waiting_since_s is None:
                     tracked.waiting_since_s = now_s
@@ -116,11 +128,23 @@ class Explainer:
         for req_id in scheduled:
             if (done := self.tracked.pop(req_id, None)) is not None:
                 done.request.record = None
-                explanation.write(self._explained(done))
+                self._tell(done, now_s)
 
     def ended(self, req_id: str) -> None:
         """Stop following a request that has ended."""
         self.tracked.pop(req_id, None)
+
+    def _tell(self, done: _Tracked, now_s: float) -> None:
+        explained = self._explained(done)
+        if done.is_explained:
+            explanation.write(explained)
+        if self.traces is not None and done.asked_s is not None:
+            attributes: dict[str, Any] = {REQUEST: explained.request, "kvtier.waited_s": explained.waited_s}
+            attributes |= {f"kvtier.tokens.{tier}": count for tier, count in explained.tokens.items()}
+            attributes |= {f"kvtier.missing.{tier}": word for tier, word in explained.tiers.items()}
+            ends = {"kvtier.prefix_end": explained.prefix_end, "kvtier.reason": explained.reason}
+            attributes |= {name: value for name, value in ends.items() if value is not None}
+            self.traces.looked_up(attributes, now_s - done.asked_s, is_explained=done.is_explained)
 
     def _explained(self, tracked: _Tracked) -> Explanation:
         gap = _gap(tracked)

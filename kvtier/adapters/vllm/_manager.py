@@ -125,6 +125,7 @@ class KVTierManager(OffloadingManager):
         self._workers = workers
         self._repeats_stores = repeats_stores
         self._explainer = explainer or Explainer(clock=clock)
+        self._explainer.traces = self._driver.traces
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -145,7 +146,7 @@ class KVTierManager(OffloadingManager):
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
-        if req_context.kv_transfer_params or self._explainer.rate:
+        if req_context.kv_transfer_params or self._explainer.is_on:
             self._explainer.begin(req_context, request)
         return RequestOffloadingContext()
 
@@ -174,6 +175,8 @@ class KVTierManager(OffloadingManager):
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
+        if self._driver.traces is not None:
+            self._driver.traces.load_began(pinned, req_context.req_id)
         if self._explainer.tracked:
             self._explainer.loaded(req_context.req_id, keys, pinned.origins)
         if self._sources:
@@ -243,7 +246,7 @@ class KVTierManager(OffloadingManager):
                 len(keys),
             )
             return
-        self._end_store(reservation, success)
+        self._end_store(reservation, success, req_context.req_id)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -356,7 +359,7 @@ class KVTierManager(OffloadingManager):
             self._core.refusal = reason
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
-    def _end_store(self, reservation: Reservation, success: bool) -> None:
+    def _end_store(self, reservation: Reservation, success: bool, request: str = "") -> None:
         """End a store. Where a worker has failed in it and lost its device, never use its slots again.
 
         A copy that was given up may still write into them. It could overwrite a chunk fetched there since,
@@ -365,7 +368,7 @@ class KVTierManager(OffloadingManager):
         self._driver.inspect(reservation)
         if not self._workers.failed_to_store(reservation.slots):
             if success:
-                self._driver.commit(reservation)
+                self._driver.commit(reservation, request)
             else:
                 self._core.abort(reservation)
             return
