@@ -204,10 +204,15 @@ def test_requests_that_ask_for_nothing_are_not_followed(make: Make, lines: Lines
     assert lines() == []
 
 
-BAD = {
+NESTED: list[Any] = []
+for _ in range(100_000):  # deeper than its text could be made
+    NESTED = [NESTED]
+BAD: dict[str, Any] = {
     "an object": ["explain"],
     "explain must be": {"explain": "yes" * 1000},
     "true or false": {"explain": 1},
+    "true or false, not list": {"explain": NESTED},
+    "an object, not list": NESTED,
     "unknown keys 'explian'": {"explian": True},
 }
 

@@ -168,13 +168,13 @@ class Explainer:
         if ours is None:
             return False
         if not isinstance(ours, dict):
-            self._warn(context, f"it must be an object, not {ours!r:.{_SHOWN}}")
+            self._warn(context, f"it must be an object, not {type(ours).__name__}")
             return False
         if unknown := sorted(str(key) for key in ours if key != "explain"):
             self._warn(context, f"unknown keys {', '.join(unknown)!r:.{_SHOWN}}")
         wanted = ours.get("explain", False)
         if not isinstance(wanted, bool):
-            self._warn(context, f"explain must be true or false, not {wanted!r:.{_SHOWN}}")
+            self._warn(context, f"explain must be true or false, not {type(wanted).__name__}")
             return False
         return wanted
 

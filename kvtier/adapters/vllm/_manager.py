@@ -124,8 +124,6 @@ class KVTierManager(OffloadingManager):
         self._drain_s = drain_s
         self._workers = workers
         self._repeats_stores = repeats_stores
-        self._explainer = explainer or Explainer(clock=clock)
-        self._explainer.traces = self._driver.traces
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -136,6 +134,8 @@ class KVTierManager(OffloadingManager):
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
         names = [gate.name for gate in core.shared.tiers]
+        self._explainer = explainer or Explainer(names, clock=clock)
+        self._explainer.traces = self._driver.traces
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
