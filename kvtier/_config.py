@@ -133,6 +133,13 @@ class TieringConfig(Settings):
         description="Share of chunks to audit: their bytes are read back from the device and compared with a "
         "checksum. Costs about 600 µs per MiB audited; 0 disables audits.",
     )
+    explain_rate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of requests for which a log line says what was found in each tier, and why not "
+        "more. A request can ask for its line. Only with vLLM.",
+    )
     isolation: Literal["auto", "thread", "process"] = Field(
         default="auto",
         description="Where secondary tiers run. `process`: in a separate process, whose crash causes only "

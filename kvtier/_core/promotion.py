@@ -134,6 +134,8 @@ class Promotions:
         waiters = _waiting(transfer) if in_time else {}
         for request in waiters:
             request.answers_stand = False
+        if any(request.record for request in waiters):
+            self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, waiters)
         self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
         self._count(transfer, event, now_s)
@@ -161,6 +163,7 @@ class Promotions:
         """Stop waiting for an overdue get: its keys are looked for elsewhere. Its slots stay out of use."""
         self._stop_expecting(transfer)
         self.promoting.difference_update(transfer.chunks)
+        self._record(transfer.waiters, transfer.tier, transfer.keys, "timeout")
         self._ask(transfer.keys, _waiting(transfer), now_s, transfer.tier + 1, transfer.slot_use)
 
     def evict_to_reserve(self) -> None:
@@ -180,6 +183,7 @@ class Promotions:
             if not transfer.is_put:
                 for chunk in transfer.chunks:
                     chunk.move(ChunkEvent.DROPPED)
+                self._record(transfer.waiters, transfer.tier, transfer.keys, "reset")
                 for request in transfer.waiters:
                     request.mark_absent(transfer.keys)
                 transfer.waiters.clear()
@@ -236,6 +240,7 @@ class Promotions:
                 self._get(tier, keys, count, waiters, now_s).slot_use = slot_use
                 return
             shared.counts["skipped", status.name, closed] += len(keys)
+            self._record(waiters, tier, keys, closed)
             if closed == "gate" and slot_use:
                 self._probe(tier, keys, now_s)
         for request in waiters:
@@ -260,6 +265,7 @@ class Promotions:
                 del by_tier[tier]
             if reason and reason != _WAIT:
                 shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
+                self._record(waiters, tier, found, reason)
                 self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
         for tier, found in by_tier.items():
             if of_use := self._of_use(found, waiters):
@@ -308,7 +314,10 @@ class Promotions:
         under_way = [transfer for transfer in self._shared.running if transfer.chunks and not transfer.is_put]
         if left and all(first in transfer.waiters for transfer in under_way):
             first.mark_absent(left)
-            self._shared.counts["miss", self._shared.short_of("budget")] += len(left)
+            reason = self._shared.short_of("budget")
+            self._shared.counts["miss", reason] += len(left)
+            if first.record is not None:
+                first.record.gave_up(left, reason)
 
     def _get(
         self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
@@ -360,6 +369,23 @@ class Promotions:
     @property
     def _gets(self) -> list[Transfer]:
         return [transfer for transfer in self._shared.transfers.values() if not transfer.is_put]
+
+    def _record(self, requests: Iterable[Request], tier: int, keys: Keys, word: str) -> None:
+        """Note why a tier did not give keys, for those of the requests that are to be explained."""
+        for request in requests:
+            if request.record is not None:
+                request.record.refused(keys, self._shared.tiers[tier].name, word)
+
+    def _record_missing(self, waiters: Waiters, transfer: Transfer, event: GetEnded) -> None:
+        """Note why a get did not bring its missing keys.
+
+        The event counts the chunks that failed, by reason. They are the first of the missing ones: chunks are
+        copied from the front, up to the first that the tier does not have.
+        """
+        missing, failed = _select(transfer.keys, event.answers, Answer.MISSING), sum(event.reasons.values())
+        rest = "audit" if self._shared.tiers[transfer.tier].failed_audit else "absent"
+        self._record(waiters, transfer.tier, missing[:failed], ",".join(sorted(event.reasons)))
+        self._record(waiters, transfer.tier, missing[failed:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
         in_flight = self._in_flight[transfer.allowed]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtier._core.chunks import Chunk
+from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
 
@@ -33,6 +34,7 @@ class Request(Stateful):
         located: keys that a tier has, and which.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
+        record: what becomes of its lookups; None where nobody wants to know.
     """
 
     MOVES: ClassVar = REQUEST_MOVES
@@ -50,6 +52,7 @@ class Request(Stateful):
     gated: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
     answers_stand: bool = False
+    record: LookupRecord | None = None
 
     def __str__(self) -> str:
         return f"request {self.name}"

@@ -86,8 +86,7 @@ class Tiering:
         """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
         if request.round is not self._round:
             if self.refusal is not None or request.state is RequestState.COMPUTED:
-                self._counts["miss", self.refusal or "load_failed"] += 1
-                return _MISS
+                return self._miss(key, request, self.refusal or "load_failed")
             request.begin_round(self._round, key)
             self._asked.append(request)
         chunk = self._visible.get(key)
@@ -119,16 +118,19 @@ class Tiering:
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
         if chunk is None and (not self._tiers or key in request.absent):
-            self._counts["miss", "gate" if key in request.gated else "absent"] += 1
-            return _MISS
+            return self._miss(key, request, "gate" if key in request.gated else "absent")
         if chunk is None and request.tiers is not None and not request.tiers:
-            self._counts["miss", "filter"] += 1
-            return _MISS
+            return self._miss(key, request, "filter")
         if request.state is RequestState.EXPIRED:
-            self._counts["miss", "deadline"] += 1
-            return _MISS
+            return self._miss(key, request, "deadline")
         request.wanted.append(key)
         return _PENDING if chunk is not None or key in request.located else _RETRY
+
+    def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
+        self._counts["miss", reason] += 1
+        if request.record is not None:
+            request.record.missed(self._round, key, reason)
+        return _MISS
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
@@ -225,6 +227,10 @@ class Tiering:
         if request.state is RequestState.WAITING:
             request.move(RequestEvent.OVERDUE)
             self._counts["expired",] += 1
+            if request.record is not None:
+                for transfer in self.shared.transfers.values():
+                    if request in transfer.waiters:
+                        request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
         self.promotions.unhold(request)
 
     # --- loads -----------------------------------------------------------------------------------

@@ -35,6 +35,14 @@ DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 CHARTS = sorted(DOCS.glob("assets/benchmarks/*.json"))
 
+TELEMETRY = {
+    name
+    for module in ("kvtier/_telemetry/*.py", "kvtier/adapters/vllm/_explain.py")
+    for file in ROOT.glob(module)
+    for name in re.findall(r'"(kvtier\.\w+)[".]', file.read_text())
+}
+"""Names of loggers, spans and attributes, which look like modules."""
+
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
 )
@@ -219,7 +227,12 @@ def module_exists(dotted: str) -> bool:
 def test_the_names_on_a_page_exist(page: Path, hooks: Any) -> None:
     code = code_of(page)
     groups = {group.name for group in vars(plugins).values() if isinstance(group, plugins.Group)}
-    modules = set(re.findall(r"(?<![\w/.-])kvtier(?:_\w+)?(?:\.\w+)+", code)) - groups - {"kvtier.benchmarks"}
+    modules = (
+        set(re.findall(r"(?<![\w/.-])kvtier(?:_\w+)?(?:\.\w+)+", code))
+        - groups
+        - {"kvtier.benchmarks"}
+        - TELEMETRY
+    )
     assert [name for name in modules if not module_exists(name)] == []
 
     paths = re.findall(r"^(?:tests|docs|examples|plugins|kvtier|\.ci)/[\w./-]+", code, re.MULTILINE)

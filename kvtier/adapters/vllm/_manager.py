@@ -37,6 +37,7 @@ from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, SCHEDULE_ENDS_LAST, CacheHitSource
 from kvtier.adapters.vllm._events import EventStream, Location, allowed_tiers
+from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._metrics import GaugeReader, WorkerReports, as_stats
 from kvtier.adapters.vllm._steps import StepMeter
 
@@ -84,6 +85,7 @@ class KVTierManager(OffloadingManager):
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
         stores_decodes: whether vLLM offers chunks of generated tokens, too.
+        explainer: follows requests that are to be explained.
         clock: seconds, monotonic.
     """
 
@@ -104,6 +106,7 @@ class KVTierManager(OffloadingManager):
         slot_checksums: SlotChecksums | None = None,
         repeats_stores: bool = True,
         stores_decodes: bool = False,
+        explainer: Explainer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         workers = workers or WorkerReports(StatusTable(memoryview(b""), 0, 0))
@@ -135,6 +138,8 @@ class KVTierManager(OffloadingManager):
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
         names = [gate.name for gate in core.shared.tiers]
+        self._explainer = explainer or Explainer(names, clock=clock)
+        self._explainer.traces = self._driver.traces
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
@@ -144,7 +149,9 @@ class KVTierManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
-        self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        if req_context.kv_transfer_params or self._explainer.is_on:
+            self._explainer.begin(req_context, request)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -152,6 +159,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
+            self._explainer.ended(request.name)
         self._steps.forget(req_context.req_id)
 
     # --- lookups and loads -----------------------------------------------------------------------
@@ -172,6 +180,10 @@ class KVTierManager(OffloadingManager):
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
+        if self._driver.traces is not None:
+            self._driver.traces.load_began(pinned, req_context.req_id)
+        if self._explainer.tracked:
+            self._explainer.loaded(req_context.req_id, keys, pinned.origins)
         if self._sources:
             origins = zip(keys, pinned.origins, strict=True)
             self._load_sources = {key: self._sources[tier] for key, tier in origins if tier is not None}
@@ -191,6 +203,8 @@ class KVTierManager(OffloadingManager):
             return
         failed = req_context.req_id in self._failed_loads
         self._failed_loads.discard(req_context.req_id)
+        if failed:
+            self._explainer.load_failed(req_context.req_id)
         self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)
 
     def fail_loads(self, req_ids: Iterable[str]) -> None:
@@ -239,7 +253,7 @@ class KVTierManager(OffloadingManager):
                 len(keys),
             )
             return
-        self._end_store(reservation, success)
+        self._end_store(reservation, success, req_context.req_id)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -254,6 +268,8 @@ class KVTierManager(OffloadingManager):
         self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
         self._driver.settle()
         self._steps.begin()
+        if self._explainer.tracked:
+            self._explainer.step_ended(context.new_req_ids)
         if self._flushing:
             self._count_down()
         if self._core.is_disabled:
@@ -352,7 +368,7 @@ class KVTierManager(OffloadingManager):
             self._core.refusal = reason
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
-    def _end_store(self, reservation: Reservation, success: bool) -> None:
+    def _end_store(self, reservation: Reservation, success: bool, request: str = "") -> None:
         """End a store. Where a worker has failed in it and lost its device, never use its slots again.
 
         A copy that was given up may still write into them. It could overwrite a chunk fetched there since,
@@ -361,7 +377,7 @@ class KVTierManager(OffloadingManager):
         self._driver.inspect(reservation)
         if not self._workers.failed_to_store(reservation.slots):
             if success:
-                self._driver.commit(reservation)
+                self._driver.commit(reservation, request)
             else:
                 self._core.abort(reservation)
             return

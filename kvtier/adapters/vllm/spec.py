@@ -42,6 +42,7 @@ from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm import _metrics as metrics
 from kvtier.adapters.vllm._events import location_of
+from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._metrics import WorkerReports
@@ -123,6 +124,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
             slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             stores_decodes=not self._settings.offload_prompt_only,
+            explainer=Explainer(
+                self._settings.tier_names, _chunk_tokens(self.config), self._settings.explain_rate
+            ),
             drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
@@ -190,6 +194,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
 def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozenset[int]:
     return frozenset(group.group_id for group in config.groups if engine.is_windowed(group.group_id))
+
+
+def _chunk_tokens(config: OffloadingConfig) -> dict[int, int]:
+    """Return the tokens of a chunk, by KV cache group."""
+    return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:

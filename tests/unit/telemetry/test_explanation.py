@@ -1,0 +1,119 @@
+"""The line that explains a request: what is written can be read, whatever a log puts around it."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvtier._cli.explain import explain
+from kvtier._telemetry import explanation
+from kvtier._telemetry.explanation import DamagedLine, Explanation, read
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+TOKENS = st.integers(0, 2**40)
+EXPLANATIONS = st.builds(
+    Explanation,
+    request=TEXT,
+    tokens=st.dictionaries(TEXT, TOKENS, max_size=3),
+    prefix_end=st.none() | TOKENS,
+    reason=st.none() | TEXT,
+    tiers=st.dictionaries(TEXT, TEXT, max_size=3),
+    waited_s=st.floats(0, 1e6),
+)
+
+
+def explained(**fields: Any) -> Explanation:
+    """Return an explanation that says nothing but what is given."""
+    nothing: dict[str, Any] = {"tokens": {}, "prefix_end": None, "reason": None, "tiers": {}, "waited_s": 0.0}
+    return Explanation(request="a", **{**nothing, **fields})
+
+
+def line_of(one: Explanation) -> str:
+    """Return the line that is logged."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(self.format(record))
+
+    handler, level = Keep(), explanation.logger.level
+    explanation.logger.addHandler(handler)
+    explanation.logger.setLevel(logging.INFO)
+    try:
+        explanation.write(one)
+    finally:
+        explanation.logger.removeHandler(handler)
+        explanation.logger.setLevel(level)
+    (line,) = lines
+    return line
+
+
+@given(EXPLANATIONS, st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"])))
+def test_what_is_written_is_read_again_whatever_the_format_puts_before_it(
+    one: Explanation, before: str
+) -> None:
+    line = line_of(one)
+    assert "\n" not in line
+    assert line.isascii()
+    assert list(read([f"{before}{line}\x1b[0m\n".encode()])) == [one]
+
+
+@given(st.lists(st.binary() | st.builds(lambda end: b"kvtier.explain: " + end, st.binary())))
+@example([b"kvtier.explain: " + b"[" * 100_000 + b"}"])
+@example([b'kvtier.explain: {"request": "\xff"}', b"kvtier.explain: {}", b"kvtier.explain: "])
+def test_no_line_stops_the_reader(lines: list[bytes]) -> None:
+    found = list(read(lines))
+    assert len(found) == len(lines)
+    for line, one in zip(lines, found, strict=True):
+        assert (one is None) == (b"kvtier.explain: " not in line)
+
+
+def test_lines_cut_short_are_damaged() -> None:
+    line = line_of(explained(tokens={"fs": 64}, prefix_end=64, reason="absent")).encode()
+    for end in range(len(line)):
+        (one,) = read([line[:end]])
+        assert one is None or isinstance(one, DamagedLine)
+
+
+def test_fields_of_later_versions_are_ignored() -> None:
+    line = line_of(explained()).replace("{", '{"new": 1, ', 1)
+    (one,) = read([line.encode()])
+    assert one == explained()
+
+
+def test_a_log_is_counted_line_by_line() -> None:
+    line = line_of(explained(tokens={"fs": 64}, tiers={"fs": "checksum"}))
+    log = f"INFO engine started\n{line}\nkvtier.explain: {{\n\n{line}".encode()
+    found = explain(io.BytesIO(log))
+    assert [one["tiers"] for one in found.requests] == [{"fs": "checksum"}] * 2
+    assert (found.damaged, found.other) == (1, 2)
+
+
+@pytest.fixture
+def bare_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """A logger as in a process where nobody has configured logging."""
+    logger = logging.Logger("kvtier.explain")  # it has no parent, and so none of pytest's handlers
+    monkeypatch.setattr(explanation, "logger", logger)
+    yield logger
+    logger.handlers.clear()
+
+
+def test_lines_are_seen_where_nobody_has_configured_logging(
+    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        explanation.enable()
+    explanation.write(explained())
+    assert capsys.readouterr().err.count("kvtier.explain: {") == 1
+
+
+def test_a_level_that_somebody_has_set_is_kept(bare_logger: logging.Logger) -> None:
+    bare_logger.setLevel(logging.ERROR)
+    explanation.enable()
+    assert bare_logger.level == logging.ERROR
