@@ -178,12 +178,20 @@ class LoadGate:
         self.wait_until_s = now_s + _NEXT_ROUND_S
         return True
 
-    def is_slower(self, tier: int, place: int, count: int, now_s: float) -> bool:
-        """Return whether a tier takes longer than computing for ``count`` chunks from ``place`` on."""
+    def is_slower(self, tier: int, place: int, count: int, gets: int, now_s: float) -> bool:
+        """Return whether a tier takes longer than computing for chunks of one request.
+
+        Args:
+            tier: its index.
+            place: of the first of the chunks in the prompt.
+            count: how many they are.
+            gets: how many gets it takes to get them, one after the other.
+            now_s: the time.
+        """
         speed = self._tiers[tier]
         if not (self.is_active and speed.is_known) or (self._mode == "throughput" and self.running):
             return False
-        fetch_s = speed.latency_s + speed.chunk_s * count
+        fetch_s = speed.latency_s * gets + speed.chunk_s * count
         computed_s = self.compute.seconds(place + count) - self.compute.seconds(place)
         was_closed = speed.is_closed
         speed.is_closed = fetch_s * (_HYSTERESIS if was_closed else 1.0) > computed_s

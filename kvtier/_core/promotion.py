@@ -232,7 +232,7 @@ class Promotions:
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
-            closed = closed or self._gate(tier, keys, len(keys), waiters, now_s)
+            closed = closed or self._gate(tier, keys, keys, waiters, now_s)
             if closed == _WAIT:
                 return
             if closed is None:
@@ -260,7 +260,7 @@ class Promotions:
         for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
             found = by_tier[tier]
             reason = shared.tiers[tier].get_refusal(now_s)
-            reason = reason or self._gate(tier, found, len(keys), waiters, now_s)
+            reason = reason or self._gate(tier, found, keys, waiters, now_s)
             if reason:
                 del by_tier[tier]
             if reason and reason != _WAIT:
@@ -336,22 +336,22 @@ class Promotions:
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
 
-    def _gate(self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float) -> str | None:
-        """Return "gate", and note it, where computing is quicker than getting keys, the first of ``count``.
+    def _gate(self, tier: int, keys: Keys, wanted: Keys, waiters: Waiters, now_s: float) -> str | None:
+        """Return "gate", and note it, where computing is quicker than getting keys, the first of ``wanted``.
 
-        Those that follow them count, too: there may be slots for a few only, each time. Return "wait" where
-        that is to be decided in the next round, and None where the keys are got.
+        Those that follow them count, too: there may be slots for a few only. A second get is needed then.
+        Return "wait" where that is to be decided in the next round, and None where the keys are got.
         """
         gate, request = self._shared.gate, next(iter(waiters))
         if not gate.is_active or self._windowed:
             return None
-        wanted = request.wanted
-        place = len(request.held) + (wanted.index(keys[0]) if keys[0] in wanted else 0)
-        if not gate.is_slower(tier, place, count, now_s):
+        place = len(request.held) + (request.wanted.index(keys[0]) if keys[0] in request.wanted else 0)
+        gets = 1 if len(wanted) <= min(self._room, len(self._shared.table.free)) else 2
+        if not gate.is_slower(tier, place, len(wanted), gets, now_s):
             return None
         if next(iter(self.pending), request) not in waiters and gate.has_to_wait(now_s):
             return _WAIT
-        gate.computes(place, count)
+        gate.computes(place, len(wanted))
         for waiter in waiters:
             waiter.gated.update(keys)
         return "gate"

@@ -65,7 +65,7 @@ class Clocked:
         return self.speed.latency_s + chunks * self.speed.chunk_s
 
     def is_slower(self, count: int, place: int = 0) -> bool:
-        return self.gate.is_slower(0, place, count, self.now_s)
+        return self.gate.is_slower(0, place, count, 1, self.now_s)
 
 
 # --- estimates -------------------------------------------------------------------------------------
@@ -366,3 +366,12 @@ def test_those_behind_are_computed_in_later_rounds() -> None:
     for request, chunks in requests.items():
         assert world.ask(core, request, chunks) == [MISS]
     assert core.take_counts()["miss", "gate"] >= 5
+
+
+def test_a_get_that_has_to_find_out_what_there_is_costs_its_latency_twice() -> None:
+    """Slots are freed only for chunks that were found: the first get finds them, a second one copies them."""
+    for stored, is_got in ((0, True), (64, False)):
+        core = make()
+        world.store(core, keys("other", stored))
+        know(core, FAST_S, latency_s=6 * CHUNK_S)
+        assert bool(world.step(core, Request(), keys("a", 10))) is is_got
