@@ -45,8 +45,6 @@ class PluginInfo:
 
     Attributes:
         name: the entry point's name, which a configuration uses.
-        distribution: the installed distribution that it comes with.
-        version: that distribution's version.
         target: what the entry point names, as ``module:attribute``.
     """
 
@@ -70,8 +68,6 @@ def require(group: Group, name: str, field: str) -> None:
     """Check that a plug-in of this name is installed, without importing it.
 
     Args:
-        group: where to look.
-        name: the plug-in's name.
         field: the setting that holds the name, for the message.
 
     Raises:
@@ -88,8 +84,6 @@ def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
     """Import one plug-in, and no other, and check that it is a complete subclass of ``base``.
 
     Args:
-        group: what kind of plug-in it is.
-        name: its name.
         base: the class that plug-ins of this group subclass.
         field: the setting that holds the name, for messages.
 
@@ -119,11 +113,6 @@ def load_object(group: Group, name: str, field: str) -> object:
 
 def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: object) -> BaseT:
     """Make an instance of a plug-in that was loaded.
-
-    Args:
-        group, name: what kind of plug-in it is, and its name.
-        plugin: its class.
-        arguments: what the class is called with.
 
     Raises:
         KVTierError: the group's own error: the class cannot be called like this. The message names the

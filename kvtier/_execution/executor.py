@@ -54,8 +54,6 @@ class Executor:
 
     Args:
         tiers: the tiers, in the core's order. They are opened, and closed, by the executor.
-        identity: the cache that all chunks belong to.
-        memory: where the slots are.
         post: called on the loop with each event.
         close_s: seconds that the tiers have to close, all at once.
         chance: the source of chance, for pauses that differ from engine to engine.

@@ -64,16 +64,7 @@ class _ForwardHandler(logging.Handler):
 
 
 class TierServer:
-    """Carries out the engine's commands, on an event loop.
-
-    Args:
-        sock: the socket to the engine.
-        hello: the engine's first message.
-
-    Attributes:
-        memory: the engine's slots.
-        send_queue: messages to the engine.
-    """
+    """Carries out the engine's commands, on an event loop."""
 
     memory: Region
 

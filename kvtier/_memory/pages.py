@@ -82,8 +82,6 @@ def back(address: int, nbytes: int, fd: int | None, offset: int, *, huge: bool) 
     """Get memory for a part of a mapping and map it. What it holds stays.
 
     Args:
-        address: start of the part.
-        nbytes: its length.
         fd: the file that is mapped there; None for anonymous memory.
         offset: the part's place in the file.
         huge: whether huge pages were asked for and are granted.

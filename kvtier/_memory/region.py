@@ -41,7 +41,6 @@ class Region:
     touches it. It is a context manager that closes.
 
     Attributes:
-        slots: number of slots.
         chunk_bytes: length of one slot, and distance to the next, in bytes.
         path: the file's path; None where it has none.
     """

@@ -127,7 +127,6 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
         src: address of an array of ``count`` uint64: where each range is.
         dst: address of such an array: where each range goes. Ranges must not overlap.
         sizes: address of such an array: bytes of each range.
-        count: how many ranges.
     """
     if library is not None:
         library.kvt_copy_batch(src, dst, sizes, count)

@@ -55,8 +55,6 @@ def compile_library(folder: Path, extra_flags: tuple[str, ...] = (), into: Path 
     """Compile the library and return the library's path.
 
     Args:
-        folder: where the sources are.
-        extra_flags: for the compiler.
         into: where the library goes; None: beside the sources.
 
     The library appears under its name only when it is whole, so that a process that has the old one

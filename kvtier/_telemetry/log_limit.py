@@ -39,11 +39,7 @@ class LogLimit:
 
 
 class NoticeLog:
-    """Logs the core's notices, at most one of a kind per interval.
-
-    Args:
-        logger: where they are written.
-    """
+    """Logs the core's notices, at most one of a kind per interval."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -21,7 +21,6 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
     """Import the tier called ``name``, and no other, and check that it can be used.
 
     Args:
-        name: the entry point's name.
         field: the setting that holds it, for messages.
 
     Raises:

@@ -31,7 +31,6 @@ class FileCheck:
     """What was found, and of which file.
 
     Attributes:
-        finding: what comes of it.
         inode: of the file that was checked; 0 where there was none.
         sealed: what its trailer says, where it has one.
         errno: why it is unreadable.
@@ -47,7 +46,6 @@ class FileChecker:
     """Reads chunks' files in pieces and proves them. For one thread.
 
     Args:
-        root_fd: the root directory, open.
         belongs: says whether a digest in a trailer is that of the cache.
     """
 

@@ -47,12 +47,7 @@ def errno_name(number: int) -> str:
 
 
 class Epoch:
-    """An epoch in use by this opener: where its chunks are, and the lock that keeps them.
-
-    Attributes:
-        number: the epoch's number.
-        place: where its chunks are.
-    """
+    """An epoch in use by this opener: where its chunks are, and the lock that keeps them."""
 
     def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
         self.number = number
@@ -87,7 +82,6 @@ class Namespace:
 
     Attributes:
         name: name of its directory below the root.
-        root_fd: the root directory, open.
         direct: whether files bypass the page cache.
         writer: what this opener's lock and directory for unfinished files are called.
     """

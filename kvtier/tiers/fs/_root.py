@@ -78,12 +78,7 @@ class UnknownEntry:
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """The chunks of one epoch.
-
-    Attributes:
-        name: of the directory below the root.
-        epoch: in its name.
-    """
+    """The chunks of one epoch."""
 
     name: str
     epoch: int
@@ -205,9 +200,6 @@ class Namespace:
 
 class Root:
     """A root directory, open for looking. A context manager.
-
-    Args:
-        path: the directory.
 
     Raises:
         TierError: it cannot be read.

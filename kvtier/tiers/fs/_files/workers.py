@@ -28,7 +28,6 @@ class Workers:
 
     Args:
         name: prefix of the threads' names.
-        threads: how many.
     """
 
     def __init__(self, name: str, threads: int) -> None:

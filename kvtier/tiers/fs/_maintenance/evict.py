@@ -80,9 +80,6 @@ class Evictor:
     """Makes room below a root. All calls block, and raise OSError where the root cannot be read.
 
     Args:
-        root_fd: the root directory, open.
-        stop: set to make it end early.
-        gone: called with what was removed.
         ours: writers that live in this process.
         only: names of the namespaces to scan; None for all.
     """

@@ -51,10 +51,6 @@ class Maintenance:
     """The background work of one open tier.
 
     Args:
-        config: the tier's settings.
-        namespace: its place.
-        quota: its bounds.
-        closing: set when the tier closes.
         removed: called with the keys that have left.
         lost: called where another directory is at the root's path, such as that of a new mount.
         epoch: the one whose chunks are listed until ``follow`` names another.

@@ -17,10 +17,6 @@ from kvtier.tiers.fs._locks import open_lock, try_lock
 class Removal:
     """Removes what is below a root. Paths are relative to it.
 
-    Args:
-        root_fd: the root directory, open.
-        stop: set where it shall end soon.
-
     Attributes:
         failures: what could not be removed or looked into.
     """

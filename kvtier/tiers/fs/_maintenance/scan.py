@@ -31,7 +31,6 @@ class ChunkScan:
 
     Attributes:
         seen: files that were scanned.
-        removed: files removed.
         removed_bytes: bytes removed, directories that became empty included.
         failures: what could not be removed or read.
         failed_bytes: of the files that could not be removed.

@@ -49,8 +49,6 @@ class Sweeper:
     """Removes what is left over below a root.
 
     Args:
-        root: the root, open.
-        removal: what removes.
         ours: writers of this process: with some network file systems a lock does not tell two
             users in one process apart.
 

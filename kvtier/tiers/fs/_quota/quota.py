@@ -71,8 +71,6 @@ class _Change:
     """The accounts while they are held, and what is to be leased in addition.
 
     Attributes:
-        accounts: of the root.
-        disk: the file system's state.
         reserve: bytes that a put is going to write.
         ahead: bytes for later puts.
     """
@@ -87,9 +85,7 @@ class Quota:
     """What may be written. Any thread may call it; what asks the ledger or the file system blocks.
 
     Args:
-        config: the tier's settings.
         file_bytes: the most bytes that writing one chunk can take.
-        shared: the root's ledger.
         stat: returns the file system's state; it blocks.
 
     Raises:
@@ -216,7 +212,6 @@ class Quota:
         """Report that so many bytes were removed.
 
         Args:
-            nbytes: how many.
             since: from ``mark``, or from here, before the first of them was removed.
 
         Returns:
