@@ -183,10 +183,7 @@ class Launcher:
         """Start an engine.
 
         Args:
-            model: directory of the model.
             extra_config: kvtier's settings; None for an engine without a connector.
-            environment: environment variables of this engine.
-            start_s: seconds to wait for it.
             faulty_copies: make ``Engine.fail_copies`` possible.
             prepare: arguments of an ``Engine.call`` before it is started.
             arguments: further arguments of the engine; ``kv_transfer_config`` over the one made here.
@@ -284,7 +281,6 @@ class Engine(Channel):
         super().__init__(channel, log)
 
     def write_stacks(self) -> None:
-        """See ``Channel.write_stacks``."""
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, STACKS)

@@ -18,10 +18,7 @@ class Copies:
     """Copies between a device and the slots.
 
     Args:
-        world: where all this happens.
-        memory: the slots.
         failures: share of copies that fail.
-        until_s: when that is over.
         longest_s: how long a copy takes at most.
     """
 

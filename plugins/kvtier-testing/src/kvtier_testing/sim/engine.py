@@ -70,7 +70,6 @@ class Job:
     Attributes:
         request: the core's side of it.
         keys: its chunks, in the order of the prompt.
-        state: where it is.
         waits_since_s: when it was deferred first.
         expired: whether it may not be deferred any more.
         computed: whether a load of it has failed.

@@ -260,7 +260,6 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
     ``loop.run_in_executor`` start no thread.
 
     Args:
-        main: makes the coroutine.
         seed: anything whose ``str`` names the run.
 
     Returns:

@@ -69,7 +69,6 @@ def run(
 
     Args:
         seed: names the run.
-        given: parts of one's own.
         trace: called with each line of what happens.
 
     Raises:
