@@ -64,8 +64,8 @@ def installed(group: Group) -> list[PluginInfo]:
     return sorted((_info(entry) for entry in entry_points(group=group.name)), key=lambda info: info.name)
 
 
-def require(group: Group, name: str, field: str) -> None:
-    """Check that a plug-in of this name is installed, without importing it.
+def require(group: Group, name: str, field: str) -> list[EntryPoint]:
+    """Return the entry points of this name, mostly one, without importing it.
 
     Args:
         field: the setting that holds the name, for the message.
@@ -73,11 +73,12 @@ def require(group: Group, name: str, field: str) -> None:
     Raises:
         ConfigError: there is none; the message lists what is installed and the nearest name.
     """
-    names = {info.name for info in installed(group)}
-    if name not in names:
-        listed = ", ".join(sorted(names)) or "none"
-        hint = did_you_mean(name, names) or "; install the distribution that brings it"
+    found = entry_points(group=group.name)
+    if name not in found.names:
+        listed = ", ".join(sorted(found.names)) or "none"
+        hint = did_you_mean(name, found.names) or "; install the distribution that brings it"
         raise ConfigError(f"{field} = {name!r}: no such {group.noun}; installed are: {listed}{hint}")
+    return list(found.select(name=name))
 
 
 def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
@@ -100,15 +101,15 @@ def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
 
 def load_object(group: Group, name: str, field: str) -> object:
     """Import what one plug-in names, and no other plug-in. Raises as ``load`` does, and checks no class."""
-    require(group, name, field)
-    entries = list(entry_points(group=group.name, name=name))
-    title = _title(group, name)
-    if len(entries) > 1:
-        raise group.error(f"{title}: the name is claimed {len(entries)} times; uninstall all but one of them")
+    entry, *others = require(group, name, field)
+    if others:
+        what = f"the name is claimed {1 + len(others)} times; uninstall all but one of them"
+        raise group.error(f"{_title(group, name)}: {what}")
     try:
-        return entries[0].load()
+        return entry.load()
     except (Exception, SystemExit) as error:  # a plug-in's import may raise anything
-        raise group.error(f"{title} cannot be imported: {type(error).__name__}: {error}") from error
+        text = f"cannot be imported: {type(error).__name__}: {error}"
+        raise group.error(f"{_title(group, name)} {text}") from error
 
 
 def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: object) -> BaseT:
