@@ -132,7 +132,7 @@ async def opened(
     memory = HeapMemory(batch_chunks * BATCHES_IN_FLIGHT, size)
     fill(memory)
     identity = Identity.make("bench", {"chunk_bytes": size, "run": secrets.token_hex(8)})
-    tier = plugins.make(plugins.TIERS, settings.type, registry.load(settings.type), settings)
+    tier = registry.maker(settings)()
     bare = _bare_client(settings, size)
     await _open(tier, TierContext(settings.name or settings.type, identity, size))
     mover = TierMover(tier, identity, memory)
