@@ -23,8 +23,8 @@ from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, Pu
 from kvtier._identity import Identity
 from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
-from kvtier.tiers._drain import until_done
-from kvtier.tiers._runner import Post, TierRunner, call_soon
+from kvtier.tiers._drain import call_soon, until_done
+from kvtier.tiers._runner import Post, TierRunner
 
 logger = logging.getLogger("kvtier.executor")
 

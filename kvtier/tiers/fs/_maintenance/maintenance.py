@@ -19,10 +19,11 @@ import anyio
 
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
+from kvtier.tiers._drain import call_soon
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
-from kvtier.tiers.fs._files.workers import Workers, post
+from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs._maintenance.known import KnownChunks
@@ -164,7 +165,7 @@ class Maintenance:
             self._try(work, what)
         finally:
             self._requested.discard(what)
-            post(self._loop, self._wake_puts)
+            call_soon(self._loop, self._wake_puts)
 
     def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
         if name in self._timers:
@@ -189,13 +190,13 @@ class Maintenance:
 
     def _do_slow_work(self, known: KnownChunks) -> None:
         self._try(self._count, "counting its bytes")
-        post(self._loop, self.counted.set)
+        call_soon(self._loop, self.counted.set)
         if self._namespace.read_only is None:
             self._try(self._sweep, "removing leftovers")
             if self._config.ttl_s is not None:
                 self._try(partial(self._expire, self._config.ttl_s), "removing expired chunks")
         self._try(partial(known.list, self._namespace, self._closing), "listing its chunks")
-        post(self._loop, self._plan_next)
+        call_soon(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
         if self._namespace.is_replaced():
@@ -207,7 +208,7 @@ class Maintenance:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "setting the access times of its files")
-        post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+        call_soon(self._loop, partial(self._after, "tick", TICK_S, self._tick))
 
     def _count(self) -> None:
         if not self._quota.count_is_due(self._config.recount_s):
