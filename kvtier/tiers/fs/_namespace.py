@@ -270,8 +270,7 @@ class Namespace:
             for name in self.names(".")
             if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
         ]
-        locks = (layout.epoch_of_users_lock(name) for name in self.names(self.name))
-        return max((*found, *(number for number in locks if number is not None)), default=-1)
+        return max((*found, *layout.epochs_of_users(self.names(self.name))), default=-1)
 
     def _require_number(self, number: int) -> None:
         """Refuse an epoch above the last one: a forged trace is the only way to get there. OSError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -37,9 +38,14 @@ THERE: Final = frozenset({Result.OK, Result.EXISTS})
 CORRUPT: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
 GONE: Final = CORRUPT | {Result.ABSENT}
 
-
 Failures: TypeAlias = Counter[int]
 """Files and directories that could not be removed or read, by errno."""
+
+
+def count_failure(failures: Failures, error: OSError) -> None:
+    """Count an error; what somebody else has removed, and being stopped, are none."""
+    if error.errno not in (errno.ENOENT, errno.ECANCELED):
+        failures[error.errno or errno.EIO] += 1
 
 
 class Verb(Enum):
