@@ -150,11 +150,11 @@ class Bytes(int):
         return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
-def ago(when: float | None, now: float | None = None) -> str:
+def ago(when: float | None) -> str:
     """Return how long ago a time was, in words."""
     if when is None:
         return "never"
-    seconds = max(0.0, (time.time() if now is None else now) - when)
+    seconds = max(0.0, time.time() - when)
     for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
