@@ -187,17 +187,3 @@ def populate(address: int, length: int) -> int:
         return errno.ENOSYS
     failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
     return ctypes.get_errno() if failed else 0
-
-
-__all__ = [
-    "ABI",
-    "LIBRARY_NAME",
-    "available",
-    "copy_batch",
-    "copy_batch_async",
-    "crc32c",
-    "holding",
-    "library",
-    "missing_because",
-    "populate",
-]

@@ -197,6 +197,3 @@ def corrupt(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, byte
     if kind == 3:
         return payload, trailer[: chance.randrange(len(trailer))]
     return other, seal(_ANOTHER, memoryview(other), IDENTITY.short_digest)
-
-
-__all__ = ["NO_FAULTS", "Backend", "FaultProfile", "Record", "corrupt"]

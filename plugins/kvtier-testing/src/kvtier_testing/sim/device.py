@@ -84,6 +84,3 @@ class Copies:
         fails = self._world.now_s < self._until_s and self._chance.random() < self._failures
         self._world.seen["copy failed"] += fails
         return fails
-
-
-__all__ = ["Copies"]

@@ -380,6 +380,3 @@ class EngineProcess(Process):
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:
             await asyncio.sleep(self._chance.choice((0.0, 0.0, self._scenario.step_s / 10)))
-
-
-__all__ = ["EngineProcess", "SimExecutorThread"]

@@ -299,6 +299,3 @@ class FaultyTier(SecondaryTier[TierConfig]):
                 self._world.fail(
                     f"{self._backend.name} is to put {show(key)} of {weights}, but slot {slot} has {held}"
                 )
-
-
-__all__ = ["FaultyTier"]

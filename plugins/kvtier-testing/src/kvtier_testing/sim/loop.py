@@ -275,6 +275,3 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
         finally:
             loop.sweep()
             loop.close()
-
-
-__all__ = ["SimLoop", "Spinning", "Stalled", "cancel_begun", "simulate"]

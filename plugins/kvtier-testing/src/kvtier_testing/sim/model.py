@@ -311,6 +311,3 @@ def _checked(name: str) -> Callable[..., Any]:
 
 for _name in ("on_event", "take_commands", "acquire", "release", "fail_load", "reserve", "commit", "abort"):
     setattr(CheckedTiering, _name, _checked(_name))
-
-
-__all__ = ["CHUNK_BYTES", "IDENTITY", "CheckedTiering", "SimMemory", "Violation", "World", "content", "show"]

@@ -201,6 +201,3 @@ def _prompts(chance: Random, *, windowed: bool) -> tuple[tuple[OffloadKey, ...],
 def chain(name: str, length: int, group: int = 0) -> tuple[OffloadKey, ...]:
     """Make the keys of a prompt's chunks."""
     return tuple(pack_key(f"{name}{index}".encode(), group) for index in range(length))
-
-
-__all__ = ["End", "Owner", "Scenario", "TierScenario", "chain"]

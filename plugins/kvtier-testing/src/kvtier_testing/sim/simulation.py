@@ -340,6 +340,3 @@ class _Run:
             self.world.loop.fail(
                 error if isinstance(error, Exception) else AssertionError(context["message"])
             )
-
-
-__all__ = ["MakeTier", "Overrides", "Result", "run"]

@@ -296,6 +296,3 @@ class ManagerProcess(Process):
                 return
         held = [self._world.name_of(one, keys) for one in got]
         self._world.fail(f"{[show(key) for key in keys]} of weights {oldest} or newer came as {held}")
-
-
-__all__ = ["ManagerProcess", "SimRegion"]

@@ -160,6 +160,3 @@ async def held(call: Call, at_wait: int, meanwhile: Call, patience_s: float) -> 
     for other in others:
         other.result()
     return bool(others)
-
-
-__all__ = ["Call", "Ended", "Stepped", "Way", "held", "run_cancelled"]
