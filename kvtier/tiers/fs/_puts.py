@@ -83,7 +83,7 @@ class Puts:
         else:
             await self._put_missing(known, call, batch)
         known.learn(call)
-        if self._quota.excess_bytes:
+        if self._quota.known.excess:
             self._maintenance.make_room_soon()
         return call
 

@@ -137,7 +137,7 @@ class Maintenance:
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
-        if self._quota.unconfirmed_bytes:
+        if self._quota.known.unconfirmed:
             self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, _ROOM_EVERY_S)):
@@ -202,9 +202,9 @@ class Maintenance:
         if self._namespace.is_replaced():
             self._lost(f"another directory is at {self._config.root_dir} now")
         self._try(self._quota.refresh, "reading its ledger")
-        if self._quota.excess_bytes:
+        if self._quota.known.excess:
             self.make_room_soon()
-        if self._quota.unconfirmed_bytes or self._quota.used_bytes is None:
+        if self._quota.known.unconfirmed or self._quota.used_bytes is None:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "setting the access times of its files")
@@ -237,7 +237,7 @@ class Maintenance:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
 
     def _evict(self) -> None:
-        need = self._quota.excess_bytes
+        need = self._quota.known.excess
         if not need:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
@@ -254,7 +254,7 @@ class Maintenance:
         While puts are under way there is no pause: their files take room, and can be evicted once complete.
         """
         first_s, most_s = EVICTION_PAUSE_S
-        can_leave = removed or self._quota.has_puts_under_way
+        can_leave = removed or self._quota.known.leased > 0
         self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
         self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
         if self._eviction_pause_s == most_s and not self._is_warned:

@@ -288,7 +288,7 @@ async def test_chunks_that_are_there_need_no_room_and_drive_none_out(world, monk
     evicted = tier.statistics().evicted_bytes
     for _ in range(3):
         assert (await world.put(tier, there)).statuses == (OK,) * len(there)
-    assert tier._session.quota.excess_bytes == 0
+    assert tier._session.quota.known.excess == 0
     assert left(world, 12) == there
     assert tier.statistics().evicted_bytes == evicted
 
