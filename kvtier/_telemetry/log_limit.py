@@ -46,7 +46,6 @@ class NoticeLog:
         self._limit = LogLimit(_CHANGES_EVERY_S)
 
     def write(self, notices: Iterable[Notice], now_s: float) -> None:
-        """Log notices."""
         for notice in notices:
             added = self._limit.allow(f"{notice.subject}: {notice.text}", now_s)
             if added is not None:

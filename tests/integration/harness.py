@@ -376,7 +376,6 @@ class Engine(Channel):
 
     @property
     def processes(self) -> list[int]:
-        """The engine's processes."""
         return _session(self.pid)
 
     @property

@@ -117,7 +117,6 @@ class Work:
 
     @property
     def prefix_blocks(self) -> int:
-        """Blocks of one prefix."""
         return self.prefix_tokens // BLOCK_TOKENS
 
     @property

@@ -86,8 +86,6 @@ def run(
 
 
 class _Run:
-    """One run."""
-
     def __init__(
         self, seed: object, given: Overrides, scenario: Scenario, trace: Callable[[str], object] | None
     ) -> None:
@@ -102,7 +100,6 @@ class _Run:
         }
 
     async def run(self) -> Result:
-        """Run it."""
         scenario, world = self._scenario, self.world
         world.loop.set_exception_handler(self._on_unhandled)
         world.note(f"{scenario}")

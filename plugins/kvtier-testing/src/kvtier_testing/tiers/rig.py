@@ -36,7 +36,6 @@ def expect(condition: object, message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Fail with ``message``."""
     raise AssertionError(message)
 
 
