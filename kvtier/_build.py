@@ -70,7 +70,7 @@ def make_tiers(config: TieringConfig) -> list[NamedTier]:
     """Make the tiers that ``config`` names, not opened yet."""
     named = []
     for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True):
-        make = partial(plugins.make, plugins.TIERS, tier.type, registry.load(tier.type), tier)
+        make = registry.maker(tier)
         named.append(NamedTier(name, make(), make))
     return named
 

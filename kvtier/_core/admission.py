@@ -114,16 +114,11 @@ class TierStatus:
     """What the core knows of one tier's condition, and what follows for its puts and gets.
 
     Args:
-        name: the tier's name.
         deadline_s: how long one of its transfers is waited for.
         width: puts that it works on at once.
-        breaker: makes its breakers.
 
     Attributes:
-        puts: the breaker of its puts.
-        gets: the breaker of its gets.
         backlog: chunks that its puts pin now.
-        pressure: holds its puts back.
         down: why it can not be used, or None.
         epoch: the last epoch that it was reset to.
         failed_audit: whether an audit has found a chunk of it damaged; it is then disabled until a restart.
@@ -165,13 +160,7 @@ class TierStatus:
         return self.disabled_reason or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
-        """Return how many of ``count`` chunks are put now, and why not the others.
-
-        Args:
-            count: chunks that there are to be put.
-            most_backlog: chunks that the tier's puts may pin.
-            now_s: the owner's clock.
-        """
+        """Return how many of ``count`` chunks are put now, and why not the others."""
         refusal = self.disabled_reason or self.puts.refusal(now_s)
         if refusal is not None:
             return 0, refusal

@@ -79,7 +79,6 @@ class PutEnded(Struct, array_like=True, frozen=True, gc=False, tag=1):
     Attributes:
         kept: for each key, whether the tier has it now.
         reasons: why chunks were not kept, counted.
-        seconds: how long the tier took.
         health: what it says of the tier.
         retry: what came of a second attempt, in a word of ``reasons.RETRY``; empty where there was no
             cause for one.
@@ -148,7 +147,6 @@ class SlotsReady(Struct, frozen=True):
     """Slots of the primary tier may be used from now on.
 
     Attributes:
-        slots: which.
         is_last: whether there will be no more of them.
     """
 

@@ -22,7 +22,6 @@ class Request(Stateful):
     Attributes:
         name: how logs name it.
         tiers: the tiers that may be asked for it; None for all of them.
-        state: see ``RequestState``.
         deadline_s: when what is pending becomes a miss, on the owner's clock; set while WAITING.
         round: the step in which it was last asked; what follows to ``wanted`` is of that step.
         first: the key that was asked first.

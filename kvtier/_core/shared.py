@@ -24,13 +24,7 @@ Count = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A change that the log should have a line of.
-
-    Attributes:
-        subject: what it is about.
-        text: what has changed, and why.
-        is_good: whether it is for the better.
-    """
+    """A change that the log should have a line of."""
 
     subject: str
     text: str

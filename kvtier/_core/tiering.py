@@ -42,7 +42,6 @@ class Tiering:
     Args:
         policy: chooses what leaves the primary tier.
         tiers: the secondary tiers, in the order in which they are asked.
-        limits: the bounds to keep.
         windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
             windows); their chunks are located first and then promoted as they are asked for.
         track_kv_events: whether to note what becomes available where, for ``take_kv_events``.

@@ -34,8 +34,6 @@ class Driver:
     """Connects the core with its executor and its log. All calls come from the owner's thread; none waits.
 
     Args:
-        core: the state machine.
-        executor: carries out its commands.
         logger: where changes of a tier's state, or of the eviction policy, are logged.
         slot_checksums: what audited slots must hold; None where nothing is audited.
         has_damage: returns whether an audit ever failed; damage is looked for only then.
@@ -114,9 +112,7 @@ class Driver:
         """End a load. Drop its chunks if it failed or an audit found one of them damaged.
 
         Args:
-            pinned: the chunks of the load.
             request: the request to be computed if the load has failed; None if the request has ended.
-            failed: whether the copy failed.
         """
         damage = self._find_damage(pinned.chunks, pinned.origins)
         if self.traces is not None:

@@ -129,7 +129,6 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
         src: address of an array of ``count`` uint64: where each range is.
         dst: address of such an array: where each range goes. Ranges must not overlap.
         sizes: address of such an array: bytes of each range.
-        count: how many ranges.
     """
     if library is not None:
         library.kvt_copy_batch(src, dst, sizes, count)
@@ -190,17 +189,3 @@ def populate(address: int, length: int) -> int:
         return errno.ENOSYS
     failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
     return ctypes.get_errno() if failed else 0
-
-
-__all__ = [
-    "ABI",
-    "LIBRARY_NAME",
-    "available",
-    "copy_batch",
-    "copy_batch_async",
-    "crc32c",
-    "holding",
-    "library",
-    "missing_because",
-    "populate",
-]

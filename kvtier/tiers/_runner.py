@@ -42,6 +42,7 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
+from kvtier.tiers._drain import call_soon
 from kvtier.tiers._faults import require_fault, words_of
 from kvtier.tiers._integrity import IntegrityChecks
 from kvtier.tiers._retry import Progress, Retries, health_of
@@ -401,11 +402,3 @@ def _in_integers(usage: Usage | None) -> Usage | None:
         None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
     )
     return Usage(used, capacity)
-
-
-def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Schedule a callback on a loop, from any thread; drop it where the loop is closed."""
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:
-        logger.debug("the executor's loop is closed: nobody is to be woken")

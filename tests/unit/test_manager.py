@@ -374,7 +374,7 @@ async def test_a_lookup_waits_for_a_store_under_way() -> None:
 
 async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> None:
     gate = Gate()
-    async with opened(copy=gate, copy_deadline_s=0.2) as it:
+    async with opened(copy=gate, copy_deadline_s=0.2, limits=Limits(request_deadline_s=0.2)) as it:
         free = it.manager.statistics().free_slots
         with pytest.raises(DeviceStuckError, match=r"3 chunks failed: a copy of .* has not ended"):
             await it.store(prompt(1, 3))

@@ -71,7 +71,6 @@ class Job:
     Attributes:
         request: the core's side of it.
         keys: its chunks, in the order of the prompt.
-        state: where it is.
         waits_since_s: when it was deferred first.
         expired: whether it may not be deferred any more.
         computed: whether a load of it has failed.
@@ -385,6 +384,3 @@ class EngineProcess(Process):
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:
             await asyncio.sleep(self._chance.choice((0.0, 0.0, self._scenario.step_s / 10)))
-
-
-__all__ = ["EngineProcess", "SimExecutorThread"]

@@ -33,7 +33,6 @@ class TierScenario:
     """A tier and its faults.
 
     Attributes:
-        config: its settings.
         verifies: whether it checks its chunks itself.
         capacity: chunks that it has room for.
         is_recreated: whether an opening that failed is repeated with another object.
@@ -61,9 +60,6 @@ class Scenario:
 
     Attributes:
         owner: who drives the core.
-        policy: name of the eviction policy.
-        slots: slots of the primary tier.
-        limits: the bounds of the core.
         windowed: whether there is a group that is looked up from the back.
         tiers: the tiers, in their order.
         process_ends: when and how each process ends; after the last of them there is one that is
@@ -209,6 +205,3 @@ def _prompts(chance: Random, *, windowed: bool) -> tuple[tuple[OffloadKey, ...],
 def chain(name: str, length: int, group: int = 0) -> tuple[OffloadKey, ...]:
     """Make the keys of a prompt's chunks."""
     return tuple(pack_key(f"{name}{index}".encode(), group) for index in range(length))
-
-
-__all__ = ["End", "Owner", "Scenario", "TierScenario", "chain"]

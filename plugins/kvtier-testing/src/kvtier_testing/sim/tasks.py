@@ -56,7 +56,6 @@ class SimTransferEngine(TransferEngine):
         self._is_closed = False
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        """See the base."""
         self._require_open()
         contents = [self.blocks[int(block)] for block in blocks.ids]
         self._copies.store(slots, contents, lambda good: self._end(transfer_id, good))
@@ -69,7 +68,6 @@ class SimTransferEngine(TransferEngine):
         *,
         expedited: bool = False,  # noqa: ARG002
     ) -> None:
-        """See the base."""
         self._require_open()
         ids = [int(block) for block in blocks.ids]
 
@@ -80,26 +78,21 @@ class SimTransferEngine(TransferEngine):
         self._copies.load(slots, done)
 
     def finished(self) -> list[Finished]:
-        """See the base."""
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, transfer_ids: Iterable[int]) -> None:  # noqa: ARG002
-        """See the base."""
         self._copies.hurry()
 
     def drain(self) -> None:
-        """See the base."""
         self._copies.hurry()
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """See the base."""
         self._wakeup = wakeup
         if wakeup is not None and self._ended:
             wakeup()
 
     def close(self) -> None:
-        """See the base."""
         self._is_closed = True
         self._copies.hurry()
 
@@ -307,6 +300,3 @@ class ManagerProcess(Process):
                 return
         held = [self._world.name_of(one, keys) for one in got]
         self._world.fail(f"{[show(key) for key in keys]} of weights {oldest} or newer came as {held}")
-
-
-__all__ = ["ManagerProcess", "SimRegion"]
