@@ -39,6 +39,7 @@ class TierSpeed:
     Attributes:
         latency_s, chunk_s: the estimate, in seconds; of use once ``is_known``.
         is_closed: whether computing was quicker when it was last asked.
+        is_probed: whether a probe is under way.
         probe_from_s: when the next probe may begin.
         probe_wait_s: how long after it the one that follows may.
     """
@@ -46,7 +47,8 @@ class TierSpeed:
     def __init__(self) -> None:
         self.latency_s = self.chunk_s = 0.0
         self.is_closed = False
-        self.probe_from_s = 0.0
+        self.is_probed = False
+        self.probe_from_s = -inf
         self.probe_wait_s = _FIRST_PROBE_S
         self._doubted_s: float | None = None  # when the last get ended, if it was much too long
         self._variance = (0.0, 0.0, 0.0)  # of the latency, of both together, of the time per chunk
@@ -107,18 +109,19 @@ class ComputeSpeed:
     def __init__(self) -> None:
         self.rates: list[float] = []
         self._sampled: list[float] = []  # as ``rates``; 0 where there was no sample
+        self._doubted: set[int] = set()  # indexes whose last sample was far off
         self._sums: list[float] = []  # seconds of all places of lesser bit length
-        self._has_doubt = False
 
     def note(self, place: int, chunks: float, seconds: float) -> None:
         """Update the estimate by a step that computed ``chunks`` around ``place``."""
         index, chunk_s = place.bit_length(), max(seconds, _LEAST_S) / chunks
-        usual_s = self.rates[min(index, len(self.rates) - 1)] if self.rates else chunk_s
-        is_far = not usual_s / _FAR <= chunk_s <= usual_s * _FAR
-        doubted, self._has_doubt = self._has_doubt, is_far
-        if is_far and not doubted:
-            return
         self._sampled += [0.0] * (index + 1 - len(self._sampled))
+        usual_s = self._sampled[index] or chunk_s
+        is_far = not usual_s / _FAR <= chunk_s <= usual_s * _FAR
+        if is_far and index not in self._doubted:
+            self._doubted.add(index)
+            return
+        self._doubted.discard(index)
         is_new = is_far or not self._sampled[index]
         self._sampled[index] = chunk_s if is_new else usual_s + _WEIGHT * (chunk_s - usual_s)
         self._fill()
@@ -195,7 +198,7 @@ class LoadGate:
         computed_s = self.compute.seconds(place + count) - self.compute.seconds(place)
         was_closed = speed.is_closed
         speed.is_closed = fetch_s * (_HYSTERESIS if was_closed else 1.0) > computed_s
-        if speed.is_closed and not was_closed and now_s >= speed.probe_from_s:
+        if speed.is_closed and not was_closed and now_s >= speed.probe_from_s + _PROBE_EVERY_S:
             speed.probe_from_s, speed.probe_wait_s = now_s + _FIRST_PROBE_S, 2 * _FIRST_PROBE_S
         return speed.is_closed
 
@@ -203,19 +206,38 @@ class LoadGate:
         """Note that chunks are computed."""
         self._round_s += self.compute.seconds(place + count) - self.compute.seconds(place)
 
-    def take_probe(self, tier: int, now_s: float) -> int:
-        """Return how many chunks a probe gets that begins now; 0 where none is due."""
+    def probe_size(self, tier: int, now_s: float) -> int:
+        """Return how many chunks a probe gets that begins now; 0 where none is due, or one is under way."""
         speed = self._tiers[tier]
-        if now_s < speed.probe_from_s:
+        if now_s < speed.probe_from_s or speed.is_probed:
             return 0
-        speed.probe_from_s = now_s + speed.probe_wait_s
-        speed.probe_wait_s = min(2 * speed.probe_wait_s, _PROBE_EVERY_S)
         return max(1, min(_PROBE_CHUNKS, int((_PROBE_S - speed.latency_s) / speed.chunk_s)))
 
-    def get_ended(self, tier: int, chunks: int, seconds: float, now_s: float) -> None:
-        """Update a tier's speed by a get that copied something: see ``TierSpeed.note``."""
-        self._tiers[tier].note(chunks, seconds, now_s)
+    def probe_begins(self, tier: int, now_s: float) -> None:
+        """Note that a probe begins."""
+        speed = self._tiers[tier]
+        speed.is_probed = True
+        speed.probe_from_s = now_s + speed.probe_wait_s
+        speed.probe_wait_s = min(2 * speed.probe_wait_s, _PROBE_EVERY_S)
 
-    def probe_found_nothing(self, tier: int, now_s: float) -> None:
-        """Let the next probe begin soon: the tier did not have what this one was for."""
-        self._tiers[tier].probe_from_s = now_s + _PROBE_AGAIN_S
+    def probe_ended(self, tier: int, now_s: float, *, found_any: bool) -> None:
+        """Note that a probe has ended; the next one begins soon if the tier did not have its chunks."""
+        self._tiers[tier].is_probed = False
+        if not found_any:
+            self._tiers[tier].probe_from_s = now_s + _PROBE_AGAIN_S
+
+    def get_ended(
+        self, tier: int, chunks: int, seconds: float, now_s: float, *, at_least: bool = False
+    ) -> None:
+        """Update a tier's speed by a get: see ``TierSpeed.note``.
+
+        Args:
+            tier: its index.
+            chunks: those in flight when the get began, its own too.
+            seconds: what it took.
+            now_s: when it ended.
+            at_least: whether it copied nothing: then it counts only if it took longer than copying.
+        """
+        speed = self._tiers[tier]
+        if not at_least or (speed.is_known and seconds > speed.latency_s + speed.chunk_s * chunks):
+            speed.note(chunks, seconds, now_s)

@@ -153,7 +153,7 @@ class Promotions:
         if transfer.slot_use is SlotUse.EVICT:
             visible = self._shared.table.visible
             run = [key for key in _run_after_copied(transfer.keys, event.answers) if key not in visible]
-            run = self._of_use(run, waiters)
+            run = self._obtainable(self._of_use(run, waiters), waiters, now_s)
             self._get_located(run, waiters, now_s)
             first = next(iter(self.pending))  # of the waiters, who are all among them
             if first in waiters and not any(other.held for other in self.pending if other is not first):
@@ -232,7 +232,9 @@ class Promotions:
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
-            closed = closed or self._gate(tier, keys, keys, waiters, now_s)
+            if closed is None:
+                gets = 1 if len(keys) <= min(self._room, len(shared.table.free)) else 2
+                closed = self._gate(tier, keys, keys, gets, waiters, now_s, may_wait=not first_tier)
             if closed == _WAIT:
                 return
             if closed is None:
@@ -246,6 +248,26 @@ class Promotions:
         for request in waiters:
             request.mark_absent(keys)
 
+    def _obtainable(self, keys: list[OffloadKey], waiters: Waiters, now_s: float) -> list[OffloadKey]:
+        """Return the located keys whose tiers may be asked now; the others are looked for in later tiers."""
+        if not keys:
+            return keys
+        shared, located = self._shared, next(iter(waiters)).located
+        by_tier: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            by_tier.setdefault(located[key], []).append(key)
+        refused: set[int] = set()
+        for tier, found in sorted(by_tier.items()):
+            reason = shared.tiers[tier].get_refusal(now_s)
+            reason = reason or self._gate(tier, found, keys, 1, waiters, now_s)
+            if reason:
+                refused.add(tier)
+            if reason and reason != _WAIT:
+                shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
+                self._record(waiters, tier, found, reason)
+                self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
+        return [key for key in keys if located[key] not in refused] if refused else keys
+
     def _get_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
         """Get keys that are known to be in a tier; evict for them, within the budget."""
         if not keys:
@@ -257,23 +279,14 @@ class Promotions:
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
-        for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
-            found = by_tier[tier]
-            reason = shared.tiers[tier].get_refusal(now_s)
-            reason = reason or self._gate(tier, found, keys, waiters, now_s)
-            if reason:
-                del by_tier[tier]
-            if reason and reason != _WAIT:
-                shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
-                self._record(waiters, tier, found, reason)
-                self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
-        for tier, found in by_tier.items():
+        for tier, found in sorted(by_tier.items()):
             if of_use := self._of_use(found, waiters):
                 self._get(tier, of_use, len(of_use), waiters, now_s, located=True)
 
-    def _get_for(self, request: Request, keys: Keys, now_s: float) -> None:
+    def _get_for(self, request: Request, keys: list[OffloadKey], now_s: float) -> None:
         """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
         is_first = next(iter(self.pending), request) is request
+        keys = self._obtainable(keys, {request: None}, now_s)
         if is_first:
             self._free_for_first(request, len(keys))
         self._get_located(keys, {request: None}, now_s)
@@ -311,7 +324,11 @@ class Promotions:
         """
         in_flight = self._in_flight[first.tiers]
         left = [key for key in keys if key not in in_flight]
-        under_way = [transfer for transfer in self._shared.running if transfer.chunks and not transfer.is_put]
+        under_way = [
+            transfer
+            for transfer in self._shared.running
+            if transfer.waiters and transfer.chunks and not transfer.is_put
+        ]
         if left and all(first in transfer.waiters for transfer in under_way):
             first.mark_absent(left)
             reason = self._shared.short_of("budget")
@@ -327,7 +344,11 @@ class Promotions:
         self.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
-        transfer.load = sum(len(other.chunks) for other in self._gets if other.tier == tier)
+        if self._shared.gate.is_active:
+            gets = [
+                other for other in self._shared.transfers.values() if other.tier == tier and not other.is_put
+            ]
+            transfer.load = sum(len(other.chunks) for other in gets)
         if waiters:  # nobody waits for a probe
             transfer.waiters.update(waiters)
             transfer.allowed = _allowed(waiters)
@@ -336,20 +357,39 @@ class Promotions:
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
 
-    def _gate(self, tier: int, keys: Keys, wanted: Keys, waiters: Waiters, now_s: float) -> str | None:
-        """Return "gate", and note it, where computing is quicker than getting keys, the first of ``wanted``.
+    def _gate(
+        self,
+        tier: int,
+        keys: Keys,
+        wanted: Keys,
+        gets: int,
+        waiters: Waiters,
+        now_s: float,
+        *,
+        may_wait: bool = True,
+    ) -> str | None:
+        """Return "gate", and note it, where computing keys is quicker; None where they are got.
 
-        Those that follow them count, too: there may be slots for a few only. A second get is needed then.
-        Return "wait" where that is to be decided in the next round, and None where the keys are got.
+        Args:
+            tier: the tier that is to give them.
+            keys: what the tier is to give, ``wanted`` or a part of it.
+            wanted: all that the waiters may get with them, however few slots there are.
+            gets: how many gets that takes, one after the other.
+            waiters: the requests.
+            now_s: the time.
+            may_wait: whether "wait" may be returned: that is to be decided in the next round.
         """
         gate, request = self._shared.gate, next(iter(waiters))
         if not gate.is_active or self._windowed:
             return None
-        place = len(request.held) + (request.wanted.index(keys[0]) if keys[0] in request.wanted else 0)
-        gets = 1 if len(wanted) <= min(self._room, len(self._shared.table.free)) else 2
+        asked = {key: index for index, key in enumerate(request.wanted)}
+        held = sum(chunk.key not in asked for chunk in request.held)
+        place = request.base + held + asked.get(keys[0], 0)
         if not gate.is_slower(tier, place, len(wanted), gets, now_s):
             return None
-        if next(iter(self.pending), request) not in waiters and gate.has_to_wait(now_s):
+        if may_wait and next(iter(self.pending), request) not in waiters and gate.has_to_wait(now_s):
+            for waiter in waiters:
+                waiter.deadline_s = None  # it does not wait for a tier
             return _WAIT
         gate.computes(place, len(wanted))
         for waiter in waiters:
@@ -358,17 +398,13 @@ class Promotions:
 
     def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
         """Get a few of the keys although computing is quicker, where that is due, to learn if it still is."""
-        room = min(len(keys), self._room, len(self._shared.table.free))
-        if room and (count := min(room, self._shared.gate.take_probe(tier, now_s))):
-            self._get(tier, keys[:count], count, {}, now_s)
-
-    def count_prefix_keys(self, keys: Keys) -> int:
-        """Return how many of the keys are of groups that are looked up from the front."""
-        return sum(not self._is_windowed(key) for key in keys) if self._windowed else len(keys)
-
-    @property
-    def _gets(self) -> list[Transfer]:
-        return [transfer for transfer in self._shared.transfers.values() if not transfer.is_put]
+        room = min(len(keys), self._room)
+        if not room or not (count := min(room, self._shared.gate.probe_size(tier, now_s))):
+            return
+        self._shared.evict(count - len(self._shared.table.free))
+        if count := min(count, len(self._shared.table.free)):
+            self._shared.gate.probe_begins(tier, now_s)
+            self._get(tier, keys[:count], count, {}, now_s).is_probe = True
 
     def _record(self, requests: Iterable[Request], tier: int, keys: Keys, word: str) -> None:
         """Note why a tier did not give keys, for those of the requests that are to be explained."""
@@ -419,11 +455,14 @@ class Promotions:
         copied, missing = event.answers.count(Answer.COPIED), event.answers.count(Answer.MISSING)
         if copied and event.seconds and event.health is TransferHealth.GOOD:
             status.pressure.get_ended(copied, event.seconds, now_s, beside_puts=status.backlog > 0)
-        if copied and event.elapsed_s:
-            unused = len(transfer.chunks) - copied
-            self._shared.gate.get_ended(transfer.tier, transfer.load - unused, event.elapsed_s, now_s)
-        elif not transfer.waiters:
-            self._shared.gate.probe_found_nothing(transfer.tier, now_s)
+        if transfer.load and event.elapsed_s:
+            unused = len(transfer.chunks) - copied if copied else 0
+            self._shared.gate.get_ended(
+                transfer.tier, transfer.load - unused, event.elapsed_s, now_s, at_least=not copied
+            )
+        if transfer.is_probe:
+            found = copied or event.health is not TransferHealth.GOOD
+            self._shared.gate.probe_ended(transfer.tier, now_s, found_any=bool(found))
         if not transfer.located:
             counts["asked", name] += len(event.answers)
             counts["found", name] += len(event.answers) - missing

@@ -25,6 +25,7 @@ class Request(Stateful):
         deadline_s: when what is pending becomes a miss, on the owner's clock; set while WAITING.
         round: the step in which it was last asked; what follows to ``wanted`` is of that step.
         first: the key that was asked first.
+        base: chunks of the prompt that come before it: the device has them.
         hits: keys that were answered HIT and are not among those held.
         wanted: keys that were answered PENDING or RETRY, in the order of the questions.
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
@@ -44,6 +45,7 @@ class Request(Stateful):
     deadline_s: float | None = None
     round: object = None
     first: OffloadKey | None = None
+    base: int = 0
     hits: list[OffloadKey] = field(default_factory=list)
     wanted: list[OffloadKey] = field(default_factory=list)
     held: dict[Chunk, object] = field(default_factory=dict)

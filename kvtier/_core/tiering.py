@@ -422,10 +422,6 @@ class Tiering:
             self.shared.kv_events.clear(tier)
             self.shared.commands.append(messages.Reset(tier, self.epoch))
 
-    def count_prefix_keys(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of the keys are of groups that are looked up from the front."""
-        return self.promotions.count_prefix_keys(keys)
-
     def note_computed(self, place: int, chunks: float, seconds: float) -> None:
         """Note that the device has computed chunks in this time, around this place of their prompts."""
         self.shared.gate.compute.note(place, chunks, seconds)

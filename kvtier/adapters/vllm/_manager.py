@@ -35,7 +35,7 @@ from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, SCHEDULE_ENDS_LAST, CacheHitSource
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
 from kvtier.adapters.vllm._events import EventStream, Location, allowed_tiers
 from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._metrics import GaugeReader, WorkerReports, as_stats
@@ -84,7 +84,7 @@ class KVTierManager(OffloadingManager):
         slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
-        stores_decodes: whether vLLM offers chunks of generated tokens, too.
+        steps: measures how fast the engine computes; None where nobody wants to know.
         explainer: follows requests that are to be explained.
         clock: seconds, monotonic.
     """
@@ -105,7 +105,7 @@ class KVTierManager(OffloadingManager):
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
         repeats_stores: bool = True,
-        stores_decodes: bool = False,
+        steps: StepMeter | None = None,
         explainer: Explainer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -127,7 +127,7 @@ class KVTierManager(OffloadingManager):
         self._drain_s = drain_s
         self._workers = workers
         self._repeats_stores = repeats_stores
-        self._steps = StepMeter(core, clock, stores_decodes=stores_decodes, ends_last=SCHEDULE_ENDS_LAST)
+        self._steps = steps
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -160,7 +160,8 @@ class KVTierManager(OffloadingManager):
         if request is not None:
             self._core.close(request)
             self._explainer.ended(request.name)
-        self._steps.forget(req_context.req_id)
+        if self._steps is not None:
+            self._steps.forget(req_context.req_id)
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -172,6 +173,8 @@ class KVTierManager(OffloadingManager):
         answer = self._core.repeat_answer(key, request) if request.answers_stand else None
         if answer is None:
             answer = self._core.lookup(key, request)
+            if self._steps is not None and key == request.first:
+                request.base = self._steps.place(req_context, key) or 0
         return _RESULTS[answer]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -226,7 +229,8 @@ class KVTierManager(OffloadingManager):
             return self._nothing_stored()
         keys = list(keys)
         reservation = self._core.reserve(keys)
-        self._steps.computed(req_context.req_id, keys, again=reservation is None and self._repeats_stores)
+        if self._steps is not None:
+            self._steps.offered(req_context, keys, self._requests[req_context.req_id].first)
         if reservation is None:
             return None if self._repeats_stores else self._nothing_stored()
         stored = list(reservation.keys)
@@ -265,9 +269,12 @@ class KVTierManager(OffloadingManager):
         for req_id in context.preempted_req_ids:
             if req_id in self._requests:
                 self._core.restart(self._requests[req_id])
+                if self._steps is not None:
+                    self._steps.forget(req_id)
         self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
         self._driver.settle()
-        self._steps.begin()
+        if self._steps is not None:
+            self._steps.begin()
         if self._explainer.tracked:
             self._explainer.step_ended(context.new_req_ids)
         if self._flushing:
@@ -323,7 +330,8 @@ class KVTierManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked at the end of each step; None where nothing has changed."""
-        self._steps.end()
+        if self._steps is not None:
+            self._steps.end()
         counts = self._take_counts()
         counts.update(self._workers.take_counts())
         gauges = self._gauges.changed(self._workers.gauges)

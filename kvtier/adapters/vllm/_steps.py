@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
@@ -16,6 +17,15 @@ from kvtier.keys import OffloadKey
 _MOST_STEPS = 8  # in flight; an engine that does not ask for statistics measures nothing
 _FROM_PROMPT = 2  # chunks: generating completes one at a time
 _UNSEEN = 0.5  # of a chunk: what a prompt has on average beyond its last whole one
+
+
+class Positioned(Protocol):
+    """What vLLM says of a request, as far as it is needed here."""
+
+    req_id: str
+
+    def get_offload_key_position(self, key: OffloadKey) -> int | None:
+        """Return the number of the prompt's tokens up to the end of a chunk."""
 
 
 @dataclass(slots=True)
@@ -33,6 +43,7 @@ class StepMeter:
     Args:
         core: what is told.
         clock: seconds, monotonic.
+        chunk_tokens: tokens of a chunk.
         stores_decodes: whether chunks of generated tokens are offered, too.
         ends_last: whether a step is scheduled after its chunks are offered, or before.
     """
@@ -41,39 +52,54 @@ class StepMeter:
         self,
         core: Tiering,
         clock: Callable[[], float],
+        chunk_tokens: int,
         *,
         stores_decodes: bool,
         ends_last: bool,
     ) -> None:
         self._core = core
         self._clock = clock
+        self._chunk_tokens = chunk_tokens
         self._least = _FROM_PROMPT if stores_decodes else 1
         self._ends_last = ends_last
         self._next = _Step()
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
         self._ended_s = 0.0
-        self._offered: dict[str, int] = {}  # chunks of each request so far
-        self._refused: dict[str, int] = {}  # of the last offer, those that will be offered again
+        self._last: dict[str, int] = {}  # the last place of each request that was counted
 
-    def computed(self, req_id: str, keys: Sequence[OffloadKey], *, again: bool) -> None:
-        """Note chunks that the step computes. ``again``: they will be offered once more in a later step."""
-        count = self._core.count_prefix_keys(keys)
-        new = count - self._refused.pop(req_id, 0)
-        if again:
-            self._refused[req_id] = count
-        if new < self._least:
+    def place(self, context: Positioned, key: OffloadKey) -> int | None:
+        """Return how many chunks of the prompt come before a key's; None where vLLM does not say."""
+        position = getattr(context, "get_offload_key_position", None)
+        end = None if position is None else position(key)
+        return None if end is None else end // self._chunk_tokens - 1
+
+    def offered(self, context: Positioned, keys: Sequence[OffloadKey], first: OffloadKey | None) -> None:
+        """Note chunks that the step computes.
+
+        Args:
+            context: the request.
+            keys: what is offered to be stored, once more where it was refused before.
+            first: the first key that was looked up for it: chunks before that one the engine has had.
+        """
+        begin = None if first is None else self.place(context, first)
+        if begin is None:
             return
-        place = self._offered.get(req_id)
+        last = self._last.get(context.req_id)
+        begin = begin if last is None else max(begin, last + 1)
+        places = [place for key in keys if (place := self.place(context, key)) is not None and place >= begin]
+        if not places:
+            return
+        self._last[context.req_id] = max(places)
+        if len(places) < self._least:
+            return
         step = self._next if self._ends_last or not self._steps else self._steps[-1]
-        chunks = new + (_UNSEEN if place is None else 0.0)
+        chunks = len(places) + (_UNSEEN if last is None else 0.0)
         step.chunks += chunks
-        step.places += chunks * ((place or 0) + new / 2)
-        self._offered[req_id] = (place or 0) + new
+        step.places += chunks * sum(places) / len(places)
 
     def forget(self, req_id: str) -> None:
-        """Forget a request that has ended."""
-        self._offered.pop(req_id, None)
-        self._refused.pop(req_id, None)
+        """Forget a request that has ended, or that was preempted: it is computed anew."""
+        self._last.pop(req_id, None)
 
     def begin(self) -> None:
         """Note that a step was scheduled."""

@@ -14,7 +14,7 @@ from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier_testing import invariants
 from tests.unit.core import world
-from tests.unit.core.world import COPIED, GOOD, HIT, LOCATED, MISS, MISSING, keys
+from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, keys
 
 CHUNK_S = 0.01  # to compute one
 FAST_S, SLOW_S = 0.001, 0.05  # to get one
@@ -126,8 +126,7 @@ def test_estimates_are_always_of_use(samples: list[tuple[int, float]]) -> None:
         it.get(chunks, seconds)
         assert 0 < it.expected_s(chunks) < 1e3
         assert it.speed.latency_s > 0 < it.speed.chunk_s
-        it.speed.probe_from_s = 0.0
-        assert 1 <= it.gate.take_probe(0, it.now_s) <= 8
+        assert 1 <= it.gate.probe_size(0, it.now_s) <= 8
 
 
 # --- the rule --------------------------------------------------------------------------------------
@@ -178,9 +177,12 @@ def test_it_closes_for_a_slow_tier_and_opens_within_two_probes(
 def _probes(it: Clocked, number: int, count: int) -> Iterator[int]:
     for _ in range(number):
         it.now_s += 5.0  # by then one is due
-        size = it.gate.take_probe(0, it.now_s)
+        size = it.gate.probe_size(0, it.now_s)
         assert 1 <= size <= 8
+        it.gate.probe_begins(0, it.now_s)
+        assert it.gate.probe_size(0, it.now_s + 100.0) == 0, "one at a time"
         yield min(size, count)
+        it.gate.probe_ended(0, it.now_s, found_any=True)
 
 
 def test_probes_become_rare() -> None:
@@ -189,7 +191,9 @@ def test_probes_become_rare() -> None:
     assert it.is_slower(8)
     probes = []
     for tick in range(300):
-        if it.gate.take_probe(0, it.now_s + tick / 10):
+        if it.gate.probe_size(0, it.now_s + tick / 10):
+            it.gate.probe_begins(0, it.now_s + tick / 10)
+            it.gate.probe_ended(0, it.now_s + tick / 10, found_any=True)
             probes.append(tick / 10)
     assert probes == pytest.approx([0.1, 0.3, 0.7, 1.5, 3.1, 6.3, 11.3, 16.3, 21.3, 26.3], abs=0.25)
 
@@ -265,8 +269,10 @@ def test_the_rest_of_a_prompt_is_computed_if_its_front_has_come_slowly() -> None
     (get,) = world.step(core, request, chunks)
     assert len(get.slots) == 4
     assert end(core, get, 4 * SLOW_S, 0.2) == []
+    assert len(core.table.visible) == 64, "nothing is evicted for what is not got"
     assert world.ask(core, request, chunks) == [HIT] * 4 + [MISS]
-    assert core.take_counts()["miss", "gate"] == 1
+    counts = core.take_counts()
+    assert {name: count for name, count in counts.items() if name[0] == "miss"} == {("miss", "gate"): 1}
     invariants.check(core)
 
 
@@ -375,3 +381,61 @@ def test_a_get_that_has_to_find_out_what_there_is_costs_its_latency_twice() -> N
         world.store(core, keys("other", stored))
         know(core, FAST_S, latency_s=6 * CHUNK_S)
         assert bool(world.step(core, Request(), keys("a", 10))) is is_got
+
+
+def test_who_waits_for_its_turn_does_not_expire() -> None:
+    """The device may compute what is in front for long, and the engine not ask meanwhile."""
+    core = make()
+    know(core, SLOW_S)
+    requests = {Request(): keys(name, 8) for name in "abcde"}
+    for request, chunks in requests.items():
+        world.ask(core, request, chunks)
+    for now_s in (0.0, 5.0, 10.0):
+        core.settle(now_s)
+    know(core, FAST_S)
+    last = list(requests)[-1]
+    world.ask(core, last, requests[last])
+    core.settle(20.0)
+    assert [get.keys for get in world.fetches(core)] == [requests[last]]
+
+
+def test_places_are_counted_from_the_front_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make()
+    know(core, FAST_S)
+    places: list[tuple[int, int]] = []
+    is_slower = LoadGate.is_slower
+
+    def noted(gate: LoadGate, tier: int, place: int, count: int, gets: int, now_s: float) -> bool:
+        places.append((place, count))
+        return is_slower(gate, tier, place, count, gets, now_s)
+
+    monkeypatch.setattr(LoadGate, "is_slower", noted)
+    chunks = keys("a", 30)
+    world.store(core, chunks[:5])
+    world.store(core, keys("other", 49))
+    request = Request()
+    request.base = 100
+    (get,) = world.step(core, request, chunks)
+    assert len(get.slots) == 10
+    end(core, get, 10 * FAST_S, 0.1)
+    assert places == [(105, 25), (115, 15)]
+
+
+def test_a_probe_makes_room_for_itself() -> None:
+    """While a tier is closed all is computed and stored: no slot is free for long."""
+    core = make()
+    world.store(core, keys("other", 64))
+    know(core, SLOW_S, is_probed=True)
+    (probe,) = world.step(core, Request(), keys("a", 8))
+    assert len(probe.slots) == 4
+
+
+def test_gets_that_bring_nothing_for_long_close_a_tier() -> None:
+    core = make()
+    know(core, FAST_S)
+    for now_s in (0.0, 3.0):
+        request = Request()
+        (get,) = world.step(core, request, keys(f"{now_s}", 8), now_s)
+        event = GetEnded(get.id, [MISSING] * 8, {"timeout": 8}, 2.5, BAD, "", 2.5)
+        core.on_event(event, now_s + 2.6)
+    assert world.step(core, Request(), keys("a", 8), 6.0) == []
