@@ -33,10 +33,18 @@ def open_traces(shared: SharedState) -> Traces | None:
         from opentelemetry import trace
     except ImportError:
         return None
-    provider = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+    try:
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+            return None
+        return Traces(provider.get_tracer("kvtier"), shared)
+    except Exception as error:  # a name that is not installed raises a bare StopIteration
+        logger.warning(
+            "nothing is traced: OpenTelemetry's tracer provider cannot be used (%r); set "
+            "OTEL_PYTHON_TRACER_PROVIDER to one that is installed, or unset it",
+            error,
+        )
         return None
-    return Traces(provider.get_tracer("kvtier"), shared)
 
 
 class Traces:

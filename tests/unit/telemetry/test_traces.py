@@ -129,6 +129,29 @@ def test_nothing_is_traced_where_the_api_is_not_installed(monkeypatch: pytest.Mo
     assert open_traces(make().shared) is None
 
 
+def test_a_provider_that_is_not_installed_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "missing")
+    assert open_traces(make().shared) is None
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.traces"]
+    assert "StopIteration" in line
+    assert "OTEL_PYTHON_TRACER_PROVIDER" in line
+
+
+def test_a_provider_without_a_tracer_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        def get_tracer(self, *arguments: Any, **more: Any) -> Any:
+            raise RuntimeError("no tracer left")
+
+    monkeypatch.setattr(trace, "get_tracer_provider", Failing)
+    assert open_traces(make().shared) is None
+    (line,) = caplog.records
+    assert "no tracer left" in line.getMessage()
+
+
 def test_a_provider_that_fails_reaches_nobody_but_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
