@@ -87,6 +87,15 @@ def test_the_tier_that_was_waited_for_at_the_request_s_deadline_is_named() -> No
     assert why(core, request, prompt) == ({prompt[0]: "deadline"}, {"t0": "deadline"})
 
 
+def test_a_tier_that_was_given_up_keeps_its_reason_at_the_request_s_deadline() -> None:
+    core, (request, _), prompt = make(tiers=2, request_deadline_s=5.0), recorded(), keys("a", 2)
+    step(core, request, prompt)
+    core.settle(3.5)  # past the first tier's deadline
+    fetches(core)
+    core.settle(5.5)
+    assert why(core, request, prompt)[1] == {"t0": "timeout", "t1": "deadline"}
+
+
 def test_chunks_that_do_not_fit_the_budget_are_missed_for_that_reason() -> None:
     core, (request, _), prompt = make(slots=16, budget=0.25), recorded(), keys("a", 8)
     (fetch,) = step(core, request, prompt)
