@@ -159,6 +159,19 @@ def test_a_load_that_failed_is_the_reason_and_its_tokens_do_not_count(make: Make
     assert (line.tokens, line.prefix_end, line.reason) == ({}, _end(0), "load_failed")
 
 
+def test_misses_of_a_scan_before_the_last_one_are_not_the_reason(make: Make, lines: Lines) -> None:
+    it, keys = make(), prompt(1, 4)
+    there, own = it.arrives("there", keys), it.arrives("own", keys)
+    for context in (there, own):
+        assert it.scan(keys, context) == (0, False)
+    it.step()
+    it.serves("other", keys, None)
+    it.loads(keys, there)
+    it.step(new=["there", "own"])  # the engine's own cache has all of one by now: it asks for nothing
+    found = {line.request: (line.tokens, line.prefix_end, line.reason) for line in lines()}
+    assert found == {"there": ({"cpu": 64}, _end(64), None), "own": ({}, None, None)}
+
+
 def test_a_request_is_explained_once_however_often_it_is_preempted(make: Make, lines: Lines) -> None:
     it, keys = make(dummy()), prompt(1, 2)
     context = it.arrives("a", keys)

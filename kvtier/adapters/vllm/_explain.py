@@ -38,6 +38,7 @@ class _Tracked:
     request: Request
     record: LookupRecord
     is_explained: bool
+    has_loaded: bool = False
     tokens: dict[str, int] = field(default_factory=dict)
     end: int | None = None  # of what was loaded
     asked_s: float | None = None
@@ -71,6 +72,7 @@ class Explainer:
     ) -> None:
         self.tracked: dict[str, _Tracked] = {}
         self.traces: Traces | None = None
+        self._asked: set[str] = set()  # requests that were looked up anew in this step
         self._rate = rate
         self._tiers = tiers
         self._chunk_tokens = chunk_tokens or {}
@@ -91,7 +93,7 @@ class Explainer:
         if is_explained:
             explanation.enable()
         if is_explained or self.traces is not None:
-            request.record = LookupRecord()
+            request.record = LookupRecord(context.req_id, self._asked)
             self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained)
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
@@ -105,13 +107,14 @@ class Explainer:
                 name = PRIMARY if tier is None else self._tiers[tier]
                 tokens[name] = tokens.get(name, 0) + self._chunk_tokens.get(group, 0)
         ends = [_end_of(tracked.context, key) for key in keys if group_index(key) == group]
+        tracked.has_loaded = True
         tracked.tokens = tokens
         tracked.end = max((end for end in ends if end is not None), default=None)
 
     def load_failed(self, req_id: str) -> None:
         """Note that what a request was to load did not arrive."""
         if (tracked := self.tracked.get(req_id)) is not None:
-            tracked.tokens, tracked.end = {}, None
+            tracked.has_loaded, tracked.tokens, tracked.end = False, {}, None
 
     def step_ended(self, scheduled: Collection[str]) -> None:
         """Note which requests wait after a step, and explain those that it has scheduled."""
@@ -128,11 +131,15 @@ class Explainer:
         for req_id in scheduled:
             if (done := self.tracked.pop(req_id, None)) is not None:
                 done.request.record = None
+                if not done.has_loaded and req_id not in self._asked:
+                    done.record.misses.clear()  # of an older scan: the engine's own cache has it by now
                 self._tell(done, now_s)
+        self._asked.clear()
 
     def ended(self, req_id: str) -> None:
         """Stop following a request that has ended."""
         self.tracked.pop(req_id, None)
+        self._asked.discard(req_id)
 
     def _tell(self, done: _Tracked, now_s: float) -> None:
         explained = self._explained(done)

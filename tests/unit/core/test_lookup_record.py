@@ -128,6 +128,10 @@ def test_only_the_last_scan_counts_and_only_of_requests_with_a_record() -> None:
     store(core, prompt[1:2])
     assert ask(core, request, prompt) == [HIT, HIT, MISS]
     assert record.misses == {prompt[2]: "absent"}
+    core.settle(0.0)
+    store(core, prompt[2:])
+    assert ask(core, request, prompt) == [HIT] * 3
+    assert record.misses == {}
     assert other.record is None
     assert fetches(core) == []
 
