@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
@@ -55,21 +56,37 @@ def write(explanation: Explanation) -> None:
     # In ASCII: a request's id may hold what the log's encoding lacks, or half of a character.
     request = explanation.request.encode(errors="replace").decode()
     fields = msgspec.to_builtins(msgspec.structs.replace(explanation, request=request))
-    logger.info("%s%s", PREFIX, json.dumps(fields))
+    with _shown():
+        logger.info("%s%s", PREFIX, json.dumps(fields))
 
 
 def enable() -> None:
-    """Have explanations logged where nobody has configured that.
+    """Have explanations logged where nobody has configured a level for kvtier's loggers.
 
-    vLLM configures its own loggers alone: without a configuration Python drops lines of other loggers below
-    WARNING.
+    vLLM configures its own loggers alone: without a level of their own Python drops lines of other loggers
+    below WARNING.
     """
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-        logger.addHandler(handler)
+    one: logging.Logger | None = logger
+    while one is not None and not isinstance(one, logging.RootLogger):
+        if one.level != logging.NOTSET:
+            return
+        one = one.parent
+    logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Have lines go to standard error as long as nobody has configured where else they go."""
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:

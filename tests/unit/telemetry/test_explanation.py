@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,7 +146,28 @@ def test_lines_are_seen_where_nobody_has_configured_logging(
     assert capsys.readouterr().err.count("kvtier.explain: {") == 1
 
 
+def test_an_application_that_configures_logging_later_sees_each_line_once(
+    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explanation.enable()
+    explanation.write(explained())
+    bare_logger.parent = logging.Logger("kvtier")
+    bare_logger.parent.addHandler(logging.StreamHandler(sys.stderr))
+    explanation.write(explained())
+    assert capsys.readouterr().err.count("kvtier.explain: {") == 2
+
+
 def test_a_level_that_somebody_has_set_is_kept(bare_logger: logging.Logger) -> None:
     bare_logger.setLevel(logging.ERROR)
     explanation.enable()
     assert bare_logger.level == logging.ERROR
+
+
+@pytest.mark.parametrize(("level", "is_seen"), [(logging.ERROR, False), (logging.NOTSET, True)])
+def test_a_level_of_all_of_kvtier_counts_and_that_of_the_root_does_not(
+    bare_logger: logging.Logger, level: int, is_seen: bool
+) -> None:
+    bare_logger.parent = logging.Logger("kvtier", level)
+    bare_logger.parent.parent = logging.RootLogger(logging.WARNING)
+    explanation.enable()
+    assert bare_logger.isEnabledFor(logging.INFO) is is_seen
