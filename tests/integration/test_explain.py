@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvtier._core.requests import Request
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation, read
 from kvtier.adapters.vllm._explain import Explainer
@@ -250,10 +251,48 @@ def test_what_is_unknown_does_not_hide_what_is_known(make: Make, lines: Lines) -
     assert len(lines()) == 1
 
 
-def test_spans_say_the_same_as_the_line(make: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """What a provider that the engine has configured has exported."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    return exporter
+
+
+def test_a_refused_lookup_has_a_span(make: Make, exporter: InMemorySpanExporter) -> None:
+    it = make()
+    it.core.refusal = "device_lost"
+    context = it.arrives("refused", prompt(1, 2), None)
+    assert it.scan(prompt(1, 2), context) == (0, False)
+    it.step(new=["refused"])
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, (span.attributes or {})["kvtier.reason"]) == ("kvtier.lookup", "device_lost")
+
+
+def test_a_step_looks_only_at_requests_that_were_asked_in_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, looked = make(dummy()), []
+    contexts = [it.arrives(str(number), prompt(number, 2)) for number in range(20)]
+    for number, context in enumerate(contexts):
+        it.scan(prompt(number, 2), context)
+    it.step()
+    is_waiting = Request.is_waiting
+
+    def counted(request: Request) -> bool:
+        looked.append(request.name)
+        return bool(is_waiting.__get__(request))
+
+    monkeypatch.setattr(Request, "is_waiting", property(counted))
+    it.explainer.step_ended([])
+    assert looked == []
+    it.explainer.step_ended(["7"])
+    assert looked == ["7"]
+    assert len(it.explainer.tracked) == 19
+
+
+def test_spans_say_the_same_as_the_line(make: Make, lines: Lines, exporter: InMemorySpanExporter) -> None:
     it, keys = make(dummy()), prompt(1, 4)
     it.serves("cold", keys)
     it.serves("warm", keys, None)

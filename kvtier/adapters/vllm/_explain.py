@@ -45,6 +45,15 @@ class _Tracked:
     waiting_since_s: float | None = None
     waited_s: float = 0.0
 
+    def note_waiting(self, now_s: float) -> None:
+        """Note that the request waits, or does not any more."""
+        if self.request.is_waiting:
+            if self.waiting_since_s is None:
+                self.waiting_since_s = now_s
+        elif self.waiting_since_s is not None:
+            self.waited_s += now_s - self.waiting_since_s
+            self.waiting_since_s = None
+
 
 class Explainer:
     """Follows requests that are to be explained, from their arrival to the step that schedules them.
@@ -117,20 +126,21 @@ class Explainer:
             tracked.has_loaded, tracked.tokens, tracked.end = False, {}, None
 
     def step_ended(self, scheduled: Collection[str]) -> None:
-        """Note which requests wait after a step, and explain those that it has scheduled."""
+        """Note which requests wait after a step, and explain those that it has scheduled.
+
+        One that is asked again while nothing has changed is not among those asked, and goes on waiting.
+        """
         now_s = self._clock()
-        for tracked in self.tracked.values():
-            if tracked.asked_s is None and tracked.request.first is not None:
+        for req_id in self._asked:
+            if (tracked := self.tracked.get(req_id)) is None:
+                continue
+            if tracked.asked_s is None:
                 tracked.asked_s = now_s
-            if tracked.request.is_waiting:
-                if tracked.waiting_since_s is None:
-                    tracked.waiting_since_s = now_s
-            elif tracked.waiting_since_s is not None:
-                tracked.waited_s += now_s - tracked.waiting_since_s
-                tracked.waiting_since_s = None
+            tracked.note_waiting(now_s)
         for req_id in scheduled:
             if (done := self.tracked.pop(req_id, None)) is not None:
                 done.request.record = None
+                done.note_waiting(now_s)
                 if not done.has_loaded and req_id not in self._asked:
                     done.record.misses.clear()  # of an older scan: the engine's own cache has it by now
                 self._tell(done, now_s)
