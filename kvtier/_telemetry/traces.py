@@ -121,6 +121,13 @@ class Traces:
                 span.add_event("kvtier.explain", attributes, timestamp=now_ns)
             span.end(now_ns)
 
+    def close(self) -> None:
+        """End the spans of what has not ended and never will, as failed ones."""
+        for open_spans in (self._transfers, self._loads):
+            while open_spans:
+                with self._guard:
+                    _end(open_spans.popitem()[1], is_failed=True)
+
     def _begin(self, name: str, requests: Sequence[str], chunks: int) -> Span:
         """Start a span for requests; the first of several stands for all in vLLM's attribute."""
         attributes: dict[str, Any] = {"kvtier.chunks": chunks}

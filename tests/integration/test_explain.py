@@ -270,6 +270,17 @@ def test_a_refused_lookup_has_a_span(make: Make, exporter: InMemorySpanExporter)
     assert (span.name, (span.attributes or {})["kvtier.reason"]) == ("kvtier.lookup", "device_lost")
 
 
+def test_a_load_that_has_not_ended_at_the_shutdown_has_a_span(
+    make: Make, exporter: InMemorySpanExporter
+) -> None:
+    it, keys = make(), prompt(1, 2)
+    it.serves("cold", keys, None)
+    it.manager.prepare_load(keys[: it.find(keys, context := it.arrives("warm", keys, None))], context)
+    it.manager.shutdown()
+    last = exporter.get_finished_spans()[-1]
+    assert (last.name, last.status.is_ok) == ("kvtier.load", False)
+
+
 def test_a_step_looks_only_at_requests_that_were_asked_in_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
