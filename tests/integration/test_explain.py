@@ -173,6 +173,31 @@ def test_misses_of_a_scan_before_the_last_one_are_not_the_reason(make: Make, lin
     assert found == {"there": ({"cpu": 64}, _end(64), None), "own": ({}, None, None)}
 
 
+@pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
+def test_the_prefix_does_not_end_within_a_chunk(make: Make, lines: Lines) -> None:
+    it, keys, (boundary,) = make(), prompt(1, 4), prompt(2, 1)
+    it.serves("cold", keys[:2], None)
+    context = it.arrives("warm", keys)
+    context.set_offload_key_position(boundary, 2 * CHUNK_TOKENS + 8)
+    found = keys[: it.find(keys, context)]
+    it.scan([boundary], context)  # vLLM asks for it behind the whole chunks, in the same step
+    it.manager.prepare_load(found, context)
+    it.step()
+    it.manager.complete_load(set(found), context)
+    it.step(new=["warm"])
+    (line,) = lines()
+    assert (line.tokens, line.prefix_end, line.reason) == ({"cpu": 32}, 32, "absent")
+    reached = it.arrives("short", keys[:2])
+    reached.set_offload_key_position(boundary, 2 * CHUNK_TOKENS + 8)
+    assert it.scan(keys[:2], reached) == (2, False)
+    it.scan([boundary], reached)
+    it.manager.prepare_load(keys[:2], reached)
+    it.step()
+    it.manager.complete_load(set(keys[:2]), reached)
+    it.step(new=["short"])
+    assert (lines()[-1].prefix_end, lines()[-1].reason) == (32, None)
+
+
 def test_a_request_is_explained_once_however_often_it_is_preempted(make: Make, lines: Lines) -> None:
     it, keys = make(dummy()), prompt(1, 2)
     context = it.arrives("a", keys)

@@ -164,7 +164,7 @@ class Explainer:
             self.traces.looked_up(attributes, now_s - done.asked_s, is_explained=done.is_explained)
 
     def _explained(self, tracked: _Tracked) -> Explanation:
-        gap = _gap(tracked)
+        gap = self._gap(tracked)
         end = tracked.end
         if gap is not None and not tracked.tokens:
             position = _end_of(tracked.context, gap)
@@ -177,6 +177,21 @@ class Explainer:
             tiers={} if gap is None else tracked.record.refusals.get(gap, {}),
             waited_s=round(tracked.waited_s, 6),
         )
+
+    def _gap(self, tracked: _Tracked) -> OffloadKey | None:
+        """Return the chunk at which the prefix ends: of those missed the first one behind what was loaded.
+
+        vLLM also asks for ends of prefixes within a chunk: models with recurrent state store one there. The
+        prefix does not end where there is none.
+        """
+        positions = {key: _end_of(tracked.context, key) for key in tracked.record.misses}
+        loaded_to = tracked.end or 0
+        behind = [
+            key
+            for key, end in positions.items()
+            if end is None or (end > loaded_to and end % self._chunk_tokens.get(group_index(key), 1) == 0)
+        ]
+        return min(behind, key=lambda key: positions[key] or 0, default=None)
 
     def _is_asked(self, context: ReqContext) -> bool:
         """Return whether the request's ``kv_transfer_params`` ask for an explanation."""
@@ -205,14 +220,6 @@ class Explainer:
                 problem,
                 added,
             )
-
-
-def _gap(tracked: _Tracked) -> OffloadKey | None:
-    """Return the chunk at which the prefix ends: of those missed the first one behind what was loaded."""
-    positions = {key: _end_of(tracked.context, key) for key in tracked.record.misses}
-    loaded_to = tracked.end or 0
-    behind = [key for key, end in positions.items() if end is None or end > loaded_to]
-    return min(behind, key=lambda key: positions[key] or 0, default=None)
 
 
 def _end_of(context: ReqContext, key: OffloadKey) -> int | None:

@@ -61,7 +61,10 @@ def test_chunks_without_a_slot_cannot_have_failed() -> None:
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([MISSING, COPIED, COPIED, MISSING], ["absent,torn", "absent,torn"]),  # the first was evicted meanwhile
+        (
+            [MISSING, COPIED, COPIED, MISSING],
+            ["absent,torn", "absent,torn"],
+        ),  # the first was evicted
         ([COPIED, COPIED, MISSING, LOCATED], ["torn"]),
     ],
 )
