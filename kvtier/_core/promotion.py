@@ -415,13 +415,17 @@ class Promotions:
     def _record_missing(self, waiters: Waiters, transfer: Transfer, event: GetEnded) -> None:
         """Note why a get did not bring its missing keys.
 
-        The event counts the chunks that failed, by reason. They are the first of the missing ones: chunks are
-        copied from the front, up to the first that the tier does not have.
+        The event counts the chunks that failed, by reason, and does not name them. They are among those that
+        were given a slot, unless all of the get has failed. Where fewer failed than are missing there, each
+        may have failed or be absent.
         """
         missing, failed = _select(transfer.keys, event.answers, Answer.MISSING), sum(event.reasons.values())
+        in_slots = event.answers[: len(transfer.chunks)].count(Answer.MISSING)
+        count = (in_slots if failed <= in_slots else len(missing)) if failed else 0
         rest = "audit" if self._shared.tiers[transfer.tier].failed_audit else "absent"
-        self._record(waiters, transfer.tier, missing[:failed], ",".join(sorted(event.reasons)))
-        self._record(waiters, transfer.tier, missing[failed:], rest)
+        words = {*event.reasons, rest} if failed < count else {*event.reasons}
+        self._record(waiters, transfer.tier, missing[:count], ",".join(sorted(words)))
+        self._record(waiters, transfer.tier, missing[count:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
         in_flight = self._in_flight[transfer.allowed]

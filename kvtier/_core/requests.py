@@ -70,6 +70,8 @@ class Request(Stateful):
         self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
+        if self.record is not None:
+            self.record.began(round_)
 
     def mark_absent(self, keys: Iterable[OffloadKey]) -> None:
         """Answer MISS for ``keys`` from now on."""

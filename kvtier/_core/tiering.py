@@ -227,8 +227,8 @@ class Tiering:
             request.move(RequestEvent.OVERDUE)
             self._counts["expired",] += 1
             if request.record is not None:
-                for transfer in self.shared.transfers.values():
-                    if request in transfer.waiters:
+                for transfer in self.shared.running:
+                    if not transfer.is_put and request in transfer.waiters:
                         request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
         self.promotions.unhold(request)
 

@@ -132,6 +132,11 @@ class Driver:
         self._core.commit(reservation, self._clock())
         self.dispatch(request)
 
+    def close(self) -> None:
+        """End the traces of what has not ended. Nothing else follows."""
+        if self.traces is not None:
+            self.traces.close()
+
     def _find_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
         if self._slot_checksums is None or not self._has_damage():
             return []

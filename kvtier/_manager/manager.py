@@ -325,6 +325,7 @@ class TieringManager:
             try:
                 await until_done(asyncio.ensure_future(self._close(end_by_s)))
             finally:
+                self._driver.close()
                 dropped.warn()
 
     # --- inside ----------------------------------------------------------------------------------

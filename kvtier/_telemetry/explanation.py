@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
@@ -45,38 +46,78 @@ class DamagedLine(msgspec.Struct, frozen=True):
     problem: str
 
 
+_BEGIN = PREFIX + "{"
 _decoder = msgspec.json.Decoder(Explanation)
+_json = json.JSONDecoder()  # says where a value ends
 
 
 def write(explanation: Explanation) -> None:
     """Log an explanation."""
-    # In ASCII: a request's id may hold what the log's encoding lacks.
-    logger.info("%s%s", PREFIX, json.dumps(msgspec.to_builtins(explanation)))
+    # In ASCII: a request's id may hold what the log's encoding lacks, or half of a character.
+    request = explanation.request.encode(errors="replace").decode()
+    fields = msgspec.to_builtins(msgspec.structs.replace(explanation, request=request))
+    with _shown():
+        logger.info("%s%s", PREFIX, json.dumps(fields))
 
 
 def enable() -> None:
-    """Have explanations logged where nobody has configured that.
+    """Have explanations logged where nobody has configured a level for kvtier's loggers.
 
-    vLLM configures its own loggers alone: without a configuration Python drops lines of other loggers below
-    WARNING.
+    vLLM configures its own loggers alone: without a level of their own Python drops lines of other loggers
+    below WARNING.
     """
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-        logger.addHandler(handler)
+    one: logging.Logger | None = logger
+    while one is not None and not isinstance(one, logging.RootLogger):
+        if one.level != logging.NOTSET:
+            return
+        one = one.parent
+    logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Have lines go to standard error as long as nobody has configured where else they go."""
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:
     """Yield the explanation in each line of a log; None for lines that are about something else."""
     for line in lines:
-        _, found, rest = line.rpartition(PREFIX.encode())
-        if not found:
-            yield None
-            continue
-        text = rest[: rest.rfind(b"}") + 1]  # what formats add to a line, such as colors, comes after it
+        yield _found_in(line.decode(errors="replace"))
+
+
+def _found_in(line: str) -> Explanation | DamagedLine | None:
+    """Return the first explanation in a line that can be read; text before and behind it does not matter."""
+    problem, may_be_escaped = None, True
+    start = line.find(_BEGIN)
+    while start >= 0:
+        text = line[start + len(PREFIX) :]
+        is_escaped = text.startswith('{\\"')  # in a log whose lines are JSON themselves
+        may_be_escaped = may_be_escaped and not text.startswith('{"')  # then it is part of a request's id
         try:
-            yield _decoder.decode(text)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            yield DamagedLine(str(error))
+            if not is_escaped or may_be_escaped:
+                return _decoded(_first_value('"' + text) if is_escaped else text)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            problem = problem or DamagedLine(str(error))
+        start = line.find(_BEGIN, start + 1)
+    return problem
+
+
+def _decoded(text: str) -> Explanation:
+    """Return the explanation at the front of a text."""
+    _, end = _json.raw_decode(text)
+    return _decoder.decode(text[:end])
+
+
+def _first_value(text: str) -> str:
+    """Return the JSON string at the front of a text."""
+    return str(_json.raw_decode(text)[0])

@@ -33,10 +33,18 @@ def open_traces(shared: SharedState) -> Traces | None:
         from opentelemetry import trace
     except ImportError:
         return None
-    provider = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+    try:
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+            return None
+        return Traces(provider.get_tracer("kvtier"), shared)
+    except Exception as error:  # a name that is not installed raises a bare StopIteration
+        logger.warning(
+            "nothing is traced: OpenTelemetry's tracer provider cannot be used (%r); set "
+            "OTEL_PYTHON_TRACER_PROVIDER to one that is installed, or unset it",
+            error,
+        )
         return None
-    return Traces(provider.get_tracer("kvtier"), shared)
 
 
 class Traces:
@@ -112,6 +120,13 @@ class Traces:
             if is_explained:
                 span.add_event("kvtier.explain", attributes, timestamp=now_ns)
             span.end(now_ns)
+
+    def close(self) -> None:
+        """End the spans of what has not ended and never will, as failed ones."""
+        for open_spans in (self._transfers, self._loads):
+            while open_spans:
+                with self._guard:
+                    _end(open_spans.popitem()[1], is_failed=True)
 
     def _begin(self, name: str, requests: Sequence[str], chunks: int) -> Span:
         """Start a span for requests; the first of several stands for all in vLLM's attribute."""

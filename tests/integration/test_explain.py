@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvtier._core.requests import Request
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation, read
 from kvtier.adapters.vllm._explain import Explainer
@@ -159,6 +160,44 @@ def test_a_load_that_failed_is_the_reason_and_its_tokens_do_not_count(make: Make
     assert (line.tokens, line.prefix_end, line.reason) == ({}, _end(0), "load_failed")
 
 
+def test_misses_of_a_scan_before_the_last_one_are_not_the_reason(make: Make, lines: Lines) -> None:
+    it, keys = make(), prompt(1, 4)
+    there, own = it.arrives("there", keys), it.arrives("own", keys)
+    for context in (there, own):
+        assert it.scan(keys, context) == (0, False)
+    it.step()
+    it.serves("other", keys, None)
+    it.loads(keys, there)
+    it.step(new=["there", "own"])  # the engine's own cache has all of one by now: it asks for nothing
+    found = {line.request: (line.tokens, line.prefix_end, line.reason) for line in lines()}
+    assert found == {"there": ({"cpu": 64}, _end(64), None), "own": ({}, None, None)}
+
+
+@pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
+def test_the_prefix_does_not_end_within_a_chunk(make: Make, lines: Lines) -> None:
+    it, keys, (boundary,) = make(), prompt(1, 4), prompt(2, 1)
+    it.serves("cold", keys[:2], None)
+    context = it.arrives("warm", keys)
+    context.set_offload_key_position(boundary, 2 * CHUNK_TOKENS + 8)
+    found = keys[: it.find(keys, context)]
+    it.scan([boundary], context)  # vLLM asks for it behind the whole chunks, in the same step
+    it.manager.prepare_load(found, context)
+    it.step()
+    it.manager.complete_load(set(found), context)
+    it.step(new=["warm"])
+    (line,) = lines()
+    assert (line.tokens, line.prefix_end, line.reason) == ({"cpu": 32}, 32, "absent")
+    reached = it.arrives("short", keys[:2])
+    reached.set_offload_key_position(boundary, 2 * CHUNK_TOKENS + 8)
+    assert it.scan(keys[:2], reached) == (2, False)
+    it.scan([boundary], reached)
+    it.manager.prepare_load(keys[:2], reached)
+    it.step()
+    it.manager.complete_load(set(keys[:2]), reached)
+    it.step(new=["short"])
+    assert (lines()[-1].prefix_end, lines()[-1].reason) == (32, None)
+
+
 def test_a_request_is_explained_once_however_often_it_is_preempted(make: Make, lines: Lines) -> None:
     it, keys = make(dummy()), prompt(1, 2)
     context = it.arrives("a", keys)
@@ -237,10 +276,59 @@ def test_what_is_unknown_does_not_hide_what_is_known(make: Make, lines: Lines) -
     assert len(lines()) == 1
 
 
-def test_spans_say_the_same_as_the_line(make: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """What a provider that the engine has configured has exported."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    return exporter
+
+
+def test_a_refused_lookup_has_a_span(make: Make, exporter: InMemorySpanExporter) -> None:
+    it = make()
+    it.core.refusal = "device_lost"
+    context = it.arrives("refused", prompt(1, 2), None)
+    assert it.scan(prompt(1, 2), context) == (0, False)
+    it.step(new=["refused"])
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, (span.attributes or {})["kvtier.reason"]) == ("kvtier.lookup", "device_lost")
+
+
+def test_a_load_that_has_not_ended_at_the_shutdown_has_a_span(
+    make: Make, exporter: InMemorySpanExporter
+) -> None:
+    it, keys = make(), prompt(1, 2)
+    it.serves("cold", keys, None)
+    it.manager.prepare_load(keys[: it.find(keys, context := it.arrives("warm", keys, None))], context)
+    it.manager.shutdown()
+    last = exporter.get_finished_spans()[-1]
+    assert (last.name, last.status.is_ok) == ("kvtier.load", False)
+
+
+def test_a_step_looks_only_at_requests_that_were_asked_in_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, looked = make(dummy()), []
+    contexts = [it.arrives(str(number), prompt(number, 2)) for number in range(20)]
+    for number, context in enumerate(contexts):
+        it.scan(prompt(number, 2), context)
+    it.step()
+    is_waiting = Request.is_waiting
+
+    def counted(request: Request) -> bool:
+        looked.append(request.name)
+        return bool(is_waiting.__get__(request))
+
+    monkeypatch.setattr(Request, "is_waiting", property(counted))
+    it.explainer.step_ended([])
+    assert looked == []
+    it.explainer.step_ended(["7"])
+    assert looked == ["7"]
+    assert len(it.explainer.tracked) == 19
+
+
+def test_spans_say_the_same_as_the_line(make: Make, lines: Lines, exporter: InMemorySpanExporter) -> None:
     it, keys = make(dummy()), prompt(1, 4)
     it.serves("cold", keys)
     it.serves("warm", keys, None)

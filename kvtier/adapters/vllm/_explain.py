@@ -38,11 +38,21 @@ class _Tracked:
     request: Request
     record: LookupRecord
     is_explained: bool
+    has_loaded: bool = False
     tokens: dict[str, int] = field(default_factory=dict)
     end: int | None = None  # of what was loaded
     asked_s: float | None = None
     waiting_since_s: float | None = None
     waited_s: float = 0.0
+
+    def note_waiting(self, now_s: float) -> None:
+        """Note that the request waits, or does not any more."""
+        if self.request.is_waiting:
+            if self.waiting_since_s is None:
+                self.waiting_since_s = now_s
+        elif self.waiting_since_s is not None:
+            self.waited_s += now_s - self.waiting_since_s
+            self.waiting_since_s = None
 
 
 class Explainer:
@@ -71,6 +81,7 @@ class Explainer:
     ) -> None:
         self.tracked: dict[str, _Tracked] = {}
         self.traces: Traces | None = None
+        self._asked: set[str] = set()  # requests that were looked up anew in this step
         self._rate = rate
         self._tiers = tiers
         self._chunk_tokens = chunk_tokens or {}
@@ -91,7 +102,7 @@ class Explainer:
         if is_explained:
             explanation.enable()
         if is_explained or self.traces is not None:
-            request.record = LookupRecord()
+            request.record = LookupRecord(context.req_id, self._asked)
             self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained)
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
@@ -105,34 +116,40 @@ class Explainer:
                 name = PRIMARY if tier is None else self._tiers[tier]
                 tokens[name] = tokens.get(name, 0) + self._chunk_tokens.get(group, 0)
         ends = [_end_of(tracked.context, key) for key in keys if group_index(key) == group]
+        tracked.has_loaded = True
         tracked.tokens = tokens
         tracked.end = max((end for end in ends if end is not None), default=None)
 
     def load_failed(self, req_id: str) -> None:
         """Note that what a request was to load did not arrive."""
         if (tracked := self.tracked.get(req_id)) is not None:
-            tracked.tokens, tracked.end = {}, None
+            tracked.has_loaded, tracked.tokens, tracked.end = False, {}, None
 
     def step_ended(self, scheduled: Collection[str]) -> None:
-        """Note which requests wait after a step, and explain those that it has scheduled."""
+        """Note which requests wait after a step, and explain those that it has scheduled.
+
+        One that is asked again while nothing has changed is not among those asked, and goes on waiting.
+        """
         now_s = self._clock()
-        for tracked in self.tracked.values():
-            if tracked.asked_s is None and tracked.request.first is not None:
+        for req_id in self._asked:
+            if (tracked := self.tracked.get(req_id)) is None:
+                continue
+            if tracked.asked_s is None:
                 tracked.asked_s = now_s
-            if tracked.request.is_waiting:
-                if tracked.waiting_since_s is None:
-                    tracked.waiting_since_s = now_s
-            elif tracked.waiting_since_s is not None:
-                tracked.waited_s += now_s - tracked.waiting_since_s
-                tracked.waiting_since_s = None
+            tracked.note_waiting(now_s)
         for req_id in scheduled:
             if (done := self.tracked.pop(req_id, None)) is not None:
                 done.request.record = None
+                done.note_waiting(now_s)
+                if not done.has_loaded and req_id not in self._asked:
+                    done.record.misses.clear()  # of an older scan: the engine's own cache has it by now
                 self._tell(done, now_s)
+        self._asked.clear()
 
     def ended(self, req_id: str) -> None:
         """Stop following a request that has ended."""
         self.tracked.pop(req_id, None)
+        self._asked.discard(req_id)
 
     def _tell(self, done: _Tracked, now_s: float) -> None:
         explained = self._explained(done)
@@ -147,7 +164,7 @@ class Explainer:
             self.traces.looked_up(attributes, now_s - done.asked_s, is_explained=done.is_explained)
 
     def _explained(self, tracked: _Tracked) -> Explanation:
-        gap = _gap(tracked)
+        gap = self._gap(tracked)
         end = tracked.end
         if gap is not None and not tracked.tokens:
             position = _end_of(tracked.context, gap)
@@ -160,6 +177,21 @@ class Explainer:
             tiers={} if gap is None else tracked.record.refusals.get(gap, {}),
             waited_s=round(tracked.waited_s, 6),
         )
+
+    def _gap(self, tracked: _Tracked) -> OffloadKey | None:
+        """Return the chunk at which the prefix ends: of those missed the first one behind what was loaded.
+
+        vLLM also asks for ends of prefixes within a chunk: models with recurrent state store one there. The
+        prefix does not end where there is none.
+        """
+        positions = {key: _end_of(tracked.context, key) for key in tracked.record.misses}
+        loaded_to = tracked.end or 0
+        behind = [
+            key
+            for key, end in positions.items()
+            if end is None or (end > loaded_to and end % self._chunk_tokens.get(group_index(key), 1) == 0)
+        ]
+        return min(behind, key=lambda key: positions[key] or 0, default=None)
 
     def _is_asked(self, context: ReqContext) -> bool:
         """Return whether the request's ``kv_transfer_params`` ask for an explanation."""
@@ -188,14 +220,6 @@ class Explainer:
                 problem,
                 added,
             )
-
-
-def _gap(tracked: _Tracked) -> OffloadKey | None:
-    """Return the chunk at which the prefix ends: of those missed the first one behind what was loaded."""
-    positions = {key: _end_of(tracked.context, key) for key in tracked.record.misses}
-    loaded_to = tracked.end or 0
-    behind = [key for key, end in positions.items() if end is None or end > loaded_to]
-    return min(behind, key=lambda key: positions[key] or 0, default=None)
 
 
 def _end_of(context: ReqContext, key: OffloadKey) -> int | None:

@@ -320,6 +320,7 @@ class KVTierManager(OffloadingManager):
             )
         self._on_shutdown()
         self._driver.on_events(self._events)
+        self._driver.close()
         dropped.warn()
 
     # --- what is published -----------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvtier._core.lookup_record import LookupRecord
-from kvtier._core.messages import TierDown
+from kvtier._core.messages import Answer, TierDown
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
@@ -45,15 +47,41 @@ def test_the_tier_that_lacks_the_first_missing_chunk_is_named_with_the_reason() 
     (second,) = answer(core, first, [COPIED, MISSING, MISSING, MISSING], checksum=1)
     assert list(second.keys) == prompt[1:]
     answer(core, second, [MISSING] * 3)
-    assert why(core, request, prompt) == ({prompt[1]: "absent"}, {"t0": "checksum", "t1": "absent"})
-    assert request.record is not None
-    assert request.record.refusals[prompt[2]] == {"t0": "absent", "t1": "absent"}
+    assert why(core, request, prompt) == ({prompt[1]: "absent"}, {"t0": "absent,checksum", "t1": "absent"})
+
+
+def test_chunks_without_a_slot_cannot_have_failed() -> None:
+    core, (request, record), prompt = make(slots=4), recorded(), keys("a", 4)
+    (fetch,) = step(core, request, prompt)
+    assert len(fetch.slots) == 2
+    answer(core, fetch, [COPIED, MISSING, MISSING, MISSING], checksum=1)
+    assert [record.refusals[key]["t0"] for key in prompt[1:]] == ["checksum", "absent", "absent"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (
+            [MISSING, COPIED, COPIED, MISSING],
+            ["absent,torn", "absent,torn"],
+        ),  # the first was evicted
+        ([COPIED, COPIED, MISSING, LOCATED], ["torn"]),
+    ],
+)
+def test_a_chunk_that_may_have_failed_or_be_absent_has_both_words(
+    answers: list[Answer], expected: list[str]
+) -> None:
+    core, (request, record), prompt = make(), recorded(), keys("a", 4)
+    (fetch,) = step(core, request, prompt)
+    answer(core, fetch, answers, torn=1)
+    missing = [key for key, it in zip(prompt, answers, strict=True) if it is MISSING]
+    assert [record.refusals[key]["t0"] for key in missing] == expected
 
 
 def test_a_transfer_that_failed_for_several_reasons_names_all_of_them() -> None:
     core, (request, _), prompt = make(), recorded(), keys("a", 3)
     (fetch,) = step(core, request, prompt)
-    answer(core, fetch, [MISSING] * 3, torn=1, checksum=1)
+    answer(core, fetch, [MISSING] * 3, torn=2, checksum=1)
     assert why(core, request, prompt)[1] == {"t0": "checksum,torn"}
 
 
@@ -85,6 +113,15 @@ def test_the_tier_that_was_waited_for_at_the_request_s_deadline_is_named() -> No
     step(core, request, prompt)
     core.settle(1.5)
     assert why(core, request, prompt) == ({prompt[0]: "deadline"}, {"t0": "deadline"})
+
+
+def test_a_tier_that_was_given_up_keeps_its_reason_at_the_request_s_deadline() -> None:
+    core, (request, _), prompt = make(tiers=2, request_deadline_s=5.0), recorded(), keys("a", 2)
+    step(core, request, prompt)
+    core.settle(3.5)  # past the first tier's deadline
+    fetches(core)
+    core.settle(5.5)
+    assert why(core, request, prompt)[1] == {"t0": "timeout", "t1": "deadline"}
 
 
 def test_chunks_that_do_not_fit_the_budget_are_missed_for_that_reason() -> None:
@@ -119,6 +156,10 @@ def test_only_the_last_scan_counts_and_only_of_requests_with_a_record() -> None:
     store(core, prompt[1:2])
     assert ask(core, request, prompt) == [HIT, HIT, MISS]
     assert record.misses == {prompt[2]: "absent"}
+    core.settle(0.0)
+    store(core, prompt[2:])
+    assert ask(core, request, prompt) == [HIT] * 3
+    assert record.misses == {}
     assert other.record is None
     assert fetches(core) == []
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -54,24 +57,54 @@ def line_of(one: Explanation) -> str:
     return line
 
 
-@given(EXPLANATIONS, st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"])))
-def test_what_is_written_is_read_again_whatever_the_format_puts_before_it(
-    one: Explanation, before: str
+PIECES = ["kvtier.explain: ", "{", "}", '"', "\\", '{"', '\\"', "{}", "kvtier.explain: x", "\x1b[0m", " "]
+AROUND = st.lists(
+    st.sampled_from(PIECES) | st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]))
+).map("".join)
+
+
+@given(EXPLANATIONS, AROUND, AROUND)
+def test_what_is_written_is_read_again_whatever_is_around_it(
+    one: Explanation, before: str, after: str
 ) -> None:
     line = line_of(one)
     assert "\n" not in line
     assert line.isascii()
-    assert list(read([f"{before}{line}\x1b[0m\n".encode()])) == [one]
+    assert list(read([f"{before}{line}{after}\n".encode()])) == [one]
 
 
-@given(st.lists(st.binary() | st.builds(lambda end: b"kvtier.explain: " + end, st.binary())))
-@example([b"kvtier.explain: " + b"[" * 100_000 + b"}"])
-@example([b'kvtier.explain: {"request": "\xff"}', b"kvtier.explain: {}", b"kvtier.explain: "])
+@given(EXPLANATIONS, AROUND, AROUND, st.booleans())
+def test_what_is_written_is_read_from_a_log_whose_lines_are_json(
+    one: Explanation, before: str, after: str, is_ascii: bool
+) -> None:
+    fields = {"level": before, "message": f"{before}{line_of(one)}{after}", "thread": after}
+    line = json.dumps(fields, ensure_ascii=is_ascii)
+    assert list(read([f"{line}\n".encode()])) == [one]
+
+
+NAMES = ["kvtier.explain: x", "kvtier.explain: {", "}", line_of(explained(prefix_end=7)), "a\ud800b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_s_id_damages_nothing_and_is_never_taken_for_a_line(name: str) -> None:
+    line = line_of(msgspec.structs.replace(explained(), request=name))
+    (one,) = read([line.encode()])
+    assert isinstance(one, Explanation)
+    assert one == msgspec.structs.replace(explained(), request=name.replace("\ud800", "?"))
+    for whole in (line, json.dumps({"message": line})):
+        for end in range(len(line) - 1):
+            (cut,) = read([whole[:end].encode()])
+            assert cut is None or isinstance(cut, DamagedLine)
+
+
+@given(st.lists(st.binary() | st.builds(lambda end: b"kvtier.explain: {" + end, st.binary())))
+@example([b'kvtier.explain: {"a": ' + b"[" * 100_000 + b"}"])
+@example([b'kvtier.explain: {"request": "\xff"}', b"kvtier.explain: {}", b"kvtier.explain: {"])
 def test_no_line_stops_the_reader(lines: list[bytes]) -> None:
     found = list(read(lines))
     assert len(found) == len(lines)
     for line, one in zip(lines, found, strict=True):
-        assert (one is None) == (b"kvtier.explain: " not in line)
+        assert (one is None) == (b"kvtier.explain: {" not in line)
 
 
 def test_lines_cut_short_are_damaged() -> None:
@@ -113,7 +146,28 @@ def test_lines_are_seen_where_nobody_has_configured_logging(
     assert capsys.readouterr().err.count("kvtier.explain: {") == 1
 
 
+def test_an_application_that_configures_logging_later_sees_each_line_once(
+    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explanation.enable()
+    explanation.write(explained())
+    bare_logger.parent = logging.Logger("kvtier")
+    bare_logger.parent.addHandler(logging.StreamHandler(sys.stderr))
+    explanation.write(explained())
+    assert capsys.readouterr().err.count("kvtier.explain: {") == 2
+
+
 def test_a_level_that_somebody_has_set_is_kept(bare_logger: logging.Logger) -> None:
     bare_logger.setLevel(logging.ERROR)
     explanation.enable()
     assert bare_logger.level == logging.ERROR
+
+
+@pytest.mark.parametrize(("level", "is_seen"), [(logging.ERROR, False), (logging.NOTSET, True)])
+def test_a_level_of_all_of_kvtier_counts_and_that_of_the_root_does_not(
+    bare_logger: logging.Logger, level: int, is_seen: bool
+) -> None:
+    bare_logger.parent = logging.Logger("kvtier", level)
+    bare_logger.parent.parent = logging.RootLogger(logging.WARNING)
+    explanation.enable()
+    assert bare_logger.isEnabledFor(logging.INFO) is is_seen

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import pytest
 
 pytest.importorskip("opentelemetry.sdk")
@@ -21,7 +23,9 @@ from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._execution.driver import Driver
 from kvtier._telemetry.traces import open_traces
+from kvtier.tiers.dummy import DummyConfig
 from tests.unit.core.world import COPIED, HIT, MISSING, ask, keys, make, reserve
+from tests.unit.test_manager import Deaf, opened, prompt
 
 logger = logging.getLogger("kvtier.tests")
 
@@ -118,6 +122,37 @@ def test_a_load_lasts_until_its_copies_have_ended(exporter: InMemorySpanExporter
     assert spans(exporter) == [("kvtier.load", expected, True), ("kvtier.load", expected, False)]
 
 
+def test_what_has_not_ended_at_the_close_has_failed(exporter: InMemorySpanExporter) -> None:
+    core, driver, sent = driven()
+    driver.commit(reserve(core, stored := keys("a", 2)), "storing")
+    (put,), request = sent.take(), Request("one")
+    assert ask(core, request, stored) == [HIT, HIT]
+    assert driver.traces is not None
+    driver.traces.load_began(core.acquire(stored, request), "one")
+    for _ in range(2):
+        driver.close()
+    assert [(name, is_ok) for name, _, is_ok in spans(exporter)] == [
+        ("kvtier.put", False),
+        ("kvtier.load", False),
+    ]
+    assert isinstance(put, Put)
+    driver.on_event(PutEnded(put.id, [True, True]))
+    assert len(spans(exporter)) == 2
+
+
+async def test_a_put_that_a_closed_manager_left_behind_has_failed(exporter: InMemorySpanExporter) -> None:
+    deaf, tasks = Deaf(DummyConfig(deadline_s=600)), asyncio.all_tasks()
+    with anyio.fail_after(30):
+        async with opened(deaf, drain_s=0.01, close_s=0.05) as it:
+            await it.store(prompt(1, 2))
+            await deaf.begun.wait()
+        assert [(name, is_ok) for name, _, is_ok in spans(exporter)] == [("kvtier.put", False)]
+        deaf.let_go.set()
+        if left := asyncio.all_tasks() - tasks:
+            await asyncio.wait(left)
+    await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory
+
+
 def test_nothing_is_traced_where_nobody_has_configured_a_provider() -> None:
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
     _, driver, _ = driven()
@@ -127,6 +162,29 @@ def test_nothing_is_traced_where_nobody_has_configured_a_provider() -> None:
 def test_nothing_is_traced_where_the_api_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert open_traces(make().shared) is None
+
+
+def test_a_provider_that_is_not_installed_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "missing")
+    assert open_traces(make().shared) is None
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.traces"]
+    assert "StopIteration" in line
+    assert "OTEL_PYTHON_TRACER_PROVIDER" in line
+
+
+def test_a_provider_without_a_tracer_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        def get_tracer(self, *arguments: Any, **more: Any) -> Any:
+            raise RuntimeError("no tracer left")
+
+    monkeypatch.setattr(trace, "get_tracer_provider", Failing)
+    assert open_traces(make().shared) is None
+    (line,) = caplog.records
+    assert "no tracer left" in line.getMessage()
 
 
 def test_a_provider_that_fails_reaches_nobody_but_the_log(
