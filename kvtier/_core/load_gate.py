@@ -161,9 +161,14 @@ class LoadGate:
         self._tiers = [TierSpeed() for _ in range(tiers)]
 
     @property
+    def is_on(self) -> bool:
+        """Whether tiers and device are measured."""
+        return self._mode != "off"
+
+    @property
     def is_active(self) -> bool:
         """Whether gets are decided here at all; else everything is loaded."""
-        return self._mode != "off" and bool(self.compute.rates)
+        return self.is_on and bool(self.compute.rates)
 
     def begin_round(self) -> None:
         """Begin a round of decisions."""

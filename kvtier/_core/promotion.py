@@ -344,7 +344,7 @@ class Promotions:
         self.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
-        if self._shared.gate.is_active:
+        if self._shared.gate.is_on:
             gets = [
                 other for other in self._shared.transfers.values() if other.tier == tier and not other.is_put
             ]
