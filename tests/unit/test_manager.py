@@ -315,8 +315,8 @@ async def test_a_slow_tier_is_not_waited_for_once_computing_is_known_to_be_quick
         assert await it.load(keys, 40) == 0
         counts = it.manager.statistics().counts
         assert (counts["miss", "gate"], counts["skipped", "dummy0", "gate"]) == (1, 8)
-        it.manager.report_computed(8, 1.0)
-        it.manager.report_computed(8, 1.0)
+        it.manager.report_computed(8, 100.0)
+        it.manager.report_computed(8, 100.0)
         assert await it.load(keys, 40) == 8
         await it.check_idle()
 
