@@ -69,9 +69,9 @@ class CpuRuntime(Runtime):
     transfers_at_once = 1
     can_pin = False
 
-    def __init__(self, copy: CopyFunction = copy_batch, plain: CopyFunction = copy_each) -> None:
-        self._copy = copy
-        self._plain = plain
+    def __init__(self, copy: CopyFunction | None = None, plain: CopyFunction | None = None) -> None:
+        self._copy = copy or copy_batch  # looked up now: tests of faults replace them
+        self._plain = plain or copy_each
 
     def record_compute(self) -> HostEvent:
         return HostEvent()
