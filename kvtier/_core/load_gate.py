@@ -176,10 +176,10 @@ class LoadGate:
         self._round_s = 0.0
 
     def has_to_wait(self, now_s: float) -> bool:
-        """Return whether who would be computed, and is not the first in line, waits for the next round.
+        """Return whether a request that would be computed is decided in the next round instead.
 
-        Where many requests wait at once, those behind lose nothing by that: the device is busy with those in
-        front. And the tier may be quick again before it is their turn.
+        Where many requests wait at once, the later ones lose nothing by that: the device is busy with the
+        earlier ones, and the tier may be quick again before their turn comes.
         """
         if self._round_s < _ROUND_S:
             return False
@@ -208,7 +208,7 @@ class LoadGate:
         return speed.is_closed
 
     def computes(self, place: int, count: int) -> None:
-        """Note that chunks are computed."""
+        """Count chunks that are computed instead of loaded against what a round may decide."""
         self._round_s += self.compute.seconds(place + count) - self.compute.seconds(place)
 
     def probe_size(self, tier: int, now_s: float) -> int:

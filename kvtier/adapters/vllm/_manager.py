@@ -229,8 +229,9 @@ class KVTierManager(OffloadingManager):
             return self._nothing_stored()
         keys = list(keys)
         reservation = self._core.reserve(keys)
-        if self._steps is not None:
-            self._steps.offered(req_context, keys, self._requests[req_context.req_id].first)
+        request = self._requests.get(req_context.req_id)
+        if self._steps is not None and request is not None:
+            self._steps.offered(req_context, keys, request.first)
         if reservation is None:
             return None if self._repeats_stores else self._nothing_stored()
         stored = list(reservation.keys)
