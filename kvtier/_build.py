@@ -13,6 +13,7 @@ from kvtier._config import TieringConfig
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
+from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor
@@ -36,15 +37,16 @@ if TYPE_CHECKING:
 
 def make_core(
     config: TieringConfig,
+    chunk_bytes: int,
     *,
     windowed_groups: frozenset[int] = frozenset(),
     track_kv_events: bool = False,
 ) -> Tiering:
-    """Make the state machine that ``config`` describes. It has no slots yet."""
+    """Make the state machine that ``config`` describes, for chunks of this length. It has no slots yet."""
     name = config.eviction_policy
     policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
     tiers = zip(config.tier_names, config.secondary_tiers, strict=True)
-    statuses = [make_tier_status(name, tier) for name, tier in tiers]
+    statuses = [make_tier_status(name, tier, chunk_bytes, config.max_tracker_size) for name, tier in tiers]
     limits = Limits(
         request_deadline_s=config.request_deadline_s,
         promotion_budget=config.promotion_budget,
@@ -56,13 +58,17 @@ def make_core(
     return Tiering(made, statuses, limits, windowed_groups=windowed_groups, track_kv_events=track_kv_events)
 
 
-def make_tier_status(name: str, tier: TierConfig) -> TierStatus:
-    """Make what the core knows of a tier with these settings."""
+def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: int) -> TierStatus:
+    """Make what the core knows of a tier with these settings; ``remembered``: see ``WriteAdmission``."""
+    budget = tier.write_bytes_per_day
     return TierStatus(
         name,
         tier.deadline_s,
         width=puts_at_once(tier.max_concurrency),
         breaker=partial(Breaker, tier.breaker_failures, tier.breaker_pause_s, random.random),
+        writes=WriteAdmission(
+            tier.write_policy, None if budget is None else budget / chunk_bytes, remembered
+        ),
     )
 
 
@@ -185,7 +191,7 @@ def open_manager(
     tiers = make_tiers(config)
     make_process = _process_maker(config, tiers, identity, region, slot_checksums)
     return TieringManager(
-        core=make_core(config, windowed_groups=frozenset(windowed_groups)),
+        core=make_core(config, layout.chunk_bytes, windowed_groups=frozenset(windowed_groups)),
         tiers=tiers,
         identity=identity,
         region=region,

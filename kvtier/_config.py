@@ -71,7 +71,8 @@ class TieringConfig(Settings):
     max_tracker_size: int = Field(
         default=64_000,
         ge=1,
-        description="Number of chunks whose offers are remembered for `store_threshold`.",
+        description="Number of chunks whose offers are remembered for `store_threshold`, and for each tier's "
+        "`write_policy`.",
     )
     secondary_tiers: tuple[SerializeAsAny[TierConfig], ...] = Field(
         default=(),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Put, PutEnded, Touch, TransferHealth
-from kvtier._core.shared import SharedState
+from kvtier._core.shared import Notice, SharedState
 from kvtier._core.states import ChunkState
 from kvtier.keys import OffloadKey
 
@@ -17,32 +17,53 @@ class Cascades:
     """The puts into the secondary tiers. Each pins its chunks until it has ended.
 
     Attributes:
-        reused: chunks that were loaded from the primary tier since the last ``touch``.
+        reused: chunks that were loaded from the primary tier since the last ``follow_reuse``.
+        offered_again: chunks of the primary tier that were offered once more since then.
     """
 
     def __init__(self, shared: SharedState) -> None:
         self.reused: dict[OffloadKey, None] = {}
+        self.offered_again: dict[OffloadKey, None] = {}
         self._shared = shared
 
     def put_stored(self, chunks: Sequence[Chunk], now_s: float) -> list[Chunk]:
-        """End the copies of a store, put its chunks into every tier, and return those that are READY."""
-        table = self._shared.table
-        puts = self._admit(len(chunks), range(len(self._shared.tiers)), now_s)
-        ready = table.filled(chunks, pins=len(puts))
-        for tier, count in puts:
-            self._put(tier, ready[:count], now_s)
-            table.unpin(ready[count:])
+        """End the copies of a store, put its chunks into the tiers, and return those that are READY."""
+        shared = self._shared
+        if not shared.tiers:
+            return shared.table.filled(chunks)
+        ready = shared.table.filled(chunks, pins=1)  # until all puts have begun
+        self._put_into(range(len(shared.tiers)), ready, now_s, reused=False)
+        shared.table.unpin(ready)
         return ready
 
     def backfill(self, chunks: Sequence[Chunk], now_s: float) -> None:
         """Put promoted chunks into the tiers before the one that had them: these are asked first."""
         ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
-        if not ready:
-            return
-        for tier, count in self._admit(len(ready), range(ready[0].origin or 0), now_s):
-            self._shared.counts["backfilled", self._shared.tiers[tier].name] += count
-            self._shared.table.pin(ready[:count])
-            self._put(tier, ready[:count], now_s)
+        if ready:
+            counts = self._shared.counts
+            for tier, count in self._put_into(range(ready[0].origin or 0), ready, now_s, reused=True):
+                counts["backfilled", self._shared.tiers[tier].name] += count
+
+    def offer_again(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that chunks are offered of which some are there already, where a tier was not given all."""
+        if any(status.writes.skipped for status in self._shared.tiers):
+            visible = self._shared.table.visible
+            self.offered_again.update((key, None) for key in keys if key in visible)
+
+    def follow_reuse(self, now_s: float) -> None:
+        """Tell the tiers what was used again, and put what they were not given before."""
+        loaded, again = list(self.reused), {**self.reused, **self.offered_again}
+        self.reused.clear()
+        self.offered_again.clear()
+        shared = self._shared
+        if loaded:
+            tiers = enumerate(shared.tiers)
+            shared.commands += [Touch(tier, loaded) for tier, status in tiers if status.works]
+        for tier, status in enumerate(shared.tiers):
+            if skipped := [key for key in again if key in status.writes.skipped]:
+                found = [chunk for key in skipped if (chunk := shared.table.visible.get(key))]
+                ready = [chunk for chunk in found if chunk.state is _READY]
+                self._put_into([tier], ready, now_s, reused=True)
 
     def put_ended(self, event: PutEnded, now_s: float) -> list[Chunk]:
         """Process the end of a put, and return the chunks that it no longer pins."""
@@ -53,36 +74,44 @@ class Cascades:
         if event.seconds and event.health in (TransferHealth.GOOD, TransferHealth.LATE):
             status.pressure.put_ended(len(transfer.chunks), event.seconds)  # not those that failed at once
         shared.counts["put", status.name] += sum(event.kept)
+        if status.writes.kept(sum(event.kept)):
+            text = (
+                f"{status.writes.put_chunks} chunks were put into it and none was got: nothing is asked for "
+                "again, or the primary tier has it. write_policy 'adaptive' writes less"
+            )
+            shared.notices.append(Notice(f"tier {status.name}", text, is_good=False))
         shared.announce_end(transfer, event.kept)
         shared.table.unpin(transfer.chunks)
         return transfer.chunks
 
-    def touch(self) -> None:
-        """Send the tiers what was loaded from the primary tier, or they would take it for unused."""
-        keys = list(self.reused)
-        self.reused.clear()
-        tiers = enumerate(self._shared.tiers)
-        self._shared.commands += [Touch(tier, keys) for tier, status in tiers if status.works]
-
-    def _admit(self, count: int, tiers: Iterable[int], now_s: float) -> list[tuple[int, int]]:
-        """Return which of the tiers are given how many of the next ``count`` chunks."""
-        admitted = []
-        shared, statuses = self._shared, self._shared.tiers
+    def _put_into(
+        self, tiers: Iterable[int], ready: Sequence[Chunk], now_s: float, *, reused: bool
+    ) -> list[tuple[int, int]]:
+        """Put chunks into the tiers that want them and have room; return the tiers and how many each."""
+        begun = []
+        shared, statuses, counts = self._shared, self._shared.tiers, self._shared.counts
         most = max(1, int(len(shared.table.all) * shared.limits.put_backlog))
         unused = most - sum(status.backlog for status in statuses)
         for index in tiers:
             status = statuses[index]
+            chosen, why_not = status.writes.choose(ready, now_s, reused=reused)
+            if len(chosen) < len(ready):
+                counts["put_dropped", status.name, why_not] += len(ready) - len(chosen)
             share = max(1, most // len(statuses))  # its own, whatever the others hold
-            room, reason = status.put_room(count, max(share, unused + status.backlog), now_s)
-            if room < count:
-                shared.counts["put_dropped", status.name, reason] += count - room
+            most_backlog = max(share, unused + status.backlog)
+            room, reason = status.put_room(len(chosen), most_backlog, now_s) if chosen else (0, "")
+            if room < len(chosen):
+                counts["put_dropped", status.name, reason] += len(chosen) - room
             if room:
-                admitted.append((index, room))
-        return admitted
+                self._put(index, chosen[:room], now_s)
+                begun.append((index, room))
+        return begun
 
-    def _put(self, tier: int, chunks: list[Chunk], now_s: float) -> None:
-        if chunks:
-            keys = [chunk.key for chunk in chunks]
-            transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=True)
-            self._shared.tiers[tier].backlog += len(chunks)
-            self._shared.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))
+    def _put(self, tier: int, chunks: Sequence[Chunk], now_s: float) -> None:
+        shared = self._shared
+        shared.table.pin(chunks)
+        keys = [chunk.key for chunk in chunks]
+        transfer = shared.begin(tier, keys, list(chunks), now_s, is_put=True)
+        shared.tiers[tier].backlog += len(chunks)
+        shared.tiers[tier].writes.begun(keys)
+        shared.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))

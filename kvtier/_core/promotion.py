@@ -471,6 +471,8 @@ class Promotions:
             counts["asked", name] += len(event.answers)
             counts["found", name] += len(event.answers) - missing
         counts["fetched", name] += copied
+        if copied:
+            status.writes.fetched(_select(transfer.keys, event.answers, Answer.COPIED))
         counts["absent", name] += max(0, missing - sum(event.reasons.values()))
 
 

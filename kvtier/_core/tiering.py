@@ -154,8 +154,8 @@ class Tiering:
                 self.promotions.promote_wanted(request, now_s)
         if self._tiers:
             self.promotions.evict_to_reserve()
-        if self.cascades.reused:
-            self.cascades.touch()
+        if self.cascades.reused or self.cascades.offered_again:
+            self.cascades.follow_reuse(now_s)
         self.shared.note_policy()
         if self._has_damage:
             self._has_damage = False
@@ -309,6 +309,8 @@ class Tiering:
             return None
         visible, free = self._visible, self.table.free
         new = list(dict.fromkeys([key for key in keys if key not in visible]))
+        if len(new) < len(keys):
+            self.cascades.offer_again(keys)
         admitted = self._tracker.admit(new)
         if len(admitted) < len(new):
             self._counts["store_refused", "store_threshold"] += len(new) - len(admitted)
@@ -369,6 +371,8 @@ class Tiering:
             self.table.add_slots(event.slots)
             self.shared.is_starting = self.shared.is_starting and not event.is_last
             self.promotions.resize(len(self.table.all))
+            for status in self._tiers:
+                status.writes.resize(len(self.table.all))
         elif isinstance(event, messages.TierDown):
             status = self._tiers[event.tier]
             if status.down is None:
@@ -411,6 +415,7 @@ class Tiering:
         self.epoch += 1
         self._asked.clear()
         self.cascades.reused.clear()
+        self.cascades.offered_again.clear()
         self._round = object()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]

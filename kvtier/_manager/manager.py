@@ -232,6 +232,7 @@ class TieringManager:
         if reservation is None or not reservation.keys:
             if reservation is not None:
                 self._core.abort(reservation)
+            self._driver.settle()  # a tier may want what is offered again
             return 0
         place = {key: index for index, key in enumerate(keys)}
         width = self._blocks_per_chunk

@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
+from kvtier._core.tiers.write_admission import WritePolicy
 from kvtier._identity import Identity
-from kvtier._settings.quantities import Settings
+from kvtier._settings.quantities import Settings, Size
 from kvtier.keys import OffloadKey
 
 
@@ -223,6 +224,19 @@ class TierConfig(Settings):
         ge=0,
         le=1,
         description="Retries allowed, as a share of first attempts. 0 disables retries.",
+    )
+
+    write_policy: WritePolicy = Field(
+        default="all",
+        description="What is put into the tier. `all`: every chunk. `reused`: chunks that were asked for a "
+        "second time. `adaptive`: as `reused` while less than one chunk in fifty is asked for again, as "
+        "`all` otherwise.",
+    )
+    write_bytes_per_day: Annotated[Size, Field(gt=0)] | None = Field(
+        default=None,
+        description="Most bytes put into the tier per day, for the life of an SSD: an hour's share at once. "
+        "While less than half of that is left, only chunks asked for a second time are put. Default: no "
+        "limit.",
     )
 
     def own_directories(self) -> Sequence[Path]:

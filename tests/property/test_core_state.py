@@ -33,6 +33,7 @@ from kvtier._core.messages import (
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._telemetry.catalogue import COUNTERS
 from kvtier.keys import OffloadKey, group_index, pack_key
@@ -176,7 +177,12 @@ class CoreMachine(RuleBasedStateMachine):
         windowed: frozenset[int],
         kept: list[int],
     ) -> None:
-        gates = [TierStatus(f"tier{index}", TIER_DEADLINE_S) for index in range(tiers)]
+        gates = [
+            TierStatus(
+                f"tier{index}", TIER_DEADLINE_S, writes=WriteAdmission("reused" if index == 1 else "all")
+            )
+            for index in range(tiers)
+        ]
         self.windowed = windowed
         self.core = EfficiencyCheckedTiering(
             policy(), gates, limits, windowed_groups=windowed, track_kv_events=True

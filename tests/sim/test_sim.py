@@ -66,6 +66,7 @@ SHOWN = (
     *("core put_failed full", "core overdue get", "core overdue put"),
     *("core put_dropped backlog", "core put_dropped back_pressure", "core store_refused no_slot"),
     *(f"core {what} {why}" for what in ("put_dropped", "skipped") for why in ("down", "breaker_open")),
+    *("core put_dropped not_reused", "core put_dropped write_budget"),
     *("core put_dropped unresponsive", "core skipped unresponsive", "core skipped filter"),
     *(f"core retries {verb} {how}" for verb in ("get", "put") for how in ("helped", "failed")),
     *("core retries get no_time", "core retries get no_budget"),

@@ -16,6 +16,7 @@ from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
 from kvtier._core.tiers.breaker import Breaker
 from kvtier._core.tiers.load_gate import LoadGateMode
+from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier.keys import OffloadKey
 
 _DRAIN_SHARE = 0.5  # of a deadline: what is queued should be through by then
@@ -116,6 +117,7 @@ class TierStatus:
     Args:
         deadline_s: how long one of its transfers is waited for.
         width: puts that it works on at once.
+        writes: chooses what is put into it; by default everything.
 
     Attributes:
         backlog: chunks that its puts pin now.
@@ -125,7 +127,13 @@ class TierStatus:
     """
 
     def __init__(
-        self, name: str, deadline_s: float = 5.0, *, width: int = 4, breaker: Callable[[], Breaker] = Breaker
+        self,
+        name: str,
+        deadline_s: float = 5.0,
+        *,
+        width: int = 4,
+        breaker: Callable[[], Breaker] = Breaker,
+        writes: WriteAdmission | None = None,
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
@@ -136,6 +144,7 @@ class TierStatus:
         self.epoch = 0
         self.failed_audit = False
         self.pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
+        self.writes = writes or WriteAdmission()
 
     @property
     def disabled_reason(self) -> str | None:

@@ -114,6 +114,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             settings = settings.model_copy(update={"load_gate": "off"})
         core = make_core(
             settings,
+            self._shape.chunk_bytes,
             windowed_groups=windowed,
             track_kv_events=self.kv_events_config.enable_kv_cache_events,
         )

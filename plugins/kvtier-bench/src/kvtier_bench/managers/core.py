@@ -364,7 +364,7 @@ def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | Exe
             "secondary_tiers": tiers,
         }
     )
-    core = make_core(config)
+    core = make_core(config, CHUNK_BYTES)
     if case.tier != "fs":
         memory = MemoryTier(len(tiers))
         memory.events.append(SlotsReady(range(case.slots)))

@@ -140,11 +140,14 @@ class EngineProcess(Process):
 
     async def drain(self) -> None:
         self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
-        while not (self._is_idle and self.core.is_idle and self.tiers_are_idle):
-            await self._step(arriving=False)
-            await asyncio.sleep(self._scenario.step_s)
-        for _ in range(2):  # what comes in at the end of a step is seen in the next one
+        at_rest = 0  # what comes in at the end of a step is seen in the next one
+        while at_rest < 2:
+            while not (self._is_idle and self.core.is_idle and self.tiers_are_idle):
+                await self._step(arriving=False)
+                await asyncio.sleep(self._scenario.step_s)
+                at_rest = 0
             self._settle()
+            at_rest += 1
 
     async def find(self, keys: Sequence[OffloadKey]) -> int:
         """Look a request up until it waits for nothing; return how many of its chunks are there."""
@@ -260,8 +263,8 @@ class EngineProcess(Process):
         for job in preempted:
             if job.state is not JobState.ENDED:
                 self.core.restart(job.request)
+        self._driver.on_events(self._events)  # first, as in vLLM's adapter
         self._driver.settle()
-        self._driver.on_events(self._events)
         for job in self._jobs:
             if job.is_scanned:
                 self._note_wait(job)

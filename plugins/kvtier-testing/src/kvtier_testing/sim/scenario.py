@@ -138,6 +138,8 @@ def _tier(chance: Random, slots: int, faults_end_s: float) -> TierScenario:
         breaker_failures=chance.choice((1, 2, 5)),
         breaker_pause_s=chance.choice((0.05, 0.5)),
         retry_share=chance.choice((0.0, 0.5, 1.0)),
+        write_policy=chance.choice(("all", "all", "all", "adaptive", "reused")),
+        write_bytes_per_day=chance.choice((None, None, None, 24 * 64 * 20)),
         complete_index=chance.random() < 0.5,
         durable=chance.choice((0.0, 0.7, 1.0, 1.0)),
         evicts=chance.random() < 0.7,

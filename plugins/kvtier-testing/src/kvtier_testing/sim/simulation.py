@@ -21,7 +21,7 @@ from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import EngineProcess, SimExecutorThread
 from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.loop import cancel_begun, simulate
-from kvtier_testing.sim.model import IDENTITY, CheckedTiering, SimMemory, World, show
+from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, show
 from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
@@ -185,6 +185,7 @@ class _Run:
             for backend in self._backends:
                 backend.empty()  # there is room
             await process.store(keys)
+            await process.store(keys)  # some write policies wait for the second offer
             found = await process.find(keys)
             self.world.require(found == 1, "what was stored just now, and all is well, is not found")
             await self._within(DRAIN_S, process.drain(), "a store has come to rest")
@@ -248,7 +249,11 @@ class _Run:
 
     def _core(self) -> CheckedTiering:
         scenario = self._scenario
-        gates = [make_tier_status(f"tier{index}", tier.config) for index, tier in enumerate(scenario.tiers)]
+        remembered = scenario.limits.max_tracker_size
+        gates = [
+            make_tier_status(f"tier{index}", tier.config, CHUNK_BYTES, remembered)
+            for index, tier in enumerate(scenario.tiers)
+        ]
         make = self._given.policy or _POLICIES[scenario.policy]
         return CheckedTiering(
             make(),
