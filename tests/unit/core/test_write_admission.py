@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from kvtier._core.chunks import Chunk
-from kvtier._core.messages import Get, Put
+from kvtier._core.messages import Get, GetEnded, Put, PutEnded
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import TierStatus
 from kvtier._core.tiers.write_admission import WriteAdmission, WritePolicy
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, pack_key
 from tests.unit.core import world
 from tests.unit.core.world import COPIED, GOOD, LOCATED, MISSING, keys
 
@@ -79,7 +79,7 @@ class TestReused:
         request = Request()
         (near,) = world.step(core, request, keys("a", 2))
         (far,) = world.answer(core, near, [MISSING] * 2)
-        core.on_event(world.GetEnded(far.id, [COPIED] * 2, {}, 0.0, GOOD), 0.0)
+        core.on_event(GetEnded(far.id, [COPIED] * 2, {}, 0.0, GOOD), 0.0)
         (put,) = [command for command in world.taken(core) if isinstance(command, Put)]
         assert (put.tier, list(put.keys)) == (0, keys("a", 2))
 
@@ -128,7 +128,7 @@ class Engine:
                     self.stored.update(command.keys)
                     self.written += len(command.keys)
                     self.core.on_event(
-                        world.PutEnded(command.id, [True] * len(command.keys), {}, 0.0, GOOD), self.now_s
+                        PutEnded(command.id, [True] * len(command.keys), {}, 0.0, GOOD), self.now_s
                     )
                 elif isinstance(command, Get):
                     there = [COPIED] * len(command.slots) + [LOCATED] * len(command.keys)
@@ -136,11 +136,11 @@ class Engine:
                         answer if key in self.stored else MISSING
                         for key, answer in zip(command.keys, there, strict=False)
                     ]
-                    self.core.on_event(world.GetEnded(command.id, answers, {}, 0.0, GOOD), self.now_s)
+                    self.core.on_event(GetEnded(command.id, answers, {}, 0.0, GOOD), self.now_s)
 
 
 def prompt(name: int) -> list[OffloadKey]:
-    return [world.pack_key(f"{name}/".encode() + bytes([index, (index + name) % 256])) for index in range(16)]
+    return [pack_key(f"{name}/".encode() + bytes([index, (index + name) % 256])) for index in range(16)]
 
 
 def test_where_nothing_is_asked_for_again_adaptive_puts_less_than_a_tenth():
