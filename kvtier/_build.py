@@ -52,6 +52,7 @@ def make_core(
         promotion_budget=config.promotion_budget,
         store_threshold=config.store_threshold,
         max_tracker_size=config.max_tracker_size,
+        pin_budget=config.pin_budget,
         load_gate=config.load_gate,
     )
     made = plugins.make(plugins.POLICIES, name, policy)

@@ -106,6 +106,13 @@ class TieringConfig(Settings):
         description="Largest share of the primary tier that promotions may occupy at a time. Raise it if "
         "`kvtier_misses` counts the reason `budget`.",
     )
+    pin_budget: float = Field(
+        default=0.25,
+        ge=0,
+        le=0.9,
+        description="Largest share of the primary tier that requests may keep there, with `ttl_s` and `pin` "
+        "in their `kv_transfer_params`. 0: none. Only with vLLM.",
+    )
     request_deadline_s: float = Field(
         default=5.0,
         gt=0,

@@ -37,10 +37,13 @@ NO_WORK: Mapping[str, str] = {
     "backlog": "the tier's puts already hold their share of slots",
     "back_pressure": "the tier's put queue is too long, or puts slow down its gets",
 }
-PUT_DROPPED: Mapping[str, str] = {
-    **{word: text for word, text in NO_WORK.items() if word not in ("filter", "gate")},
+BY_CHOICE: Mapping[str, str] = {
     "not_reused": "the tier's `write_policy` skips what was asked for only once",
     "write_budget": "the tier's `write_bytes_per_day` is used up for now",
+}
+PUT_DROPPED: Mapping[str, str] = {
+    **{word: text for word, text in NO_WORK.items() if word not in ("filter", "gate")},
+    **BY_CHOICE,
 }
 SKIPPED: Mapping[str, str] = {
     word: text for word, text in NO_WORK.items() if word not in ("backlog", "back_pressure")

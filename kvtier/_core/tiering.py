@@ -21,6 +21,7 @@ from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEvent
 from kvtier._core.promotion import Promotions
 from kvtier._core.requests import Request
+from kvtier._core.retention import Retention
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
@@ -67,6 +68,7 @@ class Tiering:
         self.shared = SharedState(self.table, tiers, limits, track_kv_events=track_kv_events)
         self.promotions = Promotions(self.shared, windowed_groups)
         self.cascades = Cascades(self.shared)
+        self.retention = Retention(self.shared)
         self.epoch = 0
         self.handles: set[Handle] = set()
         self._tiers = self.shared.tiers
@@ -152,6 +154,7 @@ class Tiering:
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
+        self.retention.settle(now_s)
         if self._tiers:
             self.promotions.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:
@@ -282,6 +285,7 @@ class Tiering:
         """Hide chunks for ever and take a pin from each."""
         self.shared.kv_events.removed([chunk.key for chunk in chunks if chunk.state is _READY])
         self.table.drop(chunks)
+        self.retention.drop_lost()
 
     def _ready(self, key: OffloadKey) -> Chunk:
         chunk = self._visible.get(key)
@@ -421,6 +425,7 @@ class Tiering:
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
         self.shared.kv_events.removed(ready)
         self.table.reset()
+        self.retention.clear()
         for transfer in self.shared.transfers.values():
             transfer.left = frozenset(transfer.keys)
         for tier in range(len(self._tiers)):

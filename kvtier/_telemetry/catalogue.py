@@ -65,6 +65,10 @@ COUNTERS: Mapping[str, Metric] = {
         "Audits that found a damaged chunk, by the tier that was disabled; `cpu`: all of kvtier was.",
         ("tier",),
     ),
+    "keep_refused": Metric(
+        "kvtier_keep_refused_chunks",
+        "Chunks that a request wanted to keep in the primary tier, beyond `pin_budget`.",
+    ),
     "put": Metric("kvtier_put_chunks", "Chunks put into a tier.", ("tier",)),
     "put_seconds": Metric(
         "vllm:kv_offload_tiering_write_time", "Seconds spent in puts, summed over concurrent ones.", ("tier",)
@@ -164,6 +168,7 @@ GAUGES: Mapping[str, Metric] = {
     for metric in (
         Metric("kvtier_slots", "Usable slots of the primary tier."),
         Metric("kvtier_free_slots", "Free slots of the primary tier."),
+        Metric("kvtier_kept_bytes", "Bytes of the primary tier that requests keep there."),
         Metric(
             "kvtier_tier_used_bytes",
             "Bytes that a tier holds, updated about once a second; `cpu` is the primary tier.",

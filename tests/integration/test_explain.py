@@ -243,33 +243,6 @@ def test_requests_that_ask_for_nothing_are_not_followed(make: Make, lines: Lines
     assert lines() == []
 
 
-NESTED: list[Any] = []
-for _ in range(100_000):  # deeper than its text could be made
-    NESTED = [NESTED]
-BAD: dict[str, Any] = {
-    "an object": ["explain"],
-    "explain must be": {"explain": "yes" * 1000},
-    "true or false": {"explain": 1},
-    "true or false, not list": {"explain": NESTED},
-    "an object, not list": NESTED,
-    "unknown keys 'explian'": {"explian": True},
-}
-
-
-@pytest.mark.parametrize("problem", BAD)
-def test_wrong_values_are_ignored_with_one_warning(
-    make: Make, lines: Lines, caplog: pytest.LogCaptureFixture, problem: str
-) -> None:
-    it = make()
-    for number in range(20):
-        it.serves(str(number), prompt(number, 2), {"kvtier": BAD[problem]})
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert problem in warning
-    assert "request '0'" in warning
-    assert len(warning) < 300
-    assert lines() == []
-
-
 def test_what_is_unknown_does_not_hide_what_is_known(make: Make, lines: Lines) -> None:
     it = make()
     it.serves("a", prompt(1, 2), {"kvtier": {"explain": True, "later": 1}})

@@ -44,6 +44,7 @@ class Limits:
             leave: a slow one starves neither them nor the stores.
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
         max_tracker_size: keys whose offers are remembered for the threshold.
+        pin_budget: slots that may be kept for clients that have asked for it.
         max_announced: keys of each tier that may be announced as being there, where that is done at all.
         load_gate: when a chunk is computed although a tier has it; see ``LoadGate``.
     """
@@ -52,6 +53,7 @@ class Limits:
     promotion_budget: float = 0.25
     promotion_reserve: float = 1 / 32
     put_backlog: float = 0.5
+    pin_budget: float = 0.25
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     max_announced: int = 250_000

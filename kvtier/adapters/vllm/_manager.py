@@ -34,8 +34,10 @@ from kvtier._execution.driver import Driver
 from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable
+from kvtier._reasons import BY_CHOICE
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
+from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints
 from kvtier.adapters.vllm._telemetry.events import EventStream, Location, allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import GaugeReader, WorkerReports, as_stats
@@ -140,6 +142,9 @@ class KVTierManager(OffloadingManager):
         names = [gate.name for gate in core.shared.tiers]
         self._explainer = explainer or Explainer(names, clock=clock)
         self._explainer.traces = self._driver.traces
+        self._clock = clock
+        self._hint_reader = HintReader(clock)
+        self._hints: dict[str, Hints] = {}  # of requests whose chunks are to be kept
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
@@ -150,8 +155,14 @@ class KVTierManager(OffloadingManager):
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
-        if req_context.kv_transfer_params or self._explainer.is_on:
-            self._explainer.begin(req_context, request)
+        params = req_context.kv_transfer_params
+        hints = self._hint_reader.read(req_context.req_id, params) if params else NO_HINTS
+        if hints.explain or self._explainer.is_on:
+            self._explainer.begin(req_context, request, is_asked=hints.explain)
+        if hints.release:
+            self._core.retention.release(f"pin {hints.release}")
+        if hints.pin or hints.ttl_s:
+            self._hints[req_context.req_id] = hints
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -160,6 +171,8 @@ class KVTierManager(OffloadingManager):
         if request is not None:
             self._core.close(request)
             self._explainer.ended(request.name)
+        if (hints := self._hints.pop(req_context.req_id, None)) is not None and hints.ttl_s:
+            self._core.retention.expire(f"request {req_context.req_id}", self._clock() + hints.ttl_s)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
 
@@ -183,6 +196,7 @@ class KVTierManager(OffloadingManager):
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
+        self._keep(req_context.req_id, keys)
         if self._driver.traces is not None:
             self._driver.traces.load_began(pinned, req_context.req_id)
         if self._explainer.tracked:
@@ -232,6 +246,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
+        self._keep(req_context.req_id, keys)
         if reservation is None:
             return None if self._repeats_stores else self._nothing_stored()
         stored = list(reservation.keys)
@@ -350,7 +365,7 @@ class KVTierManager(OffloadingManager):
     def _take_counts(self) -> dict[Count, float]:
         counts = self._core.take_counts()
         for (what, *labels), count in counts.items():
-            if what in ("put_dropped", "put_failed"):
+            if what in ("put_dropped", "put_failed") and labels[1] not in BY_CHOICE:
                 self._not_put[labels[0], labels[1]] += int(count)
         return counts
 
@@ -366,6 +381,14 @@ class KVTierManager(OffloadingManager):
                 sum(reasons.values()),
                 ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())),
             )
+
+    def _keep(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
+        """Keep chunks of a request whose client wants that."""
+        if (hints := self._hints.get(req_id)) is not None:
+            if hints.pin:
+                self._core.retention.keep(f"pin {hints.pin}", keys)
+            if hints.ttl_s:
+                self._core.retention.keep(f"request {req_id}", keys)
 
     @staticmethod
     def _nothing_stored() -> PrepareStoreOutput:

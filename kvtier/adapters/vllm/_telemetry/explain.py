@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,17 +16,8 @@ from kvtier._core.tiering import PRIMARY
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation
-from kvtier._telemetry.log_limit import LogLimit
 from kvtier._telemetry.traces import REQUEST, Traces
 from kvtier.keys import OffloadKey, group_index
-
-logger = logging.getLogger("kvtier.vllm")
-
-PARAMS = "kvtier"
-"""The key of ``kv_transfer_params`` that is kvtier's."""
-
-_WARN_EVERY_S = 30.0
-_SHOWN = 80
 
 
 @dataclass(slots=True)
@@ -87,7 +77,6 @@ class Explainer:
         self._chunk_tokens = chunk_tokens or {}
         self._clock = clock
         self._chance = chance
-        self._log_limit = LogLimit(_WARN_EVERY_S)
         if rate:
             explanation.enable()
 
@@ -96,9 +85,9 @@ class Explainer:
         """Whether requests are followed that do not ask for it."""
         return self._rate > 0 or self.traces is not None
 
-    def begin(self, context: ReqContext, request: Request) -> None:
+    def begin(self, context: ReqContext, request: Request, *, is_asked: bool) -> None:
         """Follow a request that has arrived, if it is to be explained or traced."""
-        is_explained = self._is_asked(context) or (self._rate > 0 and self._chance() < self._rate)
+        is_explained = is_asked or (self._rate > 0 and self._chance() < self._rate)
         if is_explained:
             explanation.enable()
         if is_explained or self.traces is not None:
@@ -192,34 +181,6 @@ class Explainer:
             if end is None or (end > loaded_to and end % self._chunk_tokens.get(group_index(key), 1) == 0)
         ]
         return min(behind, key=lambda key: positions[key] or 0, default=None)
-
-    def _is_asked(self, context: ReqContext) -> bool:
-        """Return whether the request's ``kv_transfer_params`` ask for an explanation."""
-        params = context.kv_transfer_params
-        ours: Any = params.get(PARAMS) if isinstance(params, dict) else None
-        if ours is None:
-            return False
-        if not isinstance(ours, dict):
-            self._warn(context, f"it must be an object, not {type(ours).__name__}")
-            return False
-        if unknown := sorted(str(key) for key in ours if key != "explain"):
-            self._warn(context, f"unknown keys {', '.join(unknown)!r:.{_SHOWN}}")
-        wanted = ours.get("explain", False)
-        if not isinstance(wanted, bool):
-            self._warn(context, f"explain must be true or false, not {type(wanted).__name__}")
-            return False
-        return wanted
-
-    def _warn(self, context: ReqContext, problem: str) -> None:
-        added = self._log_limit.allow("params", self._clock())
-        if added is not None:
-            logger.warning(
-                'request %r: kv_transfer_params["%s"] ignored in part or whole: %s; use {"explain": true}%s',
-                context.req_id,
-                PARAMS,
-                problem,
-                added,
-            )
 
 
 def _end_of(context: ReqContext, key: OffloadKey) -> int | None:

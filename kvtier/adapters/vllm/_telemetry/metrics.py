@@ -62,6 +62,7 @@ class GaugeReader:
 
     def __init__(self, core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> None:
         self._table = core.table
+        self._retention = core.retention
         self._tiers = list(zip(core.shared.tiers, activity, strict=True))
         self._chunk_bytes = chunk_bytes
         self._last: dict[Gauge, float | None] = {}
@@ -81,10 +82,12 @@ class GaugeReader:
     def _read(self) -> dict[Gauge, float | None]:
         table, size = self._table, self._chunk_bytes
         slots, free = len(table.all), len(table.free)
-        busy = slots - free - table.evictable
+        kept = len(self._retention.pinned)
+        busy = max(0, slots - free - table.evictable - kept)  # those of them that are loaded are not counted
         values: dict[Gauge, float | None] = {
             ("kvtier_slots", ()): slots,
             ("kvtier_free_slots", ()): free,
+            ("kvtier_kept_bytes", ()): kept * size,
             ("kvtier_tier_used_bytes", (PRIMARY,)): (slots - free) * size,
             ("kvtier_tier_capacity_bytes", (PRIMARY,)): slots * size,
             ("vllm:kv_offload_cpu_cache_usage_perc", ()): busy / slots if slots else 0.0,

@@ -49,6 +49,11 @@ def check(core: Tiering) -> None:
         all(request.state.name != "CLOSED" for request in core.promotions.pending),
         "nothing is held for a closed request",
     )
+    kept = core.retention.pinned
+    _require(all(chunk.key == key for key, chunk in kept.items()), "what is kept is what was to be kept")
+    _require(
+        len(kept) <= int(len(table.all) * core.shared.limits.pin_budget), "no more is kept than the budget"
+    )
     _check_gates(core)
 
 
@@ -60,6 +65,7 @@ def _expected_pins(core: Tiering) -> Counter[Chunk]:
         pins.update(transfer.chunks)
     for request in core.promotions.pending:
         pins.update(list(request.held))
+    pins.update(core.retention.pinned.values())
     return pins
 
 

@@ -76,6 +76,7 @@ class Job:
         computed: whether a load of it has failed.
         is_scanned: whether it was looked up in this step.
         was_deferred: whether its last lookup has deferred it.
+        keeps_s: how long its chunks are to be kept after its end; 0 where they need not be.
     """
 
     request: Request
@@ -86,6 +87,7 @@ class Job:
     computed: bool = False
     is_scanned: bool = False
     was_deferred: bool = False
+    keeps_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -142,7 +144,7 @@ class EngineProcess(Process):
         self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
         at_rest = 0  # what comes in at the end of a step is seen in the next one
         while at_rest < 2:
-            while not (self._is_idle and self.core.is_idle and self.tiers_are_idle):
+            while not (self._is_idle and self.core.is_idle and self.tiers_are_idle and not self._keeps_any):
                 await self._step(arriving=False)
                 await asyncio.sleep(self._scenario.step_s)
                 at_rest = 0
@@ -167,6 +169,10 @@ class EngineProcess(Process):
             return
         await self._executor.aclose(self._chance.choice((0.0, 0.1, 1.0)))
         self._driver.on_events(self._events)
+
+    @property
+    def _keeps_any(self) -> bool:
+        return bool(self.core.retention.pinned)
 
     @property
     def _is_idle(self) -> bool:
@@ -211,7 +217,9 @@ class EngineProcess(Process):
         tiers = None
         if chance.random() < 0.2:
             tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
-        self._jobs.append(Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))]))
+        job = Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))])
+        job.keeps_s = chance.choice((0.0, 0.0, 0.1, 1.0))
+        self._jobs.append(job)
 
     def _schedule(self, job: Job) -> bool:
         found, waits = self._scan(job)
@@ -284,6 +292,7 @@ class EngineProcess(Process):
 
     def _load(self, job: Job, found: list[OffloadKey]) -> None:
         pinned = self.core.acquire(found, job.request)
+        self._keep(job, found)
         job.state = JobState.LOADING
         weights, epoch = self._world.weights, self._epoch
 
@@ -300,8 +309,14 @@ class EngineProcess(Process):
 
     def _run(self, job: Job) -> None:
         """Store what a request has computed; it may be offered again where there is no room."""
-        if self._store(job.keys) or self._chance.random() < 0.5:
+        has_ended = self._store(job.keys) or self._chance.random() < 0.5
+        self._keep(job, job.keys)
+        if has_ended:
             self._finish(job)
+
+    def _keep(self, job: Job, keys: Sequence[OffloadKey]) -> None:
+        if job.keeps_s:
+            self.core.retention.keep(job.name, keys)
 
     def _store(self, keys: Sequence[OffloadKey]) -> bool:
         """Begin to store; return whether there was room, or nothing to do."""
@@ -383,6 +398,7 @@ class EngineProcess(Process):
         job.state = JobState.ENDED
         self._jobs.remove(job)
         self.core.close(job.request)
+        self.core.retention.expire(job.name, self._world.now_s + job.keeps_s)
 
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:

@@ -1,0 +1,125 @@
+"""Chunks that stay in the primary tier because a client has said that they will be needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from kvtier._core.chunks import Chunk
+from kvtier._core.shared import SharedState
+from kvtier._core.states import ChunkState
+from kvtier.keys import OffloadKey
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept under one name: its keys, and until when."""
+
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+    until_s: float = inf
+
+
+class Retention:
+    """Pins chunks under names, until a time or a release, within a budget that all names share.
+
+    A chunk has one pin however many names keep it. What does not fit is refused, and not kept later.
+
+    Attributes:
+        pinned: the chunks that are kept, by key.
+    """
+
+    def __init__(self, shared: SharedState) -> None:
+        self.pinned: dict[OffloadKey, Chunk] = {}
+        self._shared = shared
+        self._kept: dict[str, _Kept] = {}
+        self._holders: dict[OffloadKey, set[str]] = {}  # the names that keep it
+        self._waiting: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
+        self._earliest_s = inf  # nothing ends earlier
+
+    def keep(self, name: str, keys: Iterable[OffloadKey]) -> None:
+        """Keep chunks that are there or being stored, until ``expire`` or ``release`` of this name."""
+        kept = self._kept.setdefault(name, _Kept())
+        for key in keys:
+            if key not in kept.keys:
+                kept.keys[key] = None
+                self._holders.setdefault(key, set()).add(name)
+                if key not in self.pinned:
+                    self._waiting[key] = None
+
+    def expire(self, name: str, until_s: float) -> None:
+        """Keep what is kept under a name no longer than until ``until_s``."""
+        if (kept := self._kept.get(name)) is not None:
+            kept.until_s = until_s
+            self._earliest_s = min(self._earliest_s, until_s)
+
+    def release(self, name: str) -> None:
+        """Keep nothing under this name any more."""
+        if (kept := self._kept.pop(name, None)) is not None:
+            self._give_back(name, kept.keys)
+
+    def settle(self, now_s: float) -> None:
+        """Pin what has arrived, as far as the budget goes, and end what is over."""
+        if now_s >= self._earliest_s:
+            for name in [name for name, kept in self._kept.items() if kept.until_s <= now_s]:
+                self.release(name)
+            self._earliest_s = min((kept.until_s for kept in self._kept.values()), default=inf)
+        if self._waiting:
+            self._pin_arrived()
+
+    def drop_lost(self) -> None:
+        """Unpin chunks that are not to be found any more."""
+        lost = [key for key, chunk in self.pinned.items() if chunk.state is not ChunkState.READY]
+        self._forget(lost)
+        self._shared.table.unpin([self.pinned.pop(key) for key in lost])
+
+    def clear(self) -> None:
+        """Keep nothing any more."""
+        self._kept.clear()
+        self._holders.clear()
+        self._waiting.clear()
+        self._earliest_s = inf
+        chunks, self.pinned = list(self.pinned.values()), {}
+        self._shared.table.unpin(chunks)
+
+    def _pin_arrived(self) -> None:
+        shared = self._shared
+        budget = int(len(shared.table.all) * shared.limits.pin_budget)
+        arrived: list[Chunk] = []
+        absent: list[OffloadKey] = []
+        waiting: dict[OffloadKey, None] = {}
+        for key in self._waiting:
+            chunk = shared.table.visible.get(key)
+            if chunk is None:
+                absent.append(key)
+            elif chunk.state is not ChunkState.READY:
+                waiting[key] = None
+            elif len(self.pinned) < budget:
+                self.pinned[key] = chunk
+                arrived.append(chunk)
+            else:
+                absent.append(key)
+                shared.counts["keep_refused",] += 1
+        self._waiting = waiting
+        shared.table.pin(arrived)
+        self._forget(absent)
+
+    def _forget(self, keys: list[OffloadKey]) -> None:
+        """Remove keys from every name; one that keeps nothing is forgotten."""
+        for key in keys:
+            self._waiting.pop(key, None)
+            for name in self._holders.pop(key, ()):
+                del self._kept[name].keys[key]
+                if not self._kept[name].keys:
+                    del self._kept[name]
+
+    def _give_back(self, name: str, keys: Iterable[OffloadKey]) -> None:
+        chunks = []
+        for key in keys:
+            self._holders[key].discard(name)
+            if not self._holders[key]:
+                del self._holders[key]
+                self._waiting.pop(key, None)
+                if (chunk := self.pinned.pop(key, None)) is not None:
+                    chunks.append(chunk)
+        self._shared.table.unpin(chunks)

@@ -1,0 +1,105 @@
+"""What a client says of its request in ``kv_transfer_params``, under the key ``kvtier``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier._telemetry.log_limit import LogLimit
+
+logger = logging.getLogger("kvtier.vllm")
+
+PARAMS = "kvtier"
+"""The key of ``kv_transfer_params`` that is kvtier's."""
+
+_LONGEST_TTL_S = 86_400
+_LONGEST_NAME = 128
+_WARN_EVERY_S = 30.0
+_SHOWN = 80
+_SHOWN_BELOW = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client has said of a request.
+
+    Attributes:
+        explain: whether to log what was found of its prompt.
+        ttl_s: seconds to keep its chunks in the primary tier after its end.
+        pin: a name under which they are kept until it is released.
+        release: a name whose chunks need not be kept any more.
+    """
+
+    explain: bool = False
+    ttl_s: float = 0.0
+    pin: str = ""
+    release: str = ""
+
+
+NO_HINTS = Hints()
+
+
+def _is_ttl(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LONGEST_TTL_S
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME
+
+
+def _shown(value: object) -> str:
+    """Return a number, else the type: the text of a nested value, or of a large integer, is endless."""
+    is_short = isinstance(value, int | float) and abs(value) < _SHOWN_BELOW
+    return str(value) if is_short else type(value).__name__
+
+
+_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "explain": (lambda value: isinstance(value, bool), "true or false"),
+    "ttl_s": (_is_ttl, f"a number of seconds above 0 and up to {_LONGEST_TTL_S}"),
+    "pin": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
+    "release": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
+}
+
+
+class HintReader:
+    """Reads hints. What is wrong is ignored, with a warning now and then: a client cannot flood the log.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._log_limit = LogLimit(_WARN_EVERY_S)
+
+    def read(self, req_id: str, params: object) -> Hints:
+        """Return the hints among a request's ``kv_transfer_params``."""
+        ours: Any = params.get(PARAMS) if isinstance(params, dict) else None
+        if ours is None:
+            return NO_HINTS
+        if not isinstance(ours, dict):
+            self._warn(req_id, f"it must be an object, not {type(ours).__name__}")
+            return NO_HINTS
+        if unknown := sorted(str(key) for key in ours if key not in _CHECKS):
+            self._warn(req_id, f"unknown keys {', '.join(unknown)!r:.{_SHOWN}}")
+        good = {}
+        for key, (is_good, wanted) in _CHECKS.items():
+            if key in ours and is_good(ours[key]):
+                good[key] = ours[key]
+            elif key in ours:
+                self._warn(req_id, f"{key} must be {wanted}, not {_shown(ours[key])}")
+        return Hints(**good)
+
+    def _warn(self, req_id: str, problem: str) -> None:
+        added = self._log_limit.allow("params", self._clock())
+        if added is not None:
+            logger.warning(
+                'request %r: kv_transfer_params["%s"] ignored in part or whole: %s; known keys: %s%s',
+                req_id,
+                PARAMS,
+                problem,
+                ", ".join(_CHECKS),
+                added,
+            )

@@ -1,0 +1,54 @@
+"""What a client wants kept is in host memory when it comes back, whatever others have asked for since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
+
+SESSION, STRANGER = prompt(1), prompt(2)
+OTHERS = [prompt(seed) for seed in range(10, 16)]
+SETTINGS = {"cpu_bytes_to_use": 3 * PROMPT_CHUNKS * 2**17, "blocks_per_chunk": 1, "pin_budget": 0.5}
+FOUND = {"cpu": PROMPT_CHUNKS}
+
+
+def _hints(**hints: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {"kvtier": hints}}
+
+
+def _kept(engine: Engine) -> float:
+    return engine.settled().value("kvtier_kept_bytes")
+
+
+def test_a_session_is_kept_until_it_is_released_or_its_time_is_over(
+    launcher: Launcher, llama: Path, reference: Ask
+) -> None:
+    (right,) = reference(SESSION)
+    with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
+        engine.generate(SESSION, **_hints(pin="agent-7"))
+        engine.generate(STRANGER, *OTHERS)
+        assert _kept(engine) == PROMPT_CHUNKS * 2**17
+        assert engine.served(SESSION) == ([right], FOUND)
+        assert engine.served(STRANGER)[1] == {}, "nobody kept it"
+
+        engine.generate(OTHERS[0], **_hints(release="agent-7"))
+        assert _kept(engine) == 0
+        engine.generate(*OTHERS)
+        assert engine.served(SESSION) == ([right], {})
+
+        engine.generate(SESSION, **_hints(ttl_s=600))
+        engine.generate(*OTHERS)
+        assert engine.served(SESSION) == ([right], FOUND)
+        engine.generate(STRANGER, **_hints(ttl_s=0.1))
+        assert engine.settled().value("kvtier_keep_refused_chunks") == PROMPT_CHUNKS // 2, (
+            "half is the budget"
+        )
+        engine.generate(SESSION, **_hints(ttl_s="soon", pin=7))
+        engine.until(lambda it: it.value("kvtier_kept_bytes") == PROMPT_CHUNKS * 2**17, "the other is over")
+        assert "ttl_s must be a number of seconds above 0 and up to 86400, not str" in engine.log()
+
+        engine.reset()
+        assert _kept(engine) == 0
+        assert engine.served(SESSION) == ([right], {})

@@ -1,0 +1,155 @@
+"""What clients want kept stays in the primary tier, within its budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from tests.unit.core import world
+from tests.unit.core.world import keys
+
+
+def pressed(core: Tiering) -> None:
+    """Store so much else that all that may be evicted is."""
+    for index in range(4):
+        world.store(core, keys(f"other{index}/", 4))
+        core.settle(0.0)
+
+
+def kept_core(slots: int = 16, **limits: float) -> Tiering:
+    return world.make(slots, 0, pin_budget=0.25, **limits)
+
+
+def test_a_kept_chunk_is_not_evicted_until_it_is_released():
+    core = kept_core()
+    world.store(core, keys("a", 3))
+    core.retention.keep("session", keys("a", 3))
+    core.settle(0.0)
+    pressed(core)
+    assert world.there(core, keys("a", 3)) == keys("a", 3)
+    core.retention.release("session")
+    pressed(core)
+    assert world.there(core, keys("a", 3)) == []
+
+
+def test_a_chunk_is_kept_from_the_end_of_its_store():
+    core = kept_core()
+    reservation = world.reserve(core, keys("a", 2))
+    core.retention.keep("session", keys("a", 2))
+    core.settle(0.0)
+    core.commit(reservation, 0.0)
+    core.settle(0.0)
+    pressed(core)
+    assert world.there(core, keys("a", 2)) == keys("a", 2)
+
+
+def test_what_is_over_is_not_kept_any_more():
+    core = kept_core()
+    world.store(core, keys("a", 3))
+    core.retention.keep("session", keys("a", 3))
+    core.retention.expire("session", 10.0)
+    core.settle(9.0)
+    assert set(core.retention.pinned) == set(keys("a", 3))
+    core.settle(10.0)
+    assert core.retention.pinned == {}
+    pressed(core)
+    assert world.there(core, keys("a", 3)) == []
+
+
+def test_a_chunk_that_two_keep_is_kept_until_both_have_ended():
+    core = kept_core()
+    world.store(core, keys("a", 3))
+    core.retention.keep("one", keys("a", 2))
+    core.retention.keep("two", keys("a", 3))
+    core.settle(0.0)
+    core.retention.release("two")
+    assert set(core.retention.pinned) == set(keys("a", 2))
+    core.retention.release("one")
+    assert core.retention.pinned == {}
+
+
+def test_what_is_beyond_the_budget_is_refused_tail_first_and_counted():
+    core = kept_core()
+    world.store(core, keys("a", 6))
+    core.retention.keep("session", keys("a", 6))
+    core.settle(0.0)
+    assert set(core.retention.pinned) == set(keys("a", 4)), "a quarter of 16 slots"
+    assert core.take_counts()["keep_refused",] == 2
+    world.taken(core)
+
+
+def test_a_reset_ends_all_and_gives_the_slots_back():
+    core = kept_core()
+    world.store(core, keys("a", 3))
+    core.retention.keep("session", keys("a", 3))
+    core.settle(0.0)
+    core.reset()
+    assert core.retention.pinned == {}
+    assert len(core.table.free) == 16
+    core.retention.release("session")
+    world.taken(core)
+
+
+def test_a_chunk_that_is_dropped_is_not_kept():
+    core = kept_core()
+    world.store(core, keys("a", 3))
+    core.retention.keep("session", keys("a", 3))
+    core.settle(0.0)
+    request = Request()
+    world.ask(core, request, keys("a", 1))
+    core.fail_load(core.acquire(keys("a", 1), request), request)
+    assert set(core.retention.pinned) == set(keys("a", 3)[1:])
+    world.taken(core)
+
+
+@pytest.mark.parametrize("name", ["unknown", "absent"])
+def test_names_that_keep_nothing_leave_nothing_behind(name):
+    core = kept_core()
+    core.retention.keep("absent", keys("a", 3))
+    core.settle(0.0)
+    core.retention.release(name)
+    core.retention.expire(name, 1.0)
+    assert core.retention._kept == core.retention._holders == core.retention._waiting == {}
+
+
+names = st.sampled_from(["one", "two", "three"])
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "keep", "keep", "release", "expire", "settle", "reset", "audit"]),
+        names,
+        st.integers(0, 2),
+        st.integers(1, 6),
+    ),
+    max_size=40,
+)
+
+
+@given(moves)
+def test_whatever_happens_pins_are_those_of_what_is_kept_and_end(steps):
+    core, now_s = kept_core(), 0.0
+    for move, name, prompt, count in steps:
+        now_s += 0.5
+        chunks = keys(f"{prompt}/", count)
+        if move == "store" and (reservation := core.reserve(chunks)) is not None:
+            core.commit(reservation, now_s)
+        elif move == "keep":
+            core.retention.keep(name, chunks)
+        elif move == "release":
+            core.retention.release(name)
+        elif move == "expire":
+            core.retention.expire(name, now_s + count)
+        elif move == "settle":
+            core.settle(now_s)
+        elif move == "reset":
+            core.reset()
+        elif move == "audit" and prompt == count == 1:
+            core.disable_after_audit(None, "in a test")
+        world.taken(core)
+    for name in ("one", "two", "three"):
+        core.retention.release(name)
+    assert core.retention.pinned == {}
+    assert core.retention._kept == core.retention._holders == core.retention._waiting == {}
+    world.taken(core)

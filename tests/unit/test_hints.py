@@ -1,0 +1,66 @@
+"""Hints in ``kv_transfer_params``: what is wrong is ignored with one warning, what is right counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints
+
+NESTED: list[Any] = []
+for _ in range(100_000):  # deeper than its text could be made
+    NESTED = [NESTED]
+
+
+@pytest.fixture
+def reader() -> HintReader:
+    return HintReader(lambda: 0.0)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"max_load_tokens": 3}, {"kvtier": None}, {"kvtier": {}}])
+def test_without_hints_nothing_is_said(reader: HintReader, params: Any, caplog: pytest.LogCaptureFixture):
+    assert reader.read("a", params) == NO_HINTS
+    assert caplog.text == ""
+
+
+def test_all_hints_together(reader: HintReader):
+    hints = {"explain": True, "ttl_s": 60, "pin": "agent 7", "release": "agent 6"}
+    assert reader.read("a", {"kvtier": hints}) == Hints(
+        explain=True, ttl_s=60, pin="agent 7", release="agent 6"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (NESTED, "it must be an object, not list"),
+        ({"explain": NESTED}, "explain must be true or false, not list"),
+        ({"explain": "yes" * 1000}, "explain must be true or false, not str"),
+        ({"ttl_s": 0}, "ttl_s must be a number of seconds above 0 and up to 86400, not 0"),
+        ({"ttl_s": True}, "not True"),
+        ({"ttl_s": float("nan")}, "not float"),
+        ({"ttl_s": 10**5000}, "not int"),
+        ({"ttl_s": 1e9}, "not 1000000000.0"),
+        ({"pin": ""}, "pin must be a name of 1 to 128 characters"),
+        ({"pin": "x" * 5000}, "pin must be a name"),
+        ({"release": 7}, "release must be a name"),
+        ({"keep": True}, "unknown keys 'keep'; known keys: explain, ttl_s, pin, release"),
+    ],
+)
+def test_what_is_wrong_is_ignored_with_a_warning(
+    reader: HintReader, wrong: Any, words: str, caplog: pytest.LogCaptureFixture
+):
+    assert reader.read("a", {"kvtier": wrong}) == NO_HINTS
+    assert words in caplog.text
+    assert len(caplog.text) < 400
+
+
+def test_what_is_right_beside_it_counts(reader: HintReader):
+    assert reader.read("a", {"kvtier": {"pin": "x", "ttl_s": "soon"}}) == Hints(pin="x")
+
+
+def test_a_client_cannot_flood_the_log(reader: HintReader, caplog: pytest.LogCaptureFixture):
+    for index in range(1000):
+        reader.read(str(index), {"kvtier": {"ttl_s": -1, "pin": 3}})
+    assert len(caplog.records) == 1
