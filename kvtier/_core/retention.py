@@ -37,6 +37,11 @@ class Retention:
         self._waiting: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
         self._earliest_s = inf  # nothing ends earlier
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept, or remembered."""
+        return not (self._kept or self._holders or self._waiting or self.pinned)
+
     def keep(self, name: str, keys: Iterable[OffloadKey]) -> None:
         """Keep chunks that are there or being stored, until ``expire`` or ``release`` of this name."""
         kept = self._kept.setdefault(name, _Kept())

@@ -19,8 +19,8 @@ def pressed(core: Tiering) -> None:
         core.settle(0.0)
 
 
-def kept_core(slots: int = 16, **limits: float) -> Tiering:
-    return world.make(slots, 0, pin_budget=0.25, **limits)
+def kept_core() -> Tiering:
+    return world.make(16, 0, pin_budget=0.25)
 
 
 def test_a_kept_chunk_is_not_evicted_until_it_is_released():
@@ -112,7 +112,7 @@ def test_names_that_keep_nothing_leave_nothing_behind(name):
     core.settle(0.0)
     core.retention.release(name)
     core.retention.expire(name, 1.0)
-    assert core.retention._kept == core.retention._holders == core.retention._waiting == {}
+    assert core.retention.is_empty
 
 
 names = st.sampled_from(["one", "two", "three"])
@@ -150,6 +150,5 @@ def test_whatever_happens_pins_are_those_of_what_is_kept_and_end(steps):
         world.taken(core)
     for name in ("one", "two", "three"):
         core.retention.release(name)
-    assert core.retention.pinned == {}
-    assert core.retention._kept == core.retention._holders == core.retention._waiting == {}
+    assert core.retention.is_empty
     world.taken(core)
