@@ -28,12 +28,16 @@ class Cascades:
 
     def put_stored(self, chunks: Sequence[Chunk], now_s: float) -> list[Chunk]:
         """End the copies of a store, put its chunks into the tiers, and return those that are READY."""
-        shared = self._shared
-        if not shared.tiers:
-            return shared.table.filled(chunks)
-        ready = shared.table.filled(chunks, pins=1)  # until all puts have begun
-        self._put_into(range(len(shared.tiers)), ready, now_s, reused=False)
-        shared.table.unpin(ready)
+        shared, tiers = self._shared, range(len(self._shared.tiers))
+        ready = shared.table.filled(chunks, pins=len(tiers))  # as if every tier were given all
+        puts = dict(self._admit(ready, tiers, now_s, reused=False))
+        for tier in tiers:
+            part = puts.get(tier, ())
+            if part:
+                self._put(tier, part, now_s)
+            if len(part) < len(ready):
+                given = frozenset(part)
+                shared.table.unpin([chunk for chunk in ready if chunk not in given])
         return ready
 
     def backfill(self, chunks: Sequence[Chunk], now_s: float) -> None:
@@ -41,8 +45,10 @@ class Cascades:
         ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
         if ready:
             counts = self._shared.counts
-            for tier, count in self._put_into(range(ready[0].origin or 0), ready, now_s, reused=True):
-                counts["backfilled", self._shared.tiers[tier].name] += count
+            for tier, part in self._admit(ready, range(ready[0].origin or 0), now_s, reused=True):
+                counts["backfilled", self._shared.tiers[tier].name] += len(part)
+                self._shared.table.pin(part)
+                self._put(tier, part, now_s)
 
     def offer_again(self, keys: Iterable[OffloadKey]) -> None:
         """Note that chunks are offered of which some are there already, where a tier was not given all."""
@@ -63,9 +69,11 @@ class Cascades:
             if skipped := [key for key in again if key in status.writes.skipped]:
                 found = [chunk for key in skipped if (chunk := shared.table.visible.get(key))]
                 ready = [chunk for chunk in found if chunk.state is _READY]
-                self._put_into([tier], ready, now_s, reused=True)
+                for _, part in self._admit(ready, [tier], now_s, reused=True):
+                    shared.table.pin(part)
+                    self._put(tier, part, now_s)
 
-    def put_ended(self, event: PutEnded, now_s: float) -> list[Chunk]:
+    def put_ended(self, event: PutEnded, now_s: float) -> Sequence[Chunk]:
         """Process the end of a put, and return the chunks that it no longer pins."""
         shared = self._shared
         transfer, _ = shared.end(event, now_s)
@@ -84,11 +92,11 @@ class Cascades:
         shared.table.unpin(transfer.chunks)
         return transfer.chunks
 
-    def _put_into(
-        self, tiers: Iterable[int], ready: Sequence[Chunk], now_s: float, *, reused: bool
-    ) -> list[tuple[int, int]]:
-        """Put chunks into the tiers that want them and have room; return the tiers and how many each."""
-        begun = []
+    def _admit(
+        self, ready: Sequence[Chunk], tiers: Iterable[int], now_s: float, *, reused: bool
+    ) -> list[tuple[int, Sequence[Chunk]]]:
+        """Return which of the tiers are given which of the chunks."""
+        admitted = []
         shared, statuses, counts = self._shared, self._shared.tiers, self._shared.counts
         most = max(1, int(len(shared.table.all) * shared.limits.put_backlog))
         unused = most - sum(status.backlog for status in statuses)
@@ -97,21 +105,21 @@ class Cascades:
             chosen, why_not = status.writes.choose(ready, now_s, reused=reused)
             if len(chosen) < len(ready):
                 counts["put_dropped", status.name, why_not] += len(ready) - len(chosen)
+            if not chosen:
+                continue
             share = max(1, most // len(statuses))  # its own, whatever the others hold
-            most_backlog = max(share, unused + status.backlog)
-            room, reason = status.put_room(len(chosen), most_backlog, now_s) if chosen else (0, "")
+            room, reason = status.put_room(len(chosen), max(share, unused + status.backlog), now_s)
             if room < len(chosen):
                 counts["put_dropped", status.name, reason] += len(chosen) - room
             if room:
-                self._put(index, chosen[:room], now_s)
-                begun.append((index, room))
-        return begun
+                admitted.append((index, chosen if room == len(chosen) else chosen[:room]))
+        return admitted
 
     def _put(self, tier: int, chunks: Sequence[Chunk], now_s: float) -> None:
+        """Begin a put of chunks that are pinned for it."""
         shared = self._shared
-        shared.table.pin(chunks)
         keys = [chunk.key for chunk in chunks]
-        transfer = shared.begin(tier, keys, list(chunks), now_s, is_put=True)
+        transfer = shared.begin(tier, keys, chunks, now_s, is_put=True)
         shared.tiers[tier].backlog += len(chunks)
         shared.tiers[tier].writes.begun(keys)
         shared.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))

@@ -54,7 +54,9 @@ class SharedState:
         """Return the reason to count for a lack of slots: "starting" while slots are added, else ``what``."""
         return "starting" if self.is_starting else what
 
-    def begin(self, tier: int, keys: Keys, chunks: list[Chunk], now_s: float, *, is_put: bool) -> Transfer:
+    def begin(
+        self, tier: int, keys: Keys, chunks: Sequence[Chunk], now_s: float, *, is_put: bool
+    ) -> Transfer:
         """Enter a transfer that a tier will be told to do."""
         self._last_id += 1
         deadline_s = now_s + self.tiers[tier].deadline_s

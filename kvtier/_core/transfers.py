@@ -43,7 +43,7 @@ class Transfer:
     id: int
     tier: int
     keys: Sequence[OffloadKey]
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
     deadline_s: float
     is_put: bool
     breaker: Breaker
