@@ -27,6 +27,11 @@ STORE_REFUSED: Mapping[str, str] = {
     "store_threshold": "the chunk was offered less often than `store_threshold`",
     "audit": "an audit found a damaged chunk; nothing is stored until a restart",
 }
+KEEP_REFUSED: Mapping[str, str] = {
+    "budget": "what is kept takes all of `pin_budget`",
+    "absent": "the chunk was not stored, or was gone before it could be kept",
+    "names": "too many names keep chunks",
+}
 NO_WORK: Mapping[str, str] = {
     "audit": "an audit found a damaged chunk of the tier; it is disabled until a restart",
     "down": "the tier could not be opened or reset, or its process ended; kvtier retries",

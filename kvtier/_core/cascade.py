@@ -52,7 +52,7 @@ class Cascades:
 
     def offer_again(self, keys: Iterable[OffloadKey]) -> None:
         """Note that chunks are offered of which some are there already, where a tier was not given all."""
-        if any(status.writes.skipped for status in self._shared.tiers):
+        if any(status.writes.is_selective for status in self._shared.tiers):
             visible = self._shared.table.visible
             self.offered_again.update((key, None) for key in keys if key in visible)
 
@@ -61,17 +61,19 @@ class Cascades:
         loaded, again = list(self.reused), {**self.reused, **self.offered_again}
         self.reused.clear()
         self.offered_again.clear()
-        shared = self._shared
+        shared, visible = self._shared, self._shared.table.visible
+        there = [chunk for key in again if (chunk := visible.get(key))]
         if loaded:
             tiers = enumerate(shared.tiers)
             shared.commands += [Touch(tier, loaded) for tier, status in tiers if status.works]
         for tier, status in enumerate(shared.tiers):
-            if skipped := [key for key in again if key in status.writes.skipped]:
-                found = [chunk for key in skipped if (chunk := shared.table.visible.get(key))]
-                ready = [chunk for chunk in found if chunk.state is _READY]
-                for _, part in self._admit(ready, [tier], now_s, reused=True):
-                    shared.table.pin(part)
-                    self._put(tier, part, now_s)
+            skipped = [
+                chunk for chunk in there if chunk.state is _READY and chunk.key in status.writes.skipped
+            ]
+            for _, part in self._admit(skipped, [tier], now_s, reused=True, is_new=False) if skipped else ():
+                shared.table.pin(part)
+                self._put(tier, part, now_s)
+        self.offered_again.update((chunk.key, None) for chunk in there if chunk.state is ChunkState.FILLING)
 
     def put_ended(self, event: PutEnded, now_s: float) -> Sequence[Chunk]:
         """Process the end of a put, and return the chunks that it no longer pins."""
@@ -82,10 +84,11 @@ class Cascades:
         if event.seconds and event.health in (TransferHealth.GOOD, TransferHealth.LATE):
             status.pressure.put_ended(len(transfer.chunks), event.seconds)  # not those that failed at once
         shared.counts["put", status.name] += sum(event.kept)
+        status.writes.skip(key for key, is_kept in zip(transfer.keys, event.kept, strict=True) if not is_kept)
         if status.writes.kept(sum(event.kept)):
             text = (
-                f"{status.writes.put_chunks} chunks were put into it and none was got: nothing is asked for "
-                "again, or the primary tier has it. write_policy 'adaptive' writes less"
+                f"{status.writes.put_chunks} chunks were put into it and this engine got none: nothing is "
+                "asked for again, or tiers before it have it. write_policy 'adaptive' writes less"
             )
             shared.notices.append(Notice(f"tier {status.name}", text, is_good=False))
         shared.announce_end(transfer, event.kept)
@@ -93,23 +96,29 @@ class Cascades:
         return transfer.chunks
 
     def _admit(
-        self, ready: Sequence[Chunk], tiers: Iterable[int], now_s: float, *, reused: bool
+        self,
+        ready: Sequence[Chunk],
+        tiers: Iterable[int],
+        now_s: float,
+        *,
+        reused: bool,
+        is_new: bool = True,
     ) -> list[tuple[int, Sequence[Chunk]]]:
-        """Return which of the tiers are given which of the chunks."""
+        """Return which of the tiers are given which of the chunks; what ``is_new`` and is not is counted."""
         admitted = []
         shared, statuses, counts = self._shared, self._shared.tiers, self._shared.counts
         most = max(1, int(len(shared.table.all) * shared.limits.put_backlog))
         unused = most - sum(status.backlog for status in statuses)
         for index in tiers:
             status = statuses[index]
-            chosen, why_not = status.writes.choose(ready, now_s, reused=reused)
-            if len(chosen) < len(ready):
-                counts["put_dropped", status.name, why_not] += len(ready) - len(chosen)
+            chosen, skipped = status.writes.choose(ready, now_s, reused=reused)
+            for reason, count in skipped.items() if is_new else ():
+                counts["put_dropped", status.name, reason] += count
             if not chosen:
                 continue
             share = max(1, most // len(statuses))  # its own, whatever the others hold
             room, reason = status.put_room(len(chosen), max(share, unused + status.backlog), now_s)
-            if room < len(chosen):
+            if room < len(chosen) and is_new:
                 counts["put_dropped", status.name, reason] += len(chosen) - room
             if room:
                 admitted.append((index, chosen if room == len(chosen) else chosen[:room]))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from kvtier._core.chunks import Chunk
 from kvtier._core.shared import SharedState
 from kvtier._core.states import ChunkState
 from kvtier.keys import OffloadKey
+
+_MOST_PER_SLOT = 16  # chunks of names, for each slot
+_SPARE_ENTRIES = 64
 
 
 @dataclass(slots=True)
@@ -35,42 +39,63 @@ class Retention:
         self._kept: dict[str, _Kept] = {}
         self._holders: dict[OffloadKey, set[str]] = {}  # the names that keep it
         self._waiting: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
-        self._earliest_s = inf  # nothing ends earlier
+        self._ends: list[tuple[float, str]] = []  # a heap; an entry counts if its name ends then
+        self._size = 0  # chunks of all names together
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is kept, or remembered."""
-        return not (self._kept or self._holders or self._waiting or self.pinned)
+        return not (self._kept or self._holders or self._waiting or self.pinned or self._size)
 
     def keep(self, name: str, keys: Iterable[OffloadKey]) -> None:
         """Keep chunks that are there or being stored, until ``expire`` or ``release`` of this name."""
-        kept = self._kept.setdefault(name, _Kept())
+        kept = self._kept.get(name) or _Kept()
+        most = _MOST_PER_SLOT * len(self._shared.table.all)
         for key in keys:
-            if key not in kept.keys:
-                kept.keys[key] = None
-                self._holders.setdefault(key, set()).add(name)
-                if key not in self.pinned:
-                    self._waiting[key] = None
+            if key in kept.keys:
+                continue
+            if self._size >= most:
+                self._shared.counts["keep_refused", "names"] += 1
+                continue
+            self._size += 1
+            kept.keys[key] = None
+            self._holders.setdefault(key, set()).add(name)
+            if key not in self.pinned:
+                self._waiting[key] = None
+        if kept.keys:
+            self._kept[name] = kept
 
     def expire(self, name: str, until_s: float) -> None:
-        """Keep what is kept under a name no longer than until ``until_s``."""
+        """Keep what is kept under a name until ``until_s``."""
         if (kept := self._kept.get(name)) is not None:
             kept.until_s = until_s
-            self._earliest_s = min(self._earliest_s, until_s)
+            heappush(self._ends, (until_s, name))
+            if len(self._ends) > 2 * len(self._kept) + _SPARE_ENTRIES:
+                self._ends = [(kept.until_s, name) for name, kept in self._kept.items()]
+                heapify(self._ends)
 
     def release(self, name: str) -> None:
         """Keep nothing under this name any more."""
-        if (kept := self._kept.pop(name, None)) is not None:
-            self._give_back(name, kept.keys)
+        if (kept := self._kept.pop(name, None)) is None:
+            return
+        self._size -= len(kept.keys)
+        chunks = []
+        for key in kept.keys:
+            self._holders[key].discard(name)
+            if not self._holders[key]:
+                del self._holders[key]
+                self._waiting.pop(key, None)
+                if (chunk := self.pinned.pop(key, None)) is not None:
+                    chunks.append(chunk)
+        self._shared.table.unpin(chunks)
 
-    def settle(self, now_s: float) -> None:
-        """Pin what has arrived, as far as the budget goes, and end what is over."""
-        if now_s >= self._earliest_s:
-            for name in [name for name, kept in self._kept.items() if kept.until_s <= now_s]:
+    def settle(self, now_s: float) -> list[Chunk]:
+        """End what is over; pin what has arrived, as far as the budget goes, and return it."""
+        while self._ends and self._ends[0][0] <= now_s:
+            until_s, name = heappop(self._ends)
+            if (kept := self._kept.get(name)) is not None and kept.until_s == until_s:
                 self.release(name)
-            self._earliest_s = min((kept.until_s for kept in self._kept.values()), default=inf)
-        if self._waiting:
-            self._pin_arrived()
+        return self._pin_arrived() if self._waiting else []
 
     def drop_lost(self) -> None:
         """Unpin chunks that are not to be found any more."""
@@ -83,48 +108,42 @@ class Retention:
         self._kept.clear()
         self._holders.clear()
         self._waiting.clear()
-        self._earliest_s = inf
+        self._ends.clear()
+        self._size = 0
         chunks, self.pinned = list(self.pinned.values()), {}
         self._shared.table.unpin(chunks)
 
-    def _pin_arrived(self) -> None:
+    def _pin_arrived(self) -> list[Chunk]:
         shared = self._shared
         budget = int(len(shared.table.all) * shared.limits.pin_budget)
         arrived: list[Chunk] = []
-        absent: list[OffloadKey] = []
+        refused: list[OffloadKey] = []
         waiting: dict[OffloadKey, None] = {}
         for key in self._waiting:
             chunk = shared.table.visible.get(key)
             if chunk is None:
-                absent.append(key)
+                refused.append(key)
+                shared.counts["keep_refused", "absent"] += 1
             elif chunk.state is not ChunkState.READY:
                 waiting[key] = None
             elif len(self.pinned) < budget:
                 self.pinned[key] = chunk
                 arrived.append(chunk)
             else:
-                absent.append(key)
-                shared.counts["keep_refused",] += 1
+                refused.append(key)
+                shared.counts["keep_refused", "budget"] += 1
         self._waiting = waiting
         shared.table.pin(arrived)
-        self._forget(absent)
+        self._forget(refused)
+        return arrived
 
     def _forget(self, keys: list[OffloadKey]) -> None:
         """Remove keys from every name; one that keeps nothing is forgotten."""
         for key in keys:
             self._waiting.pop(key, None)
-            for name in self._holders.pop(key, ()):
+            names = self._holders.pop(key, set())
+            self._size -= len(names)
+            for name in names:
                 del self._kept[name].keys[key]
                 if not self._kept[name].keys:
                     del self._kept[name]
-
-    def _give_back(self, name: str, keys: Iterable[OffloadKey]) -> None:
-        chunks = []
-        for key in keys:
-            self._holders[key].discard(name)
-            if not self._holders[key]:
-                del self._holders[key]
-                self._waiting.pop(key, None)
-                if (chunk := self.pinned.pop(key, None)) is not None:
-                    chunks.append(chunk)
-        self._shared.table.unpin(chunks)

@@ -154,7 +154,7 @@ class Tiering:
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
-        self.retention.settle(now_s)
+        self.promotions.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
         if self._tiers:
             self.promotions.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:

@@ -67,7 +67,9 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "keep_refused": Metric(
         "kvtier_keep_refused_chunks",
-        "Chunks that a request wanted to keep in the primary tier, beyond `pin_budget`.",
+        "Chunks that a request wanted to keep in the primary tier, and that are not kept.",
+        ("reason",),
+        reasons.KEEP_REFUSED,
     ),
     "put": Metric("kvtier_put_chunks", "Chunks put into a tier.", ("tier",)),
     "put_seconds": Metric(

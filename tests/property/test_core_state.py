@@ -97,6 +97,7 @@ limits = st.builds(
     promotion_budget=st.sampled_from([0.1, 0.25, 1.0]),
     promotion_reserve=st.sampled_from([0.0, 0.1, 0.5]),
     put_backlog=st.sampled_from([0.25, 1.0]),
+    pin_budget=st.sampled_from([0.0, 0.25, 0.9]),
     store_threshold=st.sampled_from([0, 0, 2]),
     max_tracker_size=st.just(20),
     max_announced=st.sampled_from([1, 5, 100, 100]),
@@ -371,6 +372,19 @@ class CoreMachine(RuleBasedStateMachine):
             assert asker.request.state is RequestState.EXPIRED
             assert not asker.request.held
 
+    @rule(
+        name=st.sampled_from("ab"), prompt=prompts, length=lengths, ends_s=st.sampled_from([None, 0.5, 4.0])
+    )
+    def keep(self, name: str, prompt: list[OffloadKey], length: int, ends_s: float | None) -> None:
+        """A client wants chunks kept, until it releases them or a time."""
+        self.core.retention.keep(name, prompt[:length])
+        if ends_s is not None:
+            self.core.retention.expire(name, self.now_s + ends_s)
+
+    @rule(name=st.sampled_from("ab"))
+    def release_kept(self, name: str) -> None:
+        self.core.retention.release(name)
+
     @rule(place=st.sampled_from([0, 3, 20]), chunk_s=st.sampled_from([0.0001, 0.01, 10.0]))
     def compute(self, place: int, chunk_s: float) -> None:
         self.core.note_computed(place, 1, chunk_s)
@@ -612,6 +626,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.abort(0)
         while self.askers:
             self.close(0)
+        for name in "ab":
+            self.core.retention.release(name)
         self.settle(0.0)
         while self.jobs:
             job = self.jobs[0]
@@ -619,10 +635,11 @@ class CoreMachine(RuleBasedStateMachine):
                 self._end_put(job, [True] * 30)
             else:
                 self._end_fetch(job, [Answer.COPIED] * 30)
-        self.settle(0.0)
+            self.settle(0.0)  # some puts wait for an end
         table = self.core.table
         invariants.check(self.core)
         assert self.core.is_idle
+        assert self.core.retention.is_empty
         assert self.core.next_deadline_s() is None
         assert not self.core.promotions.promoting
         assert sum(chunk.pins for chunk in table.all) == 0

@@ -39,13 +39,14 @@ def test_all_hints_together(reader: HintReader):
         ({"explain": "yes" * 1000}, "explain must be true or false, not str"),
         ({"ttl_s": 0}, "ttl_s must be a number of seconds above 0 and up to 86400, not 0"),
         ({"ttl_s": True}, "not True"),
+        ({10**5000: 1}, "unknown key int"),
         ({"ttl_s": float("nan")}, "not float"),
         ({"ttl_s": 10**5000}, "not int"),
         ({"ttl_s": 1e9}, "not 1000000000.0"),
         ({"pin": ""}, "pin must be a name of 1 to 128 characters"),
         ({"pin": "x" * 5000}, "pin must be a name"),
         ({"release": 7}, "release must be a name"),
-        ({"keep": True}, "unknown keys 'keep'; known keys: explain, ttl_s, pin, release"),
+        ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release"),
     ],
 )
 def test_what_is_wrong_is_ignored_with_a_warning(

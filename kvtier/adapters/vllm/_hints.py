@@ -28,14 +28,28 @@ class Hints:
     Attributes:
         explain: whether to log what was found of its prompt.
         ttl_s: seconds to keep its chunks in the primary tier after its end.
-        pin: a name under which they are kept until it is released.
-        release: a name whose chunks need not be kept any more.
+        pin: a name under which they are kept until it is released, or its last request has ended so long ago.
+        release: a name whose chunks need not be kept any more once the request has ended.
     """
 
     explain: bool = False
     ttl_s: float = 0.0
     pin: str = ""
     release: str = ""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether chunks are to be kept."""
+        return bool(self.pin or self.ttl_s)
+
+    @property
+    def kept_s(self) -> float:
+        """Seconds for which they are kept after the request's end: no client can pin for ever."""
+        return self.ttl_s or _LONGEST_TTL_S
+
+    def name(self, req_id: str) -> str:
+        """Return the name under which they are kept: no request's is a client's."""
+        return f"pin {self.pin}" if self.pin else f"request {req_id}"
 
 
 NO_HINTS = Hints()
@@ -50,9 +64,10 @@ def _is_name(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a number, else the type: the text of a nested value, or of a large integer, is endless."""
+    """Return a number or a short text, else the type: a nested value or a large integer has no short one."""
     is_short = isinstance(value, int | float) and abs(value) < _SHOWN_BELOW
-    return str(value) if is_short else type(value).__name__
+    is_short = is_short or (isinstance(value, str) and len(value) < _SHOWN)
+    return repr(value) if is_short else type(value).__name__
 
 
 _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
@@ -82,8 +97,9 @@ class HintReader:
         if not isinstance(ours, dict):
             self._warn(req_id, f"it must be an object, not {type(ours).__name__}")
             return NO_HINTS
-        if unknown := sorted(str(key) for key in ours if key not in _CHECKS):
-            self._warn(req_id, f"unknown keys {', '.join(unknown)!r:.{_SHOWN}}")
+        unknown = (key for key in ours if key not in _CHECKS)
+        if (first := next(unknown, None)) is not None:
+            self._warn(req_id, f"unknown key {_shown(first)}")
         good = {}
         for key, (is_good, wanted) in _CHECKS.items():
             if key in ours and is_good(ours[key]):

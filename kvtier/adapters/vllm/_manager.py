@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -57,6 +58,11 @@ class Slots(LoadStoreSpec):
 
     slots: list[int]
     request: str = ""
+
+
+_OF_NEW_CHUNKS = RequestOffloadingContext()
+_OF_ALL_CHUNKS = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+"""vLLM offers chunks to be stored that the request did not compute, too."""
 
 
 @dataclass
@@ -144,7 +150,8 @@ class KVTierManager(OffloadingManager):
         self._explainer.traces = self._driver.traces
         self._clock = clock
         self._hint_reader = HintReader(clock)
-        self._hints: dict[str, Hints] = {}  # of requests whose chunks are to be kept
+        self._hints: dict[str, Hints] = {}  # of requests that keep chunks or end that
+        self._is_selective = any(status.writes.is_selective for status in core.shared.tiers)
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
@@ -159,11 +166,9 @@ class KVTierManager(OffloadingManager):
         hints = self._hint_reader.read(req_context.req_id, params) if params else NO_HINTS
         if hints.explain or self._explainer.is_on:
             self._explainer.begin(req_context, request, is_asked=hints.explain)
-        if hints.release:
-            self._core.retention.release(f"pin {hints.release}")
-        if hints.pin or hints.ttl_s:
+        if hints.keeps or hints.release:
             self._hints[req_context.req_id] = hints
-        return RequestOffloadingContext()
+        return _OF_ALL_CHUNKS if hints.keeps or self._is_selective else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be under way."""
@@ -171,8 +176,11 @@ class KVTierManager(OffloadingManager):
         if request is not None:
             self._core.close(request)
             self._explainer.ended(request.name)
-        if (hints := self._hints.pop(req_context.req_id, None)) is not None and hints.ttl_s:
-            self._core.retention.expire(f"request {req_context.req_id}", self._clock() + hints.ttl_s)
+        if (hints := self._hints.pop(req_context.req_id, None)) is not None:
+            if hints.keeps:
+                self._core.retention.expire(hints.name(req_context.req_id), self._clock() + hints.kept_s)
+            if hints.release:
+                self._core.retention.release(Hints(pin=hints.release).name(""))
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
 
@@ -197,6 +205,8 @@ class KVTierManager(OffloadingManager):
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
         self._keep(req_context.req_id, keys)
+        if self._steps is not None:
+            self._steps.loaded(req_context, keys)
         if self._driver.traces is not None:
             self._driver.traces.load_began(pinned, req_context.req_id)
         if self._explainer.tracked:
@@ -384,11 +394,8 @@ class KVTierManager(OffloadingManager):
 
     def _keep(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
         """Keep chunks of a request whose client wants that."""
-        if (hints := self._hints.get(req_id)) is not None:
-            if hints.pin:
-                self._core.retention.keep(f"pin {hints.pin}", keys)
-            if hints.ttl_s:
-                self._core.retention.keep(f"request {req_id}", keys)
+        if (hints := self._hints.get(req_id)) is not None and hints.keeps:
+            self._core.retention.keep(hints.name(req_id), keys)
 
     @staticmethod
     def _nothing_stored() -> PrepareStoreOutput:

@@ -77,7 +77,7 @@ def test_what_is_beyond_the_budget_is_refused_tail_first_and_counted():
     core.retention.keep("session", keys("a", 6))
     core.settle(0.0)
     assert set(core.retention.pinned) == set(keys("a", 4)), "a quarter of 16 slots"
-    assert core.take_counts()["keep_refused",] == 2
+    assert core.take_counts()["keep_refused", "budget"] == 2
     world.taken(core)
 
 
@@ -112,6 +112,47 @@ def test_names_that_keep_nothing_leave_nothing_behind(name):
     core.settle(0.0)
     core.retention.release(name)
     core.retention.expire(name, 1.0)
+    assert core.retention.is_empty
+
+
+def test_chunks_promoted_for_others_are_paid_for_once():
+    core = world.make(16, 1, pin_budget=0.25, budget=0.25)
+    other = Request()
+    (get,) = world.step(core, other, keys("a", 4))
+    core.on_event(world.answered(get), 0.0)
+    core.retention.keep("session", keys("a", 4))
+    core.settle(0.0)
+    core.close(other)
+    assert not core.promotions.promoting
+    world.taken(core)
+    core.retention.release("session")
+    world.taken(core)
+    (get,) = world.step(core, Request(), keys("b", 4))
+    assert len(get.slots) == 4, "the promotion budget is there again"
+
+
+def test_chunks_of_names_are_bounded_however_many_names_share_them():
+    core = kept_core()
+    world.store(core, keys("a", 4))
+    for index in range(100):
+        core.retention.keep(str(index), keys("a", 4))
+        core.retention.expire(str(index), 10.0 + index)
+    core.settle(0.0)
+    assert core.take_counts()["keep_refused", "names"] == 100 * 4 - 16 * 16
+    core.settle(10.0 + 63)
+    assert core.retention.is_empty
+    world.taken(core)
+
+
+def test_the_last_of_several_ends_counts():
+    core = kept_core()
+    world.store(core, keys("a", 2))
+    for turn in range(200):
+        core.retention.keep("session", keys("a", 2))
+        core.retention.expire("session", 10.0 + turn)
+        core.settle(float(turn))
+        assert len(core.retention.pinned) == 2
+    core.settle(209.0)
     assert core.retention.is_empty
 
 

@@ -7,7 +7,7 @@ from when it was scheduled, or from the end of the step before where that came l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,7 @@ class StepMeter:
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
         self._ended_s = 0.0
         self._last: dict[str, int] = {}  # the last place of each request that was counted
+        self._loaded: dict[str, int] = {}  # the last place of each request that was loaded
 
     def place(self, context: Positioned, key: OffloadKey) -> int | None:
         """Return how many chunks of the prompt come before a key's; None where vLLM does not say."""
@@ -85,7 +86,7 @@ class StepMeter:
         if begin is None:
             return
         last = self._last.get(context.req_id)
-        begin = begin if last is None else max(begin, last + 1)
+        begin = max(begin, self._loaded.get(context.req_id, -1) + 1, -1 if last is None else last + 1)
         places = [place for key in keys if (place := self.place(context, key)) is not None and place >= begin]
         if not places:
             return
@@ -97,9 +98,16 @@ class StepMeter:
         step.chunks += chunks
         step.places += chunks * sum(places) / len(places)
 
+    def loaded(self, context: Positioned, keys: Iterable[OffloadKey]) -> None:
+        """Note chunks that are loaded, and not computed, though they may be offered."""
+        places = [place for key in keys if (place := self.place(context, key)) is not None]
+        if places:
+            self._loaded[context.req_id] = max(places)
+
     def forget(self, req_id: str) -> None:
         """Forget a request that has ended, or that was preempted: it is computed anew."""
         self._last.pop(req_id, None)
+        self._loaded.pop(req_id, None)
 
     def begin(self) -> None:
         """Note that a step was scheduled."""
