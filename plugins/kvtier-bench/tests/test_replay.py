@@ -135,6 +135,8 @@ PREFIX_CACHE = """\
 vllm:prefix_cache_queries_total 100.0
 # TYPE vllm:prefix_cache_hits counter
 vllm:prefix_cache_hits_total 30.0
+# TYPE vllm:external_prefix_cache_hits counter
+vllm:external_prefix_cache_hits_total 20.0
 """
 
 
@@ -153,15 +155,10 @@ def test_tokens_and_bytes_are_read_from_metrics_as_far_as_there_are_any() -> Non
         "fs": (5, 1, 2, 3),
     }
     older = Counters(PREFIX_CACHE)
-    assert older.tokens(nothing) == {COMPUTED: 70, DEVICE: 30, "tiers": 0}
+    assert older.tokens(nothing) == {COMPUTED: 50, DEVICE: 30, "tiers": 20}
     assert (nothing.tokens(nothing), records.sources("it", nothing, nothing)) == ({}, [])
-    assert nothing.left_out == [
-        "hits",
-        "hits by tier",
-        "bytes of tiers",
-        "bytes of device copies",
-        "bytes held",
-    ]
+    assert nothing.left_out == ["hits", "hits by tier", "bytes by tier"]
+    assert older.left_out == ["hits by tier", "bytes by tier"]
 
 
 class Service:

@@ -20,9 +20,7 @@ _COPIED_IN, _COPIED_OUT = "vllm:kv_offload_load_bytes_total", "vllm:kv_offload_s
 _FIGURES: Final = {
     "hits": {_BY_SOURCE, _QUERIES},
     "hits by tier": {_LOADED},
-    "bytes of tiers": {_READ, _WRITTEN},
-    "bytes of device copies": {_COPIED_IN, _COPIED_OUT},
-    "bytes held": {_USED},
+    "bytes by tier": {_READ, _WRITTEN, _COPIED_IN, _COPIED_OUT, _USED},
 }
 
 
@@ -58,7 +56,9 @@ class Counters:
         else:
             return {}
         loaded = {tier: n for tier, n in self._since(earlier, "tier", _LOADED).items() if n}
-        of_tiers = {tier: tiers * n / sum(loaded.values()) for tier, n in loaded.items()} or {TIERS: tiers}
+        of_tiers = {tier: tiers * n / sum(loaded.values()) for tier, n in loaded.items()}
+        if tiers and not of_tiers:
+            of_tiers = {TIERS: tiers}
         return {COMPUTED: computed, DEVICE: local, **of_tiers}
 
     def bytes_of(self, tier: str, earlier: Counters) -> tuple[float | None, float | None, float | None]:

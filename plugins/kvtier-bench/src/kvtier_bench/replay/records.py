@@ -165,7 +165,7 @@ def report(records: Sequence[Record], as_json: bool) -> None:
     figures.report([row for row in records if not isinstance(row, Interval)], as_json)
     table = chart([row for row in records if isinstance(row, Interval)])
     console = Console()
-    console.width = max(console.width, console.measure(table).maximum)
+    console.width = max(console.width, Console(width=1000).measure(table).maximum)
     console.print(table)
 
 
