@@ -157,7 +157,7 @@ def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) 
     if config is not None and tiers:
         raise ConfigError(f"both {config} and --tier are given: give one of them")
     if config is not None:
-        given = _settings(config)
+        given = read_settings(config)
     else:
         parsed = [_parsed(json.loads, text, f"--tier {number}") for number, text in enumerate(tiers, start=1)]
         given = {"cpu_bytes_to_use": chunk_bytes, "secondary_tiers": parsed}
@@ -169,8 +169,12 @@ def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) 
     return settings
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """Read the settings of a file, and unwrap those of an engine."""
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return kvtier's settings in a file, those of an engine unwrapped.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no settings.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)

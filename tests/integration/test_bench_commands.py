@@ -65,3 +65,20 @@ def test_convoy(tmp_path: Path) -> None:
     assert distinct["in_files"] == 160
     assert distinct["loaded_fs"] > 0, "prefixes come from files"
     assert distinct["fetched"] == distinct["loaded_fs"] + distinct["in_vain"]
+
+
+def test_replay(tmp_path: Path) -> None:
+    """On servers of its own, one after the other."""
+    lines = [
+        {"timestamp": 500 * number, "input_length": 5000, "output_length": 100}
+        | {"hash_ids": [0, *range(100 * (number % 4) + 1, 100 * (number % 4) + 10)]}
+        for number in range(8)
+    ]
+    (trace := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    report = run(tmp_path, "replay", str(trace), "--speed", "1")
+    served = {row["server"]: row for row in report["Served"]}
+    assert set(served) == {"none", "kvtier cpu+fs"}
+    assert [row["failed"] for row in served.values()] == ["0", "0"]
+    assert all(row["hit_percent"] > 0 for row in served.values())
+    tiers = {row["source"] for row in report["Source"] if row["server"] == "kvtier cpu+fs"}
+    assert tiers == {"computed", "device", "cpu", "fs"}

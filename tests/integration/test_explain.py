@@ -22,7 +22,7 @@ from kvtier._core.requests import Request
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation, read
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, pack_key
 from tests.integration.test_bridge import AnyTier, World, dummy, files, prompt
 
 pytestmark = pytest.mark.releases
@@ -196,6 +196,47 @@ def test_the_prefix_does_not_end_within_a_chunk(make: Make, lines: Lines) -> Non
     it.manager.complete_load(set(keys[:2]), reached)
     it.step(new=["short"])
     assert (lines()[-1].prefix_end, lines()[-1].reason) == (32, None)
+
+
+BOUNDARY = 2 * CHUNK_TOKENS + 8
+LAST_FROM = {"dummy0": {"cpu": 16, "dummy0": 24}, "cpu": {"cpu": 40}}
+
+
+@pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
+@pytest.mark.parametrize("last_from", LAST_FROM)
+def test_a_token_of_several_groups_counts_once_and_a_chunk_filled_in_part_counts_in_part(
+    make: Make, last_from: str
+) -> None:
+    """Two groups: full attention, and recurrent state, of which the last two chunks are there."""
+    it = make(dummy())
+    it.explainer = Explainer(["dummy0"], {0: CHUNK_TOKENS, 1: CHUNK_TOKENS})
+    context = ReqContext(req_id="hybrid", kv_transfer_params=ASKED)
+    it.explainer.begin(context, Request("hybrid"))
+    attention, state = (
+        [pack_key(bytes([group, number]) * 16, group) for number in range(3)] for group in (0, 1)
+    )
+    keys = [*attention, *state[1:]]
+    for place in range(3):
+        for key in (attention[place], state[place]):
+            context.set_offload_key_position(key, min((place + 1) * CHUNK_TOKENS, BOUNDARY))
+    origin = 0 if last_from == "dummy0" else None
+    it.explainer.loaded("hybrid", keys, [None, None, None, origin, origin])
+    tracked = it.explainer.tracked["hybrid"]
+    assert (tracked.tokens, tracked.end) == (LAST_FROM[last_from], BOUNDARY)
+
+
+@pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
+def test_what_a_group_with_longer_chunks_has_beyond_the_others_does_not_count(make: Make) -> None:
+    it = make()
+    it.explainer = Explainer([], {0: CHUNK_TOKENS, 1: 4 * CHUNK_TOKENS})
+    context = ReqContext(req_id="mixed", kv_transfer_params=ASKED)
+    it.explainer.begin(context, Request("mixed"))
+    keys = [*(pack_key(bytes([number]) * 32) for number in range(3)), pack_key(b"w" * 32, 1)]
+    for place, key in enumerate(keys):
+        context.set_offload_key_position(key, (place + 1) * CHUNK_TOKENS)
+    it.explainer.loaded("mixed", keys, [None] * 4)
+    tracked = it.explainer.tracked["mixed"]
+    assert (tracked.tokens, tracked.end) == ({"cpu": 48}, 48)
 
 
 def test_a_request_is_explained_once_however_often_it_is_preempted(make: Make, lines: Lines) -> None:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +19,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers.fs import FsTier
-from kvtier_bench.engine.compared import BLOCK_TOKENS, VOCABULARY
+from kvtier_bench.engine.compared import BLOCK_TOKENS
+from kvtier_bench.engine.server import ANSWER_S, add_tokenizer
+from kvtier_bench.engine.server import PORTS as PORT_RANGE
+from kvtier_bench.engine.server import Server as ApiServer
 from tests.integration.conftest import ENVIRONMENT, Ask
 from tests.integration.harness import (
     OUTPUT_TOKENS,
     PROMPT_CHUNKS,
+    SIZES,
     Metrics,
     Tokens,
     patient,
@@ -47,17 +46,13 @@ PROMPT = prompt(1)
 OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache holds
 STORED = (1 + len(OTHERS)) * PROMPT_CHUNKS
 STUCK_S = 5.0  # until a put that hangs is given up; its gets, which do not hang, are never so late
-START_S = 400.0
-ANSWER_S = 120.0
 UNTIL_S = 60.0
-END_S = 30.0
-# Below the ephemeral ones: an outgoing connection of somebody may take such a one before its server listens.
-PORTS = random.SystemRandom().sample(range(30_000, 32_000), 8)
+PORTS = random.SystemRandom().sample(PORT_RANGE, 8)
 UNHEALTHY = ("KvtierTierUnhealthy", "stuck", "pending")
 
 
-class Server:
-    """An API server and its engine, in a process group of their own. A context manager.
+class Server(ApiServer):
+    """An API server and its engine over kvtier.
 
     Args:
         model: directory of the model, with a tokenizer.
@@ -65,63 +60,32 @@ class Server:
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any], log: Path, servers: int = 1) -> None:
-        self._url = f"http://127.0.0.1:{PORTS.pop()}"
-        self._log = log
-        environment = {
-            **ENVIRONMENT,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "PYTHONPATH": str(_metadata_of_vllm(log.parent)),
-        }
-        with log.open("w") as file:
-            self._process = subprocess.Popen(
-                _command(model, settings, self._url, servers),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
+        super().__init__(
+            model,
+            {"spec_name": "KVTierOffloadingSpec", **settings},
+            log,
+            PORTS.pop(),
+            {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"},
+            served_model_name="tiny",
+            api_server_count=servers,
+            **SIZES,
+        )
 
     @property
     def address(self) -> str:
         """Host and port."""
-        return self._url.removeprefix("http://")
+        return self.url.removeprefix("http://")
 
     def __enter__(self) -> Server:
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.end()
-            raise
+        super().__enter__()
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.end()
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self._process.poll() is None, f"the server has ended\n{self._end_of_log()}"
-            with suppress(OSError), self._open("/health"):
-                return
-            time.sleep(0.2)
-        raise AssertionError(f"the server is not ready within {START_S} s\n{self._end_of_log()}")
-
-    def end(self) -> None:
-        """Have the server end in an orderly way, and whatever is left of its group at once."""
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(END_S)
 
     def complete(self, tokens: Sequence[int], output_tokens: int = OUTPUT_TOKENS) -> list[Tokens]:
         """Send a prompt; return the tokens that came, by the pieces in which they were streamed."""
         order = {"model": "tiny", "prompt": list(tokens), "max_tokens": output_tokens, "temperature": 0}
         order |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         pieces: list[Tokens] = []
-        with self._open("/v1/completions", order) as answer:
+        with self.open("/v1/completions", order) as answer:
             for line in answer:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                     for choice in json.loads(line[len(b"data: ") :])["choices"]:
@@ -129,7 +93,7 @@ class Server:
         return [piece for piece in pieces if piece]
 
     def metrics(self) -> Metrics:
-        with self._open("/metrics") as answer:
+        with self.open("/metrics") as answer:
             text = answer.read().decode()
         samples: list[tuple[str, Mapping[str, str], float]] = []
         for family in text_string_to_metric_families(text):
@@ -145,52 +109,11 @@ class Server:
             metrics = self.metrics()
             if condition(metrics):
                 return metrics
-            assert time.monotonic() < deadline, f"{metrics}\n{self._end_of_log()}"
+            assert time.monotonic() < deadline, f"{metrics}\n{self.end_of_log()}"
 
     def reset(self) -> bool:
-        with self._open("/reset_prefix_cache?reset_external=true", {}) as answer:
+        with self.open("/reset_prefix_cache?reset_external=true", {}) as answer:
             return bool(json.load(answer)["success"])
-
-    def _open(self, path: str, order: Mapping[str, Any] | None = None) -> Any:
-        data = None if order is None else json.dumps(order).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-        return urllib.request.urlopen(request, timeout=ANSWER_S)
-
-    def _end_of_log(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:])
-
-
-def _metadata_of_vllm(folder: Path) -> Path:
-    """Return a directory that says that vLLM is installed, which its command line needs to know."""
-    version = metadata.version(metadata.packages_distributions()["vllm"][0])
-    information = folder / "metadata" / f"vllm-{version}.dist-info"
-    information.mkdir(parents=True)
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    return information.parent
-
-
-def _command(model: Path, settings: Mapping[str, Any], url: str, servers: int) -> list[str]:
-    connector = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"spec_name": "KVTierOffloadingSpec", **settings},
-    }
-    arguments = {
-        "served-model-name": "tiny",
-        "api-server-count": servers,
-        "host": "127.0.0.1",
-        "port": url.rpartition(":")[2],
-        "dtype": "float32",
-        "block-size": BLOCK_TOKENS,
-        "num-gpu-blocks-override": 80,
-        "max-model-len": 2048,
-        "max-num-batched-tokens": 2048,
-        "max-num-seqs": 16,
-        "seed": 0,
-        "kv-transfer-config": json.dumps(connector),
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--enforce-eager"]
-    return [*command, *(f"--{name}={value}" for name, value in arguments.items())]
 
 
 @pytest.fixture(scope="module")
@@ -198,17 +121,7 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the tiny model with a tokenizer: one word for each token."""
     directory = tmp_path_factory.mktemp("http") / "tiny"
     shutil.copytree(llama, directory)
-    vocabulary = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    add_tokenizer(directory)
     return directory
 
 
@@ -222,6 +135,7 @@ class FirstRun:
         metrics: the metrics after all.
         alerts: name, tier and state of the alerts then, when each panel of the dashboard that can has data.
         top: what ``kvtier top`` made of the metrics.
+        replayed: what ``kvtier bench replay`` measured after that.
     """
 
     root: Path
@@ -229,6 +143,7 @@ class FirstRun:
     metrics: Metrics
     alerts: set[tuple[str, str, str]]
     top: dict[str, Any]
+    replayed: dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +172,8 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
         server.until(lambda metrics: UNHEALTHY in prometheus.alerts() and not _lacking(prometheus, metrics))
         alerts = prometheus.alerts()
         top = _top(server)
-    return FirstRun(root, (cold, again), metrics, alerts, top)
+        replayed = _replayed(server, folder / "trace.jsonl")
+    return FirstRun(root, (cold, again), metrics, alerts, top, replayed)
 
 
 def _top(server: Server) -> dict[str, Any]:
@@ -266,6 +182,22 @@ def _top(server: Server) -> dict[str, Any]:
         "engines"
     ]
     return dict(engine)
+
+
+def _replayed(server: Server, trace: Path) -> dict[str, list[dict[str, Any]]]:
+    """Replay 20 requests: 10 long conversations of two turns each, more than the device cache holds."""
+    lines = [
+        {"timestamp": 1000 * (10 * turn + number), "input_length": 512 * (20 + turn), "output_length": 64}
+        | {"hash_ids": [0, *range(100 * number + 1, 100 * number + 20 + turn)]}
+        for turn in range(2)
+        for number in range(10)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--url", server.url, "--speed", "10", "--tokens-per-chunk", str(BLOCK_TOKENS), "--json"]
+    command = [sys.executable, "-m", "kvtier", "bench", "replay", str(trace), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 def _joined(pieces: Sequence[Tokens]) -> Tokens:
@@ -393,6 +325,19 @@ def test_top_shows_every_tier_of_a_real_engine(first_run: FirstRun) -> None:
         "full": "closed",
     }
     assert tiers["fs"]["read_per_written"] == 0.0
+
+
+def test_a_replay_finds_in_a_tier_what_the_device_has_forgotten(first_run: FirstRun) -> None:
+    (served,), (work,) = first_run.replayed["Served"], first_run.replayed["Workload"]
+    assert (served["sent"], served["failed"], served["prompts"]) == (20, "0", "token ids")
+    assert served["left_out"] is None
+    sources = {row["source"]: row for row in first_run.replayed["Source"]}
+    assert sum(row["tokens"] for row in sources.values()) == work["prompt_tokens"] + 2  # of its last request
+    assert sources["computed"]["tokens"] == served["computed"]
+    assert sources["cpu"]["tokens"] > 9 * BLOCK_TOKENS
+    assert sources["cpu"]["read_mib"] >= sources["cpu"]["tokens"] / BLOCK_TOKENS * CHUNK_BYTES / 2**20
+    assert sources["fs"]["written_mib"] > 0
+    assert 0 < served["hit_percent"] <= work["reusable_percent"]
 
 
 @pytest.mark.full

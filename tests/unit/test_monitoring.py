@@ -1,4 +1,4 @@
-"""The alert rules and the dashboard: they name metrics that exist, and alerts fire when they should."""
+"""Alert rules, dashboard, deployment: they name metrics that exist, fire when they should, and are read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docs" / "assets" / "monitoring"
+DEPLOY = ROOT / "docs" / "assets" / "deploy"
 ADDED = {"instance", "job", "engine", "model_name"}  # by Prometheus and vLLM
 LABELS = {
     **{f"{metric.name}_total": metric.labels for metric in (*COUNTERS.values(), *BYTES.values())},
@@ -57,3 +58,26 @@ def test_each_alert_fires_when_it_should_and_not_before() -> None:
         pytest.skip("promtool is not installed: it comes with Prometheus")
     done = subprocess.run(["promtool", "test", "rules", str(cases)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_the_configuration_of_the_compose_file(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: it comes with Prometheus")
+    for file in (DEPLOY / "compose" / "prometheus.yml", FILES / "alerts.yml"):
+        shutil.copy(file, tmp_path)
+    command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed: it comes with systemd")
+    unit = tmp_path / "kvtier-engine.service"
+    text = (DEPLOY / unit.name).read_text()
+    unit.write_text(re.sub(r"/opt/engine/bin/\w+", shutil.which("true") or "/bin/true", text))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    said = [
+        line for line in done.stderr.splitlines() if unit.name in line
+    ]  # it checks others of the machine, too
+    assert said == []  # an unknown key, too: systemd ignores it and ends well

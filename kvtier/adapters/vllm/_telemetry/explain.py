@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext
@@ -96,18 +98,10 @@ class Explainer:
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
         """Note what a request loads, from which tiers."""
-        if (tracked := self.tracked.get(req_id)) is None or tracked.request.first is None:
+        if (tracked := self.tracked.get(req_id)) is None:
             return
-        group = group_index(tracked.request.first)
-        tokens: dict[str, int] = {}
-        for key, tier in zip(keys, origins, strict=True):
-            if group_index(key) == group:
-                name = PRIMARY if tier is None else self._tiers[tier]
-                tokens[name] = tokens.get(name, 0) + self._chunk_tokens.get(group, 0)
-        ends = [_end_of(tracked.context, key) for key in keys if group_index(key) == group]
         tracked.has_loaded = True
-        tracked.tokens = tokens
-        tracked.end = max((end for end in ends if end is not None), default=None)
+        tracked.tokens, tracked.end = self._loaded(tracked.context, keys, origins)
 
     def load_failed(self, req_id: str) -> None:
         """Note that what a request was to load did not arrive."""
@@ -166,6 +160,35 @@ class Explainer:
             tiers={} if gap is None else tracked.record.refusals.get(gap, {}),
             waited_s=round(tracked.waited_s, 6),
         )
+
+    def _loaded(
+        self, context: ReqContext, keys: Collection[OffloadKey], origins: Sequence[int | None]
+    ) -> tuple[dict[str, int], int | None]:
+        """Return how many tokens each tier gave, and where in the prompt they end.
+
+        Groups may have chunks of different lengths, and from different tiers. What some group lacks is
+        computed, whatever others have behind it; a token of which several tiers gave a part counts for the
+        last of them.
+        """
+        piece = gcd(*self._chunk_tokens.values()) or 1
+        last: dict[int, int] = {}  # tier of each piece of the prompt that has one, by where it begins
+        ends: dict[int, int] = {}
+        is_placed = True
+        for key, tier in zip(keys, origins, strict=True):
+            group = group_index(key)
+            size, end = self._chunk_tokens.get(group, piece), _end_of(context, key)
+            if end is None:  # as if it came next
+                is_placed, end = False, ends.get(group, 0) + size
+            ends[group] = max(ends.get(group, 0), end)
+            # The last chunk may be filled in part, where models have recurrent state.
+            for begin in range((end - 1) // size * size, end, piece):
+                last[begin] = max(last.get(begin, -1), -1 if tier is None else tier)
+        until = min(ends.values(), default=0)
+        tokens: Counter[str] = Counter()
+        for begin, tier in last.items():
+            if begin < until:
+                tokens[PRIMARY if tier < 0 else self._tiers[tier]] += min(piece, until - begin)
+        return dict(tokens), until if is_placed and ends else None
 
     def _gap(self, tracked: _Tracked) -> OffloadKey | None:
         """Return the chunk at which the prefix ends: of those missed the first one behind what was loaded.

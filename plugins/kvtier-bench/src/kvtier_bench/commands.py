@@ -168,6 +168,47 @@ def gate(
     figures.report(measure.run(measure.Work(model.value, requests)), as_json)
 
 
+@bench.command()
+def replay(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="File in Mooncake's format: a JSON object per request, with timestamp, input_length, "
+            "output_length and hash_ids."
+        ),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option(help="Server to send to, OpenAI-compatible. Default: vLLM servers started for this."),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|none",
+            help="Settings of a server to start, as for kvtier doctor; repeatable: one server after another. "
+            "[none, and kvtier with host memory and files]",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests, of whole conversations.")] = 200,
+    speed: Annotated[float, typer.Option(min=1e-3, help="Times of the trace are divided by this.")] = 30.0,
+    tokens_per_chunk: Annotated[
+        int, typer.Option(min=16, max=512, help="What 512 tokens of the trace become.")
+    ] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of conversations, and of the tokens.")] = 0,
+    model: ModelOption = engines.Size.TINY,
+    root: RootOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Recorded traffic, replayed over HTTP at its own times: TTFT, tokens, hits and bytes by tier, failures.
+
+    Example: kvtier bench replay trace.jsonl --url http://localhost:8000 --speed 1 --tokens-per-chunk 512
+    """
+    measure = _lazy("replay.run")
+    scale = measure.Scale(speed, tokens_per_chunk, seed)
+    records = measure.run(trace, scale, requests, url, config or (), root, model.value)
+    measure.report(records, as_json)
+
+
 def _lazy(module: str) -> Any:
     try:
         return importlib.import_module(f"kvtier_bench.{module}")

@@ -268,7 +268,7 @@ def open_engines(
         settings: of each engine's connector, by the engine's name; None for no connector.
     """
     with ExitStack() as stack:
-        model = _make_model(folder, size)
+        model = make_model(folder, size)
         engines = {name: stack.enter_context(Engine(name, folder)) for name in settings}
         for engine in engines.values():
             engine.tell("load")  # the imports, which take most of a start, go on side by side
@@ -281,7 +281,7 @@ def open_engines(
             engine.ask("stop")
 
 
-def _make_model(folder: Path, size: str) -> Path:
+def make_model(folder: Path, size: str) -> Path:
     """Make a model of one of the sizes in ``MODELS``, once, and return its directory."""
     model = folder / f"model-{size}"
     if not model.exists():

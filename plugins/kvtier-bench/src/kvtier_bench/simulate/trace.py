@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -18,8 +19,30 @@ MAX_LOOKUPS = 800_000  # of one trace; some seconds for each policy and capacity
 _RECENT_IDS = 1 << 18  # whose keys are not computed again: 50 MB, however many different ones come
 
 
-class _Line(msgspec.Struct):
+CHUNK_TOKENS: Final = 512  # that an id of a trace stands for
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A request of a trace: the chunks of its prompt."""
+
     hash_ids: list[int | str]
+
+
+class TimedLine(Line, frozen=True):
+    """A request with its time, in milliseconds, and its lengths, in tokens."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Count
+    output_length: _Count
+
+
+LineT = TypeVar("LineT", bound=Line)
+_WORDS: Final = {
+    Line: '"hash_ids", a list of numbers or strings, one for each chunk of the prompt',
+    TimedLine: '"timestamp" (milliseconds), "input_length", "output_length" (tokens) and "hash_ids", '
+    f"a list of numbers or strings, one for each {CHUNK_TOKENS} tokens of the prompt",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +80,27 @@ def read(path: Path) -> Iterator[Sequence[int | str]]:
     Raises:
         KVTierError: a line has none.
     """
-    decoder = msgspec.json.Decoder(_Line)
+    return (line.hash_ids for line in read_lines(path, Line))
+
+
+def read_lines(path: Path, kind: type[LineT]) -> Iterator[LineT]:
+    """Yield the requests of a trace in Mooncake's format.
+
+    Raises:
+        KVTierError: a line lacks what this kind has, or has something else there.
+    """
+    decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             text = line.removeprefix(BOM_UTF8).strip()
             if not text:
                 continue
             try:
-                ids = decoder.decode(text).hash_ids
+                yield decoder.decode(text)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise KVTierError(
-                    f'{path}, line {number}: {error}; each line is an object with "hash_ids", a list of '
-                    "numbers or strings, one for each chunk of the prompt"
+                    f"{path}, line {number}: {error}; each line is an object with {_WORDS[kind]}"
                 ) from None
-            yield ids
 
 
 def sample(requests: Iterable[Sequence[int | str]], max_lookups: int = MAX_LOOKUPS) -> Trace:

@@ -1,0 +1,1 @@
+"""Replay of a recorded trace through an engine's HTTP server."""

@@ -1,0 +1,197 @@
+"""The figures of a replay, and the chart of its course."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtier_bench import figures
+from kvtier_bench.machine import Machine
+from kvtier_bench.replay.client import Answer
+from kvtier_bench.replay.counters import COMPUTED, Counters
+from kvtier_bench.replay.workload import Workload
+
+LATE_S = 0.05
+_BAR = 20
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds to the first token (TTFT) and between the pieces of an answer (ITL)"""
+
+    server: str
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p95: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+
+    @staticmethod
+    def of(server: str, answers: Sequence[Answer]) -> Latency:
+        """Return that of the answers, of which there is one at least."""
+        ttft = [answer.ttft_s for answer in answers]
+        gaps = [gap for answer in answers for gap in answer.gaps_s] or [0.0]
+        return Latency(
+            server,
+            *(percentile_ms(ttft, q) for q in (50, 90, 95, 99)),
+            *(percentile_ms(gaps, q) for q in (50, 99)),
+        )
+
+
+@dataclass(frozen=True)
+class Served:
+    """Requests and tokens
+
+    Attributes:
+        prompts: how they were sent.
+        failed: requests, and why.
+        late: requests that were sent more than 50 ms after their time, and by how much at most.
+        tokens_s: of answers.
+        computed: prompt tokens that the server computed.
+        recomputed: of these, those that an earlier prompt began with.
+        left_out: figures for which the server has no metric.
+    """
+
+    server: str
+    prompts: str
+    sent: int
+    failed: str
+    late: str
+    seconds: float
+    tokens_s: float
+    computed: float | None
+    recomputed: float | None
+    hit_percent: float | None
+    left_out: str | None
+
+    @staticmethod
+    def of(
+        server: str,
+        prompts: str,
+        answers: Sequence[Answer],
+        seconds: float,
+        tokens: Mapping[str, float],
+        reusable: int,
+        left_out: Sequence[str],
+    ) -> Served:
+        """Return the sums.
+
+        Args:
+            tokens: prompt tokens by source.
+            reusable: prompt tokens that an earlier prompt began with.
+            left_out: figures for which the server has no metric.
+        """
+        reasons = Counter(answer.error.partition(":")[0] for answer in answers if answer.error)
+        late = [answer.late_s for answer in answers if answer.late_s > LATE_S]
+        computed = tokens.get(COMPUTED)
+        return Served(
+            server,
+            prompts,
+            len(answers),
+            f"{reasons.total()}" + "".join(f"; {reason}: {count}" for reason, count in reasons.items()),
+            f"{len(late)}" + (f", up to {max(late):.2f} s" if late else ""),
+            seconds,
+            sum(answer.tokens for answer in answers) / seconds,
+            computed,
+            None if computed is None else max(0.0, computed + reusable - sum(tokens.values())),
+            hit_percent(tokens),
+            ", ".join(left_out) or None,
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompt tokens by where they came from, and what each tier gave, took and holds"""
+
+    server: str
+    source: str
+    tokens: float
+    percent: float
+    read_mib: float | None
+    written_mib: float | None
+    used_mib: float | None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Course of a replay: prompt tokens that were not computed, and the median TTFT"""
+
+    server: str
+    until_s: float
+    sent: int
+    in_flight: int
+    hit_percent: float | None
+    ttft_p50: float | None
+
+
+Record = Latency | Served | Source | Interval | Workload | Machine
+
+
+def sources(server: str, start: Counters, end: Counters) -> list[Source]:
+    """Return a record for each source of prompt tokens between two times."""
+    tokens = end.tokens(start)
+    total, mib = sum(tokens.values()), 2**20
+    rows = []
+    for source in dict.fromkeys([*tokens, *end.tiers]):
+        moved = end.bytes_of(source, start) if source in end.tiers else (None, None, None)
+        share = tokens.get(source, 0.0)
+        sizes = (None if nbytes is None else nbytes / mib for nbytes in moved)
+        rows.append(Source(server, source, share, 100 * share / total if total else 0.0, *sizes))
+    return rows
+
+
+def hit_percent(tokens: Mapping[str, float]) -> float | None:
+    """Return the share of prompt tokens that were not computed, if there are any."""
+    total = sum(tokens.values())
+    return 100 * (1 - tokens[COMPUTED] / total) if total else None
+
+
+def percentile_ms(seconds: Sequence[float], percent: int) -> float:
+    """Return the value that so many percent of the values do not exceed, in milliseconds."""
+    return sorted(seconds)[min(len(seconds) - 1, len(seconds) * percent // 100)] * 1e3
+
+
+def report(records: Sequence[Record], as_json: bool) -> None:
+    """Print all as JSON; or tables and a chart of the course."""
+    if as_json:
+        figures.report(records, as_json)
+        return
+    figures.report([row for row in records if not isinstance(row, Interval)], as_json)
+    table = chart([row for row in records if isinstance(row, Interval)])
+    console = Console()
+    console.width = max(console.width, Console(width=1000).measure(table).maximum)
+    console.print(table)
+
+
+def chart(course: Sequence[Interval]) -> Table:
+    """Return bars of hit rate and TTFT over time, of the servers side by side."""
+    table = Table(title="Course: prompt tokens not computed, and median TTFT", title_justify="left")
+    table.add_column("s", justify="right")
+    servers = list(dict.fromkeys(row.server for row in course))
+    for server in servers:
+        table.add_column(f"{server}: hits, %")
+        table.add_column("TTFT, ms")
+    slowest = max((row.ttft_p50 or 0.0 for row in course), default=0.0)
+    for rows in zip_longest(*([row for row in course if row.server == server] for server in servers)):
+        bars = (_bars(row, slowest) if row else ("", "") for row in rows)
+        at_s = max(row.until_s for row in rows if row)
+        table.add_row(f"{at_s:.0f}", *(cell for pair in bars for cell in pair))
+    return table
+
+
+def _bars(row: Interval, slowest: float) -> tuple[str, str]:
+    return (
+        "-" if row.hit_percent is None else _bar(row.hit_percent, 100, _BAR // 2),
+        "-" if row.ttft_p50 is None else _bar(row.ttft_p50, slowest, _BAR),
+    )
+
+
+def _bar(value: float, most: float, width: int) -> str:
+    filled = round(width * value / most) if most else 0
+    return f"{'█' * filled:<{width}} {value:,.0f}"

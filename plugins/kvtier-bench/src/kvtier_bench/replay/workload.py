@@ -1,0 +1,148 @@
+"""The requests of a replay: whole conversations of a trace, scaled in time and length.
+
+- All times are divided by one number, so pauses keep their proportions: to each other, and to the bytes that
+  other requests bring meanwhile.
+- Each chunk of the trace becomes as many tokens as ``tokens_per_chunk`` says, the same wherever its id is:
+  what prompts share they still share. Lengths are divided by the same number, and none is cut off.
+- Fewer requests are chosen by conversation, with all turns, from all of the trace's time. Chunks that more
+  than 50 requests and one in a hundred have, such as system prompts, make no conversation of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from kvtier_bench.engine.compared import make_prompt
+from kvtier_bench.simulate.trace import CHUNK_TOKENS, TimedLine
+
+_SHARED_BY: Final = 50
+_SHARED_BY_PERCENT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        at_s: when it is sent, in seconds since the first one.
+        ids: of the chunks of its prompt.
+        prompt_tokens, output_tokens: lengths.
+    """
+
+    at_s: float
+    ids: Sequence[int | str]
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests
+
+    ``reusable_percent`` of the prompt tokens, at most, need not be computed: an earlier prompt has them.
+    """
+
+    trace: str
+    requests: int
+    of_trace_percent: float
+    speed: float
+    tokens_per_chunk: int
+    seconds: float
+    prompt_tokens: int
+    longest: int
+    output_tokens: int
+    reusable_percent: float
+    different_chunks: int
+    seed: int
+
+
+class Scale:
+    """Chooses requests and scales them.
+
+    Args:
+        speed: times are divided by it.
+        tokens_per_chunk: what the 512 tokens of a chunk in the trace become.
+        seed: of the choice of conversations, and of the tokens.
+    """
+
+    def __init__(self, speed: float, tokens_per_chunk: int, seed: int) -> None:
+        self.speed = speed
+        self.tokens_per_chunk = tokens_per_chunk
+        self.seed = seed
+        self._chunk = lru_cache(1 << 16)(self._make_chunk)
+
+    def requests(self, lines: Sequence[TimedLine], count: int) -> list[Request]:
+        """Return so many requests of the trace, or all, by time."""
+        lines = sorted(lines, key=lambda line: line.timestamp)
+        chosen = [lines[index] for index in sorted(self._choose(lines, count))]
+        return [
+            Request(
+                (line.timestamp - chosen[0].timestamp) / 1000 / self.speed,
+                line.hash_ids,
+                self._scaled(line.input_length),
+                self._scaled(line.output_length),
+            )
+            for line in chosen
+        ]
+
+    def prompt(self, request: Request) -> list[int]:
+        """Return the tokens of a request's prompt. Tokens behind its last chunk are of this request alone."""
+        tokens = [token for id_ in request.ids for token in self._chunk(id_)]
+        if len(tokens) < request.prompt_tokens:
+            behind = make_prompt(f"{self.seed} behind {request}", request.prompt_tokens - len(tokens))
+            return tokens + behind
+        return tokens[: request.prompt_tokens]
+
+    def describe(self, trace: str, requests: Sequence[Request], of: int) -> Workload:
+        """Return what the requests are.
+
+        Args:
+            of: requests that the trace has.
+        """
+        prompt_tokens = sum(request.prompt_tokens for request in requests)
+        reusable = sum(self.reusable(requests))
+        return Workload(
+            trace,
+            len(requests),
+            100 * len(requests) / of,
+            self.speed,
+            self.tokens_per_chunk,
+            requests[-1].at_s,
+            prompt_tokens,
+            max(request.prompt_tokens + request.output_tokens for request in requests),
+            sum(request.output_tokens for request in requests),
+            100 * reusable / prompt_tokens,
+            len({id_ for request in requests for id_ in request.ids}),
+            self.seed,
+        )
+
+    def reusable(self, requests: Sequence[Request]) -> Iterator[int]:
+        """Yield for each request how many tokens of its prompt are the beginning of an earlier one."""
+        seen: set[int | str] = set()
+        for request in requests:
+            known = next((at for at, id_ in enumerate(request.ids) if id_ not in seen), len(request.ids))
+            yield min(known * self.tokens_per_chunk, request.prompt_tokens)
+            seen.update(request.ids)
+
+    def _choose(self, lines: Sequence[TimedLine], count: int) -> list[int]:
+        """Return indices of the lines of whole conversations; of the last one perhaps not all turns."""
+        used = Counter(id_ for line in lines for id_ in set(line.hash_ids))
+        most = max(_SHARED_BY, len(lines) * _SHARED_BY_PERCENT / 100)
+        conversations: dict[object, list[int]] = defaultdict(list)
+        for index, line in enumerate(lines):
+            own = (id_ for id_ in line.hash_ids if used[id_] <= most)
+            conversations[next(own, ("alone", index))].append(index)
+        groups = list(conversations.values())
+        random.Random(self.seed).shuffle(groups)
+        return [index for group in groups for index in group][:count]
+
+    def _scaled(self, tokens: int) -> int:
+        return max(1, round(tokens * self.tokens_per_chunk / CHUNK_TOKENS))
+
+    def _make_chunk(self, id_: int | str) -> list[int]:
+        return make_prompt(f"{self.seed} {id_}", self.tokens_per_chunk)
