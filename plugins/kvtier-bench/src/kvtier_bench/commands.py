@@ -168,6 +168,26 @@ def gate(
     figures.report(measure.run(measure.Work(model.value, requests)), as_json)
 
 
+@bench.command()
+def versus(
+    root: RootOption = None,
+    model: ModelOption = engines.Size.SMALL,
+    lmcache: Annotated[
+        str | None,
+        typer.Option(metavar="PYTHON", help="Interpreter of the environment LMCache is in. Default: this one."),
+    ] = None,
+    rounds: RoundsOption = 5,
+    chunk_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a chunk; a multiple of 32.")] = 256,
+    only: Annotated[str | None, typer.Option(help="Measure only speed or faults.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """kvtier, vLLM's own tiering and LMCache: speed, and what becomes of requests when the cache fails."""
+    measure = _lazy("engine.versus.run")
+    setting = measure.setting_of(model, chunk_tokens)
+    parts = [measure.Part(only)] if only else list(measure.Part)
+    figures.report(measure.run(root, lmcache, setting, rounds, parts), as_json)
+
+
 def _lazy(module: str) -> Any:
     try:
         return importlib.import_module(f"kvtier_bench.{module}")
