@@ -174,7 +174,7 @@ def versus(
     model: ModelOption = engines.Size.SMALL,
     lmcache: Annotated[
         str | None,
-        typer.Option(metavar="PYTHON", help="Interpreter of the environment LMCache is in. Default: this one."),
+        typer.Option(metavar="PYTHON", help="Interpreter that has LMCache. Default: this one."),
     ] = None,
     rounds: RoundsOption = 5,
     chunk_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a chunk; a multiple of 32.")] = 256,

@@ -129,8 +129,8 @@ class Engine:
         """Generate for prompts of token ids, all at once or one after the other.
 
         Returns:
-            ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; ``cached``, tokens of each prompt that were
-            not computed; processor seconds by thread; ``logprobs`` of each answer's tokens, if asked for.
+            ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; ``cached``, tokens of each prompt
+            that were not computed; processor seconds by thread; ``logprobs`` of the tokens, if asked for.
         """
         salt = {"cache_salt": order["salt"]} if order.get("salt") else {}
         prompts = [{"prompt_token_ids": prompt, **salt} for prompt in order["prompts"]]
@@ -243,8 +243,16 @@ def _profile(worker: Any) -> None:
 
 
 def forget(llm: Any) -> Answer:
-    """Forget the engine's own cache, and nothing of its connector's. For the order ``call``."""
-    return {"forgotten": llm.reset_prefix_cache()}
+    """Forget the engine's own cache, and nothing of its connector's. For the order ``call``.
+
+    A connector may hold blocks of a request that has ended until a step after its last store.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    while not llm.reset_prefix_cache():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"blocks are not given back within {_SETTLE_S:g} s")
+        llm.llm_engine.step()
+    return {}
 
 
 def _logprobs(answer: Any) -> list[float]:

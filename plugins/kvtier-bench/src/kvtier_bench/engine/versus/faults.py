@@ -8,14 +8,13 @@ because a damaged cache need not change the likeliest token.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import math
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 512, 16
 TOLERANCE = 0.01  # of a logarithm of a probability; equal engines differ by 0.0001
 HANG_S, PATIENCE_S, PAUSE_S = 15.0, 120.0, 10.0
 DISK_MIB = 24
+_GROUPS = Path("/sys/fs/cgroup/blkio")
 _UNDER_WAY_S = 0.5  # a request that waits for a stopped process has come as far as it can
 _NEW_WEIGHTS = 7
 
@@ -173,8 +173,12 @@ class Faults:
         system.start(self._model)
         for fault in (CONTROL, *_DAMAGES):
             yield self._ask(system, fault)
-        with _leased(files[HUNG]) as release:
-            yield self._ask(system, HUNG, lambda: _call_after(HANG_S, release))
+        try:
+            with _hanging(system.files, system.processes()) as go_on:
+                drop_from_page_cache(system.files)
+                yield self._ask(system, HUNG, lambda: _call_after(HANG_S, go_on))
+        except OSError as error:
+            yield NotRun(system.name, f"{HUNG}: no control group blkio here that may be written: {error}")
         if system.cache_process() is None:
             for fault in (KILLED, STOPPED):
                 yield NotRun(system.name, f"{fault}: the cache runs in the engine's process")
@@ -312,25 +316,33 @@ _DAMAGES: Mapping[str, Callable[[Path], None]] = {FLIPPED: flip_a_bit, CUT: _cut
 
 
 @contextmanager
-def _leased(paths: Sequence[Path]) -> Iterator[Callable[[], None]]:
-    """Have everybody who opens one of the files wait, as on storage that hangs, until they are released.
+def _hanging(folder: Path, processes: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """Have the disk give processes a byte a second, which is nothing in time, until it is told to go on.
 
-    The kernel breaks a lease after /proc/sys/fs/lease-break-time, 45 s.
+    Raises:
+        OSError: there is no control group for that, or no right to make one.
     """
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
-    files = [os.open(path, os.O_RDWR) for path in paths]
+    group = _GROUPS / f"kvtier-bench-{os.getpid()}"
+    device = folder.stat().st_dev
+    limit = group / "blkio.throttle.read_bps_device"
 
-    def release() -> None:
-        while files:
-            os.close(files.pop())
+    def go_on() -> None:
+        limit.write_text(f"{os.major(device)}:{os.minor(device)} 0")
 
+    group.mkdir()
     try:
-        for file in files:
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        yield release
+        _move(processes, group)
+        limit.write_text(f"{os.major(device)}:{os.minor(device)} 1")
+        yield go_on
     finally:
-        release()
-        signal.signal(signal.SIGIO, before)
+        _move(map(int, (group / "cgroup.procs").read_text().split()), _GROUPS)
+        group.rmdir()
+
+
+def _move(processes: Iterable[int], group: Path) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(str(process))
 
 
 def _call_after(seconds: float, end: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from kvtier_bench.engine.compared import PLAIN, Size, make_model
+from kvtier_bench.engine.compared import PLAIN, Size, make_model, say
 from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
 from kvtier_bench.engine.versus.systems import LMCACHE, SYSTEMS, NotRun, Setting, System
@@ -79,7 +79,9 @@ def run(
         if Part.FAULTS in parts:
             make = lambda name, below: System(name, setting, below, logs, pythons[name])  # noqa: E731
             names = [name for name in SYSTEMS if name not in missing]
-            records += Faults(make, files, logs, setting.model).run(names)
+            for record in Faults(make, files, logs, setting.model).run(names):
+                say(str(record))  # each takes long
+                records.append(record)
         return [*records, setting, machine.again()]
 
 

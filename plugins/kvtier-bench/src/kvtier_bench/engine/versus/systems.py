@@ -216,16 +216,17 @@ class System:
 
     def memory_bytes(self) -> int:
         """Memory of all processes; what several map counts once (proportional set size)."""
-        return sum(_figure(pid, "smaps_rollup", "Pss:") * 1024 for pid in self._processes())
+        return sum(_figure(pid, "smaps_rollup", "Pss:") * 1024 for pid in self.processes())
 
     def bytes_written(self) -> int:
         """Bytes that all processes have written to disks, those that have ended included."""
         return self.written + self._written()
 
     def _written(self) -> int:
-        return sum(_figure(pid, "io", "write_bytes:") for pid in self._processes())
+        return sum(_figure(pid, "io", "write_bytes:") for pid in self.processes())
 
-    def _processes(self) -> list[int]:
+    def processes(self) -> list[int]:
+        """Return all processes."""
         roots = [self.engine.pid] if self.engine else []
         roots += [self._server.pid] if self._server else []
         return [pid for root in roots for pid in _family(root)]
