@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,9 @@ from kvtier_bench.engine.versus.systems import NotRun, System
 from kvtier_bench.machine import drop_from_page_cache
 
 CONTROL, FLIPPED, CUT, ZEROED = "none (control)", "one bit flipped", "file cut in half", "second half zeros"
-WEIGHTS, KILLED, HUNG, STOPPED = (
+WEIGHTS, KILLED, STOPPED = (
     "weights replaced in place",
     "kill -9 of the cache's process",
-    "storage hangs for 15 s",
     "SIGSTOP of the cache's process for 15 s",
 )
 FULL, TENSORS = "disk full", "two tensor-parallel sizes, one directory"
@@ -36,7 +35,6 @@ PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 512, 16
 TOLERANCE = 0.01  # of a logarithm of a probability; equal engines differ by 0.0001
 HANG_S, PATIENCE_S, PAUSE_S = 15.0, 120.0, 10.0
 DISK_MIB = 24
-_GROUPS = Path("/sys/fs/cgroup/blkio")
 _UNDER_WAY_S = 0.5  # a request that waits for a stopped process has come as far as it can
 _NEW_WEIGHTS = 7
 
@@ -77,14 +75,14 @@ Answers = Mapping[str, Any]
 
 def _later(fault: str) -> list[str]:
     """Return which prompts are sent after a fault: others where the same would come from host memory."""
-    if fault in (HUNG, STOPPED, KILLED):
+    if fault in (STOPPED, KILLED):
         return [f"{fault}, {number} later" for number in range(4)]
     return [fault, fault]
 
 
 _STORED = (
-    *(CONTROL, FLIPPED, CUT, ZEROED, HUNG, STOPPED, KILLED),
-    *(prompts for fault in (HUNG, STOPPED, KILLED) for prompts in _later(fault)),
+    *(CONTROL, FLIPPED, CUT, ZEROED, STOPPED, KILLED),
+    *(prompts for fault in (STOPPED, KILLED) for prompts in _later(fault)),
 )
 
 
@@ -146,7 +144,7 @@ class Faults:
             finally:
                 system.stop()
             yield from self._fill_disk(name)
-        yield NotRun(TENSORS, "not measured here: the engines of this benchmark have one rank")
+        yield NotRun("all", f"{TENSORS}: the engines of this benchmark have one rank")
 
     def _refer(self, names: Sequence[str], model: Path) -> None:
         system = self._make(PLAIN, self._folder)
@@ -173,12 +171,6 @@ class Faults:
         system.start(self._model)
         for fault in (CONTROL, *_DAMAGES):
             yield self._ask(system, fault)
-        try:
-            with _hanging(system.files, system.processes()) as go_on:
-                drop_from_page_cache(system.files)
-                yield self._ask(system, HUNG, lambda: _call_after(HANG_S, go_on))
-        except OSError as error:
-            yield NotRun(system.name, f"{HUNG}: no control group blkio here that may be written: {error}")
         if system.cache_process() is None:
             for fault in (KILLED, STOPPED):
                 yield NotRun(system.name, f"{fault}: the cache runs in the engine's process")
@@ -313,36 +305,6 @@ def _zero(path: Path) -> None:
 
 
 _DAMAGES: Mapping[str, Callable[[Path], None]] = {FLIPPED: flip_a_bit, CUT: _cut, ZEROED: _zero}
-
-
-@contextmanager
-def _hanging(folder: Path, processes: Sequence[int]) -> Iterator[Callable[[], None]]:
-    """Have the disk give processes a byte a second, which is nothing in time, until it is told to go on.
-
-    Raises:
-        OSError: there is no control group for that, or no right to make one.
-    """
-    group = _GROUPS / f"kvtier-bench-{os.getpid()}"
-    device = folder.stat().st_dev
-    limit = group / "blkio.throttle.read_bps_device"
-
-    def go_on() -> None:
-        limit.write_text(f"{os.major(device)}:{os.minor(device)} 0")
-
-    group.mkdir()
-    try:
-        _move(processes, group)
-        limit.write_text(f"{os.major(device)}:{os.minor(device)} 1")
-        yield go_on
-    finally:
-        _move(map(int, (group / "cgroup.procs").read_text().split()), _GROUPS)
-        group.rmdir()
-
-
-def _move(processes: Iterable[int], group: Path) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            (group / "cgroup.procs").write_text(str(process))
 
 
 def _call_after(seconds: float, end: Callable[[], None]) -> None:

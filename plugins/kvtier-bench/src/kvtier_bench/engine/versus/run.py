@@ -79,7 +79,8 @@ def run(
         if Part.FAULTS in parts:
             make = lambda name, below: System(name, setting, below, logs, pythons[name])  # noqa: E731
             names = [name for name in SYSTEMS if name not in missing]
-            for record in Faults(make, files, logs, setting.model).run(names):
+            (below := files / "faults").mkdir()
+            for record in Faults(make, below, logs, setting.model).run(names):
                 say(str(record))  # each takes long
                 records.append(record)
         return [*records, setting, machine.again()]
