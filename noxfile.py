@@ -269,11 +269,11 @@ def versus(session: nox.Session) -> None:
     """How does it compare? kvtier, vLLM's own tiering and LMCache in one table; ``-- --rounds 9 --json``."""
     install_cpu_engine(session, VLLM)
     install_kvtier(session, distributions=["kvtier-bench"])
+    lmcache: tuple[str, ...] = ()
     try:
         lmcache = ("--lmcache", str(lmcache_engine(session)))
-    except CommandFailed:
+    except CommandFailed:  # the table says so
         session.warn(f"LMCache {LMCACHE} cannot be installed: see above what pip says")
-        lmcache = ()  # the table says so
     session.run("kvtier", "bench", "versus", *lmcache, *session.posargs, env=CPU_ENGINE_ENV)
 
 

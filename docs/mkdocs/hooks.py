@@ -188,6 +188,8 @@ def _faults(data: dict[str, Any]) -> Iterator[str]:
         words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")
         cells = (f"{row[name]:.1f}" if name == "longest_s" else row[name] for name in words)
         yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield from (f"- {row['system']}: not run: {row['reason']}." for row in data.get("NotRun", ()))
 
 
 def _order(data: dict[str, Any], fault: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -189,13 +189,16 @@ def table(found: Found, cached: Mapping[tuple[str, str], Sequence[int]]) -> list
         for name in sorted(by_system, key=(*SYSTEMS, PLAIN).index):
             values = by_system[name]
             counts = cached.get((measure, name))
-            row = Speed(measure, name, median(values), rounds=len(values))
-            more = {"from_cache": f"{counts[0]} of {counts[1]}"} if counts else {}
+            row = Speed(
+                measure,
+                name,
+                median(values),
+                rounds=len(values),
+                from_cache=f"{counts[0]} of {counts[1]}" if counts else None,
+            )
             if base and name != against:
                 ratios = [value / one for value, one in zip(values, base, strict=True)]
                 low, high = spread_of_median(ratios) if len(ratios) > 2 else (None, None)
-                row = Speed(measure, name, row.value, median(ratios), low, high, against, row.rounds, **more)
-            else:
-                row = Speed(measure, name, row.value, rounds=row.rounds, **more)
+                row = replace(row, ratio=median(ratios), low=low, high=high, against=against)
             rows.append(row)
     return rows

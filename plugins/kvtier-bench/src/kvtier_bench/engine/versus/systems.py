@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,7 +255,7 @@ class System:
             return {**common, "spec_name": "NativeTieringSpec", "spec_module_path": module}
         return None
 
-    def _transfer(self) -> Mapping[str, Any]:
+    def _transfer(self) -> dict[str, Any]:
         if self.name != LMCACHE:
             return {}
         return {
