@@ -178,13 +178,13 @@ def versus(
     ] = None,
     rounds: RoundsOption = 5,
     chunk_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a chunk; a multiple of 32.")] = 256,
-    only: Annotated[str | None, typer.Option(help="Measure only speed or faults.")] = None,
+    only: Annotated[engines.Part | None, typer.Option(help="Measure only this.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """kvtier, vLLM's own tiering and LMCache: speed, and what becomes of requests when the cache fails."""
     measure = _lazy("engine.versus.run")
     setting = measure.setting_of(model, chunk_tokens)
-    parts = [measure.Part(only)] if only else list(measure.Part)
+    parts = [only] if only else list(engines.Part)
     figures.report(measure.run(root, lmcache, setting, rounds, parts), as_json)
 
 

