@@ -31,6 +31,11 @@ PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
+LMCACHE = "0.5.6"
+LMCACHE_NEEDS = (  # what it imports on the CPU, and vLLM does not bring
+    *("aiofiles", "awscrt", "httpx", "numba", "opentelemetry-exporter-prometheus"),
+    *("opentelemetry-sdk", "redis", "sortedcontainers"),
+)
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by default is not built for
@@ -259,6 +264,19 @@ def bench(session: nox.Session) -> None:
     session.run("kvtier", "bench", *session.posargs)
 
 
+@nox.session
+def versus(session: nox.Session) -> None:
+    """How does it compare? kvtier, vLLM's own tiering and LMCache in one table; ``-- --rounds 9 --json``."""
+    install_cpu_engine(session, VLLM)
+    install_kvtier(session, distributions=["kvtier-bench"])
+    lmcache: tuple[str, ...] = ()
+    try:
+        lmcache = ("--lmcache", str(lmcache_engine(session)))
+    except CommandFailed:  # the table says so
+        session.warn(f"LMCache {LMCACHE} cannot be installed: see above what pip says")
+    session.run("kvtier", "bench", "versus", *lmcache, *session.posargs, env=CPU_ENGINE_ENV)
+
+
 def group(*names: str) -> list[str]:
     """Return the requirements of dependency groups of pyproject.toml."""
     return list(nox.project.dependency_groups(PROJECT, *names))
@@ -335,7 +353,23 @@ def overlay_next_engine(session: nox.Session) -> dict[str, str]:
 
 def older_engine(session: nox.Session, version: str) -> Path:
     """Make an environment with another release of vLLM's CPU build; return its interpreter."""
-    home = session.cache_dir.absolute() / f"engine-{version}"
+    return engine_of(session, version, f"engine-{version}", *group("tests"))
+
+
+def lmcache_engine(session: nox.Session) -> Path:
+    """Make an environment with LMCache beside vLLM's CPU build; return its interpreter.
+
+    Without what LMCache requires for GPUs, and with other releases of some than it names.
+    """
+    python = engine_of(session, VLLM, f"lmcache-{LMCACHE}", *LMCACHE_NEEDS)
+    pip = (str(python), "-m", "pip", "install", "-q")
+    session.run_install(*pip, "--no-deps", f"lmcache=={LMCACHE}", external=True)
+    return python
+
+
+def engine_of(session: nox.Session, version: str, name: str, *more: str) -> Path:
+    """Make an environment of a name with a release of vLLM's CPU build, kvtier and more."""
+    home = session.cache_dir.absolute() / name
     python = home / "bin" / "python"
     pip = (str(python), "-m", "pip")
     if not home.exists():
@@ -345,7 +379,7 @@ def older_engine(session: nox.Session, version: str) -> Path:
         with named_if_missing(session, wanted):
             session.run_install(*pip, "install", "-q", wanted, external=True)
         session.run_install(*pip, "uninstall", "-y", "-q", *BUILT_FOR_CUDA, external=True)
-    ours = ("-e", ".", "-e", "plugins/kvtier-bench", *group("tests"))
+    ours = ("-e", ".", "-e", "plugins/kvtier-bench", *more)
     session.run_install(*pip, "install", "-q", *ours, external=True)
     return python
 

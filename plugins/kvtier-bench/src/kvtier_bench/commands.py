@@ -209,6 +209,29 @@ def replay(
     measure.report(records, as_json)
 
 
+@bench.command()
+def versus(
+    root: RootOption = None,
+    model: ModelOption = engines.Size.SMALL,
+    lmcache: Annotated[
+        str | None,
+        typer.Option(metavar="PYTHON", help="Interpreter that has LMCache. Default: this one."),
+    ] = None,
+    rounds: RoundsOption = 5,
+    chunk_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a chunk; a multiple of 32.")] = 256,
+    only: Annotated[engines.Part | None, typer.Option(help="Measure only this.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """kvtier, vLLM's own tiering and LMCache: speed, and what becomes of requests when the cache fails.
+
+    Example: kvtier bench versus --lmcache /opt/lmcache/bin/python
+    """
+    measure = _lazy("engine.versus.run")
+    setting = measure.setting_of(model, chunk_tokens)
+    parts = [only] if only else list(engines.Part)
+    figures.report(measure.run(root, lmcache, setting, rounds, parts), as_json)
+
+
 def _lazy(module: str) -> Any:
     try:
         return importlib.import_module(f"kvtier_bench.{module}")

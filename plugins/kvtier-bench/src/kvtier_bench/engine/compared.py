@@ -74,6 +74,13 @@ class Size(Enum):
     MEDIUM = "medium"
 
 
+class Part(Enum):
+    """What ``kvtier bench versus`` measures."""
+
+    SPEED = "speed"
+    FAULTS = "faults"
+
+
 class EngineError(KVTierError):
     """An engine refused, died or did not answer in time; the end of its log is in the message."""
 
@@ -225,22 +232,40 @@ class Channel:
 
 
 class Engine(Channel):
-    """One engine in a process of its own. A context manager that ends the process."""
+    """One engine in a process of its own. A context manager that ends the process.
 
-    def __init__(self, name: str, folder: Path) -> None:
+    Args:
+        name: of the engine and its log.
+        folder: for the log.
+        python: the interpreter of its environment, in which kvtier-bench is installed.
+        variables: environment variables of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        python: str = sys.executable,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         log = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
         ours, theirs = socket.socketpair()
         with theirs, log.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", SERVER],
+                [python, "-m", SERVER],
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env={**os.environ, **environment()},
+                env={**os.environ, **environment(), **(variables or {})},
                 start_new_session=True,
             )
         super().__init__(ours, log)
+
+    @property
+    def pid(self) -> int:
+        """The engine's process."""
+        return self._process.pid
 
     def __enter__(self) -> Engine:
         return self
@@ -281,9 +306,9 @@ def open_engines(
             engine.ask("stop")
 
 
-def make_model(folder: Path, size: str) -> Path:
+def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:
     """Make a model of one of the sizes in ``MODELS``, once, and return its directory."""
-    model = folder / f"model-{size}"
+    model = folder / f"model-{size}-{seed}"
     if not model.exists():
         with Engine("maker", folder) as maker:
             maker.ask(
@@ -292,7 +317,7 @@ def make_model(folder: Path, size: str) -> Path:
                 config="LlamaConfig",
                 architecture="LlamaForCausalLM",
                 fields=MODELS[size],
-                seed=20261121,
+                seed=seed,
             )
     return model
 

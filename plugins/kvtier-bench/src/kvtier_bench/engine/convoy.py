@@ -11,11 +11,9 @@ dropped from the page cache.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,7 +34,7 @@ from kvtier_bench.engine.compared import (
     say,
     spread_of_median,
 )
-from kvtier_bench.machine import Machine, open_folder
+from kvtier_bench.machine import Machine, drop_from_page_cache, open_folder
 
 DISTINCT, SHARED = "distinct", "shared"
 FAMILIES = 5
@@ -220,7 +218,7 @@ def _flush(engine: Engine, work: Work, seed: str) -> None:
 
 def _ask(engine: Engine, work: Work, scenario: str, number: int, folder: Path) -> Sample:
     _flush(engine, work, f"{scenario} {number}")
-    _drop_from_page_cache(folder)
+    drop_from_page_cache(folder)
     before = _counts(engine, work)
     prompts = work.requests_of(scenario, number)
     answer = engine.ask("generate", prompts=prompts, output_tokens=work.output_tokens)
@@ -249,15 +247,6 @@ def counts_of(samples: Sequence[tuple[str, Mapping[str, str], float]], chunk_byt
             what = what.format(where=where, reason=labels.get("reason"))
             counts[what] += value if is_kvtier else value / chunk_bytes  # type: ignore[assignment]
     return counts
-
-
-def _drop_from_page_cache(folder: Path) -> None:
-    """Ask the kernel to forget the files' bytes. What is being written stays."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError), open(Path(parent, name), "rb") as file:
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def convoy(

@@ -129,11 +129,12 @@ class Engine:
         """Generate for prompts of token ids, all at once or one after the other.
 
         Returns:
-            ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; processor seconds by thread.
+            ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; ``cached``, tokens of each prompt
+            that were not computed; processor seconds by thread; ``logprobs`` of the tokens, if asked for.
         """
         salt = {"cache_salt": order["salt"]} if order.get("salt") else {}
         prompts = [{"prompt_token_ids": prompt, **salt} for prompt in order["prompts"]]
-        how = sampling(order["output_tokens"], order.get("kv_transfer_params"))
+        how = sampling(order["output_tokens"], order.get("kv_transfer_params"), order.get("logprobs"))
         batches = [prompts] if order.get("together", True) else [[prompt] for prompt in prompts]
         threads, started = _thread_seconds(), time.perf_counter()
         outputs = [output for batch in batches for output in self._llm.generate(batch, how, use_tqdm=False)]
@@ -143,6 +144,8 @@ class Engine:
             "threads": _spent_since(threads),
             "ttft_s": [output.metrics.first_token_latency for output in outputs],
             "answers": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "logprobs": [_logprobs(output.outputs[0]) for output in outputs],
         }
 
     def settle(self, order: Order) -> Answer:  # noqa: ARG002
@@ -200,6 +203,9 @@ class Engine:
         connector = self._connector()
         if connector is None:
             return True
+        if not hasattr(connector, "connector_scheduler"):
+            # LMCache's: a request stays until a step after its last store, as the one of just now does.
+            return len(self._llm.llm_engine.engine_core.engine_core.scheduler.requests) <= 1
         used = [value for name, _, value in _samples() if name == _USAGE]
         return not connector.connector_scheduler.has_pending_push_work() and not any(used)
 
@@ -236,13 +242,36 @@ def _profile(worker: Any) -> None:
     worker.model_runner.profile_run()
 
 
-def sampling(output_tokens: int, kv_transfer_params: Any = None) -> Any:
-    """Return how to generate: so many tokens, the likeliest, and nothing but their ids."""
+def forget(llm: Any) -> Answer:
+    """Forget the engine's own cache, and nothing of its connector's. For the order ``call``.
+
+    A connector may hold blocks of a request that has ended until a step after its last store.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    while not llm.reset_prefix_cache():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"blocks are not given back within {_SETTLE_S:g} s")
+        llm.llm_engine.step()
+    return {}
+
+
+def _logprobs(answer: Any) -> list[float]:
+    found = zip(answer.token_ids, answer.logprobs or (), strict=False)
+    return [of_step[token].logprob for token, of_step in found]
+
+
+def sampling(output_tokens: int, kv_transfer_params: Any = None, logprobs: int | None = None) -> Any:
+    """Return how to generate: so many tokens, the likeliest, and nothing but their ids and ``logprobs``."""
     from vllm import SamplingParams
 
     extra = {"extra_args": {"kv_transfer_params": kv_transfer_params}} if kv_transfer_params else {}
     return SamplingParams(
-        max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **extra
+        max_tokens=output_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+        **extra,
     )
 
 

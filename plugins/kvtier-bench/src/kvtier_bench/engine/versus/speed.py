@@ -1,0 +1,204 @@
+"""Speed of the systems: all alive at once, asked in turns, in each round in an order of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from kvtier_bench.engine.compared import PLAIN, EngineError, make_prompt, say, spread_of_median
+from kvtier_bench.engine.overhead import part_of
+from kvtier_bench.engine.versus.systems import KVTIER, SYSTEMS, NotRun, System
+from kvtier_bench.machine import drop_from_page_cache
+
+COLD, HOST, STORAGE = "TTFT cold, ms", "TTFT host hit, ms", "TTFT storage hit, ms"
+CONVOY, CONVOY_TTFT = "convoy from storage, s", "convoy from storage, TTFT ms"
+UNSEEN, UNSEEN_CPU = "nothing reused, s", "nothing reused, processor s"
+READY, MEMORY, WRITTEN = "until ready, s", "memory, MiB", "bytes written per byte served"
+AGAINST = {COLD: PLAIN, UNSEEN: PLAIN, UNSEEN_CPU: PLAIN}
+"""What a measure is compared with, where that is not kvtier."""
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 1280, 8
+BATCH_TOKENS, BATCH_OUTPUT, TAIL_TOKENS = 512, 32, 48
+
+Found = dict[str, dict[str, list[float]]]
+"""Values by measure and system, one a round."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed: medians over rounds, ratios within a round
+
+    Attributes:
+        value: median; smaller is better.
+        ratio: median over rounds of the system's value over that of ``against`` in the same round.
+        low, high: 95 % of the medians of resampled rounds lie between them.
+        from_cache: tokens of prompts that were not computed, of all.
+    """
+
+    measure: str
+    system: str
+    value: float
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    against: str | None = None
+    rounds: int | None = None
+    from_cache: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The workload of each system in each round"""
+
+    rounds: int
+    prompts: int = 3
+    batch: int = 8
+    convoy: int = 16
+
+    def single(self, kind: str, number: int) -> list[list[int]]:
+        """Return prompts that are sent one after the other."""
+        return [make_prompt(f"{kind} {number} {i}", PROMPT_TOKENS) for i in range(self.prompts)]
+
+    def together(self, kind: str, number: int) -> list[list[int]]:
+        """Return prompts that are sent at once."""
+        count = self.convoy if kind == "convoy" else self.batch
+        return [make_prompt(f"{kind} {number} {i}", BATCH_TOKENS) for i in range(count)]
+
+
+class Speeds:
+    """Measures systems, and keeps what was found."""
+
+    def __init__(self, systems: Sequence[System], model: Path, work: Work) -> None:
+        self._systems = {system.name: system for system in systems}
+        self._model = model
+        self._work = work
+        self._found: Found = {}
+        self._cached: dict[tuple[str, str], list[int]] = {}
+        self._served = dict.fromkeys(self._systems, 0)
+        self._not_run: list[NotRun] = []
+        self._random = random.Random(0)
+
+    def run(self, token_bytes: int) -> list[Speed | NotRun]:
+        """Fill files, measure, start everything again, and measure what comes from files.
+
+        Args:
+            token_bytes: bytes of KV cache of a token.
+        """
+        self._start()
+        for system in self._systems.values():
+            self._fill(system)
+        self._turns(self._before)
+        for name, system in self._systems.items():
+            self._note(MEMORY, name, system.memory_bytes() / 2**20)
+            system.stop()
+        self._start()
+        self._turns(self._after)
+        for name, system in self._systems.items():
+            system.stop()
+            if served := self._served[name]:
+                self._note(WRITTEN, name, system.bytes_written() / (served * token_bytes))
+        return [*table(self._found, self._cached), *self._not_run]
+
+    def _start(self) -> None:
+        for system in self._shuffled():
+            say(f"starting {system.name} alone")
+            try:
+                self._note(READY, system.name, system.start(self._model))
+            except (EngineError, OSError) as error:
+                say(str(error))
+                system.stop()
+                del self._systems[system.name]
+                self._not_run.append(NotRun(system.name, str(error).partition("\n")[0]))
+
+    def _turns(self, ask: Callable[[System, int], None]) -> None:
+        for number in range(-1, self._work.rounds):  # the first does not count
+            for system in self._shuffled():
+                say(f"round {number}: {system.name}")
+                ask(system, number)
+
+    def _shuffled(self) -> list[System]:
+        return self._random.sample(list(self._systems.values()), len(self._systems))
+
+    def _fill(self, system: System) -> None:
+        say(f"filling the files of {system.name}")
+        for number in range(-1, self._work.rounds):
+            system.ask(self._work.single("storage", number), 1, together=False)
+            system.ask(self._work.together("convoy", number), 1)
+            system.settle()
+
+    def _before(self, system: System, number: int) -> None:
+        prompts = self._work.single("cold", number)
+        self._first_tokens(COLD, system, prompts, number)
+        system.settle()
+        system.forget()
+        if system.name != PLAIN:
+            self._first_tokens(HOST, system, prompts, number)
+        server_s = system.server_cpu_s()
+        answer = system.ask(self._work.together("unseen", number), BATCH_OUTPUT)
+        threads = system.settle()["threads"]
+        # Until the last put has ended the engine does steps that a busy one would not: they do not count.
+        after_s = sum(seconds for thread, seconds in threads.items() if part_of(thread))
+        cpu_s = sum(answer["threads"].values()) + after_s + system.server_cpu_s() - server_s
+        if number >= 0:
+            self._note(UNSEEN, system.name, answer["wall_s"])
+            self._note(UNSEEN_CPU, system.name, cpu_s)
+
+    def _after(self, system: System, number: int) -> None:
+        drop_from_page_cache(system.files)
+        if system.name != PLAIN:
+            self._first_tokens(STORAGE, system, self._work.single("storage", number), number)
+        prefixes = self._work.together("convoy", number)
+        prompts = [
+            make_prompt(f"tail {number} {i}", BATCH_TOKENS + TAIL_TOKENS, prefix)
+            for i, prefix in enumerate(prefixes)
+        ]
+        answer = system.ask(prompts, OUTPUT_TOKENS)
+        system.settle()
+        self._count(CONVOY, system.name, answer["cached"], len(prefixes) * BATCH_TOKENS)
+        if number >= 0:
+            self._note(CONVOY, system.name, answer["wall_s"])
+            self._note(CONVOY_TTFT, system.name, median(answer["ttft_s"]) * 1e3)
+
+    def _first_tokens(
+        self, measure: str, system: System, prompts: Sequence[Sequence[int]], number: int
+    ) -> None:
+        answer = system.ask(prompts, OUTPUT_TOKENS, together=False)
+        self._count(measure, system.name, answer["cached"], sum(map(len, prompts)))
+        if number >= 0:
+            self._note(measure, system.name, median(answer["ttft_s"]) * 1e3)
+
+    def _count(self, measure: str, name: str, cached: Sequence[int], of: int) -> None:
+        counts = self._cached.setdefault((measure, name), [0, 0])
+        counts[0] += sum(cached)
+        counts[1] += of
+        self._served[name] += sum(cached)
+
+    def _note(self, measure: str, name: str, value: float) -> None:
+        self._found.setdefault(measure, {}).setdefault(name, []).append(value)
+
+
+def table(found: Found, cached: Mapping[tuple[str, str], Sequence[int]]) -> list[Speed]:
+    """Compare what was found, measure by measure, in rounds where there were several."""
+    rows = []
+    for measure, by_system in found.items():
+        against = AGAINST.get(measure, KVTIER)
+        base = by_system.get(against)
+        for name in sorted(by_system, key=(*SYSTEMS, PLAIN).index):
+            values = by_system[name]
+            counts = cached.get((measure, name))
+            row = Speed(
+                measure,
+                name,
+                median(values),
+                rounds=len(values),
+                from_cache=f"{counts[0]} of {counts[1]}" if counts else None,
+            )
+            if base and name != against:
+                ratios = [value / one for value, one in zip(values, base, strict=True)]
+                low, high = spread_of_median(ratios) if len(ratios) > 2 else (None, None)
+                row = replace(row, ratio=median(ratios), low=low, high=high, against=against)
+            rows.append(row)
+    return rows

@@ -1,0 +1,336 @@
+"""The systems that are compared, each as its users run it: an engine, and what else it needs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier_bench.engine.compared import (
+    BLOCK_TOKENS,
+    PLAIN,
+    START_S,
+    Engine,
+    EngineError,
+    Settings,
+    block_bytes,
+    end_of,
+    engine_arguments,
+)
+
+KVTIER, NATIVE, LMCACHE = "kvtier", "vLLM native", "LMCache"
+SYSTEMS = (KVTIER, NATIVE, LMCACHE)
+
+_SETTLE_S = 60.0
+_STEADY_S = 0.5  # no file has changed for so long: everything is stored
+_POLL_S = 0.05
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings that all systems have in common.
+
+    Attributes:
+        chunk_tokens: of each file, and the granularity of hits.
+        host_mib: of host memory.
+        device_blocks: of the engine's own cache, blocks of 32 tokens.
+    """
+
+    model: str
+    chunk_tokens: int
+    host_mib: int = 256
+    device_blocks: int = 640
+    max_tokens: int = 1536
+    at_once: int = 32
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV cache of a token."""
+        return block_bytes(self.model) // BLOCK_TOKENS
+
+    def arguments(self) -> dict[str, Any]:
+        """Return arguments that all engines get."""
+        return {
+            "num_gpu_blocks_override": self.device_blocks,
+            "max_model_len": self.max_tokens,
+            "max_num_seqs": self.at_once,
+        }
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Not run"""
+
+    system: str
+    reason: str
+
+
+class System:
+    """One system: an engine with its cache, which can be stopped and started again on the same files.
+
+    Args:
+        name: one of ``SYSTEMS``, or ``PLAIN`` for an engine without a cache.
+        setting: what all have in common.
+        files: directory of its files.
+        logs: directory of its logs.
+        python: the interpreter of its environment.
+    """
+
+    def __init__(self, name: str, setting: Setting, files: Path, logs: Path, python: str) -> None:
+        self.name = name
+        self.files = files / re.sub(r"\W+", "-", name.lower())
+        self.engine: Engine | None = None
+        self.written = 0  # bytes, by processes that have ended
+        self._setting = setting
+        self._logs = logs
+        self._python = python
+        self._server: subprocess.Popen[bytes] | None = None
+        self._ports = _free_ports(2)
+
+    def start(self, model: Path) -> float:
+        """Start everything; return the seconds that it took.
+
+        Raises:
+            EngineError: it does not start.
+        """
+        self.files.mkdir(exist_ok=True)
+        started = time.perf_counter()
+        if self.name == LMCACHE and self._server is None:
+            self.start_server()
+        variables = {"LMCACHE_TRACK_USAGE": "false"}  # which would go to LMCache's makers
+        self.engine = Engine(self.name, self._logs, self._python, variables)
+        arguments = engine_arguments(model, self._connector(), self._setting.arguments() | self._transfer())
+        self.engine.ask("load", START_S)
+        if self.name == LMCACHE:
+            self.engine.ask("call", START_S, module=__name__, function="load_lmcache", arguments={})
+        self.engine.ask("start", START_S, arguments=arguments)
+        seconds = time.perf_counter() - started
+        self.engine.ask("generate", prompts=[[2] * 64], output_tokens=4, logprobs=0)  # the first is slow
+        return seconds
+
+    def stop(self) -> None:
+        """Stop everything in an orderly way, or by force where that fails."""
+        self.written += self._written()
+        if self.engine is not None:
+            with suppress(EngineError):
+                self.engine.ask("stop", 30.0)
+            self.kill_engine()
+        if self._server is not None:
+            self._server.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._server.wait(30.0)
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+
+    def kill_engine(self) -> None:
+        """End the engine by force."""
+        if self.engine is not None:
+            self.engine.__exit__()
+            self.engine = None
+
+    def start_server(self) -> None:
+        """Start LMCache's server and wait until it answers."""
+        log = self._logs / "lmcache-server.log"
+        port, http_port = map(str, self._ports)
+        command = [
+            *(str(Path(self._python).with_name("lmcache")), "server", "--port", port),
+            *("--http-port", http_port, "--supported-transfer-mode", "auto"),
+            *("--chunk-size", str(self._setting.chunk_tokens), "--eviction-policy", "LRU"),
+            *("--l1-size-gb", str(self._setting.host_mib / 1024)),
+            *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(self.files)})),
+        ]
+        with log.open("ab") as output:
+            self._server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self._logs,
+                env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_S
+        while not _answers(int(http_port)):
+            if self._server.poll() is not None or time.monotonic() > deadline:
+                raise EngineError(f"LMCache's server does not start\n{end_of(log)}")
+            time.sleep(_POLL_S)
+
+    def ask(self, prompts: Sequence[Sequence[int]], output_tokens: int, **order: Any) -> dict[str, Any]:
+        """Generate. ``compared.Engine.ask`` says what can go wrong."""
+        assert self.engine is not None
+        return self.engine.ask("generate", prompts=prompts, output_tokens=output_tokens, logprobs=0, **order)
+
+    def settle(self) -> dict[str, Any]:
+        """Wait until everything is stored, in files too; return what the engine's threads spent on it."""
+        assert self.engine is not None
+        answer = self.engine.ask("settle")
+        deadline, last, since = time.monotonic() + _SETTLE_S, self._state(), time.monotonic()
+        while time.monotonic() - since < _STEADY_S and self.name != PLAIN:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name}: files still change after {_SETTLE_S:g} s")
+            time.sleep(_POLL_S)
+            if (now := self._state()) != last:
+                last, since = now, time.monotonic()
+        return answer
+
+    def forget(self) -> None:
+        """Have the engine's own cache forget everything."""
+        assert self.engine is not None
+        self.engine.ask("call", module="kvtier_bench.engine.process", function="forget", arguments={})
+
+    def chunks(self) -> dict[Path, int]:
+        """Return the files that hold chunks, and their sizes: none is smaller than a tenth of a chunk."""
+        least = self._setting.chunk_tokens * self._setting.token_bytes // 10
+        return {path: size for path, size, _ in self._state() if size > least}
+
+    def cache_process(self) -> int | None:
+        """Return the process that the cache runs in; None where that is the engine's."""
+        if self._server is not None:
+            return self._server.pid
+        if self.engine is None:
+            return None
+        found = [pid for pid in _family(self.engine.pid) if "kvtier._isolation" in _command(pid)]
+        return found[0] if found else None
+
+    def restart_cache(self) -> None:
+        """Do what a supervisor would when the cache's process has died: kvtier restarts its own itself."""
+        if self._server is not None:
+            self._server.wait()
+            self.start_server()
+
+    def server_cpu_s(self) -> float:
+        """Processor seconds of processes that are not the engine's descendants."""
+        return sum(_cpu_s(pid) for pid in _family(self._server.pid)) if self._server else 0.0
+
+    def memory_bytes(self) -> int:
+        """Memory of all processes; what several map counts once (proportional set size)."""
+        return sum(_figure(pid, "smaps_rollup", "Pss:") * 1024 for pid in self.processes())
+
+    def bytes_written(self) -> int:
+        """Bytes that all processes have written to disks, those that have ended included."""
+        return self.written + self._written()
+
+    def _written(self) -> int:
+        return sum(_figure(pid, "io", "write_bytes:") for pid in self.processes())
+
+    def processes(self) -> list[int]:
+        """Return all processes."""
+        roots = [self.engine.pid] if self.engine else []
+        roots += [self._server.pid] if self._server else []
+        return [pid for root in roots for pid in _family(root)]
+
+    def _state(self) -> list[tuple[Path, int, int]]:
+        found = []
+        for parent, _, names in os.walk(self.files):
+            for name in names:
+                with suppress(OSError):
+                    status = (path := Path(parent, name)).stat()
+                    found.append((path, status.st_size, status.st_mtime_ns))
+        return found
+
+    def _connector(self) -> Settings | None:
+        """Return the settings of an ``OffloadingConnector``; None where there is none, or another one."""
+        tier = {"type": "fs", "root_dir": str(self.files)}
+        common = {
+            "cpu_bytes_to_use": self._setting.host_mib * 2**20,
+            "block_size": self._setting.chunk_tokens,
+            "secondary_tiers": [tier],
+        }
+        if self.name == KVTIER:
+            return {**common, "spec_name": "KVTierOffloadingSpec"}
+        if self.name == NATIVE:
+            module = "kvtier_bench.managers.vllm_tiering"
+            return {**common, "spec_name": "NativeTieringSpec", "spec_module_path": module}
+        return None
+
+    def _transfer(self) -> dict[str, Any]:
+        if self.name != LMCACHE:
+            return {}
+        return {
+            "kv_transfer_config": {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "lmcache.mp.host": "tcp://localhost",
+                    "lmcache.mp.port": self._ports[0],
+                },
+            }
+        }
+
+
+def load_lmcache(_: object) -> dict[str, Any]:
+    """Import LMCache in the engine's process.
+
+    It brings llvmlite, whose library claims to have any attribute. vLLM 0.32 on the CPU asks everything that
+    was imported for its ``__dict__``, and would end at what it is given.
+    """
+    importlib.import_module("lmcache.integration.vllm.lmcache_mp_connector")
+    library: Any = importlib.import_module("llvmlite.binding.ffi")._lib_wrapper
+    made_up = library.__getattr__
+
+    def __getattr__(self: object, name: str) -> object:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return made_up(self, name)
+
+    library.__getattr__ = __getattr__
+    return {}
+
+
+def _free_ports(count: int) -> list[int]:
+    with socket.socket() as one, socket.socket() as other:
+        sockets = (one, other)[:count]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+def _family(root: int) -> list[int]:
+    """Return a process and its descendants."""
+    found = [root]
+    for pid in found:
+        with suppress(OSError):
+            for task in Path("/proc", str(pid), "task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path("/proc", str(pid), "cmdline").read_text()
+    return ""
+
+
+def _cpu_s(pid: int) -> float:
+    with suppress(OSError):
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_S
+    return 0.0
+
+
+def _figure(pid: int, file: str, name: str) -> int:
+    """Return the figure behind a name in a file of /proc; 0 of a process that has ended."""
+    with suppress(OSError):
+        for line in Path("/proc", str(pid), file).read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1])
+    return 0
