@@ -124,6 +124,19 @@ class Promotions:
             windowed = [key for key in unknown if self._is_windowed(key)]
             self._ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
 
+    def locate_wanted(self, request: Request, now_s: float) -> None:
+        """Look for the keys that the request wants, without bringing any of them."""
+        in_flight, visible = self._in_flight[request.tiers], self._shared.table.visible
+        unknown: list[OffloadKey] = []
+        for key in dict.fromkeys(request.wanted):
+            if key in visible or key in request.located or key in request.absent:
+                continue
+            if (transfer := in_flight.get(key)) is not None:
+                transfer.waiters[request] = None
+            else:
+                unknown.append(key)
+        self._ask(unknown, {request: None}, now_s, 0, SlotUse.NONE)
+
     def get_ended(self, event: GetEnded, now_s: float) -> list[Chunk]:
         """Process the end of a get, start those that follow, and return the chunks that it promoted."""
         transfer, in_time = self._shared.end(event, now_s)

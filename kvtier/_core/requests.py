@@ -30,6 +30,7 @@ class Request(Stateful):
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
         absent: keys that no tier has, or could give.
         located: keys that a tier has, and which.
+        locates: whether it only asks where chunks are: nothing is promoted for it.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
     """
@@ -47,6 +48,7 @@ class Request(Stateful):
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
+    locates: bool = False
     answers_stand: bool = False
 
     def __str__(self) -> str:

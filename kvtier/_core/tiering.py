@@ -147,7 +147,9 @@ class Tiering:
             if request.deadline_s is not None and request.deadline_s <= now_s:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
-            if request.is_waiting:
+            if request.is_waiting and request.locates:
+                self.promotions.locate_wanted(request, now_s)
+            elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
         if self._tiers:
             self.promotions.evict_to_reserve()

@@ -1,0 +1,149 @@
+"""What the bytes of a page depend on, besides its tokens, which its key names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from kvtier import ConfigError, Identity, OffloadKey, pack_key
+from kvtier._weights import weights_fingerprint
+from kvtier_sglang._pages import HostPages
+
+_NAMESPACES = frozenset({"model", "exec", "spec", "lora", "mm"})
+"""SGLang's groups of settings that count, each with all that it has. The other groups say where and how the
+engine runs; what of them reaches the bytes of a page is in the pool's shape and the ranks."""
+
+# Of these groups, how weights come into memory, and what is watched, captured or written beside the model.
+_NOT_BYTES = (
+    "checkpoint_engine_",
+    "cuda_graph_",
+    "debug_",
+    "delete_ckpt_",
+    "disable_outlines_",
+    "download_dir",
+    "elastic_",
+    "enable_return_",
+    "engine_info_",
+    "expert_balancedness_",
+    "expert_distribution_",
+    "model_checksum",
+    "remote_instance_",
+    "startup_weight_",
+    "watermark_",
+    "weight_cache_",
+    "weight_loader_",
+)
+_SHAPE = (
+    "dtype", "layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim",
+    "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "storage_format_tag",
+    "temporal_dtype", "conv_dtype", "num_mamba_layers", "indexer_dtype",
+)  # fmt: skip
+
+
+def key_of(page_hash: str) -> OffloadKey:
+    """Return the offload key of a page. SGLang's hashes stay readable in it; other names are hashed."""
+    try:
+        raw = bytes.fromhex(page_hash)
+    except ValueError:
+        raw = b""
+    if not 0 < len(raw) <= 64 or raw.hex() != page_hash:
+        raw = b"name" + hashlib.sha256(page_hash.encode()).digest()  # as long as no hash of SGLang's is
+    return pack_key(raw)
+
+
+def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespace: str) -> Identity:
+    """Return the identity of the pages of one host pool of this rank.
+
+    Args:
+        storage: SGLang's ``HiCacheStorageConfig``.
+        name: the pool's name.
+        pool: the pool.
+        pages: its pages.
+        namespace: the user's own part, for what no engine knows.
+
+    Raises:
+        ConfigError: nothing tells the weights from others of the same name.
+    """
+    settings = _settings()
+    return Identity.make(
+        storage.model_name or "model",
+        {
+            "namespace": namespace,
+            "engine": {"name": "sglang", "version": version("sglang")},
+            "device": getattr(torch.accelerator.current_accelerator(), "type", "cpu"),
+            "weights": _weights(settings, namespace),
+            "settings": settings,
+            "pool": {
+                "name": name,
+                "class": type(pool).__name__,
+                "bytes": list(pages.piece_bytes),
+                **{field: getattr(pool, field, None) for field in _SHAPE},
+            },
+            "parallel": _parallel(storage, name, pool),
+        },
+    )
+
+
+def _parallel(storage: Any, name: str, pool: Any) -> Mapping[str, object]:
+    """Return this rank's place, as far as its pages depend on it.
+
+    Every rank has the same bytes of a latent (MLA) pool, which one rank writes for all. Pools beside it with
+    heads of their own, and Mamba states, are split among ranks all the same.
+    """
+    is_shared = storage.is_mla_model and name != "mamba" and not hasattr(pool, "head_num")
+    fields = ("tp_size", "pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank", "dcp_size", "dcp_rank")
+    place = {field: getattr(storage, field) for field in fields}
+    return {**place, "tp_rank": None if is_shared else storage.tp_rank, "split": storage.should_split_heads}
+
+
+def _settings() -> Mapping[str, object]:
+    """Return the settings of the running engine that count; none where no engine runs."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        given = get_server_args()
+    except ValueError:  # none were published
+        return {}
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+
+    return {
+        field: getattr(given, field)
+        for field, group in namespace_of(type(given)).items()
+        if group.partition(".")[0] in _NAMESPACES and not field.startswith(_NOT_BYTES)
+    }
+
+
+def _weights(settings: Mapping[str, object], namespace: str) -> Mapping[str, object]:
+    found = {
+        role: _weights_of(str(path), settings.get(revision))
+        for role, field, revision in (
+            ("model", "model_path", "revision"),
+            ("draft", "speculative_draft_model_path", "speculative_draft_model_revision"),
+        )
+        if (path := settings.get(field))
+    }
+    if not namespace and (None in found.values() or "model" not in found):
+        raise ConfigError(
+            "the weights cannot be identified: they are not in a local directory, and no hub commit is known. "
+            "Set `namespace` in `kvtier` of the extra config to a name that changes with the weights"
+        )
+    return found
+
+
+def _weights_of(path: str, revision: object) -> Mapping[str, object] | None:
+    """Return what names the weights at a path or of a hub; None where nothing does."""
+    if files := weights_fingerprint(Path(path)):
+        config = Path(path) / "config.json"
+        return {"files": files, "config": _digest(config) if config.is_file() else None}
+    cached = try_to_load_from_cache(path, "config.json", revision=str(revision) if revision else None)
+    return {"commit": Path(cached).parent.name} if isinstance(cached, str) else None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,69 @@
+"""Counters of what the tiers did, for SGLang's metrics endpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+from prometheus_client import Counter
+
+from kvtier import Statistics
+from kvtier._telemetry.catalogue import COUNTERS
+
+
+@cache
+def _counter(word: str) -> Counter | None:
+    """Return the counter of one occurrence; None where it is no metric. Made late, as SGLang's own are."""
+    metric = COUNTERS.get(word)
+    if metric is None or not metric.name.startswith("kvtier_"):
+        return None
+    return Counter(metric.name, metric.documentation, ("pool", *metric.labels))
+
+
+class PoolCounters:
+    """Publishes the counts of one host pool's tiers, under kvtier's names and with the label ``pool``."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._published: dict[tuple[str, ...], float] = {}
+
+    def publish(self, statistics: Statistics) -> None:
+        """Add what has happened since the last call."""
+        for key, count in statistics.counts.items():
+            more = count - self._published.get(key, 0)
+            if more > 0 and (counter := _counter(key[0])) is not None:
+                counter.labels(self._pool, *key[1:]).inc(more)
+                self._published[key] = count
+
+
+class Throughput:
+    """Pages of SGLang's calls, and how fast they were copied, until SGLang asks for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages: dict[str, list[int]] = {"prefetch": [], "backup": []}
+        self._gb_per_s: dict[str, list[float]] = {"prefetch": [], "backup": []}
+
+    @contextmanager
+    def measure(self, verb: str, page_bytes: int, results: list[bool]) -> Iterator[None]:
+        """Note the pages that a call has moved: those for which ``results`` is true when the block ends."""
+        begun_s = time.perf_counter()
+        yield
+        took_s, moved = time.perf_counter() - begun_s, results.count(True)
+        with self._lock:
+            self._pages[verb].append(moved)
+            self._gb_per_s[verb].append(moved * page_bytes / took_s / 1e9)
+
+    def take(self) -> Mapping[str, list[int] | list[float]]:
+        """Return and clear what was noted, under the names of SGLang's ``StorageMetrics``."""
+        with self._lock:
+            taken = {
+                **{f"{verb}_pgs": [*numbers] for verb, numbers in self._pages.items()},
+                **{f"{verb}_bandwidth": [*numbers] for verb, numbers in self._gb_per_s.items()},
+            }
+            for numbers in (*self._pages.values(), *self._gb_per_s.values()):
+                numbers.clear()
+        return taken
