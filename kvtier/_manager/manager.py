@@ -339,7 +339,11 @@ class TieringManager:
         """Return for each key whether it was found; None while that is not known."""
         answers = [self._core.lookup(key, request) for key in keys]
         return [
-            True if answer is Lookup.HIT or key in request.located else False if answer is Lookup.MISS else None
+            True
+            if answer is Lookup.HIT or key in request.located
+            else False
+            if answer is Lookup.MISS
+            else None
             for key, answer in zip(keys, answers, strict=True)
         ]
 

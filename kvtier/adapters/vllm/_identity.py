@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import re
 import uuid
 from collections.abc import Mapping
@@ -26,7 +24,6 @@ logger = logging.getLogger("kvtier.vllm")
 
 _OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
 
 
 def engine_identity(

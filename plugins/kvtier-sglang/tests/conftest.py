@@ -49,7 +49,10 @@ def attach(tmp_path: Path) -> Iterator[Attach]:
     made: list[Any] = []
 
     def start(
-        pool: Any = None, extra: dict[str, object] | None = None, beside: dict[str, Any] | None = None, **rank: Any
+        pool: Any = None,
+        extra: dict[str, object] | None = None,
+        beside: dict[str, Any] | None = None,
+        **rank: Any,
     ) -> Any:
         config = storage_config(extra or settings(tmp_path / "root"), **rank)
         storage = StorageBackendFactory.create_backend("dynamic", config, pool)

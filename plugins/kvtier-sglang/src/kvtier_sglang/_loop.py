@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from kvtier import StateError
@@ -14,6 +14,7 @@ from kvtier import StateError
 T = TypeVar("T")
 
 _JOIN_S = 5.0
+_CANCEL_S = 1.0
 
 
 class LoopThread:
@@ -71,9 +72,11 @@ class LoopThread:
             self._loop.call_soon_threadsafe(action)
 
     def close(self) -> None:
-        """Stop the loop. What still runs on it is abandoned."""
+        """Cancel what still runs on the loop, and stop it. What does not end in time is abandoned."""
         if self._is_closed:
             return
+        with suppress(TimeoutError):
+            self.call(_cancel_others(), _JOIN_S)
         self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
@@ -89,6 +92,13 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+
+
+async def _cancel_others() -> None:
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=_CANCEL_S)
 
 
 class _AbandonedError(Exception):

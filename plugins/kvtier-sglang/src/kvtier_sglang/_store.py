@@ -88,14 +88,16 @@ class PageStore:
             part = keys[start : start + self._part]
             with suppress(TimeoutError):  # then the primary tier alone has them, as far as there is room
                 self._loop.call(self._manager.drain(), max(0.0, end_s - time.monotonic()))
-            there = self._write_part(part, pages)
+            there = self._write_part(part, pages, max(_GRACE_S, end_s - time.monotonic()))
             stored.update(zip(part, there, strict=True))
             if not all(there):
                 break
         return [stored.get(key, False) for key in keys]
 
-    def _write_part(self, keys: Sequence[OffloadKey], pages: Mapping[OffloadKey, list[int]]) -> list[bool]:
-        with self._loop.lend(self._manager.write(keys), _GRACE_S) as written:
+    def _write_part(
+        self, keys: Sequence[OffloadKey], pages: Mapping[OffloadKey, list[int]], wait_s: float
+    ) -> list[bool]:
+        with self._loop.lend(self._manager.write(keys), wait_s) as written:
             for key, slot in zip(written.keys, written.views, strict=True):
                 self._pages.copy_in(pages[key], slot)
         if len(written.keys) == len(keys):

@@ -172,7 +172,9 @@ class KVTierStorage(HiCacheStorage):
                 return failed
             return act(store)
         except Exception as error:
-            text = "not ended in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            text = (
+                "not ended in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            )
             added = self._log_limit.allow(f"{verb} {name}", time.monotonic())
             if added is not None:
                 logger.warning("%s of host pool %s failed, a miss: %s%s", verb, name, text, added)
@@ -190,9 +192,7 @@ class KVTierStorage(HiCacheStorage):
         """Return None for each key, as ``get`` does."""
         return [None] * len(keys)
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Return False: nothing is stored this way, see ``get``."""
         return False
 

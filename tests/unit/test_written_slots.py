@@ -1,0 +1,86 @@
+"""Chunks that the caller itself writes into slots, and where chunks are found without bringing them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier._core.admission import Limits
+from kvtier.errors import StateError
+from kvtier.keys import OffloadKey
+from tests.unit.test_manager import World, dummy, files, opened, prompt
+
+
+async def write(it: World, keys: list[OffloadKey]) -> int:
+    """Write chunks whose bytes follow from their keys; return how many were given a slot."""
+    async with it.manager.write(keys) as written:
+        for key, view in zip(written.keys, written.views, strict=True):
+            view[:] = (key * len(view))[: len(view)]
+    return len(written.keys)
+
+
+async def check(it: World, keys: list[OffloadKey]) -> int:
+    async with it.manager.acquire(keys) as acquired:
+        for key, view in zip(acquired.keys, acquired.views, strict=True):
+            assert view == (key * len(view))[: len(view)]
+        return len(acquired.keys)
+
+
+async def test_what_a_caller_writes_is_found_in_every_tier(tmp_path: Path) -> None:
+    async with opened(files(tmp_path)) as it:
+        assert await write(it, prompt(1, 4)) == 4
+        assert await write(it, prompt(1, 6)) == 2, "the others are there"
+        assert await check(it, prompt(1, 8)) == 6
+        await it.forget_primary()
+        assert await check(it, prompt(1, 8)) == 6
+        await it.check_idle()
+
+
+async def test_what_was_not_written_to_the_end_is_not_stored() -> None:
+    async with opened(dummy()) as it:
+        with pytest.raises(ZeroDivisionError):
+            async with it.manager.write(prompt(1, 4)) as written:
+                written.views[0][:] = bytes(len(written.views[0]))
+                raise ZeroDivisionError
+        with pytest.raises(StateError, match="inside of the write block"):
+            _ = written.views
+        assert await it.manager.locate(prompt(1, 4)) == [False] * 4
+        assert await write(it, prompt(1, 4)) == 4
+        await it.check_idle()
+
+
+async def test_what_is_written_across_a_reset_is_not_stored() -> None:
+    async with opened(dummy()) as it:
+        async with it.manager.write(prompt(1, 4)):
+            await it.manager.reset()
+        assert await it.manager.locate(prompt(1, 4)) == [False] * 4
+        await it.check_idle()
+
+
+async def test_without_room_nothing_is_written() -> None:
+    async with opened(slots=2) as it:
+        await write(it, prompt(1, 2))
+        async with it.manager.acquire(prompt(1, 2)):
+            assert await write(it, prompt(2, 2)) == 0
+        assert await write(it, prompt(2, 3)) == 2
+        await it.check_idle()
+
+
+async def test_chunks_are_located_but_not_brought(tmp_path: Path) -> None:
+    async with opened(dummy(), files(tmp_path)) as it:
+        await write(it, prompt(1, 2))
+        await it.forget_primary()
+        await write(it, prompt(2, 1))
+        wanted = [*prompt(1, 1), *prompt(3, 1), *prompt(2, 1), prompt(1, 2)[1]]
+        assert await it.manager.locate(wanted) == [True, False, True, True]
+        assert await it.manager.locate([]) == []
+        await it.check_idle()
+        assert "fetched" not in {key[0] for key, count in it.manager.statistics().counts.items() if count}
+
+
+async def test_a_tier_that_hangs_has_located_nothing_by_the_deadline() -> None:
+    hanging = dummy(hang_rate=1.0, get_latency_s=60.0, complete_index=False, deadline_s=0.2)
+    async with opened(hanging, limits=Limits(request_deadline_s=0.2), drain_s=0.0) as it:
+        assert await it.manager.locate(prompt(1, 3)) == [False] * 3
+        await it.check_idle()
