@@ -29,6 +29,13 @@ nox.options.error_on_missing_interpreters = False  # they are named and skipped,
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
+SGLANG = "0.5.23"
+SGLANG_IMPORTS = (  # what its host pools' modules import; the rest of its requirements is for GPUs
+    "aiohttp==3.14.5", "apache-tvm-ffi==0.1.15.post2", "compressed-tensors==0.20.0", "dill==0.4.1",
+    "ipython==9.18.1", "msgspec==0.22.0", "orjson==3.13.0", "pillow==13.0.0", "psutil==7.2.2",
+    "pybase64==1.5.1", "pyzmq==27.3.0", "requests==2.34.2", "sentencepiece==0.2.3", "starlette==1.10.0",
+    "transformers==5.19.0", "triton==3.9.0",
+)  # fmt: skip
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 TORCH = "2.13.0"
@@ -103,6 +110,22 @@ def plugins(session: nox.Session) -> None:
             plugin == "kvtier-mooncake"
         )  # for its client to close; the others share what one process started
         run_pytest(session, chosen, processes=4 if waits else 0)
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Does it work with SGLang's classes and host pools? An engine, too, where nox runs beside one and a GPU."""
+    runs = "import sglang, sgl_kernel, torch; assert torch.cuda.is_available()"
+    if subprocess.run([sys.executable, "-c", runs], capture_output=True).returncode == 0:
+        run = (sys.executable, "-m", "pytest", "plugins/kvtier-sglang/tests", *session.posargs)
+        session.run(*run, external=True)
+        return
+    install_torch_cpu(session)
+    install_kvtier(session, "torch", groups=["tests"])
+    session.install("-e", "plugins/kvtier-sglang[tests]", *SGLANG_IMPORTS)
+    with named_if_missing(session, f"sglang=={SGLANG}"):
+        session.install("--no-deps", f"sglang=={SGLANG}")
+    run_pytest(session, "plugins/kvtier-sglang/tests", processes=0)
 
 
 @nox.session
@@ -205,7 +228,7 @@ def types(session: nox.Session) -> None:
     """Do the types hold? mypy, strict; each plug-in's tests by themselves, for they share names."""
     install_kvtier(session, groups=["types"])
     session.run("mypy", *session.posargs)
-    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-bench"):
+    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-sglang", "kvtier-bench"):
         tests = f"plugins/{plugin}/tests"
         session.run("mypy", tests, env={"MYPYPATH": tests})
 

@@ -24,7 +24,7 @@ def weights_fingerprint(model: Path) -> str | None:
     touches less than about half a percent of a file can go unseen, which is what the setting
     ``namespace`` is for. Beside the weights count the files that say how to use them: settings of the
     quantisation, of image processors and of generation, and code. Those of the tokenizer do not, and
-    ``config.json`` is in the settings as vLLM has read it.
+    ``config.json`` is the caller's to add, as the engine has read it.
 
     Args:
         model: the directory that holds them, or the one file that is all of the model.

@@ -337,15 +337,9 @@ class TieringManager:
 
     def _scan_each(self, keys: Sequence[OffloadKey], request: Request) -> list[bool | None]:
         """Return for each key whether it was found; None while that is not known."""
-        answers = [self._core.lookup(key, request) for key in keys]
-        return [
-            True
-            if answer is Lookup.HIT or key in request.located
-            else False
-            if answer is Lookup.MISS
-            else None
-            for key, answer in zip(keys, answers, strict=True)
-        ]
+        answers = [(key, self._core.lookup(key, request)) for key in keys]
+        there = {Lookup.HIT: True, Lookup.MISS: False}
+        return [key in request.located or there.get(answer) for key, answer in answers]
 
     async def _resets_ended(self) -> None:
         while not self._core.is_reset:

@@ -17,9 +17,9 @@ pytest.importorskip("vllm")
 
 from vllm.config import ModelConfig, VllmConfig
 
+from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm import _excluded_settings
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
-from kvtier.adapters.vllm._identity import weights_fingerprint
 from kvtier.errors import ConfigError
 from tests.integration.configurations import MODELS, configure, identity_of, make_model
 

@@ -39,10 +39,12 @@ async def test_what_a_caller_writes_is_found_in_every_tier(tmp_path: Path) -> No
 
 async def test_what_was_not_written_to_the_end_is_not_stored() -> None:
     async with opened(dummy()) as it:
+        block = it.manager.write(prompt(1, 4))
+        written = await block.__aenter__()
+        written.views[0][:] = bytes(len(written.views[0]))
+        error = ZeroDivisionError()
         with pytest.raises(ZeroDivisionError):
-            async with it.manager.write(prompt(1, 4)) as written:
-                written.views[0][:] = bytes(len(written.views[0]))
-                raise ZeroDivisionError
+            await block.__aexit__(type(error), error, None)
         with pytest.raises(StateError, match="inside of the write block"):
             _ = written.views
         assert await it.manager.locate(prompt(1, 4)) == [False] * 4

@@ -130,8 +130,8 @@ def _weights(settings: Mapping[str, object], namespace: str) -> Mapping[str, obj
     }
     if not namespace and (None in found.values() or "model" not in found):
         raise ConfigError(
-            "the weights cannot be identified: they are not in a local directory, and no hub commit is known. "
-            "Set `namespace` in `kvtier` of the extra config to a name that changes with the weights"
+            "the weights cannot be identified: they are not in a local directory, and no hub commit is "
+            "known. Set `namespace` in `kvtier` of the extra config to a name that changes with the weights"
         )
     return found
 

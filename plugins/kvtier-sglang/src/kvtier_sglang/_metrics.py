@@ -44,8 +44,7 @@ class Throughput:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pages: dict[str, list[int]] = {"prefetch": [], "backup": []}
-        self._gb_per_s: dict[str, list[float]] = {"prefetch": [], "backup": []}
+        self._pages, self._gb_per_s = _none(), _none()
 
     @contextmanager
     def measure(self, verb: str, page_bytes: int, results: list[bool]) -> Iterator[None]:
@@ -57,13 +56,16 @@ class Throughput:
             self._pages[verb].append(moved)
             self._gb_per_s[verb].append(moved * page_bytes / took_s / 1e9)
 
-    def take(self) -> Mapping[str, list[int] | list[float]]:
+    def take(self) -> Mapping[str, list[float]]:
         """Return and clear what was noted, under the names of SGLang's ``StorageMetrics``."""
         with self._lock:
-            taken = {
-                **{f"{verb}_pgs": [*numbers] for verb, numbers in self._pages.items()},
-                **{f"{verb}_bandwidth": [*numbers] for verb, numbers in self._gb_per_s.items()},
-            }
-            for numbers in (*self._pages.values(), *self._gb_per_s.values()):
-                numbers.clear()
-        return taken
+            pages, self._pages = self._pages, _none()
+            gb_per_s, self._gb_per_s = self._gb_per_s, _none()
+        return {
+            **{f"{verb}_pgs": numbers for verb, numbers in pages.items()},
+            **{f"{verb}_bandwidth": numbers for verb, numbers in gb_per_s.items()},
+        }
+
+
+def _none() -> dict[str, list[float]]:
+    return {"prefetch": [], "backup": []}

@@ -14,8 +14,8 @@ from kvtier import ConfigError
 class HostPages:
     """The pages of a host pool. Each is one or more pieces of memory, as the pool's layout has it.
 
-    Pages are copied by the thread that asks, and only while it does: SGLang gives them to other tokens as soon
-    as its call has returned.
+    Pages are copied by the thread that asks, and only while it does: SGLang gives them to other tokens as
+    soon as its call has returned.
 
     Args:
         name: the pool's name.
@@ -37,7 +37,7 @@ class HostPages:
         except Exception as error:
             raise ConfigError(
                 f"host pool {name}: {type(pool).__name__} with layout {pool.layout!r} has no pages that can "
-                f"be stored ({error or type(error).__name__}); use --hicache-mem-layout page_first"
+                f"be stored ({type(error).__name__}: {error}); use --hicache-mem-layout page_first"
             ) from error
         self.piece_bytes = tuple(int(size) for size in meta[1]) if meta else ()
         self.page_bytes = sum(self.piece_bytes)

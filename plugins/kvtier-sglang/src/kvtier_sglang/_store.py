@@ -34,8 +34,8 @@ _CLOSE_S = 5.0
 class PageStore:
     """A primary tier of its own for the pages of one host pool, and the secondary tiers behind it.
 
-    A page is copied between the pool and a slot by the thread that calls. So a tier that hangs only ever holds
-    slots, which nobody else is given, and never a page that SGLang has given to other tokens.
+    A page is copied between the pool and a slot by the thread that calls. So a tier that hangs only ever
+    holds slots, which nobody else is given, and never a page that SGLang has given to other tokens.
 
     Args:
         config: kvtier's settings; the primary tier is for this pool alone.
@@ -78,8 +78,8 @@ class PageStore:
     def write(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
         """Copy pages into the primary tier, whence they go to the others; return which are stored.
 
-        Waits for earlier puts, within the deadline: kvtier drops puts that a tier cannot keep up with, which an
-        engine must not wait for. The thread that SGLang calls this from may wait.
+        Waits for earlier puts, within the deadline: kvtier drops puts that a tier cannot keep up with,
+        which an engine must not wait for. The thread that SGLang calls this from may wait.
         """
         pages = dict(zip(keys, self._pages.pages(host_indices, len(keys)), strict=True))
         end_s = time.monotonic() + self._deadline_s

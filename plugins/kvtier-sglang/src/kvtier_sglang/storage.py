@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolName,
@@ -22,6 +21,7 @@ from kvtier.tiers import LogLimit
 from kvtier_sglang._identity import key_of, pool_identity
 from kvtier_sglang._loop import LoopThread
 from kvtier_sglang._metrics import PoolCounters, Throughput
+from kvtier_sglang._older import V1Only
 from kvtier_sglang._pages import HostPages
 from kvtier_sglang._pools import leading, restorable
 from kvtier_sglang._store import PageStore
@@ -35,14 +35,14 @@ _LOG_EVERY_S = 10.0
 _PUBLISH_EVERY_S = 5.0
 
 
-class KVTierStorage(HiCacheStorage):
+class KVTierStorage(V1Only):
     """Keeps pages of SGLang's host pools in kvtier's tiers. One object for each rank.
 
-    Calls come from SGLang's threads. Each ends about ``request_deadline_s`` after its begin at the latest, and
-    raises nothing: a fault of a tier is a page that is not there, and a line in the log.
+    Calls come from SGLang's threads. Each ends about ``request_deadline_s`` after its begin at the latest,
+    and raises nothing: a fault of a tier is a page that is not there, and a line in the log.
 
     Args:
-        storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's settings.
+        storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's.
         kwargs: what SGLang passes to third parties' classes; unused.
 
     Raises:
@@ -172,35 +172,12 @@ class KVTierStorage(HiCacheStorage):
                 return failed
             return act(store)
         except Exception as error:
-            text = (
-                "not ended in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-            )
+            late = isinstance(error, TimeoutError)
+            text = "not ended in time" if late else f"{type(error).__name__}: {error}"
             added = self._log_limit.allow(f"{verb} {name}", time.monotonic())
             if added is not None:
                 logger.warning("%s of host pool %s failed, a miss: %s%s", verb, name, text, added)
             return failed
-
-    # --- SGLang's older interface, which copies once more ----------------------------------------
-
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Return None: with ``interface_v1``, which is required, SGLang does not call it."""
-        return None
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        """Return None for each key, as ``get`` does."""
-        return [None] * len(keys)
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Return False: nothing is stored this way, see ``get``."""
-        return False
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Return False, as ``set`` does."""
-        return False
 
     # --- the rest --------------------------------------------------------------------------------
 
