@@ -114,7 +114,7 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def sglang(session: nox.Session) -> None:
-    """Does it work with SGLang's classes and host pools? An engine, too, where nox runs beside one and a GPU."""
+    """Does it work with SGLang's classes? In an engine, too, where nox runs beside one and a GPU."""
     runs = "import sglang, sgl_kernel, torch; assert torch.cuda.is_available()"
     if subprocess.run([sys.executable, "-c", runs], capture_output=True).returncode == 0:
         run = (sys.executable, "-m", "pytest", "plugins/kvtier-sglang/tests", *session.posargs)

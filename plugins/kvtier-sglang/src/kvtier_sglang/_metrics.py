@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -12,6 +13,8 @@ from prometheus_client import Counter
 
 from kvtier import Statistics
 from kvtier._telemetry.catalogue import COUNTERS
+
+_MOST_CALLS = 1000  # that are remembered where nobody asks
 
 
 @cache
@@ -62,10 +65,10 @@ class Throughput:
             pages, self._pages = self._pages, _none()
             gb_per_s, self._gb_per_s = self._gb_per_s, _none()
         return {
-            **{f"{verb}_pgs": numbers for verb, numbers in pages.items()},
-            **{f"{verb}_bandwidth": numbers for verb, numbers in gb_per_s.items()},
+            **{f"{verb}_pgs": list(numbers) for verb, numbers in pages.items()},
+            **{f"{verb}_bandwidth": list(numbers) for verb, numbers in gb_per_s.items()},
         }
 
 
-def _none() -> dict[str, list[float]]:
-    return {"prefetch": [], "backup": []}
+def _none() -> dict[str, deque[float]]:
+    return {verb: deque(maxlen=_MOST_CALLS) for verb in ("prefetch", "backup")}

@@ -38,8 +38,8 @@ _PUBLISH_EVERY_S = 5.0
 class KVTierStorage(V1Only):
     """Keeps pages of SGLang's host pools in kvtier's tiers. One object for each rank.
 
-    Calls come from SGLang's threads. Each ends about ``request_deadline_s`` after its begin at the latest,
-    and raises nothing: a fault of a tier is a page that is not there, and a line in the log.
+    Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most for each pool that it is
+    about, and raises nothing: a fault of a tier is a page that is not there, and a line in the log.
 
     Args:
         storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's.
