@@ -114,9 +114,10 @@ def test_another_cache_gets_nothing(attach: Attach, tmp_path: Path, change: dict
     first = attach(pool)
     store(first, pool)
     first.close()
-    other = change.pop("pool", pools.mha)()
-    extra = settings(tmp_path / "root", namespace=change.pop("namespace", "tests"))
-    second = attach(other, extra, **change)
+    rank = {name: value for name, value in change.items() if name not in ("pool", "namespace")}
+    other = change.get("pool", pools.mha)()
+    extra = settings(tmp_path / "root", namespace=change.get("namespace", "tests"))
+    second = attach(other, extra, **rank)
     assert second.batch_exists(hashes()) == 0
     assert load(second, other) == [False] * 8
 

@@ -71,8 +71,8 @@ class PageStore:
                 for slot, page in zip(acquired.views, pages[done:], strict=False):
                     self._pages.copy_out(slot, page)
             done += len(acquired.keys)
-            if len(acquired.keys) < len(part):
-                break
+            if not acquired.keys:
+                break  # fewer than asked for can also be what the promotion budget had room for
         return [index < done for index in range(len(keys))]
 
     def write(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
