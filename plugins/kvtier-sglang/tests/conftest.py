@@ -22,6 +22,7 @@ def settings(root: Path | None = None, **kvtier: object) -> dict[str, object]:
         "isolation": "thread",
         "namespace": "tests",
         "request_deadline_s": 60.0,
+        "drain_on_shutdown_s": 60.0,  # the next storage finds what this one has put
         "secondary_tiers": [{**tier, "deadline_s": 60.0}],
     }
     return {
