@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import reduce
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from kvtier import ConfigError, Identity, OffloadKey, pack_key
-from kvtier._weights import weights_fingerprint
+from kvtier_sglang._environment import relevant_environment
 from kvtier_sglang._pages import HostPages
+from kvtier_sglang._weights import ADAPTERS, weights_identity
 
 _NAMESPACES = frozenset({"model", "exec", "spec", "lora", "mm"})
 """SGLang's groups of settings that count, each with all that it has. The other groups say where and how the
 engine runs; what of them reaches the bytes of a page is in the pool's shape and the ranks."""
+
+_DOWNLOADS = "download_dir"
 
 # Of these groups, how weights come into memory, and what is watched, captured or written beside the model.
 _NOT_BYTES = (
@@ -26,13 +29,14 @@ _NOT_BYTES = (
     "debug_",
     "delete_ckpt_",
     "disable_outlines_",
-    "download_dir",
     "elastic_",
     "enable_return_",
     "engine_info_",
     "expert_balancedness_",
     "expert_distribution_",
     "model_checksum",
+    "modelopt_checkpoint_save_path",
+    "modelopt_export_path",
     "remote_instance_",
     "startup_weight_",
     "watermark_",
@@ -68,17 +72,21 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
         namespace: the user's own part, for what no engine knows.
 
     Raises:
-        ConfigError: nothing tells the weights from others of the same name.
+        ConfigError: nothing tells the weights, or a setting, from others of the same name.
     """
     settings = _settings()
+    download_dir = settings.pop(_DOWNLOADS, None)
     return Identity.make(
         storage.model_name or "model",
         {
             "namespace": namespace,
             "engine": {"name": "sglang", "version": version("sglang")},
             "device": getattr(torch.accelerator.current_accelerator(), "type", "cpu"),
-            "weights": _weights(settings, namespace),
-            "settings": settings,
+            "weights": weights_identity(settings, download_dir, namespace),
+            "settings": {
+                field: _plain(field, value) for field, value in settings.items() if field != ADAPTERS
+            },
+            "environment": relevant_environment(),
             "pool": {
                 "name": name,
                 "class": type(pool).__name__,
@@ -102,9 +110,9 @@ def _parallel(storage: Any, name: str, pool: Any) -> Mapping[str, object]:
     return {**place, "tp_rank": None if is_shared else storage.tp_rank, "split": storage.should_split_heads}
 
 
-def _settings() -> Mapping[str, object]:
-    """Return the settings of the running engine that count; none where no engine runs."""
-    from sglang.srt.runtime_context import get_server_args
+def _settings() -> dict[str, Any]:
+    """Return the settings that count, as the running engine has resolved them; none where no engine runs."""
+    from sglang.srt.runtime_context import get_context, get_server_args
 
     try:
         given = get_server_args()
@@ -112,38 +120,26 @@ def _settings() -> Mapping[str, object]:
         return {}
     from sglang.srt.arg_groups.arg_utils import namespace_of
 
-    return {
-        field: getattr(given, field)
-        for field, group in namespace_of(type(given)).items()
-        if group.partition(".")[0] in _NAMESPACES and not field.startswith(_NOT_BYTES)
-    }
-
-
-def _weights(settings: Mapping[str, object], namespace: str) -> Mapping[str, object]:
-    found = {
-        role: _weights_of(str(path), settings.get(revision))
-        for role, field, revision in (
-            ("model", "model_path", "revision"),
-            ("draft", "speculative_draft_model_path", "speculative_draft_model_revision"),
-        )
-        if (path := settings.get(field))
-    }
-    if not namespace and (None in found.values() or "model" not in found):
-        raise ConfigError(
-            "the weights cannot be identified: they are not in a local directory, and no hub commit is "
-            "known. Set `namespace` in `kvtier` of the extra config to a name that changes with the weights"
-        )
+    found: dict[str, Any] = {}
+    for field, group in namespace_of(type(given)).items():
+        first, *inner = group.split(".")
+        if first in _NAMESPACES and (not field.startswith(_NOT_BYTES)):
+            found[field] = getattr(reduce(getattr, inner, get_context().config_bag(first)), field)
     return found
 
 
-def _weights_of(path: str, revision: object) -> Mapping[str, object] | None:
-    """Return what names the weights at a path or of a hub; None where nothing does."""
-    if files := weights_fingerprint(Path(path)):
-        config = Path(path) / "config.json"
-        return {"files": files, "config": _digest(config) if config.is_file() else None}
-    cached = try_to_load_from_cache(path, "config.json", revision=str(revision) if revision else None)
-    return {"commit": Path(cached).parent.name} if isinstance(cached, str) else None
+def _plain(field: str, value: object) -> object:
+    """Return a setting as identities have it: the same in every process, and for every equal value."""
+    try:
+        return msgspec.to_builtins(value, str_keys=True, order="sorted", enc_hook=_named)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"SGLang's setting {field} has no representation that is the same in every process ({error}), so "
+            "pages could not be told apart: leave it away, or set it as text"
+        ) from error
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _named(value: object) -> object:
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} in it")
