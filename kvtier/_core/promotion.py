@@ -53,9 +53,17 @@ class Promotions:
     def _room(self) -> int:
         return max(0, self.budget - len(self.promoting))
 
+    @property
+    def _first(self) -> Request | None:
+        """The request that is first in line; one that only locates takes no turn."""
+        return next((request for request in self.pending if not request.locates), None)
+
     def hold(self, request: Request) -> None:
         """Pin what a request was told is there, until it is served."""
         self.pending[request] = None
+        if request.locates:  # it loads nothing
+            request.hits.clear()
+            return
         visible, held = self._shared.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
         added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
@@ -160,12 +168,13 @@ class Promotions:
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
         self._ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
-        if transfer.slot_use is SlotUse.EVICT:
+        waiters = {request: None for request in waiters if not request.locates}
+        if waiters and transfer.slot_use is SlotUse.EVICT:
             visible = self._shared.table.visible
             run = [key for key in _run_after_copied(transfer.keys, event.answers) if key not in visible]
             run = self._of_use(run, waiters)
             self._get_located(run, waiters, now_s)
-            first = next(iter(self.pending))  # of the waiters, who are all among them
+            first = self._first
             if first in waiters and not any(other.held for other in self.pending if other is not first):
                 self._trim_first(first, run)  # nobody can make way for it
 
@@ -236,6 +245,8 @@ class Promotions:
         keys = [key for key in keys if key not in shared.table.visible]
         if not keys or not waiters:
             return
+        if all(request.locates for request in waiters):
+            slot_use = SlotUse.NONE
         allowed = _allowed(waiters)
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
@@ -270,7 +281,7 @@ class Promotions:
 
     def _get_for(self, request: Request, keys: Keys, now_s: float) -> None:
         """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
-        is_first = next(iter(self.pending), request) is request
+        is_first = self._first in (None, request)
         if is_first:
             self._free_for_first(request, len(keys))
         self._get_located(keys, {request: None}, now_s)

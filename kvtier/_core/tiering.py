@@ -214,7 +214,7 @@ class Tiering:
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
         for request in self._asked:
-            if request.hits and request.state is not RequestState.CLOSED:
+            if request.hits and not request.locates and request.state is not RequestState.CLOSED:
                 self.promotions.hold(request)
 
     def _expire(self, request: Request) -> None:

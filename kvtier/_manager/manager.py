@@ -133,14 +133,17 @@ class TieringManager:
         """
         with self._request() as request:
             request.locates = True
-            found = self._scan_each(keys, request)
-            while None in found:
+            found: dict[OffloadKey, bool] = {}
+            epoch = self._core.epoch
+            while not self._scan_each(keys, request, found):
                 self._driver.settle()
-                found = self._scan_each(keys, request)
-                if None in found:
-                    await self._next_change()
-                    found = self._scan_each(keys, request)
-            return [bool(there) for there in found]
+                if self._scan_each(keys, request, found):
+                    break
+                await self._next_change()
+                if epoch != self._core.epoch:  # what was found has been hidden by a reset
+                    epoch = self._core.epoch
+                    found.clear()
+            return [found[key] for key in keys]
 
     @asynccontextmanager
     async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
@@ -274,6 +277,13 @@ class TieringManager:
         while self._copies.in_flight or not self._core.is_idle:
             await self._changed.wait()
 
+    async def drain_puts(self) -> None:
+        """Wait until every put in flight has ended or passed its deadline. Gets are not waited for."""
+        self._driver.settle()
+        while any(transfer.is_put for transfer in self._core.shared.running):
+            await self._next_change()
+            self._driver.settle()
+
     async def aclose(self) -> None:
         """Drain for at most ``drain_on_shutdown_s``, and release everything.
 
@@ -335,11 +345,17 @@ class TieringManager:
             pending = pending or answer is not Lookup.HIT
         return len(keys), pending
 
-    def _scan_each(self, keys: Sequence[OffloadKey], request: Request) -> list[bool | None]:
-        """Return for each key whether it was found; None while that is not known."""
-        answers = [(key, self._core.lookup(key, request)) for key in keys]
-        there = {Lookup.HIT: True, Lookup.MISS: False}
-        return [key in request.located or there.get(answer) for key, answer in answers]
+    def _scan_each(self, keys: Sequence[OffloadKey], request: Request, found: dict[OffloadKey, bool]) -> bool:
+        """Look up the keys that are not in ``found``, and add what is known. Return whether all are known."""
+        for key in keys:
+            if key in found:
+                continue  # else a miss would be counted again in each round
+            answer = self._core.lookup(key, request)
+            if answer is Lookup.HIT or key in request.located:
+                found[key] = True
+            elif answer is Lookup.MISS:
+                found[key] = False
+        return all(key in found for key in keys)
 
     async def _resets_ended(self) -> None:
         while not self._core.is_reset:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
+import anyio
 import pytest
 
 from kvtier._core.admission import Limits
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
-from tests.unit.test_manager import World, dummy, files, opened, prompt
+from kvtier.tiers.dummy import DummyConfig, DummyTier
+from tests.unit.test_manager import Deaf, World, dummy, files, opened, prompt
+
+
+class Waiting(DummyTier):
+    """Answers no lookup until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(DummyConfig(complete_index=False, deadline_s=60.0))
+        self.asked, self.let_go = anyio.Event(), anyio.Event()
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self.asked.set()
+        await self.let_go.wait()
+        return await super().contains(keys)
 
 
 async def write(it: World, keys: list[OffloadKey]) -> int:
@@ -78,6 +95,73 @@ async def test_chunks_are_located_but_not_brought(tmp_path: Path) -> None:
         assert await it.manager.locate([]) == []
         await it.check_idle()
         assert "fetched" not in {key[0] for key, count in it.manager.statistics().counts.items() if count}
+
+
+async def test_what_is_known_while_a_locate_waits_is_counted_once() -> None:
+    limits = Limits(request_deadline_s=60.0)
+    async with opened(dummy(get_latency_s=0.05, complete_index=False), limits=limits) as it:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(it.manager.locate(prompt(name, 3))) for name in range(4)]
+        assert [task.result() for task in asked] == [[False] * 3] * 4
+        assert it.manager.statistics().counts["miss", "absent"] == 12
+        await it.check_idle()
+
+
+async def test_a_reset_while_a_locate_waits() -> None:
+    tier = Waiting()
+    async with opened(tier, limits=Limits(request_deadline_s=60.0)) as it:
+        await write(it, prompt(1, 1))
+        locating = asyncio.ensure_future(it.manager.locate([*prompt(1, 1), *prompt(2, 1)]))
+        await tier.asked.wait()
+        resetting = asyncio.ensure_future(it.manager.reset())
+        await asyncio.sleep(0)
+        tier.let_go.set()
+        await resetting
+        assert await locating == [False, False]
+        await it.check_idle()
+
+
+async def test_a_locate_beside_an_acquire_of_the_same_keys() -> None:
+    tier = Waiting()
+    async with opened(tier, slots=8, limits=Limits(request_deadline_s=60.0)) as it:
+        tier.let_go.set()
+        await write(it, prompt(1, 2))
+        await it.forget_primary()
+        tier.let_go, tier.asked = anyio.Event(), anyio.Event()
+        locating = asyncio.ensure_future(it.manager.locate(prompt(1, 3)))
+        await tier.asked.wait()
+        acquiring = asyncio.ensure_future(check(it, prompt(1, 3)))
+        also = asyncio.ensure_future(it.manager.locate(prompt(1, 3)))
+        await asyncio.sleep(0)
+        tier.let_go.set()
+        assert await locating == await also == [True, True, False]
+        assert await acquiring == 2
+        await it.check_idle()
+
+
+async def test_only_puts_in_time_are_drained() -> None:
+    tier = Waiting()
+    async with opened(tier, limits=Limits(request_deadline_s=60.0)) as it:
+        locating = asyncio.ensure_future(it.manager.locate(prompt(1, 1)))
+        await tier.asked.wait()
+        await write(it, prompt(2, 2))
+        await it.manager.drain_puts()
+        assert not locating.done()
+        assert it.manager.statistics().tiers[0].backlog_chunks == 0
+        tier.let_go.set()
+        assert await locating == [False]
+        await it.check_idle()
+
+
+async def test_overdue_puts_are_not_drained() -> None:
+    tier = Deaf(DummyConfig(deadline_s=0.2))
+    async with opened(tier, drain_s=0.0) as it:
+        await write(it, prompt(1, 1))
+        with anyio.fail_after(30):
+            await it.manager.drain_puts()
+        assert it.manager.statistics().tiers[0].overdue == 1
+        tier.let_go.set()
+        await it.check_idle()
 
 
 async def test_a_tier_that_hangs_has_located_nothing_by_the_deadline() -> None:

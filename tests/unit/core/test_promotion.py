@@ -372,6 +372,28 @@ def test_who_locates_waits_for_what_is_on_its_way_and_takes_no_turn() -> None:
     assert ask(core, loading, prompt) == [HIT, MISS]
 
 
+def test_who_locates_holds_nothing_and_is_not_first_in_line() -> None:
+    core, locating, loading = make(slots=4, budget=1.0), Request(locates=True), Request()
+    mine, other = keys("a", 3), keys("b", 4)
+    store(core, mine[:2])
+    step_over(core, locating, mine)
+    assert core.table.evictable == 2, "what it was told is there may leave"
+    (fetch,) = step(core, loading, other)
+    more = answer(core, fetch, [LOCATED] * len(fetch.keys))
+    assert sum(len(get.slots) for get in more) == 4, "the one that loads is first, and gets all slots"
+    invariants.check(core)
+
+
+def test_a_located_key_is_not_brought_when_nobody_loads_any_more() -> None:
+    core, loading, locating, prompt = make(slots=4), Request(), Request(locates=True), keys("a", 4)
+    (fetch,) = step(core, loading, prompt)
+    step_over(core, locating, prompt)
+    core.close(loading)
+    copied = [COPIED] * len(fetch.slots) + [LOCATED] * (len(prompt) - len(fetch.slots))
+    assert answer(core, fetch, copied) == []
+    invariants.check(core)
+
+
 def step_over(core: Tiering, request: Request, prompt: Sequence[OffloadKey]) -> list[Get]:
     """Ask for every key, whatever the answers before it, and return the fetches that came of it."""
     for key in prompt:
