@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from conftest import Attach, settings
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from test_storage import ELSEWHERE, STORED, files, hashes, load, store
+
+from kvtier import OffloadKey, TieringManager
 
 ALL, TRAILING, GROUPS = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.BLOCK_GROUPS
 
@@ -146,3 +149,50 @@ def test_a_pool_that_cannot_be_stored_makes_its_prompts_miss(
     asked = PoolTransfer(PoolName.SWA, keys=["__a__"], hit_policy=TRAILING)
     assert storage.batch_exists_v2(hashes(), [asked]).kv_hit_pages == 0
     assert storage.batch_exists(hashes()) == 8
+
+
+def test_a_draft_with_heads_beside_latent_pages_is_named(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv, draft = pools.mla(), pools.mha()
+    storage = attach(kv, beside={PoolName.DRAFT: draft}, is_mla_model=True, tp_size=2, tp_rank=0)
+    assert "nothing of host pool draft is stored" in caplog.text
+    assert "--tp-size 1" in caplog.text
+    assert storage.batch_set_v2([transfer(PoolName.DRAFT, draft, hashes(), STORED)]) == {
+        PoolName.DRAFT: [False] * 8
+    }
+    caplog.clear()
+    attach(kv, beside={PoolName.DRAFT: draft}, is_mla_model=True)
+    assert "nothing of host pool" not in caplog.text
+
+
+def test_any_fault_of_a_pool_makes_its_prompts_miss(
+    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, window = pools.mha(), pools.mha(heads=1)
+    storage = attach(kv)
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("kvtier_sglang.storage.PageStore", fail)
+    storage.register_mem_host_pool_v2(window, PoolName.SWA)
+    assert "nothing of host pool swa is stored" in caplog.text
+    assert "OSError: no space left" in caplog.text
+    assert store(storage, kv) == [True] * 8
+    asked = PoolTransfer(PoolName.SWA, keys=["__a__"], hit_policy=TRAILING)
+    assert storage.batch_exists_v2(hashes(), [asked]).kv_hit_pages == 0
+
+
+def test_pools_that_gate_no_hit_are_not_asked(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, _, _ = stored_states(attach)
+    asked: list[object] = []
+    locate = TieringManager.locate
+
+    async def noted(manager: TieringManager, keys: Sequence[OffloadKey]) -> list[bool]:
+        asked.append(manager)
+        return await locate(manager, keys)
+
+    monkeypatch.setattr(TieringManager, "locate", noted)
+    storage.batch_exists_v2(hashes(), [PoolTransfer(PoolName.MAMBA, keys=["__a__"], hit_policy=GROUPS)])
+    assert len(asked) == 1

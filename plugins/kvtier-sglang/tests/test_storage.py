@@ -19,7 +19,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageFailureInjector
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from kvtier import ConfigError
+from kvtier import ConfigError, StateError
 from kvtier_sglang import KVTierStorage
 from kvtier_sglang._identity import key_of
 
@@ -240,7 +240,8 @@ def test_a_closed_storage_misses(attach: Attach) -> None:
     storage.close()
     assert storage.batch_exists(hashes()) == 0
     assert load(storage, pool) == store(storage, pool) == [False] * 8
-    storage.clear()
+    with pytest.raises(StateError, match="nothing was hidden"):
+        storage.clear()
     assert not [it for it in threading.enumerate() if it.name.startswith("kvtier-sglang")]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,7 @@ T = TypeVar("T")
 
 _JOIN_S = 5.0
 _CANCEL_S = 1.0
+_END_S = 0.5
 
 
 class LoopThread:
@@ -33,12 +35,23 @@ class LoopThread:
             TimeoutError: it did not end within ``wait_s`` seconds. It was cancelled.
             StateError: the loop is closed.
         """
-        future = self._start(work)
+        future = self.start(work)
         try:
             return future.result(wait_s)
         except TimeoutError:
             future.cancel()
             raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop, after what was given to it before. Does not wait.
+
+        Raises:
+            StateError: the loop is closed.
+        """
+        if self._is_closed:
+            work.close()
+            raise StateError("the storage is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @contextmanager
     def lend(self, block: AbstractAsyncContextManager[T], wait_s: float) -> Iterator[T]:
@@ -48,11 +61,13 @@ class LoopThread:
         still waits is decided in one step: what is not given in time is never given.
 
         Raises:
-            TimeoutError: it was not entered, or did not end, within ``wait_s`` seconds.
-            StateError: the loop is closed.
+            TimeoutError: it was not entered within ``wait_s`` seconds, or did not end by then and a moment
+                after it was given back.
+            StateError: the loop is closed, or was before the block had ended.
         """
         loan: _Loan[T] = _Loan(self._loop)
-        future = self._start(loan.hold(block))
+        end_s = time.monotonic() + wait_s
+        future = self.start(loan.hold(block))
         try:
             given = loan.take(wait_s)
         except BaseException:
@@ -64,7 +79,10 @@ class LoopThread:
             loan.give_back(is_good=False)
             raise
         loan.give_back(is_good=True)
-        future.result(wait_s)
+        try:
+            future.result(max(_END_S, end_s - time.monotonic()))
+        except CancelledError:
+            raise StateError("the storage was closed meanwhile") from None
 
     def post(self, action: Callable[[], object]) -> None:
         """Call ``action`` on the loop, soon; drop it where the loop is closed."""
@@ -82,12 +100,6 @@ class LoopThread:
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self._loop.close()
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._is_closed:
-            work.close()
-            raise StateError("the storage is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -143,4 +155,5 @@ class _Loan(Generic[T]):
     def give_back(self, *, is_good: bool) -> None:
         """End the loan. What was lent must not be touched any more."""
         self._is_good = is_good
-        self._loop.call_soon_threadsafe(self._returned.set)
+        with suppress(RuntimeError):  # the loop is closed: the block was cancelled before
+            self._loop.call_soon_threadsafe(self._returned.set)

@@ -86,8 +86,10 @@ def _target(
     if envs.SGLANG_USE_MODELSCOPE.get():
         return None  # the name is another hub's
     commit = _commit(path, revision, download_dir)
-    if commit is None or download_dir is None:
-        return commit and {"commit": commit}
+    if commit is None:
+        return None
+    if download_dir is None:
+        return {"commit": commit}
     return {"commit": commit, "config": _commit(path, revision, None)}  # transformers has a cache of its own
 
 

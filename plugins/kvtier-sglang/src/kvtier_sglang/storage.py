@@ -11,12 +11,13 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
 )
 
-from kvtier import ConfigError, KVTierError, TieringConfig
+from kvtier import ConfigError, KVTierError, StateError, TieringConfig
 from kvtier.tiers import LogLimit
 from kvtier_sglang._identity import key_of, pool_identity
 from kvtier_sglang._loop import LoopThread
@@ -80,9 +81,20 @@ class KVTierStorage(V1Only):
         if self._host_pools.get(name) is host_pool:
             return  # the KV pool comes both ways
         try:
+            self._require_writers(name, host_pool)
             self._register(name, host_pool)
-        except KVTierError as error:
-            logger.error("nothing of host pool %s is stored, so prompts that need it miss: %s", name, error)
+        except Exception as error:  # the engine goes on without this pool
+            text = str(error) if isinstance(error, KVTierError) else f"{type(error).__name__}: {error}"
+            logger.error("nothing of host pool %s is stored, so prompts that need it miss: %s", name, text)
+
+    def _require_writers(self, name: str, host_pool: object) -> None:
+        """Raise ConfigError where SGLang lets one rank write what every rank needs of its own."""
+        is_split = hasattr(host_pool, "head_num") and name != PoolName.MAMBA.value
+        if self._storage.is_mla_model and self._storage.tp_size > 1 and is_split:
+            raise ConfigError(
+                "each rank has heads of its own in it, but with a latent (MLA) model SGLang stores those of "
+                "one rank alone; use a draft model with latent attention, or --tp-size 1"
+            )
 
     def _register(self, name: str, host_pool: object) -> None:
         if (former := self._stores.pop(name, None)) is not None:
@@ -114,7 +126,8 @@ class KVTierStorage(V1Only):
         kv = self._locate(_KV, keys)
         asked = keys[: leading(kv)]
         transfers = pool_transfers or []
-        found = {transfer.name: self._locate(str(transfer.name), asked) for transfer in transfers}
+        gating = [it for it in transfers if it.hit_policy is not PoolHitPolicy.BLOCK_GROUPS]
+        found = {transfer.name: self._locate(str(transfer.name), asked) for transfer in gating}
         return restorable(kv, transfers, found)
 
     def _locate(self, name: str, keys: Sequence[str]) -> list[bool]:
@@ -182,9 +195,26 @@ class KVTierStorage(V1Only):
     # --- the rest --------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Hide everything that this cache holds, in every tier, also from engines to come."""
-        for name in self._stores:
-            self._guarded("clear", name, None, PageStore.reset)
+        """Hide everything that this cache holds, in every tier, also from engines to come.
+
+        Raises:
+            StateError: not every tier has confirmed it, or the storage is closed. Of a pool whose tiers have
+                not answered nothing is served until they do.
+        """
+        if not self._stores:
+            raise StateError("clear: the storage has no pools, or is closed; nothing was hidden")
+        failed = []
+        for store in self._stores.values():  # all at once: none waits for another's tiers
+            store.begin_reset()
+        for name, store in self._stores.items():
+            try:
+                store.end_reset()
+            except Exception as error:
+                late = isinstance(error, TimeoutError)
+                text = "its tiers have not answered in time" if late else str(error)
+                failed.append(f"host pool {name}: {text}")
+        if failed:
+            raise StateError(f"clear is not confirmed: {'; '.join(failed)}")
 
     def get_stats(self) -> Any:
         """Return what SGLang publishes; publish kvtier's own counters every few seconds. Does not wait."""
