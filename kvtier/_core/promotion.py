@@ -154,7 +154,7 @@ class Promotions:
         waiters = _waiting(transfer) if in_time else {}
         for request in waiters:
             request.answers_stand = False
-        copied = self._complete(transfer, event.answers, waiters)
+        copied = self._complete(transfer, event.answers, _loading(waiters))
         self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
         self._count(transfer, event, now_s)
         if waiters:
@@ -168,7 +168,7 @@ class Promotions:
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
         self._ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
-        waiters = {request: None for request in waiters if not request.locates}
+        waiters = _loading(waiters)
         if waiters and transfer.slot_use is SlotUse.EVICT:
             visible = self._shared.table.visible
             run = [key for key in _run_after_copied(transfer.keys, event.answers) if key not in visible]
@@ -385,6 +385,10 @@ def _allowed(waiters: Waiters) -> frozenset[int] | None:
 
 def _waiting(transfer: Transfer) -> dict[Request, None]:
     return {request: None for request in transfer.waiters if request.is_waiting}
+
+
+def _loading(waiters: Waiters) -> dict[Request, None]:
+    return {request: None for request in waiters if not request.locates}
 
 
 def _select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:

@@ -386,11 +386,22 @@ def test_who_locates_holds_nothing_and_is_not_first_in_line() -> None:
 
 def test_a_located_key_is_not_brought_when_nobody_loads_any_more() -> None:
     core, loading, locating, prompt = make(slots=4), Request(), Request(locates=True), keys("a", 4)
+    store(core, keys("b", 4))  # so that what is found is brought by a get of its own
     (fetch,) = step(core, loading, prompt)
     step_over(core, locating, prompt)
     core.close(loading)
-    copied = [COPIED] * len(fetch.slots) + [LOCATED] * (len(prompt) - len(fetch.slots))
-    assert answer(core, fetch, copied) == []
+    assert answer(core, fetch, [LOCATED] * 4) == []
+    invariants.check(core)
+
+
+def test_what_was_brought_for_others_is_not_held_for_who_locates() -> None:
+    core, loading, locating, prompt = make(), Request(), Request(locates=True), keys("a", 4)
+    (fetch,) = step(core, loading, prompt)
+    step_over(core, locating, prompt)
+    answer(core, fetch, [COPIED] * 4)
+    core.close(loading)
+    assert core.table.evictable == 4
+    assert not core.promotions.promoting
     invariants.check(core)
 
 
