@@ -30,11 +30,10 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
 SGLANG = "0.5.23"
-SGLANG_IMPORTS = (  # what its host pools' modules import; the rest of its requirements is for GPUs
-    "aiohttp==3.14.5", "apache-tvm-ffi==0.1.15.post2", "compressed-tensors==0.20.0", "dill==0.4.1",
-    "ipython==9.18.1", "msgspec==0.22.0", "orjson==3.13.0", "pillow==13.0.0", "psutil==7.2.2",
-    "pybase64==1.5.1", "pyzmq==27.3.0", "requests==2.34.2", "sentencepiece==0.2.3", "starlette==1.10.0",
-    "transformers==5.19.0", "triton==3.9.0",
+SGLANG_IMPORTS = (  # what its host pools' modules import; the rest is for GPUs, or in tests/shims.py
+    "aiohttp==3.14.5", "apache-tvm-ffi==0.1.15.post2", "dill==0.4.1", "msgspec==0.22.0", "orjson==3.13.0",
+    "pillow==13.0.0", "psutil==7.2.2", "pybase64==1.5.1", "pyzmq==27.3.0", "requests==2.34.2",
+    "sentencepiece==0.2.3", "starlette==1.10.0", "transformers==5.19.0",
 )  # fmt: skip
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
@@ -120,9 +119,9 @@ def sglang(session: nox.Session) -> None:
         run = (sys.executable, "-m", "pytest", "plugins/kvtier-sglang/tests", *session.posargs)
         session.run(*run, external=True)
         return
-    install_torch_cpu(session)
-    install_kvtier(session, "torch", groups=["tests"])
-    session.install("-e", "plugins/kvtier-sglang[tests]", *SGLANG_IMPORTS)
+    torch = install_torch_cpu(session)  # named in each install, or one for CUDA could take its place
+    install_kvtier(session, "torch", groups=["tests"], also=[torch])
+    session.install("-e", "plugins/kvtier-sglang[tests]", *SGLANG_IMPORTS, torch)
     with named_if_missing(session, f"sglang=={SGLANG}"):
         session.install("--no-deps", f"sglang=={SGLANG}")
     run_pytest(session, "plugins/kvtier-sglang/tests", processes=0)
@@ -288,32 +287,37 @@ def group(*names: str) -> list[str]:
 
 
 def install_kvtier(
-    session: nox.Session, *extras: str, groups: Sequence[str] = (), distributions: Sequence[str] = ()
+    session: nox.Session,
+    *extras: str,
+    groups: Sequence[str] = (),
+    distributions: Sequence[str] = (),
+    also: Sequence[str] = (),
 ) -> None:
     """Install kvtier editable, so that tests see the sources, with its entry points and native library.
 
-    The group ``tests`` brings the distributions of ``TESTED_WITH``, too.
+    The group ``tests`` brings the distributions of ``TESTED_WITH``, too; ``also`` are other requirements.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
     beside = [*(TESTED_WITH if "tests" in groups else ()), *distributions]
     editable = [word for name in beside for word in ("-e", f"plugins/{name}")]
-    session.install("-e", f".{chosen}", *editable, *group(*groups))
+    session.install("-e", f".{chosen}", *editable, *group(*groups), *also)
 
 
-def install_torch_cpu(session: nox.Session) -> None:
-    """Install torch without gigabytes of CUDA libraries.
+def install_torch_cpu(session: nox.Session) -> str:
+    """Install torch without gigabytes of CUDA libraries, and return its requirement.
 
     First from where pip looks anyway, which may be a local folder; then from PyTorch's own index.
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         session.install(f"torch=={TORCH}")  # no CUDA build there
-        return
+        return f"torch=={TORCH}"
     wanted = f"torch=={TORCH}+cpu"
     try:
         session.install(wanted)
     except CommandFailed:
         session.log(f"{wanted} is not where pip looks by default; asking PyTorch's CPU index")
         session.install(wanted, "--extra-index-url", TORCH_CPU_INDEX)
+    return wanted
 
 
 def install_cpu_engine(session: nox.Session, version: str) -> None:

@@ -8,9 +8,28 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 from unittest.mock import MagicMock
 
-_MISSING = [name for name in ("torchvision", "gguf") if find_spec(name) is None]
+import torch  # noqa: F401 - before the shims: it does without triton where that is missing
+
+_MISSING = [
+    name
+    for name in ("torchvision", "gguf", "triton", "IPython", "compressed_tensors")
+    if find_spec(name) is None
+]
+
+
+class _Members(type):
+    def __getattr__(cls, name: str) -> Any:
+        return _attribute(name)
+
+
+def _attribute(name: str) -> Any:
+    """Return what a package that is not there has under a name: a class where the name looks like one."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Members(name, (), {}) if name[:1].isupper() else MagicMock()  # torch asks for instances of some
 
 
 class _Shim(MetaPathFinder, Loader):
@@ -21,7 +40,7 @@ class _Shim(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
-        module.__dict__.update(__path__=[], __getattr__=lambda name: MagicMock())
+        module.__dict__.update(__path__=[], __version__="0", __getattr__=_attribute)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
