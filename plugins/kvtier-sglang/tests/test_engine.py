@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Return what a program prints. Its session ends as a whole, also where it hangs: engines have children."""
+    """Return what a program prints. Its session ends as a whole, even if it hangs: engines have children."""
     out, err = folder / "out", folder / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
         engine = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)

@@ -40,7 +40,8 @@ class KVTierStorage(V1Only):
     """Keeps pages of SGLang's host pools in kvtier's tiers. One object for each rank.
 
     Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most for each pool that it is
-    about, and raises nothing: a fault of a tier is a page that is not there, and a line in the log.
+    about, and raises nothing: a fault of a tier is a page that is not there, and a line in the log. ``clear``
+    alone raises, where it is not confirmed.
 
     Args:
         storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's.
