@@ -50,6 +50,7 @@ def make_core(
         promotion_budget=config.promotion_budget,
         store_threshold=config.store_threshold,
         max_tracker_size=config.max_tracker_size,
+        load_gate=config.load_gate,
     )
     made = plugins.make(plugins.POLICIES, name, policy)
     return Tiering(made, statuses, limits, windowed_groups=windowed_groups, track_kv_events=track_kv_events)
@@ -69,7 +70,7 @@ def make_tiers(config: TieringConfig) -> list[NamedTier]:
     """Make the tiers that ``config`` names, not opened yet."""
     named = []
     for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True):
-        make = partial(plugins.make, plugins.TIERS, tier.type, registry.load(tier.type), tier)
+        make = registry.maker(tier)
         named.append(NamedTier(name, make(), make))
     return named
 

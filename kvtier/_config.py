@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializeAsAny, StrictBool, field_validator, model_validator
 
 from kvtier import _plugins as plugins
+from kvtier._core.load_gate import LoadGateMode
 from kvtier._core.tiering import PRIMARY
 from kvtier._settings import validation
 from kvtier._settings.quantities import Settings, Size
@@ -111,6 +112,13 @@ class TieringConfig(Settings):
         description="Longest time that a request waits for secondary tiers, in seconds; chunks that are "
         "still pending then are misses. Lower it if computing is faster than waiting.",
     )
+    load_gate: LoadGateMode = Field(
+        default="off",
+        description="When to compute chunks although a secondary tier has them. `off`: never. `latency`: if "
+        "computing gives the first token sooner, by the measured speed of the engine and of the tier. "
+        "`throughput`: the same, but never while other requests keep the device busy. Until both speeds are "
+        "known, everything is loaded.",
+    )
     copy_deadline_s: float = Field(
         default=60.0,
         gt=0,
@@ -124,6 +132,13 @@ class TieringConfig(Settings):
         le=1,
         description="Share of chunks to audit: their bytes are read back from the device and compared with a "
         "checksum. Costs about 600 µs per MiB audited; 0 disables audits.",
+    )
+    explain_rate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of requests for which a log line says what was found in each tier, and why not "
+        "more. A request can ask for its line. Only with vLLM.",
     )
     isolation: Literal["auto", "thread", "process"] = Field(
         default="auto",

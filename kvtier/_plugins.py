@@ -45,8 +45,6 @@ class PluginInfo:
 
     Attributes:
         name: the entry point's name, which a configuration uses.
-        distribution: the installed distribution that it comes with.
-        version: that distribution's version.
         target: what the entry point names, as ``module:attribute``.
     """
 
@@ -66,30 +64,27 @@ def installed(group: Group) -> list[PluginInfo]:
     return sorted((_info(entry) for entry in entry_points(group=group.name)), key=lambda info: info.name)
 
 
-def require(group: Group, name: str, field: str) -> None:
-    """Check that a plug-in of this name is installed, without importing it.
+def require(group: Group, name: str, field: str) -> list[EntryPoint]:
+    """Return the entry points of this name, mostly one, without importing it.
 
     Args:
-        group: where to look.
-        name: the plug-in's name.
         field: the setting that holds the name, for the message.
 
     Raises:
         ConfigError: there is none; the message lists what is installed and the nearest name.
     """
-    names = {info.name for info in installed(group)}
-    if name not in names:
-        listed = ", ".join(sorted(names)) or "none"
-        hint = did_you_mean(name, names) or "; install the distribution that brings it"
+    found = entry_points(group=group.name)
+    if name not in found.names:
+        listed = ", ".join(sorted(found.names)) or "none"
+        hint = did_you_mean(name, found.names) or "; install the distribution that brings it"
         raise ConfigError(f"{field} = {name!r}: no such {group.noun}; installed are: {listed}{hint}")
+    return list(found.select(name=name))
 
 
 def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
     """Import one plug-in, and no other, and check that it is a complete subclass of ``base``.
 
     Args:
-        group: what kind of plug-in it is.
-        name: its name.
         base: the class that plug-ins of this group subclass.
         field: the setting that holds the name, for messages.
 
@@ -106,24 +101,19 @@ def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
 
 def load_object(group: Group, name: str, field: str) -> object:
     """Import what one plug-in names, and no other plug-in. Raises as ``load`` does, and checks no class."""
-    require(group, name, field)
-    entries = list(entry_points(group=group.name, name=name))
-    title = _title(group, name)
-    if len(entries) > 1:
-        raise group.error(f"{title}: the name is claimed {len(entries)} times; uninstall all but one of them")
+    entry, *others = require(group, name, field)
+    if others:
+        what = f"the name is claimed {1 + len(others)} times; uninstall all but one of them"
+        raise group.error(f"{_title(group, name)}: {what}")
     try:
-        return entries[0].load()
+        return entry.load()
     except (Exception, SystemExit) as error:  # a plug-in's import may raise anything
-        raise group.error(f"{title} cannot be imported: {type(error).__name__}: {error}") from error
+        text = f"cannot be imported: {type(error).__name__}: {error}"
+        raise group.error(f"{_title(group, name)} {text}") from error
 
 
 def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: object) -> BaseT:
     """Make an instance of a plug-in that was loaded.
-
-    Args:
-        group, name: what kind of plug-in it is, and its name.
-        plugin: its class.
-        arguments: what the class is called with.
 
     Raises:
         KVTierError: the group's own error: the class cannot be called like this. The message names the

@@ -15,6 +15,7 @@ MISS: Mapping[str, str] = {
     "deadline": "`request_deadline_s` passed before the tiers answered",
     "budget": "the chunks to promote for the request exceeded `promotion_budget`",
     "starting": "the primary tier is still being populated and had no slot for a promotion",
+    "gate": "computing the chunk is quicker than loading it (`load_gate`)",
     "filter": "the request allows no secondary tier (`kv_load_tiers`), and the primary tier does not have it",
     "load_failed": "a load of the request failed; the engine computes it",
     "device_lost": "a worker's device is lost; nothing is loaded until a restart",
@@ -32,10 +33,13 @@ NO_WORK: Mapping[str, str] = {
     "unresponsive": "a put (or get) of the tier is past its deadline and still running",
     "breaker_open": "the breaker is open after failures; a probe is sent at intervals",
     "filter": "the request excludes the tier (`kv_load_tiers`)",
+    "gate": "computing is quicker than getting chunks from the tier (`load_gate`)",
     "backlog": "the tier's puts already hold their share of slots",
     "back_pressure": "the tier's put queue is too long, or puts slow down its gets",
 }
-PUT_DROPPED: Mapping[str, str] = {word: text for word, text in NO_WORK.items() if word != "filter"}
+PUT_DROPPED: Mapping[str, str] = {
+    word: text for word, text in NO_WORK.items() if word not in ("filter", "gate")
+}
 SKIPPED: Mapping[str, str] = {
     word: text for word, text in NO_WORK.items() if word not in ("backlog", "back_pressure")
 }

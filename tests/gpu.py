@@ -38,8 +38,6 @@ class Step:
     """One command, and how to read what it prints.
 
     Attributes:
-        name: its key in the document.
-        command: what is run.
         needs: modules and programs without which it is skipped.
         limit_s: seconds after which it counts as hung.
         read: makes what goes into the document from what it prints.

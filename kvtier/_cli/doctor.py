@@ -342,8 +342,8 @@ class _TierCheck:
     async def _discard(self) -> None:
         await self._tier.discard([self._key])
         if await self._has_chunk():
-            remedy = "see that the tier may delete: damaged chunks could not be removed"
-            raise _StepError("the discarded chunk is still there", remedy)
+            remedy = "allow the tier to delete; without that it cannot remove damaged chunks"
+            raise _StepError("the tier still has the chunk after it was discarded", remedy)
 
     async def _has_chunk(self) -> bool:
         (known,) = self._tier.known([self._key])

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
+from pydantic import ByteSize
 from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
@@ -41,7 +42,6 @@ JsonFlag = Annotated[
 """The option of every command: what programs read."""
 
 LINE_EVERY_S: Final = 10.0
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BAR_EVERY_S: Final = 0.1
 _UNBOUNDED_WIDTH: Final = 10_000
 
@@ -144,17 +144,14 @@ class Bytes(int):
 
     def __str__(self) -> str:
         """Return it in the largest unit that leaves a digit before the point."""
-        value, unit = float(self), 0
-        while abs(value) >= 1024 and unit < len(_UNITS) - 1:
-            value, unit = value / 1024, unit + 1
-        return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+        return ByteSize(self).human_readable(separator=" ")
 
 
-def ago(when: float | None, now: float | None = None) -> str:
+def ago(when: float | None) -> str:
     """Return how long ago a time was, in words."""
     if when is None:
         return "never"
-    seconds = max(0.0, (time.time() if now is None else now) - when)
+    seconds = max(0.0, time.time() - when)
     for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"

@@ -22,9 +22,6 @@ class Plugin:
     """An installed tier or policy.
 
     Attributes:
-        name: of its entry point.
-        distribution: that brings it.
-        version: of that distribution.
         problem: why it cannot be loaded; "" where it can.
     """
 
@@ -36,12 +33,7 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The installed plug-ins, by group.
-
-    Attributes:
-        tiers: plug-ins that add a tier.
-        policies: plug-ins that add an eviction policy.
-    """
+    """The installed plug-ins, by group."""
 
     tiers: list[Plugin]
     policies: list[Plugin]

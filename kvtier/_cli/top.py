@@ -84,8 +84,6 @@ class TierView:
         written_bytes_s: bytes put into it.
         queued: puts and gets that wait.
         in_flight: puts and gets that run.
-        breaker_get: state of its breaker for gets.
-        breaker_put: the same for puts.
         read_per_written: bytes ever read from it for each byte ever written to it.
     """
 

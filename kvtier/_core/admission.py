@@ -13,6 +13,7 @@ from itertools import takewhile
 from math import inf
 
 from kvtier._core.breaker import Breaker
+from kvtier._core.load_gate import LoadGateMode
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
 from kvtier.keys import OffloadKey
@@ -43,6 +44,7 @@ class Limits:
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
         max_tracker_size: keys whose offers are remembered for the threshold.
         max_announced: keys of each tier that may be announced as being there, where that is done at all.
+        load_gate: when a chunk is computed although a tier has it; see ``LoadGate``.
     """
 
     request_deadline_s: float = 5.0
@@ -52,6 +54,7 @@ class Limits:
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     max_announced: int = 250_000
+    load_gate: LoadGateMode = "off"
 
 
 class PutPressure:
@@ -111,16 +114,11 @@ class TierStatus:
     """What the core knows of one tier's condition, and what follows for its puts and gets.
 
     Args:
-        name: the tier's name.
         deadline_s: how long one of its transfers is waited for.
         width: puts that it works on at once.
-        breaker: makes its breakers.
 
     Attributes:
-        puts: the breaker of its puts.
-        gets: the breaker of its gets.
         backlog: chunks that its puts pin now.
-        pressure: holds its puts back.
         down: why it can not be used, or None.
         epoch: the last epoch that it was reset to.
         failed_audit: whether an audit has found a chunk of it damaged; it is then disabled until a restart.
@@ -162,13 +160,7 @@ class TierStatus:
         return self.disabled_reason or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
-        """Return how many of ``count`` chunks are put now, and why not the others.
-
-        Args:
-            count: chunks that there are to be put.
-            most_backlog: chunks that the tier's puts may pin.
-            now_s: the owner's clock.
-        """
+        """Return how many of ``count`` chunks are put now, and why not the others."""
         refusal = self.disabled_reason or self.puts.refusal(now_s)
         if refusal is not None:
             return 0, refusal

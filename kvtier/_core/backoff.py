@@ -18,11 +18,6 @@ class Backoff:
 
     Many engines that have lost one server must not retry in step, so each pause is drawn from three
     quarters to five quarters of its length.
-
-    Args:
-        first_s: the first pause, in seconds.
-        longest_s: the longest one.
-        chance: the source of randomness.
     """
 
     def __init__(self, first_s: float, longest_s: float, chance: RandomSource = no_jitter) -> None:

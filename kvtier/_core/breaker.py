@@ -25,10 +25,8 @@ class Breaker:
     Args:
         failures: consecutive failures that open it.
         pause_s: seconds until the first probe.
-        chance: the source of randomness.
 
     Attributes:
-        state: see ``BreakerState``.
         overdue: transfers that have passed their deadline and not ended. While there is one the tier
             gets no other: it would only tie up more slots.
         probe: the transfer that is to show how things are, while it is HALF_OPEN.

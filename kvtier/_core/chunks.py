@@ -21,9 +21,6 @@ class Chunk(Stateful):
     """What one slot holds now. There is one such record for each slot, used again and again.
 
     Attributes:
-        slot: index of the slot.
-        key: the chunk's offload key.
-        state: see ``ChunkState``.
         pins: reasons why the slot may not be given on; the copy that fills it is one.
         origin: index of the tier that it was promoted from and not yet loaded, else None.
     """
@@ -50,7 +47,6 @@ class ChunkTable:
         policy: chooses what is evicted; LRU from its first fault on.
         visible: the chunks that are found by their keys.
         free: chunks whose slots hold nothing.
-        all: the chunks of all slots.
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
             reads it clears it.
     """

@@ -19,9 +19,7 @@ class KVEvent:
     """Chunks that have become available somewhere, or ceased to be.
 
     Attributes:
-        keys: the chunks.
         tier: index of the secondary tier; None for the primary one.
-        removed: whether they are gone.
         found: whether a get has found them, which some other engine, or an earlier one, had stored.
     """
 
@@ -35,7 +33,6 @@ class KVEventLog:
     """The changes on their way out.
 
     Args:
-        tiers: how many secondary tiers there are.
         limit: chunks that each of them is remembered to have at most.
         enabled: whether anybody wants to know. If not, nothing is noted and nothing remembered.
     """

@@ -79,7 +79,6 @@ class PutEnded(Struct, array_like=True, frozen=True, gc=False, tag=1):
     Attributes:
         kept: for each key, whether the tier has it now.
         reasons: why chunks were not kept, counted.
-        seconds: how long the tier took.
         health: what it says of the tier.
         retry: what came of a second attempt, in a word of ``reasons.RETRY``; empty where there was no
             cause for one.
@@ -111,6 +110,7 @@ class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
     Attributes:
         answers: one for each key. Only keys that were given a slot can be COPIED.
         reasons: why keys that the tier has were not given, counted.
+        elapsed_s: since the get was submitted, its turn, lookup and checks included.
     """
 
     id: Number
@@ -119,6 +119,7 @@ class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
     seconds: Seconds = 0.0
     health: TransferHealth = TransferHealth.NONE
     retry: Word = ""
+    elapsed_s: Seconds = 0.0
 
 
 class TierDown(Struct, array_like=True, frozen=True, tag=3):
@@ -146,7 +147,6 @@ class SlotsReady(Struct, frozen=True):
     """Slots of the primary tier may be used from now on.
 
     Attributes:
-        slots: which.
         is_last: whether there will be no more of them.
     """
 

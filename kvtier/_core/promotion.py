@@ -19,6 +19,7 @@ from kvtier.keys import OffloadKey, group_index
 Waiters = Mapping[Request, None]
 
 _READY = ChunkState.READY
+_WAIT = "wait"
 
 
 class Promotions:
@@ -154,6 +155,8 @@ class Promotions:
         waiters = _waiting(transfer) if in_time else {}
         for request in waiters:
             request.answers_stand = False
+        if any(request.record for request in waiters):
+            self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, _loading(waiters))
         self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
         self._count(transfer, event, now_s)
@@ -172,7 +175,7 @@ class Promotions:
         if waiters and transfer.slot_use is SlotUse.EVICT:
             visible = self._shared.table.visible
             run = [key for key in _run_after_copied(transfer.keys, event.answers) if key not in visible]
-            run = self._of_use(run, waiters)
+            run = self._obtainable(self._of_use(run, waiters), waiters, now_s)
             self._get_located(run, waiters, now_s)
             first = self._first
             if first in waiters and not any(other.held for other in self.pending if other is not first):
@@ -182,6 +185,7 @@ class Promotions:
         """Stop waiting for an overdue get: its keys are looked for elsewhere. Its slots stay out of use."""
         self._stop_expecting(transfer)
         self.promoting.difference_update(transfer.chunks)
+        self._record(transfer.waiters, transfer.tier, transfer.keys, "timeout")
         self._ask(transfer.keys, _waiting(transfer), now_s, transfer.tier + 1, transfer.slot_use)
 
     def evict_to_reserve(self) -> None:
@@ -201,6 +205,7 @@ class Promotions:
             if not transfer.is_put:
                 for chunk in transfer.chunks:
                     chunk.move(ChunkEvent.DROPPED)
+                self._record(transfer.waiters, transfer.tier, transfer.keys, "reset")
                 for request in transfer.waiters:
                     request.mark_absent(transfer.keys)
                 transfer.waiters.clear()
@@ -252,12 +257,43 @@ class Promotions:
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
             if closed is None:
+                gets = 1 if len(keys) <= min(self._room, len(shared.table.free)) else 2
+                closed = self._gate(tier, keys, keys, gets, waiters, now_s, may_wait=not first_tier)
+            if closed == _WAIT:
+                return
+            if closed is None:
                 count = min(len(keys), self._room, len(shared.table.free)) if slot_use else 0
                 self._get(tier, keys, count, waiters, now_s).slot_use = slot_use
                 return
             shared.counts["skipped", status.name, closed] += len(keys)
+            self._record(waiters, tier, keys, closed)
+            if closed == "gate":
+                if slot_use:
+                    self._probe(tier, keys, now_s)
+                self._ask(keys, _locating(waiters), now_s, tier, SlotUse.NONE)
+                waiters = _loading(waiters)
         for request in waiters:
             request.mark_absent(keys)
+
+    def _obtainable(self, keys: list[OffloadKey], waiters: Waiters, now_s: float) -> list[OffloadKey]:
+        """Return the located keys whose tiers may be asked now; the others are looked for in later tiers."""
+        if not keys:
+            return keys
+        shared, located = self._shared, next(iter(waiters)).located
+        by_tier: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            by_tier.setdefault(located[key], []).append(key)
+        refused: set[int] = set()
+        for tier, found in sorted(by_tier.items()):
+            reason = shared.tiers[tier].get_refusal(now_s)
+            reason = reason or self._gate(tier, found, keys, 1, waiters, now_s)
+            if reason:
+                refused.add(tier)
+            if reason and reason != _WAIT:
+                shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
+                self._record(waiters, tier, found, reason)
+                self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
+        return [key for key in keys if located[key] not in refused] if refused else keys
 
     def _get_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
         """Get keys that are known to be in a tier; evict for them, within the budget."""
@@ -270,18 +306,14 @@ class Promotions:
         by_tier: dict[int, list[OffloadKey]] = {}
         for key in keys[:room]:
             by_tier.setdefault(first.located[key], []).append(key)
-        for tier in sorted(by_tier):  # a refusal makes a later tier be asked, which it may then refuse, too
-            if reason := shared.tiers[tier].get_refusal(now_s):
-                found = by_tier.pop(tier)
-                shared.counts["skipped", shared.tiers[tier].name, reason] += len(found)
-                self._ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
-        for tier, found in by_tier.items():
+        for tier, found in sorted(by_tier.items()):
             if of_use := self._of_use(found, waiters):
                 self._get(tier, of_use, len(of_use), waiters, now_s, located=True)
 
-    def _get_for(self, request: Request, keys: Keys, now_s: float) -> None:
+    def _get_for(self, request: Request, keys: list[OffloadKey], now_s: float) -> None:
         """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
         is_first = self._first in (None, request)
+        keys = self._obtainable(keys, {request: None}, now_s)
         if is_first:
             self._free_for_first(request, len(keys))
         self._get_located(keys, {request: None}, now_s)
@@ -319,10 +351,17 @@ class Promotions:
         """
         in_flight = self._in_flight[first.tiers]
         left = [key for key in keys if key not in in_flight]
-        under_way = [transfer for transfer in self._shared.running if transfer.chunks and not transfer.is_put]
+        under_way = [
+            transfer
+            for transfer in self._shared.running
+            if transfer.waiters and transfer.chunks and not transfer.is_put
+        ]
         if left and all(first in transfer.waiters for transfer in under_way):
             first.mark_absent(left)
-            self._shared.counts["miss", self._shared.short_of("budget")] += len(left)
+            reason = self._shared.short_of("budget")
+            self._shared.counts["miss", reason] += len(left)
+            if first.record is not None:
+                first.record.gave_up(left, reason)
 
     def _get(
         self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
@@ -332,12 +371,89 @@ class Promotions:
         self.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
-        transfer.waiters.update(waiters)
-        transfer.allowed = _allowed(waiters)
-        self._in_flight[transfer.allowed].update(dict.fromkeys(keys, transfer))
+        if self._shared.gate.is_on:
+            gets = [
+                other for other in self._shared.transfers.values() if other.tier == tier and not other.is_put
+            ]
+            transfer.load = sum(len(other.chunks) for other in gets)
+        if waiters:  # nobody waits for a probe
+            transfer.waiters.update(waiters)
+            transfer.allowed = _allowed(waiters)
+            self._in_flight[transfer.allowed].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
+
+    def _gate(
+        self,
+        tier: int,
+        keys: Keys,
+        wanted: Keys,
+        gets: int,
+        waiters: Waiters,
+        now_s: float,
+        *,
+        may_wait: bool = True,
+    ) -> str | None:
+        """Return "gate", and note it, where computing keys is quicker; None where they are got.
+
+        Args:
+            tier: the tier that is to give them.
+            keys: what the tier is to give, ``wanted`` or a part of it.
+            wanted: all that the waiters may get with them, however few slots there are.
+            gets: how many gets that takes, one after the other.
+            waiters: the requests. Those that only locate are not decided about.
+            now_s: the time.
+            may_wait: whether "wait" may be returned: that is to be decided in the next round.
+        """
+        gate, waiters = self._shared.gate, _loading(waiters)
+        if not gate.is_active or self._windowed or not waiters:
+            return None
+        request = next(iter(waiters))
+        asked = {key: index for index, key in enumerate(request.wanted)}
+        held = sum(chunk.key not in asked for chunk in request.held)
+        place = request.base + held + asked.get(keys[0], 0)
+        if not gate.is_slower(tier, place, len(wanted), gets, now_s):
+            return None
+        if may_wait and self._first not in (None, *waiters) and gate.has_to_wait(now_s):
+            for waiter in waiters:
+                waiter.deadline_s = None  # it does not wait for a tier
+            return _WAIT
+        gate.computes(place, len(wanted))
+        for waiter in waiters:
+            waiter.gated.update(keys)
+        return "gate"
+
+    def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
+        """Get a few of the keys although computing is quicker, where that is due, to learn if it still is."""
+        room = min(len(keys), self._room)
+        if not room or not (count := min(room, self._shared.gate.probe_size(tier, now_s))):
+            return
+        self._shared.evict(count - len(self._shared.table.free))
+        if count := min(count, len(self._shared.table.free)):
+            self._shared.gate.probe_begins(tier, now_s)
+            self._get(tier, keys[:count], count, {}, now_s).is_probe = True
+
+    def _record(self, requests: Iterable[Request], tier: int, keys: Keys, word: str) -> None:
+        """Note why a tier did not give keys, for those of the requests that are to be explained."""
+        for request in requests:
+            if request.record is not None:
+                request.record.refused(keys, self._shared.tiers[tier].name, word)
+
+    def _record_missing(self, waiters: Waiters, transfer: Transfer, event: GetEnded) -> None:
+        """Note why a get did not bring its missing keys.
+
+        The event counts the chunks that failed, by reason, and does not name them. They are among those that
+        were given a slot, unless all of the get has failed. Where fewer failed than are missing there, each
+        may have failed or be absent.
+        """
+        missing, failed = _select(transfer.keys, event.answers, Answer.MISSING), sum(event.reasons.values())
+        in_slots = event.answers[: len(transfer.chunks)].count(Answer.MISSING)
+        count = (in_slots if failed <= in_slots else len(missing)) if failed else 0
+        rest = "audit" if self._shared.tiers[transfer.tier].failed_audit else "absent"
+        words = {*event.reasons, rest} if failed < count else {*event.reasons}
+        self._record(waiters, transfer.tier, missing[:count], ",".join(sorted(words)))
+        self._record(waiters, transfer.tier, missing[count:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
         in_flight = self._in_flight[transfer.allowed]
@@ -371,6 +487,14 @@ class Promotions:
         copied, missing = event.answers.count(Answer.COPIED), event.answers.count(Answer.MISSING)
         if copied and event.seconds and event.health is TransferHealth.GOOD:
             status.pressure.get_ended(copied, event.seconds, now_s, beside_puts=status.backlog > 0)
+        if transfer.load and event.elapsed_s:
+            unused = len(transfer.chunks) - copied if copied else 0
+            self._shared.gate.get_ended(
+                transfer.tier, transfer.load - unused, event.elapsed_s, now_s, at_least=not copied
+            )
+        if transfer.is_probe:
+            found = copied or event.health is not TransferHealth.GOOD
+            self._shared.gate.probe_ended(transfer.tier, now_s, found_any=bool(found))
         if not transfer.located:
             counts["asked", name] += len(event.answers)
             counts["found", name] += len(event.answers) - missing
@@ -389,6 +513,10 @@ def _waiting(transfer: Transfer) -> dict[Request, None]:
 
 def _loading(waiters: Waiters) -> dict[Request, None]:
     return {request: None for request in waiters if not request.locates}
+
+
+def _locating(waiters: Waiters) -> dict[Request, None]:
+    return {request: None for request in waiters if request.locates}
 
 
 def _select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:

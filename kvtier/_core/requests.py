@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtier._core.chunks import Chunk
+from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
 
@@ -21,18 +22,20 @@ class Request(Stateful):
     Attributes:
         name: how logs name it.
         tiers: the tiers that may be asked for it; None for all of them.
-        state: see ``RequestState``.
         deadline_s: when what is pending becomes a miss, on the owner's clock; set while WAITING.
         round: the step in which it was last asked; what follows to ``wanted`` is of that step.
         first: the key that was asked first.
+        base: chunks of the prompt that come before it: the device has them.
         hits: keys that were answered HIT and are not among those held.
         wanted: keys that were answered PENDING or RETRY, in the order of the questions.
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
-        absent: keys that no tier has, or could give.
+        absent: keys that no tier has, or could give, or gives sooner than they are computed.
+        gated: keys that are computed sooner than a tier gives them.
         located: keys that a tier has, and which.
         locates: whether it only asks where chunks are: nothing is promoted for it.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
+        record: what becomes of its lookups; None where nobody wants to know.
     """
 
     MOVES: ClassVar = REQUEST_MOVES
@@ -43,13 +46,16 @@ class Request(Stateful):
     deadline_s: float | None = None
     round: object = None
     first: OffloadKey | None = None
+    base: int = 0
     hits: list[OffloadKey] = field(default_factory=list)
     wanted: list[OffloadKey] = field(default_factory=list)
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
+    gated: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
     locates: bool = False
     answers_stand: bool = False
+    record: LookupRecord | None = None
 
     def __str__(self) -> str:
         return f"request {self.name}"
@@ -66,16 +72,23 @@ class Request(Stateful):
         self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
+        if self.record is not None:
+            self.record.began(round_)
 
     def mark_absent(self, keys: Iterable[OffloadKey]) -> None:
         """Answer MISS for ``keys`` from now on."""
         self.absent.update(keys)
         self.answers_stand = False
 
+    def forget_locations(self) -> None:
+        """Forget which keys are located, or nowhere."""
+        self.absent.clear()
+        self.gated.clear()
+        self.located.clear()
+
     def forget_answers(self) -> None:
         """Forget the answers of the scan."""
         self.hits.clear()
         self.wanted.clear()
-        self.absent.clear()
-        self.located.clear()
+        self.forget_locations()
         self.deadline_s = None

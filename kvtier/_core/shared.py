@@ -10,6 +10,7 @@ from math import inf
 from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEventLog
+from kvtier._core.load_gate import LoadGate
 from kvtier._core.messages import Command, GetEnded, PutEnded, TransferHealth
 from kvtier._core.transfers import Transfer
 from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
@@ -23,13 +24,7 @@ Count = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A change that the log should have a line of.
-
-    Attributes:
-        subject: what it is about.
-        text: what has changed, and why.
-        is_good: whether it is for the better.
-    """
+    """A change that the log should have a line of."""
 
     subject: str
     text: str
@@ -45,6 +40,7 @@ class SharedState:
         self.table = table
         self.tiers = list(tiers)
         self.limits = limits
+        self.gate = LoadGate(limits.load_gate, len(self.tiers))
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
         self.is_starting = True  # more slots are on their way

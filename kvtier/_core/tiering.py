@@ -13,6 +13,7 @@ only from free ones, so asking for what is not there evicts nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from kvtier._core import messages
 from kvtier._core.admission import Limits, ReuseTracker, TierStatus
@@ -41,7 +42,6 @@ class Tiering:
     Args:
         policy: chooses what leaves the primary tier.
         tiers: the secondary tiers, in the order in which they are asked.
-        limits: the bounds to keep.
         windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
             windows); their chunks are located first and then promoted as they are asked for.
         track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
@@ -85,8 +85,7 @@ class Tiering:
         """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
         if request.round is not self._round:
             if self.refusal is not None or request.state is RequestState.COMPUTED:
-                self._counts["miss", self.refusal or "load_failed"] += 1
-                return _MISS
+                return self._miss(key, request, self.refusal or "load_failed")
             request.begin_round(self._round, key)
             self._asked.append(request)
         chunk = self._visible.get(key)
@@ -118,20 +117,24 @@ class Tiering:
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
         if chunk is None and (not self._tiers or key in request.absent):
-            self._counts["miss", "absent"] += 1
-            return _MISS
+            return self._miss(key, request, "gate" if key in request.gated else "absent")
         if chunk is None and request.tiers is not None and not request.tiers:
-            self._counts["miss", "filter"] += 1
-            return _MISS
+            return self._miss(key, request, "filter")
         if request.state is RequestState.EXPIRED:
-            self._counts["miss", "deadline"] += 1
-            return _MISS
+            return self._miss(key, request, "deadline")
         request.wanted.append(key)
         return _PENDING if chunk is not None or key in request.located else _RETRY
+
+    def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
+        self._counts["miss", reason] += 1
+        if request.record is not None:
+            request.record.missed(self._round, key, reason)
+        return _MISS
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         asked, self._asked = self._asked, []
+        self.shared.gate.begin_round()
         self._round = object()
         for transfer in self.shared.overdue(now_s):
             if not transfer.is_put:
@@ -164,6 +167,8 @@ class Tiering:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
         deadlines += [other.deadline_s for other in self.promotions.pending if other.deadline_s is not None]
+        if self.promotions.pending and self.shared.gate.wait_until_s < inf:
+            deadlines.append(self.shared.gate.wait_until_s)
         return min(deadlines, default=None)
 
     def served(self, request: Request) -> None:
@@ -185,6 +190,7 @@ class Tiering:
         """
         request.wanted.clear()
         self.served(request)
+        self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
         """Note that the request was preempted: it is looked up anew, from what is known by then.
@@ -194,13 +200,14 @@ class Tiering:
         """
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
+        self.shared.gate.running.discard(request)
         request.hits += told
-        request.absent.clear()
-        request.located.clear()
+        request.forget_locations()
 
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
+        self.shared.gate.running.discard(request)
         self.promotions.unhold(request)
         request.forget_answers()
 
@@ -221,6 +228,10 @@ class Tiering:
         if request.state is RequestState.WAITING:
             request.move(RequestEvent.OVERDUE)
             self._counts["expired",] += 1
+            if request.record is not None:
+                for transfer in self.shared.running:
+                    if not transfer.is_put and request in transfer.waiters:
+                        request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
         self.promotions.unhold(request)
 
     # --- loads -----------------------------------------------------------------------------------
@@ -412,6 +423,10 @@ class Tiering:
         for tier in range(len(self._tiers)):
             self.shared.kv_events.clear(tier)
             self.shared.commands.append(messages.Reset(tier, self.epoch))
+
+    def note_computed(self, place: int, chunks: float, seconds: float) -> None:
+        """Note that the device has computed chunks in this time, around this place of their prompts."""
+        self.shared.gate.compute.note(place, chunks, seconds)
 
     def disable_after_audit(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.

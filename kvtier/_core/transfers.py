@@ -34,6 +34,9 @@ class Transfer:
         is_overdue: whether that has passed: its answer is a miss; its slots stay in use until it ends.
         slot_use: of a get, which slots it may use.
         located: of a get, whether its keys were known to be in the tier.
+        is_probe: of a get, whether it only shows how fast the tier is; nobody waits for it.
+        load: of a get, the chunks that gets of the tier were to copy when it began, its own included; 0 where
+            nobody wants to know.
         left: keys that have left the tier since it began, by a reset too, where anybody wants to know.
     """
 
@@ -49,6 +52,8 @@ class Transfer:
     waiters: dict[Request, None] = field(default_factory=dict)
     is_overdue: bool = False
     located: bool = False
+    is_probe: bool = False
+    load: int = 0
     left: frozenset[OffloadKey] = frozenset()
 
     @property

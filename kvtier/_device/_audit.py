@@ -34,9 +34,6 @@ class Auditor:
     """Audits the transfers of one engine.
 
     Args:
-        slot_checksums: what the slots must hold.
-        planner: plans the copies.
-        layout: where the pages lie in a slot.
         address: address of slot 0.
         read: makes copies from the device to memory of this process, and returns when they are done.
     """

@@ -54,10 +54,7 @@ class StreamEngine(TransferEngine):
     the call, which is that of the queue and not the engine's.
 
     Args:
-        kv_caches: tensors on the device.
-        layout: where the pages lie in a slot.
         region: the slots; it stays mapped until ``close``.
-        runtime: the device.
         piece_bytes: at most so many bytes are pinned at once, but at least one slot.
         deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it. This
             is noticed within a quarter more.

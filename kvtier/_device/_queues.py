@@ -33,8 +33,6 @@ class Transfer:
     """A transfer in a queue.
 
     Attributes:
-        transfer_id: as submitted.
-        plan: its copies.
         computed: the event that the copies wait for; an exception where it could not be recorded.
         attempts: the attempts to make, in order.
         check: audits the copies when they have ended; None where nothing is audited.
@@ -88,9 +86,6 @@ class QueueThread:
     """A thread that makes transfers in order; it starts with the first one.
 
     Args:
-        queue: which queue.
-        runtime: the device.
-        health: of the device.
         report: called with the result of each transfer.
 
     Attributes:

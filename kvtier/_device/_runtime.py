@@ -64,7 +64,6 @@ class Runtime(ABC):
         """Return a new stream for a queue; needs no ``attach``.
 
         Args:
-            queue: the queue.
             plain: copy one by one, because another way may be what has failed.
         """
 

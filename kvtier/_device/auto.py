@@ -95,7 +95,7 @@ def _require_one_device(kv_caches: KVCaches, name: str) -> None:
         raise ConfigError(f"the device backend {name!r} cannot copy tensors on {', '.join(sorted(others))}")
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the KV cache of one worker is on several GPUs ({names}); one is possible")
+        raise ConfigError(f"the KV cache of a worker is on several GPUs ({names}); put it on one")
 
 
 def _torch_type(name: str) -> str:
@@ -106,7 +106,7 @@ def _backend_of(kv_caches: KVCaches) -> str:
     types = sorted({tensor.device.type for tensor in kv_caches.tensors})
     if len(types) != 1:
         raise ConfigError(
-            f"the KV cache is on devices of {len(types)} types ({', '.join(types)}); one is possible"
+            f"the KV cache is on devices of several types ({', '.join(types)}); put it on one device"
         )
     (name,) = types
     if name == "cuda" and torch.version.hip is not None:  # torch's name for AMD's GPUs, too

@@ -249,7 +249,6 @@ class Finished:
     """How a transfer ended.
 
     Attributes:
-        transfer_id: as submitted.
         nbytes: bytes of its pages.
         seconds: how long the copy took, waiting for its turn not counted.
         error: why it failed for good; None where it succeeded.
@@ -377,11 +376,7 @@ class TransferEngine(ABC):
         return Pinning()
 
     def begin_audits(self, slot_checksums: SlotChecksums) -> None:  # noqa: B027
-        """Audit what is submitted from now on. By default an engine audits nothing.
-
-        Args:
-            slot_checksums: what the slots must hold, and how many chunks are audited.
-        """
+        """Audit what is submitted from now on. By default an engine audits nothing."""
 
     @property
     def audits(self) -> Audits:

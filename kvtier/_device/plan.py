@@ -54,9 +54,7 @@ class CopyPlanner:
 
     Args:
         kv_caches: the device's tensors; their addresses are taken now.
-        layout: where the pages lie in a slot.
         address: address of slot 0, as the copying device sees it.
-        slots: number of slots.
         piece_slots: slots per piece of memory: no copy crosses from one piece into the next. None: all slots
             are one piece.
 

@@ -20,6 +20,7 @@ from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._memory.slot_checksums import Damage, SlotChecksums
 from kvtier._telemetry.log_limit import NoticeLog
+from kvtier._telemetry.traces import open_traces
 
 
 class CommandSink(Protocol):
@@ -33,12 +34,13 @@ class Driver:
     """Connects the core with its executor and its log. All calls come from the owner's thread; none waits.
 
     Args:
-        core: the state machine.
-        executor: carries out its commands.
         logger: where changes of a tier's state, or of the eviction policy, are logged.
         slot_checksums: what audited slots must hold; None where nothing is audited.
         has_damage: returns whether an audit ever failed; damage is looked for only then.
         clock: returns the time in seconds, monotonic. Default: ``time.monotonic``.
+
+    Attributes:
+        traces: where spans of transfers and loads go; None where nothing is traced.
     """
 
     def __init__(
@@ -57,11 +59,14 @@ class Driver:
         self._has_damage = has_damage
         self._clock = clock or time.monotonic
         self._log = NoticeLog(logger)
+        self.traces = open_traces(core.shared)
 
     # --- events and commands ---------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
         """Pass an event to the core, and the resulting commands to the executor."""
+        if self.traces is not None:
+            self.traces.ended(event)
         self._core.on_event(event, self._clock())
         self.dispatch()
 
@@ -69,7 +74,10 @@ class Driver:
         """Pass all events of a queue to the core, and the resulting commands to the executor."""
         now_s = self._clock()
         while events:
-            self._core.on_event(events.popleft(), now_s)
+            event = events.popleft()
+            if self.traces is not None:
+                self.traces.ended(event)
+            self._core.on_event(event, now_s)
         self.dispatch()
 
     def settle(self) -> None:
@@ -82,10 +90,16 @@ class Driver:
         self._core.reset()
         self.dispatch()
 
-    def dispatch(self) -> None:
-        """Submit the core's commands and log its notices."""
+    def dispatch(self, request: str = "") -> None:
+        """Submit the core's commands and log its notices.
+
+        Args:
+            request: the request whose chunks are put, for traces.
+        """
         commands = self._core.take_commands()
         if commands:
+            if self.traces is not None:
+                self.traces.submitted(commands, request)
             if self._slot_checksums is not None:
                 self._slot_checksums.forget_promoted(commands)
             self._executor.submit(commands)
@@ -98,11 +112,11 @@ class Driver:
         """End a load. Drop its chunks if it failed or an audit found one of them damaged.
 
         Args:
-            pinned: the chunks of the load.
             request: the request to be computed if the load has failed; None if the request has ended.
-            failed: whether the copy failed.
         """
         damage = self._find_damage(pinned.chunks, pinned.origins)
+        if self.traces is not None:
+            self.traces.load_ended(pinned, is_failed=failed)
         if failed or damage:
             self._core.fail_load(pinned, request if failed else None)
         else:
@@ -113,10 +127,15 @@ class Driver:
         """Handle damage that audits found in the slots of a store whose copies have ended."""
         self._disable(self._find_damage(reservation.chunks, [None] * len(reservation.chunks)))
 
-    def commit(self, reservation: Reservation) -> None:
+    def commit(self, reservation: Reservation, request: str = "") -> None:
         """End a store whose copies succeeded, and start its puts into the tiers."""
         self._core.commit(reservation, self._clock())
-        self.dispatch()
+        self.dispatch(request)
+
+    def close(self) -> None:
+        """End the traces of what has not ended. Nothing else follows."""
+        if self.traces is not None:
+            self.traces.close()
 
     def _find_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
         if self._slot_checksums is None or not self._has_damage():

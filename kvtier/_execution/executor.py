@@ -23,8 +23,8 @@ from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, Pu
 from kvtier._identity import Identity
 from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
-from kvtier.tiers._drain import until_done
-from kvtier.tiers._runner import Post, TierRunner, call_soon
+from kvtier.tiers._drain import call_soon, until_done
+from kvtier.tiers._runner import Post, TierRunner
 
 logger = logging.getLogger("kvtier.executor")
 
@@ -54,8 +54,6 @@ class Executor:
 
     Args:
         tiers: the tiers, in the core's order. They are opened, and closed, by the executor.
-        identity: the cache that all chunks belong to.
-        memory: where the slots are.
         post: called on the loop with each event.
         close_s: seconds that the tiers have to close, all at once.
         chance: the source of chance, for pauses that differ from engine to engine.

@@ -34,7 +34,7 @@ from kvtier._isolation.send_queue import SendQueue
 from kvtier._isolation.wire import Frames, Hello, Order, Report
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
-from kvtier.tiers._runner import call_soon
+from kvtier.tiers._drain import call_soon
 
 logger = logging.getLogger("kvtier.executor")
 
@@ -64,16 +64,7 @@ class _ForwardHandler(logging.Handler):
 
 
 class TierServer:
-    """Carries out the engine's commands, on an event loop.
-
-    Args:
-        sock: the socket to the engine.
-        hello: the engine's first message.
-
-    Attributes:
-        memory: the engine's slots.
-        send_queue: messages to the engine.
-    """
+    """Carries out the engine's commands, on an event loop."""
 
     memory: Region
 

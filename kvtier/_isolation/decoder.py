@@ -27,10 +27,8 @@ class MessageDecoder:
 
     Args:
         tiers: the tiers, in the core's order.
-        on_started: called when a process has started.
 
     Attributes:
-        events: what has happened.
         activity: the last activity of each tier.
     """
 
@@ -44,8 +42,6 @@ class MessageDecoder:
         """Decode a frame; return whether it answers a ``Ping``.
 
         Args:
-            frame: what ``link`` has sent.
-            link: the process.
             is_last: whether the process has ended since, so that the state of its tiers does not matter.
 
         Raises:

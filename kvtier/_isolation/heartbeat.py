@@ -31,10 +31,6 @@ class Heartbeat:
     One check adds two intervals at most to the silence, so a pause of the engine itself hardly counts. The
     caller reads what the process has sent before it checks.
 
-    Args:
-        times: the interval and the timeouts.
-        ping: sends a ping.
-
     Attributes:
         has_started: whether the process has ever answered.
     """

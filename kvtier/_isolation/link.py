@@ -38,7 +38,6 @@ class Link:
 
     Args:
         memory_fd: the file of the primary tier.
-        hello: the first message.
         on_full: called when the socket's buffer becomes full.
 
     Attributes:

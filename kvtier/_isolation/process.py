@@ -66,7 +66,6 @@ class ExecutorProcess:
 
     Args:
         tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
-        identity: the cache that all chunks belong to.
         region: the memory of the slots; not an anonymous one.
         slot_checksums: those of audited slots, in the region's metadata; None where nothing is audited.
         memory_limit_bytes: limit of the process's own memory; None for none.

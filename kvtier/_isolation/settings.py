@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvtier import _plugins as plugins
 from kvtier._isolation import wire
 from kvtier._isolation.wire import TierSettings
 from kvtier.errors import ConfigError, KVTierError
@@ -40,9 +37,5 @@ def unpack(packed: TierSettings) -> NamedTier:
     Raises:
         KVTierError: it is not installed, or cannot be made.
     """
-    config = registry.validate(packed.settings)
-
-    def make() -> Any:
-        return plugins.make(plugins.TIERS, config.type, registry.load(config.type), config)
-
+    make = registry.maker(registry.validate(packed.settings))
     return NamedTier(packed.name, make(), make)

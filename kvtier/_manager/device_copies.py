@@ -16,9 +16,6 @@ class DeviceCopies:
 
     Args:
         engine: makes the copies. Its wake-up has to call ``collect`` on the loop.
-        blocks_per_chunk: blocks of each chunk.
-        groups: number of KV cache groups.
-        on_end: called when a copy has ended.
 
     Attributes:
         in_flight: the copies that have not ended, by id.

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from math import inf
 
 import anyio
 import anyio.to_thread
@@ -253,6 +254,26 @@ class TieringManager:
             self._driver.dispatch()
             self._notify()
 
+    def report_computed(self, chunks: int, seconds: float, *, first: int = 0) -> None:
+        """Report how long computing took: lookups end before chunks that are computed sooner than loaded.
+
+        See ``load_gate``. Without any report, everything is loaded.
+
+        Args:
+            chunks: how many chunks of a prompt were computed.
+            seconds: how long that took.
+            first: index of the first of them in the prompt.
+
+        Raises:
+            ValueError: ``chunks`` is below 1, or ``seconds`` or ``first`` is below 0.
+        """
+        if chunks < 1 or not 0 <= seconds < inf or first < 0:
+            raise ValueError(
+                f"report_computed({chunks}, {seconds}, first={first}): chunks must be at least 1, "
+                "seconds and first at least 0"
+            )
+        self._core.note_computed(first + chunks // 2, chunks, seconds)
+
     async def reset(self) -> None:
         """Hide everything stored so far, permanently and in every tier. For new weights.
 
@@ -310,6 +331,7 @@ class TieringManager:
             try:
                 await until_done(asyncio.ensure_future(self._close(end_by_s)))
             finally:
+                self._driver.close()
                 dropped.warn()
 
     # --- inside ----------------------------------------------------------------------------------

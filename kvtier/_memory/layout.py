@@ -30,7 +30,6 @@ class SlotLayout:
     Attributes:
         page_bytes: bytes of one block in each tensor, in the slot: those of the tensor's page, its
             padding included, or of the canonical page.
-        blocks_per_chunk: blocks of one chunk.
         rank: which area this worker's pages are in, 0 to ``workers - 1``.
         workers: how many areas a slot has.
         area_bytes: bytes of an area; workers that hold fewer layers than others leave a rest unused.

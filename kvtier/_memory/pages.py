@@ -68,11 +68,11 @@ def _setting(path: Path) -> str:
     return found[1] if found else ""
 
 
-def _huge_option(directory: Path, mounts: Path = _MOUNTS) -> str:
+def _huge_option(directory: Path) -> str:
     """Return the option ``huge`` that the file system of ``directory`` is mounted with, or nothing."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts.read_text().splitlines():
+    for line in _MOUNTS.read_text().splitlines():
         if line.split()[2] == number and (found := re.search(r"\bhuge=(\w+)", line)):
             return found[1]
     return ""
@@ -82,8 +82,6 @@ def back(address: int, nbytes: int, fd: int | None, offset: int, *, huge: bool) 
     """Get memory for a part of a mapping and map it. What it holds stays.
 
     Args:
-        address: start of the part.
-        nbytes: its length.
         fd: the file that is mapped there; None for anonymous memory.
         offset: the part's place in the file.
         huge: whether huge pages were asked for and are granted.

@@ -30,7 +30,6 @@ class Part:
 
     Attributes:
         offset: where it begins in the slot.
-        nbytes: its length.
         node: the NUMA node that the worker is at; None where that is not known or does not matter.
     """
 
@@ -46,7 +45,6 @@ class Population:
 
     Args:
         slots, chunk_bytes: the region's shape.
-        address: address of slot 0.
         file: the region's file; None for anonymous memory.
         on_ready, on_end, parts: see ``Region.populate``.
     """

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from kvtier import _native as native
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
@@ -41,7 +40,6 @@ class Region:
     touches it. It is a context manager that closes.
 
     Attributes:
-        slots: number of slots.
         chunk_bytes: length of one slot, and distance to the next, in bytes.
         path: the file's path; None where it has none.
     """
@@ -298,9 +296,7 @@ class Region:
     def __enter__(self) -> Region:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _require_open(self) -> mmap.mmap:

@@ -45,10 +45,7 @@ class Damage:
     """A chunk that an audit has found damaged.
 
     Attributes:
-        key: its key.
-        slot: where it is.
         origin: the tier that it was promoted from for this load; None where it was there.
-        fault: what is wrong.
     """
 
     key: OffloadKey
@@ -76,16 +73,12 @@ class SlotChecksums:
     One process at a time writes a word: the one that fills the slot, or the one that loads it.
 
     Args:
-        memory: the slots.
         words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
         rate: share of chunks that are audited, 0 to 1.
         areas: areas of a slot.
         area_bytes: length of an area.
         is_shared: whether several workers write to an area. Then none of them knows what it must hold, and
             after a store only device and slot are compared.
-
-    Attributes:
-        areas, area_bytes, is_shared, rate: as above.
     """
 
     def __init__(

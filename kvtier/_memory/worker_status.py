@@ -50,7 +50,6 @@ class WorkerStatus:
 
     Args:
         table: the bytes of the whole table.
-        slots: number of slots.
         rank: which worker's row, from 0.
     """
 
@@ -94,8 +93,6 @@ class StatusTable:
 
     Args:
         table: its bytes, ``status_table_bytes(slots, workers)`` of them, zeros at first.
-        slots: number of slots.
-        workers: number of rows.
     """
 
     def __init__(self, table: memoryview, slots: int, workers: int) -> None:

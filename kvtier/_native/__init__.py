@@ -92,7 +92,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 def _why_unfit(library: ctypes.CDLL) -> str | None:
     """Return why a library must not be used; None if it may be."""
     found = int(library.kvt_abi())
-    return f"version {found}, not {ABI}" if found != ABI else layouts.difference(library)
+    if found != ABI:
+        return f"built from another version ({found}, not {ABI}): build it again, or reinstall kvtier"
+    return layouts.difference(library)
 
 
 def _declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[Any]]) -> None:
@@ -127,7 +129,6 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
         src: address of an array of ``count`` uint64: where each range is.
         dst: address of such an array: where each range goes. Ranges must not overlap.
         sizes: address of such an array: bytes of each range.
-        count: how many ranges.
     """
     if library is not None:
         library.kvt_copy_batch(src, dst, sizes, count)
@@ -188,17 +189,3 @@ def populate(address: int, length: int) -> int:
         return errno.ENOSYS
     failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
     return ctypes.get_errno() if failed else 0
-
-
-__all__ = [
-    "ABI",
-    "LIBRARY_NAME",
-    "available",
-    "copy_batch",
-    "copy_batch_async",
-    "crc32c",
-    "holding",
-    "library",
-    "missing_because",
-    "populate",
-]

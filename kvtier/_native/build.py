@@ -51,13 +51,8 @@ def compiler() -> list[str]:
     raise BuildError("there is no C compiler (tried $CC, cc, gcc, clang)")
 
 
-def compile_library(folder: Path, extra_flags: tuple[str, ...] = (), into: Path | None = None) -> Path:
-    """Compile the library and return the library's path.
-
-    Args:
-        folder: where the sources are.
-        extra_flags: for the compiler.
-        into: where the library goes; None: beside the sources.
+def compile_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Compile the library beside its sources and return its path.
 
     The library appears under its name only when it is whole, so that a process that has the old one
     loaded keeps it.
@@ -65,7 +60,7 @@ def compile_library(folder: Path, extra_flags: tuple[str, ...] = (), into: Path 
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    target = (into or folder) / LIBRARY
+    target = folder / LIBRARY
     building = target.with_name(f"{LIBRARY}.{os.getpid()}")
     sources = [str(folder / name) for name in SOURCES]
     command = [*compiler(), *FLAGS, *extra_flags, "-o", str(building), *sources]

@@ -60,7 +60,7 @@ _MAX_NUMBERS: Final = 64
 
 
 def difference(library: ctypes.CDLL) -> str | None:
-    """Return in which structure the library differs from the ones here, and how; None where in none.
+    """Return why the library does not fit the structures of this module; None where it does.
 
     Raises:
         AttributeError: the library has no table of its structures.
@@ -68,9 +68,8 @@ def difference(library: ctypes.CDLL) -> str | None:
     for name, structure in _SHARED.items():
         room = (ctypes.c_uint32 * _MAX_NUMBERS)()
         count = getattr(library, f"kvt_layout_{name}")(room, _MAX_NUMBERS)
-        theirs, ours = list(room[:count]), layout_of(structure)
-        if theirs != ours:
-            return f"struct {name} is laid out as {theirs}, not {ours}"
+        if list(room[:count]) != layout_of(structure):
+            return f"built from another version (struct {name} differs): build it again, or reinstall kvtier"
     return None
 
 

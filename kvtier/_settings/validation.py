@@ -40,8 +40,6 @@ def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> Mo
     """Validate ``raw`` with ``model``.
 
     Args:
-        model: the settings' model.
-        raw: what a user wrote.
         where: path of ``raw`` in the whole configuration, such as ``secondary_tiers[1]``.
 
     Raises:

@@ -18,8 +18,6 @@ class Metric:
 
     Attributes:
         name: as it is published; Prometheus adds ``_total`` to a counter's.
-        labels: names of its labels.
-        documentation: its help text.
         reasons: possible values of the label ``reason`` and their meaning. For transfers a tier can add its
             own, see ``SecondaryTier.reasons``.
     """

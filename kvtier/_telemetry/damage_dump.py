@@ -33,7 +33,6 @@ def write(what: str, facts: Mapping[str, object], **contents: bytes | memoryview
 
     Args:
         what: what was found, in one sentence.
-        facts: what else is known.
         contents: the bytes to compare, of equal length.
     """
     name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"

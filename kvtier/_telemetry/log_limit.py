@@ -39,18 +39,13 @@ class LogLimit:
 
 
 class NoticeLog:
-    """Logs the core's notices, at most one of a kind per interval.
-
-    Args:
-        logger: where they are written.
-    """
+    """Logs the core's notices, at most one of a kind per interval."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._limit = LogLimit(_CHANGES_EVERY_S)
 
     def write(self, notices: Iterable[Notice], now_s: float) -> None:
-        """Log notices."""
         for notice in notices:
             added = self._limit.allow(f"{notice.subject}: {notice.text}", now_s)
             if added is not None:

@@ -30,7 +30,6 @@ class _Run:
     Attributes:
         keys: in the order of the prompt; keys that have left are among them.
         held: how many have not left.
-        number: names the run.
         record: number of uses and time of the last, as ghosts remember it.
     """
 

@@ -16,7 +16,6 @@ class NamedTier:
     """A tier and the name that logs and metrics give it.
 
     Attributes:
-        name: the name.
         tier: the tier, not opened yet.
         recreate: makes another one like it, for the next attempt where opening it has failed; None where the
             same object may be opened again.
@@ -58,8 +57,6 @@ class TierActivity:
     """The current work of a tier. Only the event loop writes it; any thread may read it.
 
     Attributes:
-        puts: its puts.
-        gets: its gets.
         usage: how full it is, at most about a second old; None if unknown.
     """
 

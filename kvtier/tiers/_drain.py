@@ -1,4 +1,4 @@
-"""Helpers for authors of tiers: wait until a transfer has really ended, even when cancelled.
+"""Waits until a transfer has really ended, even when cancelled, and wake-ups from other threads.
 
 A thread, and most client libraries, continue a transfer after the awaiting task was cancelled, for example by
 ``asyncio.timeout``. By then the slot belongs to another chunk: a late put would store that chunk's bytes, a
@@ -8,6 +8,7 @@ late get would overwrite them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,16 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+logger = logging.getLogger("kvtier.tiers")
 T = TypeVar("T")
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Schedule a callback on a loop, from any thread; drop it where the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        logger.debug("an event loop is closed: nobody waits any more")
 
 
 async def wait_for_end(

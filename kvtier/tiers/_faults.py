@@ -35,5 +35,5 @@ def words_of(error: BaseException, settings: BaseModel) -> str:
         text = str(error)
     except BaseException as second:  # of a class of the plug-in's own
         require_fault(second)
-        text = "its text cannot be had"
+        text = "the error has no text: its own conversion to text failed"
     return hide(text if isinstance(error, KVTierError) else f"{type(error).__name__}: {text}", settings)

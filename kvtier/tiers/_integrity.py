@@ -22,7 +22,6 @@ class IntegrityChecks:
     Args:
         digest: the first 16 bytes of the identity's digest.
         slot_checksums: what audited slots must hold; None where nothing is audited.
-        threads: bounds the threads.
         chance: the source of randomness, which chooses the chunks to audit.
     """
 

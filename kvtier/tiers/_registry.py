@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from kvtier import _plugins as plugins
@@ -21,7 +22,6 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
     """Import the tier called ``name``, and no other, and check that it can be used.
 
     Args:
-        name: the entry point's name.
         field: the setting that holds it, for messages.
 
     Raises:
@@ -33,6 +33,13 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
         origin = next(info.origin for info in installed() if info.name == name)
         raise TierError(f"the tier {name!r} of {origin} cannot be used: {problem}")
     return tier
+
+
+def maker(config: TierConfig) -> Callable[[], SecondaryTier[Any]]:
+    """Return what makes a tier with these settings. Raises as ``load`` does, and where it is called as
+    ``plugins.make`` does.
+    """
+    return partial(plugins.make, plugins.TIERS, config.type, load(config.type), config)
 
 
 def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:

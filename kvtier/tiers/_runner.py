@@ -7,9 +7,10 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
+from msgspec.structs import replace
 
 from kvtier import _reasons as reasons
 from kvtier._core.backoff import RandomSource
@@ -41,6 +42,7 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
+from kvtier.tiers._drain import call_soon
 from kvtier.tiers._faults import require_fault, words_of
 from kvtier.tiers._integrity import IntegrityChecks
 from kvtier.tiers._retry import Progress, Retries, health_of
@@ -195,7 +197,12 @@ class TierRunner:
     async def get(self, command: Get, epoch: Epoch) -> None:
         """Run a get, when its turn comes."""
         failed = [Answer.MISSING] * len(command.keys)
-        await self._run("get", self.activity.gets, command, epoch, self._get, GetEnded, failed)
+        begun_s = self._now_s()
+
+        def ended(*about: Any) -> GetEnded:
+            return replace(GetEnded(*about), elapsed_s=self._now_s() - begun_s)
+
+        await self._run("get", self.activity.gets, command, epoch, self._get, ended, failed)
 
     async def _run(
         self,
@@ -395,11 +402,3 @@ def _in_integers(usage: Usage | None) -> Usage | None:
         None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
     )
     return Usage(used, capacity)
-
-
-def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Schedule a callback on a loop, from any thread; drop it where the loop is closed."""
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:
-        logger.debug("the executor's loop is closed: nobody is to be woken")

@@ -53,8 +53,6 @@ def seal(key: OffloadKey, payload: memoryview, digest: bytes) -> bytes:
     """Return the trailer of one chunk.
 
     Args:
-        key: the chunk's offload key.
-        payload: its bytes.
         digest: the first 16 bytes of the identity's digest.
     """
     return pack(key, crc32c.crc32c(payload), payload.nbytes, digest)
@@ -71,7 +69,6 @@ class Sealed:
     """What a trailer says.
 
     Attributes:
-        key: the chunk's offload key.
         digest: the first 16 bytes of the identity's digest.
         payload_bytes: length of the bytes that were sealed.
         checksum: their CRC-32C.

@@ -49,8 +49,6 @@ class TierSupervisor:
     it is used again only after a reset that began after the last one requested.
 
     Args:
-        name: the tier's name.
-        tier: the tier.
         recreate: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
         on_change: called with the reason when the tier goes down, and with None whenever it is up
             in the current epoch.

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from kvtier.keys import OffloadKey
@@ -183,10 +182,7 @@ class Launcher:
         """Start an engine.
 
         Args:
-            model: directory of the model.
             extra_config: kvtier's settings; None for an engine without a connector.
-            environment: environment variables of this engine.
-            start_s: seconds to wait for it.
             faulty_copies: make ``Engine.fail_copies`` possible.
             prepare: arguments of an ``Engine.call`` before it is started.
             arguments: further arguments of the engine; ``kv_transfer_config`` over the one made here.
@@ -237,9 +233,7 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for engine in self.engines:
             engine.kill()
         self._answers.close()
@@ -284,7 +278,6 @@ class Engine(Channel):
         super().__init__(channel, log)
 
     def write_stacks(self) -> None:
-        """See ``Channel.write_stacks``."""
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, STACKS)
@@ -383,7 +376,6 @@ class Engine(Channel):
 
     @property
     def processes(self) -> list[int]:
-        """The engine's processes."""
         return _session(self.pid)
 
     @property
@@ -431,9 +423,7 @@ class Engine(Channel):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         if error is None:
             self.stop()
         else:

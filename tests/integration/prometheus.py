@@ -25,7 +25,6 @@ class Prometheus:
     Args:
         target: host and port of the server.
         port: where Prometheus itself listens, on loopback.
-        folder: for its configuration, its data and its log.
     """
 
     def __init__(self, target: str, port: int, folder: Path) -> None:

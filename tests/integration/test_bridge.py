@@ -38,6 +38,7 @@ from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, status_table_bytes
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
 from kvtier.adapters.vllm._events import location_of
+from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
 from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
@@ -95,6 +96,7 @@ class World:
         self_describing: bool = False,
         repeats_stores: bool = True,
         workers: WorkerReports | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
@@ -118,6 +120,7 @@ class World:
             self_describing=self_describing,
             repeats_stores=repeats_stores,
             workers=workers,
+            explainer=explainer,
             clock=clock,
             on_shutdown=self._shut_down,
         )

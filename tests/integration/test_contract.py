@@ -55,7 +55,7 @@ USED: Mapping[type, str] = {
     base.OffloadingEvent: "keys medium removed locality ownership removal_expected",
     base.OffloadingKVEventsConfig: "enable_kv_cache_events self_describing_kv_events",
     base.PrepareStoreOutput: "keys_to_store store_spec evicted_keys",
-    base.ReqContext: "req_id load_tier_filter",
+    base.ReqContext: "req_id kv_transfer_params load_tier_filter",
     base.RequestOffloadingContext: "",
     base.ScheduleEndContext: "new_req_ids preempted_req_ids",
     base.TransferResult: "job_id success transfer_size transfer_time",
@@ -72,7 +72,6 @@ USED: Mapping[type, str] = {
 UNUSED = {
     "OffloadingEvent.metadata_only": "vLLM's own manager announces before it has allocated",
     "ReqContext.kv_hints": "what they say is not used yet",
-    "ReqContext.kv_transfer_params": "vLLM itself reads what concerns kvtier",
     "RequestOffloadingContext.policy": "each request has the default one",
     "OffloadingConfig.enable_kv_cache_events": "the spec has it as kv_events_config",
     "OffloadingConfig.replicated_layout": "each worker keeps its own bytes, equal or not",

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier._telemetry.explanation import DamagedLine, Explanation, read
 from kvtier_bench.engine.compared import BLOCK_TOKENS
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunk_files, prompt
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, chunk_files, prompt
 
 pytestmark = pytest.mark.releases
 
@@ -41,6 +42,16 @@ DAMAGES: Mapping[Callable[[Path], None], str] = {
 """What is done to a file, and the reason that is counted; none for a chunk that is simply not there."""
 
 PROMPTS = [prompt(seed) for seed in range(len(DAMAGES))]
+EXPLAINED = {"kvtier": {"explain": True}}
+
+
+def _explained(engine: Engine) -> list[tuple[dict[str, int], str | None, dict[str, str]]]:
+    """Return, for each request that asked why it missed: tokens found by tier, reason, reasons by tier."""
+    found = list(read(line.encode() for line in engine.log().splitlines()))
+    assert not [one for one in found if isinstance(one, DamagedLine)]
+    lines = [one for one in found if isinstance(one, Explanation)]
+    assert {one.prefix_end in (None, POSITION * BLOCK_TOKENS) for one in lines} == {True}
+    return [(one.tokens, one.reason, one.tiers) for one in lines]
 
 
 def test_damaged_files_are_recomputed_counted_and_set_aside(
@@ -53,19 +64,24 @@ def test_damaged_files_are_recomputed_counted_and_set_aside(
         for one in PROMPTS:
             engine.served(one[: POSITION * BLOCK_TOKENS + 2])
             before = set(chunk_files(tmp_path))
-            engine.served(one[: (POSITION + 1) * BLOCK_TOKENS + 2])
+            engine.served(one[: (POSITION + 1) * BLOCK_TOKENS + 2], kv_transfer_params=EXPLAINED)
             chunks += set(chunk_files(tmp_path)) - before
         engine.served(*PROMPTS)
+        cold = _explained(engine)
     assert len(chunks) == len(PROMPTS)
     assert len(chunk_files(tmp_path)) == len(PROMPTS) * PROMPT_CHUNKS
     good = [chunk.read_bytes() for chunk in chunks]
     for damage, chunk in zip(DAMAGES, chunks, strict=True):
         damage(chunk)
     with launcher.start(llama, settings) as engine:
-        served = [engine.served(one) for one in PROMPTS]
+        served = [engine.served(one, kv_transfer_params=EXPLAINED) for one in PROMPTS]
         metrics = engine.metrics()
+        found = _explained(engine)
 
     assert served == [([answer], {"fs": POSITION}) for answer in reference(*PROMPTS)]
+    tokens = POSITION * BLOCK_TOKENS
+    assert cold == [({}, "absent", {"fs": "absent"})] * len(PROMPTS)
+    assert found == [({"fs": tokens}, "absent", {"fs": why or "absent"}) for why in DAMAGES.values()]
     for reason, count in Counter(filter(None, DAMAGES.values())).items():
         assert metrics.value("kvtier_get_failed_chunks", tier="fs", reason=reason) == count
     assert metrics.value("kvtier_get_failed_chunks") == len(DAMAGES) - 1

@@ -61,8 +61,6 @@ class Server:
 
     Args:
         model: directory of the model, with a tokenizer.
-        settings: kvtier's settings.
-        log: where its output goes.
         servers: how many API servers there are before the one engine.
     """
 

@@ -99,6 +99,7 @@ limits = st.builds(
     store_threshold=st.sampled_from([0, 0, 2]),
     max_tracker_size=st.just(20),
     max_announced=st.sampled_from([1, 5, 100, 100]),
+    load_gate=st.sampled_from(["latency", "throughput", "off"]),
 )
 
 
@@ -364,6 +365,10 @@ class CoreMachine(RuleBasedStateMachine):
             assert asker.request.state is RequestState.EXPIRED
             assert not asker.request.held
 
+    @rule(place=st.sampled_from([0, 3, 20]), chunk_s=st.sampled_from([0.0001, 0.01, 10.0]))
+    def compute(self, place: int, chunk_s: float) -> None:
+        self.core.note_computed(place, 1, chunk_s)
+
     @rule(pick=picks)
     def reset(self, pick: int) -> None:
         if pick % 8:  # seldom: so soon after a reset there is little to find
@@ -476,7 +481,7 @@ class CoreMachine(RuleBasedStateMachine):
             elif answer is Answer.COPIED:
                 answer = Answer.LOCATED
             answers.append(answer)
-        event = GetEnded(command.id, answers, {"error": 1}, took_s, health, "no_time")
+        event = GetEnded(command.id, answers, {"error": 1}, took_s, health, "no_time", took_s)
         self.core.on_event(event, self.now_s)
         self._take_commands()
 

@@ -35,6 +35,14 @@ DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 CHARTS = sorted(DOCS.glob("assets/benchmarks/*.json"))
 
+TELEMETRY = {
+    name
+    for module in ("kvtier/_telemetry/*.py", "kvtier/adapters/vllm/_explain.py")
+    for file in ROOT.glob(module)
+    for name in re.findall(r'"(kvtier\.\w+)[".]', file.read_text())
+}
+"""Names of loggers, spans and attributes, which look like modules."""
+
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
 )
@@ -189,8 +197,9 @@ def metrics() -> Mapping[str, Any]:
     return {metric.name: metric for metric in (*COUNTERS.values(), *BYTES.values(), *GAUGES.values())}
 
 
+@pytest.fixture(scope="module")
 def commands(hooks: Any) -> dict[str, set[str]]:
-    """Return every command, and its options."""
+    """Every command, and its options."""
     found = hooks.walk(typer.main.get_command(app), "kvtier")
     return {path: {name for one in command.params for name in one.opts} for path, command in found}
 
@@ -216,10 +225,15 @@ def module_exists(dotted: str) -> bool:
 
 
 @every_page
-def test_the_names_on_a_page_exist(page: Path, hooks: Any) -> None:
+def test_the_names_on_a_page_exist(page: Path) -> None:
     code = code_of(page)
     groups = {group.name for group in vars(plugins).values() if isinstance(group, plugins.Group)}
-    modules = set(re.findall(r"(?<![\w/.-])kvtier(?:_\w+)?(?:\.\w+)+", code)) - groups - {"kvtier.benchmarks"}
+    modules = (
+        set(re.findall(r"(?<![\w/.-])kvtier(?:_\w+)?(?:\.\w+)+", code))
+        - groups
+        - {"kvtier.benchmarks"}
+        - TELEMETRY
+    )
     assert [name for name in modules if not module_exists(name)] == []
 
     paths = re.findall(r"^(?:tests|docs|examples|plugins|kvtier|\.ci)/[\w./-]+", code, re.MULTILINE)
@@ -247,12 +261,11 @@ def test_the_names_on_a_page_exist(page: Path, hooks: Any) -> None:
 
 
 @every_page
-def test_the_commands_on_a_page_exist(page: Path, hooks: Any) -> None:
-    known = commands(hooks)
+def test_the_commands_on_a_page_exist(page: Path, commands: dict[str, set[str]]) -> None:
     for line in re.findall(r"^(?:\$ )?(kvtier [a-z-]+.*)", code_of(page), re.MULTILINE):
-        *_, path = (path for path in itertools.accumulate(line.split(), "{} {}".format) if path in known)
+        *_, path = (path for path in itertools.accumulate(line.split(), "{} {}".format) if path in commands)
         assert path != "kvtier", line
-        assert set(re.findall(r"(?<=\s)--[a-z-]+", line)) - {"--help"} <= known[path], line
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", line)) - {"--help"} <= commands[path], line
 
 
 def test_the_tests_that_are_to_show_a_feature_are_there() -> None:

@@ -304,6 +304,31 @@ async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
         await it.check_idle()
 
 
+async def test_a_slow_tier_is_not_waited_for_once_computing_is_known_to_be_quicker() -> None:
+    async with opened(dummy(get_latency_s=0.05), slots=64, limits=Limits(load_gate="latency")) as it:
+        keys = prompt(1, 8)
+        await it.store(keys)
+        await it.forget_primary()
+        assert await it.load(keys, 40) == 8, "nothing is known of computing"
+        it.manager.report_computed(8, 0.001)
+        await it.forget_primary()
+        assert await it.load(keys, 40) == 0
+        counts = it.manager.statistics().counts
+        assert (counts["miss", "gate"], counts["skipped", "dummy0", "gate"]) == (1, 8)
+        it.manager.report_computed(8, 100.0)
+        it.manager.report_computed(8, 100.0)
+        assert await it.load(keys, 40) == 8
+        await it.check_idle()
+
+
+@pytest.mark.parametrize("report", [(0, 1.0, 0), (1, -1.0, 0), (1, float("nan"), 0), (1, 1.0, -1)])
+async def test_a_report_that_cannot_be_is_refused(report: tuple[int, float, int]) -> None:
+    chunks, seconds, first = report
+    async with opened() as it:
+        with pytest.raises(ValueError, match="chunks must be at least 1"):
+            it.manager.report_computed(chunks, seconds, first=first)
+
+
 # --- deadlines -----------------------------------------------------------------------------------
 
 
@@ -349,7 +374,7 @@ async def test_a_lookup_waits_for_a_store_under_way() -> None:
 
 async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> None:
     gate = Gate()
-    async with opened(copy=gate, copy_deadline_s=0.2) as it:
+    async with opened(copy=gate, copy_deadline_s=0.2, limits=Limits(request_deadline_s=0.2)) as it:
         free = it.manager.statistics().free_slots
         with pytest.raises(DeviceStuckError, match=r"3 chunks failed: a copy of .* has not ended"):
             await it.store(prompt(1, 3))

@@ -37,9 +37,6 @@ class Comparison:
     """The differences between two caches.
 
     Attributes:
-        root: the directory.
-        one: the name of the first cache.
-        other: the name of the second.
         differing: the settings that differ; empty for a cache and itself.
     """
 

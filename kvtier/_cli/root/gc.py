@@ -39,16 +39,12 @@ class CollectionResult:
     """What was removed from a root, or with ``dry_run`` an estimate of what would be.
 
     Attributes:
-        root: the directory.
-        dry_run: whether nothing was removed.
         bytes_before: what the root took on disk, or with ``--namespace`` that namespace.
         bytes_after: what it takes now, or would take.
         max_bytes: what it was to take at most; None where that was not asked for.
         leftover_bytes: of dead writers, old epochs, chunks without an owner, and the quarantine.
         expired_files: chunks that were not used for as long as was asked.
-        expired_bytes: their bytes.
         evicted_files: files that had to make room, those not used for longest first.
-        evicted_bytes: their bytes.
         failed: files that could not be removed and directories that could not be read, by the name of the
             errno, such as ``eperm``.
     """
@@ -130,11 +126,8 @@ def collect(
     """Remove what nobody can use, and what is asked for.
 
     Args:
-        path: the root.
         max_bytes: evict chunks until no more than this is left; None for none.
         older_than_s: remove chunks that were not used for so long; None for none.
-        namespace: look at this one alone.
-        dry_run: remove nothing, and estimate what would be removed.
 
     Raises:
         TierError: the root cannot be read, has no such namespace, or somebody else is making room in it.

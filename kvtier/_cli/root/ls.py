@@ -47,8 +47,6 @@ class RootListing:
     """What a root holds.
 
     Attributes:
-        root: the directory.
-        namespaces: the caches.
         others: names directly below the root that are not kvtier's.
     """
 

@@ -23,11 +23,11 @@ def require_root(path: Path) -> None:
     """Refuse another directory than a root, in which a command would never find anything wrong.
 
     Raises:
-        TierError: there are files, and no cache.
+        TierError: it contains files that kvtier did not write, and no cache.
     """
     with Root(path) as root:
         if root.namespaces() or not set(root.others()) - _FILE_SYSTEM_ENTRIES:
             return
     above = (one for one in path.absolute().parents if (one / ledger.FOLDER).is_dir())
     hint = f"; did you mean {root_above}?" if (root_above := next(above, None)) else ""
-    raise TierError(f"{path} is no root of kvtier's: it has files, and no cache{hint}")
+    raise TierError(f"{path} is not the root of an fs tier: it contains other files, and no cache{hint}")

@@ -75,12 +75,12 @@ def of_chunk(path: Path) -> ChunkState:
     That does not count as a use of the chunk, where the file is this user's or this user is root.
 
     Raises:
-        TierError: it cannot be read, or is no chunk's file.
+        TierError: it cannot be read, or is not a chunk file.
     """
     try:
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
-            raise TierError(f"{path} is no file")
+            raise TierError(f"{path} is not a regular file")
         check = _checked(path.absolute())
     except OSError as error:
         raise TierError(f"{path} cannot be read: {error.strerror}") from error
@@ -114,6 +114,8 @@ def _checked(path: Path) -> FileCheck:
         raise OSError(check.errno, os.strerror(check.errno))
     if key is None and check.sealed is None:
         if path.parent.name != "quarantine":
-            raise TierError(f"{path} is no chunk's file: neither its name nor a trailer says so")
+            raise TierError(
+                f"{path} is not a chunk file: its name is not that of a chunk, and it has no trailer"
+            )
         return replace(check, finding=Integrity.UNVERIFIED)
     return check

@@ -90,13 +90,7 @@ class CacheVerification:
 
 @dataclass(frozen=True, slots=True)
 class RootVerification:
-    """What was found in a root.
-
-    Attributes:
-        root: the directory.
-        seconds: how long it took.
-        namespaces: its caches.
-    """
+    """What was found in a root."""
 
     root: str
     seconds: float
@@ -137,12 +131,6 @@ def command(
 
 def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> RootVerification:
     """Read and prove every chunk.
-
-    Args:
-        path: the root.
-        repair: move damaged files of chunks to the quarantine.
-        threads: how many files are read at once.
-        namespace: look at this one alone.
 
     Raises:
         TierError: the root cannot be read, or has no such namespace.

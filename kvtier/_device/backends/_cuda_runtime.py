@@ -80,7 +80,6 @@ class RuntimeLibrary:
     """A device's runtime library: what torch does not offer. Failing calls raise TransferError.
 
     Args:
-        path: of the library.
         prefix: that the names of its functions begin with.
     """
 
@@ -244,7 +243,6 @@ class TorchStream:
     """A ``Stream`` of torch's. Waiting for its events, a thread sleeps instead of spinning.
 
     Args:
-        runtime: the GPU.
         queue: whose plans it is given.
         plain: copy one by one.
     """

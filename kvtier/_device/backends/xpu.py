@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier import _native as native
 from kvtier._device._runtime import Runtime
+from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.base import BatchedCopy, CopyQueue
-from kvtier._device.plan import Addresses, CopyPlan
+from kvtier._device.plan import Addresses, CopyPlan, split
 from kvtier.errors import TransferError
 
 BUFFER_BYTES = 8 * 2**20
@@ -69,7 +69,7 @@ class _Buffer:
         if self.used is not None:
             self.used.synchronize()
         if self.arriving is not None:
-            _copy_on_host(self.arriving)
+            copy_batch(self.arriving)
             self.arriving = None
 
 
@@ -117,7 +117,7 @@ class XpuStream:
         staged = offsets + np.uint64(buffer.bytes.data_ptr())
         pages = self._memory.find(part.src if self._is_store else part.dst, part.sizes)
         if not self._is_store:
-            _copy_on_host(replace(part, dst=staged))
+            copy_batch(replace(part, dst=staged))
         for page, start in zip(pages, offsets.tolist(), strict=True):
             there = buffer.bytes[start : start + len(page)]
             source, target = (page, there) if self._is_store else (there, page)
@@ -127,35 +127,16 @@ class XpuStream:
             buffer.arriving = replace(part, src=staged)
 
 
-def _copy_on_host(plan: CopyPlan) -> None:
-    native.copy_batch(plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data, len(plan.sizes))
-
-
 def _parts(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
     """Split a plan into plans of at most so many bytes; a copy that is longer is split as well."""
-    src, dst, sizes = plan.src, plan.dst, plan.sizes
-    if len(sizes) and int(sizes.max()) > nbytes:
-        src, dst, sizes = _split(plan, nbytes)
-    ends = np.cumsum(sizes)
+    plan = split(plan, nbytes)
+    ends = np.cumsum(plan.sizes)
     start, done = 0, 0
-    while start < len(sizes):
+    while start < len(ends):
         stop = int(np.searchsorted(ends, done + nbytes, side="right"))
         here = slice(start, stop)
-        yield CopyPlan(src[here], dst[here], sizes[here], int(ends[stop - 1]) - done)
+        yield CopyPlan(plan.src[here], plan.dst[here], plan.sizes[here], int(ends[stop - 1]) - done)
         start, done = stop, int(ends[stop - 1])
-
-
-def _split(plan: CopyPlan, nbytes: int) -> tuple[Addresses, Addresses, Addresses]:
-    step = np.uint64(nbytes)
-    counts = -(-plan.sizes.astype(np.int64) // nbytes)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = (np.arange(int(counts.sum())) - first).astype(np.uint64) * step
-    rest = np.repeat(plan.sizes, counts) - offsets
-    return (
-        np.repeat(plan.src, counts) + offsets,
-        np.repeat(plan.dst, counts) + offsets,
-        np.minimum(rest, step),
-    )
 
 
 class XpuRuntime(Runtime):

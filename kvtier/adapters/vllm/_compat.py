@@ -103,6 +103,10 @@ REPORTS_RESET_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether vLLM says when workers are through with the copies that a reset has cut off (0.33)."""
 
 
+SCHEDULE_ENDS_LAST = REPORTS_RESET_FLUSH
+"""Whether a step's ``on_schedule_end`` comes after its ``prepare_store`` (0.33), not before."""
+
+
 @dataclass(frozen=True)
 class EngineContext:
     """The configuration of the engine that makes a spec, and of its KV cache."""

@@ -37,7 +37,9 @@ from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
 from kvtier.adapters.vllm._events import EventStream, Location, allowed_tiers
+from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._metrics import GaugeReader, WorkerReports, as_stats
+from kvtier.adapters.vllm._steps import StepMeter
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -82,6 +84,8 @@ class KVTierManager(OffloadingManager):
         slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
+        steps: measures how fast the engine computes; None where nobody wants to know.
+        explainer: follows requests that are to be explained.
         clock: seconds, monotonic.
     """
 
@@ -101,6 +105,8 @@ class KVTierManager(OffloadingManager):
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
         repeats_stores: bool = True,
+        steps: StepMeter | None = None,
+        explainer: Explainer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         workers = workers or WorkerReports(StatusTable(memoryview(b""), 0, 0))
@@ -121,6 +127,7 @@ class KVTierManager(OffloadingManager):
         self._drain_s = drain_s
         self._workers = workers
         self._repeats_stores = repeats_stores
+        self._steps = steps
         self._events = executor.events
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -131,6 +138,8 @@ class KVTierManager(OffloadingManager):
         self._chunk_bytes = chunk_bytes
         self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
         names = [gate.name for gate in core.shared.tiers]
+        self._explainer = explainer or Explainer(names, clock=clock)
+        self._explainer.traces = self._driver.traces
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
@@ -140,7 +149,9 @@ class KVTierManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
-        self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        if req_context.kv_transfer_params or self._explainer.is_on:
+            self._explainer.begin(req_context, request)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -148,6 +159,9 @@ class KVTierManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
+            self._explainer.ended(request.name)
+        if self._steps is not None:
+            self._steps.forget(req_context.req_id)
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -159,6 +173,8 @@ class KVTierManager(OffloadingManager):
         answer = self._core.repeat_answer(key, request) if request.answers_stand else None
         if answer is None:
             answer = self._core.lookup(key, request)
+            if self._steps is not None and key == request.first:
+                request.base = self._steps.place(req_context, key) or 0
         return _RESULTS[answer]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -167,6 +183,10 @@ class KVTierManager(OffloadingManager):
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
+        if self._driver.traces is not None:
+            self._driver.traces.load_began(pinned, req_context.req_id)
+        if self._explainer.tracked:
+            self._explainer.loaded(req_context.req_id, keys, pinned.origins)
         if self._sources:
             origins = zip(keys, pinned.origins, strict=True)
             self._load_sources = {key: self._sources[tier] for key, tier in origins if tier is not None}
@@ -186,6 +206,8 @@ class KVTierManager(OffloadingManager):
             return
         failed = req_context.req_id in self._failed_loads
         self._failed_loads.discard(req_context.req_id)
+        if failed:
+            self._explainer.load_failed(req_context.req_id)
         self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)
 
     def fail_loads(self, req_ids: Iterable[str]) -> None:
@@ -200,12 +222,16 @@ class KVTierManager(OffloadingManager):
     def prepare_store(
         self,
         keys: Collection[OffloadKey],
-        req_context: ReqContext,  # noqa: ARG002
+        req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
         if self._core.refusal:
             return self._nothing_stored()
-        reservation = self._core.reserve(list(keys))
+        keys = list(keys)
+        reservation = self._core.reserve(keys)
+        request = self._requests.get(req_context.req_id)
+        if self._steps is not None and request is not None:
+            self._steps.offered(req_context, keys, request.first)
         if reservation is None:
             return None if self._repeats_stores else self._nothing_stored()
         stored = list(reservation.keys)
@@ -232,7 +258,7 @@ class KVTierManager(OffloadingManager):
                 len(keys),
             )
             return
-        self._end_store(reservation, success)
+        self._end_store(reservation, success, req_context.req_id)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -244,8 +270,14 @@ class KVTierManager(OffloadingManager):
         for req_id in context.preempted_req_ids:
             if req_id in self._requests:
                 self._core.restart(self._requests[req_id])
+                if self._steps is not None:
+                    self._steps.forget(req_id)
         self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
         self._driver.settle()
+        if self._steps is not None:
+            self._steps.begin()
+        if self._explainer.tracked:
+            self._explainer.step_ended(context.new_req_ids)
         if self._flushing:
             self._count_down()
         if self._core.is_disabled:
@@ -289,6 +321,7 @@ class KVTierManager(OffloadingManager):
             )
         self._on_shutdown()
         self._driver.on_events(self._events)
+        self._driver.close()
         dropped.warn()
 
     # --- what is published -----------------------------------------------------------------------
@@ -298,7 +331,9 @@ class KVTierManager(OffloadingManager):
         return self._stream.events(self._core.take_kv_events())
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """See vLLM. Asked in each step; None where nothing has changed."""
+        """See vLLM. Asked at the end of each step; None where nothing has changed."""
+        if self._steps is not None:
+            self._steps.end()
         counts = self._take_counts()
         counts.update(self._workers.take_counts())
         gauges = self._gauges.changed(self._workers.gauges)
@@ -343,7 +378,7 @@ class KVTierManager(OffloadingManager):
             self._core.refusal = reason
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
-    def _end_store(self, reservation: Reservation, success: bool) -> None:
+    def _end_store(self, reservation: Reservation, success: bool, request: str = "") -> None:
         """End a store. Where a worker has failed in it and lost its device, never use its slots again.
 
         A copy that was given up may still write into them. It could overwrite a chunk fetched there since,
@@ -352,7 +387,7 @@ class KVTierManager(OffloadingManager):
         self._driver.inspect(reservation)
         if not self._workers.failed_to_store(reservation.slots):
             if success:
-                self._driver.commit(reservation)
+                self._driver.commit(reservation, request)
             else:
                 self._core.abort(reservation)
             return

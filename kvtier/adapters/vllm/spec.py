@@ -13,6 +13,7 @@ from typing import Any
 
 # First: it refuses a vLLM that is too old, which might lack what is imported next.
 from kvtier.adapters.vllm._compat import (
+    SCHEDULE_ENDS_LAST,
     CacheHitSource,
     EngineContext,
     engine_context,
@@ -32,6 +33,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._build import make_core, make_tiers, slots_for, start_executor
 from kvtier._config import TieringConfig
 from kvtier._core.messages import Event, SlotsReady
+from kvtier._core.tiering import Tiering
 from kvtier._execution.executor import NamedTier, time_left
 from kvtier._identity import Identity
 from kvtier._isolation.process import AnyExecutor
@@ -42,10 +44,12 @@ from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm import _metrics as metrics
 from kvtier.adapters.vllm._events import location_of
+from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
+from kvtier.adapters.vllm._steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.errors import ConfigError
 
@@ -100,8 +104,16 @@ class KVTierOffloadingSpec(OffloadingSpec):
         region.claim()
         region.start_guard()
         windowed = _windowed_groups(self.config, self._engine)
+        settings, chunk_tokens = self._settings, _chunk_tokens(self.config)
+        if settings.load_gate != "off" and len(chunk_tokens) > 1:
+            logger.warning(
+                "load_gate %r has no effect: the model has %d KV cache groups, and it is for models with one",
+                settings.load_gate,
+                len(chunk_tokens),
+            )
+            settings = settings.model_copy(update={"load_gate": "off"})
         core = make_core(
-            self._settings,
+            settings,
             windowed_groups=windowed,
             track_kv_events=self.kv_events_config.enable_kv_cache_events,
         )
@@ -122,10 +134,21 @@ class KVTierOffloadingSpec(OffloadingSpec):
             info=self._info(),
             slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
+            steps=None if settings.load_gate == "off" else self._step_meter(core, *chunk_tokens.values()),
+            explainer=Explainer(self._settings.tier_names, chunk_tokens, self._settings.explain_rate),
             drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
+        )
+
+    def _step_meter(self, core: Tiering, chunk_tokens: int) -> StepMeter:
+        return StepMeter(
+            core,
+            time.monotonic,
+            chunk_tokens,
+            stores_decodes=not self._settings.offload_prompt_only,
+            ends_last=SCHEDULE_ENDS_LAST,
         )
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
@@ -189,6 +212,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
 def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozenset[int]:
     return frozenset(group.group_id for group in config.groups if engine.is_windowed(group.group_id))
+
+
+def _chunk_tokens(config: OffloadingConfig) -> dict[int, int]:
+    """Return the tokens of a chunk, by KV cache group."""
+    return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:

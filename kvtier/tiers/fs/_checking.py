@@ -9,8 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,7 +30,6 @@ class FileCheck:
     """What was found, and of which file.
 
     Attributes:
-        finding: what comes of it.
         inode: of the file that was checked; 0 where there was none.
         sealed: what its trailer says, where it has one.
         errno: why it is unreadable.
@@ -47,7 +45,6 @@ class FileChecker:
     """Reads chunks' files in pieces and proves them. For one thread.
 
     Args:
-        root_fd: the root directory, open.
         belongs: says whether a digest in a trailer is that of the cache.
     """
 
@@ -59,13 +56,14 @@ class FileChecker:
     def check(self, path: str, key: OffloadKey) -> FileCheck:
         """Return whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
         try:
-            with opened(self._root_fd, path) as fd:
+            fd = _open_quietly(self._root_fd, path)
+            try:
                 return self._check(fd, key)
+            finally:
+                os.close(fd)
         except (FileNotFoundError, NotADirectoryError):
             return FileCheck(Integrity.GONE)
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link in a chunk's place: nobody follows it
-                return FileCheck(Integrity.UNREADABLE, errno=errno.ELOOP)
             return FileCheck(Integrity.UNREADABLE, errno=error.errno or errno.EIO)
 
     def _check(self, fd: int, key: OffloadKey) -> FileCheck:
@@ -78,7 +76,7 @@ class FileChecker:
             return FileCheck(Integrity.TORN, found.st_ino)
         if sealed.key != key or sealed.payload_bytes != payload_bytes or not self._belongs(sealed.digest):
             return FileCheck(Integrity.FOREIGN, found.st_ino, sealed)
-        checksum = self.checksum(fd, 0, payload_bytes)
+        checksum = self._checksum(fd, payload_bytes)
         if checksum is None:
             return FileCheck(Integrity.TORN, found.st_ino, sealed)
         well = checksum == sealed.checksum
@@ -88,13 +86,13 @@ class FileChecker:
         with memoryview(self._piece) as piece, piece[:BLOCK_BYTES] as block:
             return bytes(block[: seal.TRAILER_BYTES]) if os.preadv(fd, [block], at) == BLOCK_BYTES else b""
 
-    def checksum(self, fd: int, at: int, length: int) -> int | None:
-        """Return the checksum of bytes of a file; None where it ends before. OSError."""
+    def _checksum(self, fd: int, length: int) -> int | None:
+        """Return the checksum of the first bytes of a file; None where it ends before. OSError."""
         checksum, done = 0, 0
         with memoryview(self._piece) as whole:
             while done < length:
                 with whole[: min(PIECE_BYTES, length - done)] as piece:
-                    moved = os.preadv(fd, [piece], at + done)
+                    moved = os.preadv(fd, [piece], done)
                     if moved <= 0:
                         return None
                     with piece[:moved] as got:
@@ -103,17 +101,8 @@ class FileChecker:
         return checksum
 
 
-@contextmanager
-def opened(root_fd: int, path: str) -> Iterator[int]:
-    """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
-    fd = _open_quietly(root_fd, path)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _open_quietly(root_fd: int, path: str) -> int:
+    """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
     for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT):
         try:
             return os.open(path, os.O_RDONLY | CAREFULLY | extra, dir_fd=root_fd)

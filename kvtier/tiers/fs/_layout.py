@@ -19,7 +19,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -126,7 +126,6 @@ def users_lock(namespace: str, epoch: int) -> str:
     return f"{namespace}/users.e{epoch}.lock"
 
 
-def epoch_of_users_lock(name: str) -> int | None:
-    """Return the epoch of a users' lock, or None where ``name`` is no such file."""
-    found = _USERS_LOCK.fullmatch(name)
-    return int(found[1]) if found else None
+def epochs_of_users(names: Iterable[str]) -> set[int]:
+    """Return the epochs that there are users' locks of among the names in a namespace."""
+    return {int(found[1]) for found in map(_USERS_LOCK.fullmatch, names) if found}

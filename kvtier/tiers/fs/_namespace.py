@@ -47,12 +47,7 @@ def errno_name(number: int) -> str:
 
 
 class Epoch:
-    """An epoch in use by this opener: where its chunks are, and the lock that keeps them.
-
-    Attributes:
-        number: the epoch's number.
-        place: where its chunks are.
-    """
+    """An epoch in use by this opener: where its chunks are, and the lock that keeps them."""
 
     def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
         self.number = number
@@ -87,7 +82,6 @@ class Namespace:
 
     Attributes:
         name: name of its directory below the root.
-        root_fd: the root directory, open.
         direct: whether files bypass the page cache.
         writer: what this opener's lock and directory for unfinished files are called.
     """
@@ -276,8 +270,7 @@ class Namespace:
             for name in self.names(".")
             if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
         ]
-        locks = (layout.epoch_of_users_lock(name) for name in self.names(self.name))
-        return max((*found, *(number for number in locks if number is not None)), default=-1)
+        return max((*found, *layout.epochs_of_users(self.names(self.name))), default=-1)
 
     def _require_number(self, number: int) -> None:
         """Refuse an epoch above the last one: a forged trace is the only way to get there. OSError."""

@@ -30,13 +30,9 @@ class Puts:
     """The puts of an open tier. In the event loop.
 
     Args:
-        config: the tier's settings.
-        quota: what may be written.
-        pool: writes.
         workers: threads that may block on the quarantine.
         ledger_worker: a thread that may block on the ledger.
         quarantine: takes what is in the place of a chunk and is none.
-        maintenance: makes room.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class Puts:
 
         Args:
             known: the epoch, and which of its chunks are known to be there.
-            batch: the chunks.
 
         Returns:
             What became of each.
@@ -88,7 +83,7 @@ class Puts:
         else:
             await self._put_missing(known, call, batch)
         known.learn(call)
-        if self._quota.excess_bytes:
+        if self._quota.known.excess:
             self._maintenance.make_room_soon()
         return call
 

@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from kvtier.errors import TierError
@@ -78,12 +77,7 @@ class UnknownEntry:
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """The chunks of one epoch.
-
-    Attributes:
-        name: of the directory below the root.
-        epoch: in its name.
-    """
+    """The chunks of one epoch."""
 
     name: str
     epoch: int
@@ -178,8 +172,7 @@ class Namespace:
     @property
     def is_used(self) -> bool | None:
         """Whether a living process has it open; None where that is unknown."""
-        epochs = {layout.epoch_of_users_lock(name) for name in self._root.names(self.name)}
-        known = {self._is_epoch_used(number) for number in epochs if number is not None}
+        known = set(map(self._is_epoch_used, layout.epochs_of_users(self._root.names(self.name))))
         return True if True in known else None if None in known else False
 
     def writers(self) -> dict[str, bool | None]:
@@ -205,9 +198,6 @@ class Namespace:
 
 class Root:
     """A root directory, open for looking. A context manager.
-
-    Args:
-        path: the directory.
 
     Raises:
         TierError: it cannot be read.
@@ -238,9 +228,7 @@ class Root:
     def __enter__(self) -> Root:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         os.close(self.fd)
 
     def namespaces(self) -> list[Namespace]:

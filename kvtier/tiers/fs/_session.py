@@ -33,20 +33,12 @@ _THREADS: Final = 4
 class Session:
     """An open file tier. In the event loop.
 
-    Args:
-        config: the tier's settings.
-        context: what the tier is opened with.
-
     Attributes:
         closing: set when the tier closes.
         workers: threads that may block on the quarantine and on discards.
         epoch: the epoch that is read and written; None after a reset that failed, and after closing.
-        namespace: the identity's place below the root. This and what follows is set by ``open``.
-        quota: what may be written.
+        namespace: the identity's place below the root. It and the other annotated ones are set by ``open``.
         quarantine: takes files that fail a check.
-        pool: puts, gets and looks up chunks.
-        maintenance: the background work.
-        puts: the puts.
     """
 
     namespace: Namespace

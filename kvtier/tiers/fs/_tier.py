@@ -228,7 +228,7 @@ class FsTier(SecondaryTier[FsConfig]):
         """Return how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
         if self._session is None:
             return None
-        return Usage(self._session.quota.used_bytes, self._session.quota.limit_bytes)
+        return Usage(self._session.quota.used_bytes, self._session.quota.known.limit)
 
     def statistics(self) -> FsStatistics:
         """Return what the tier knows of itself. Does not block."""
@@ -236,7 +236,7 @@ class FsTier(SecondaryTier[FsConfig]):
         return FsStatistics(
             epoch=session.epoch.number if session.epoch is not None else None,
             used_bytes=session.quota.used_bytes,
-            limit_bytes=session.quota.limit_bytes,
+            limit_bytes=session.quota.known.limit,
             quarantined=session.quarantine.counts(),
             direct_io=session.namespace.direct,
             read_only=session.namespace.read_only,

@@ -132,6 +132,7 @@ def test_device(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(device, "PAGE_BYTES", (2**16, 2**21))
     monkeypatch.setattr(device, "ROUNDS", 1)
+    monkeypatch.setattr(device, "STEPS", 2)
     kinds = device.Machine, device.CopySpeed, device.ComputeLoss
     found = records(run("device", "--backend", "cpu", "--mib", "16", "--json"), *kinds)
     assert {speed["way"] for speed in found["CopySpeed"]} == {"store", "load", "both"}

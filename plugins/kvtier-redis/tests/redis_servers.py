@@ -73,8 +73,6 @@ class Server:
     """A server process. ``kill`` and ``start`` may be called any number of times.
 
     Args:
-        directory: for its files.
-        options: of its command line.
         port: where it listens; chosen if not given.
         login: options of ``client``; with ``ssl`` the server speaks TLS only.
     """

@@ -57,6 +57,7 @@ def arguments(words: tuple[str, ...], root: Path) -> list[str]:
         "compare": [str(root), cache, cache],
         "doctor": ["--tier", json.dumps({"type": "fs", "root_dir": str(root), "min_free_bytes": 0})],
         "stat": [str(next(root.glob("*/*/*/*.bin"), root))],
+        "explain": [str(_saved_log(root))],
         "top": [str(_saved_metrics(root))],
         "new-tier": ["shelves", "--directory", str(root.parent)],
     }
@@ -67,6 +68,13 @@ def _saved_metrics(root: Path) -> Path:
     page = root.with_name("metrics")
     page.write_text("kvtier_slots 8\n")
     return page
+
+
+def _saved_log(root: Path) -> Path:
+    log = root.with_name("engine.log")
+    explained = {"request": "a", "tokens": {"fs": 64}, "prefix_end": 64, "reason": None, "tiers": {}}
+    log.write_text(f"kvtier.explain: {json.dumps({**explained, 'waited_s': 0.1})}\n")
+    return log
 
 
 OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate")]

@@ -108,7 +108,10 @@ def test_a_tier_that_loses_chunks_and_one_that_keeps_them_for_ever_are_ill(run, 
         return None
 
     monkeypatch.setattr(DummyTier, "discard", nothing)
-    assert ill_step(run("--tier", tier(), "--json"))["result"] == "the discarded chunk is still there"
+    assert (
+        ill_step(run("--tier", tier(), "--json"))["result"]
+        == "the tier still has the chunk after it was discarded"
+    )
     monkeypatch.setattr(DummyTier, "known", lambda self, keys: [1] * len(keys))  # ABSENT
     assert "the tier does not have it" in ill_step(run("--tier", tier(), "--json"))["result"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import importlib_metadata
@@ -94,6 +93,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @main.app.command()
 def busy():
     with tempfile.TemporaryDirectory(dir=sys.argv[2]):
+        print("busy", flush=True)
         time.sleep(60)
 
 sys.argv[:] = ["kvtier", "busy", sys.argv[1]]
@@ -103,8 +103,8 @@ main.main()
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as busy:
         try:
-            while busy.poll() is None and not list(tmp_path.iterdir()):
-                time.sleep(0.01)
+            assert busy.stdout is not None
+            assert busy.stdout.readline() == b"busy\n"
             busy.send_signal(number)
             said, _ = busy.communicate(timeout=60)
         finally:

@@ -528,7 +528,7 @@ def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
     (tmp_path / "holiday.jpg").touch()
     said = kvtier(command, tmp_path)
     assert said.status == 2
-    assert "it has files, and no cache" in said.err.replace("\n", " ")
+    assert "it contains other files, and no cache" in said.err.replace("\n", " ")
 
 
 def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
@@ -617,4 +617,4 @@ def test_stat_of_what_is_no_chunk_is_refused(kvtier, tmp_path: Path) -> None:
     file.write_text("root:x:0:0\n" * 1000)
     said = kvtier("stat", file)
     assert (said.status, said.out) == (2, "")
-    assert "is no chunk's file" in said.err
+    assert "is not a chunk file" in said.err

@@ -33,17 +33,6 @@ class TestLHD(PolicyConformance):
     policy = LHD
 
 
-def test_the_oldest_go_first_and_the_tail_of_a_prompt_before_its_front() -> None:
-    policy = LRU()
-    old, new = keys("old", 3), keys("new", 3)
-    policy.add(old, used=False)
-    policy.add(new, used=False)
-    assert policy.evict(4) == [old[2], old[1], old[0], new[2]]
-    assert len(policy) == 2
-    assert new[0] in policy
-    assert new[2] not in policy
-
-
 def numbered(first: int, count: int) -> list[OffloadKey]:
     return [pack_key(f"{index:06}".encode()) for index in range(first, first + count)]
 

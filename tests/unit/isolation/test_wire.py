@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -77,13 +76,6 @@ def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], steps: 
         if not stream:
             break
     assert found == bodies
-
-
-@pytest.mark.parametrize("decoder", [wire.ORDERS, wire.REPORTS, wire.HELLO])
-@given(data=st.binary(max_size=200))
-def test_any_bytes_are_decoded_or_refused(decoder: Any, data: bytes) -> None:
-    with suppress(WireError):
-        wire.unpack(decoder, data)
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,6 @@ def test_a_flipped_bit_in_the_payload_is_seen(bit):
     assert check(trailer, KEY, memoryview(payload), DIGEST) is Integrity.CHECKSUM
 
 
-@given(st.binary(max_size=300))
-def test_anything_else_is_torn(trailer):
-    assert check(trailer, KEY, PAYLOAD, DIGEST) is Integrity.TORN
-
-
 @pytest.mark.parametrize(
     "other",
     [pack_key(b"k" * 32, 2), pack_key(b"k" * 31 + b"j", 1), pack_key(b"k" * 31, 1), pack_key(b"k" * 33, 1)],

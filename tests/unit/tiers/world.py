@@ -202,8 +202,6 @@ class Scripted(DummyTier):
 
 
 def raises(error: BaseException) -> Act:
-    """Return an act that raises."""
-
     def act() -> Any:
         raise error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -37,9 +38,14 @@ THERE: Final = frozenset({Result.OK, Result.EXISTS})
 CORRUPT: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
 GONE: Final = CORRUPT | {Result.ABSENT}
 
-
 Failures: TypeAlias = Counter[int]
 """Files and directories that could not be removed or read, by errno."""
+
+
+def count_failure(failures: Failures, error: OSError) -> None:
+    """Count an error; what somebody else has removed, and being stopped, are none."""
+    if error.errno not in (errno.ENOENT, errno.ECANCELED):
+        failures[error.errno or errno.EIO] += 1
 
 
 class Verb(Enum):
@@ -64,12 +70,9 @@ class Place:
     """Where chunks are: one epoch of one namespace, as one opener sees it.
 
     Attributes:
-        root_fd: the tier's root directory, open.
         data_dir: the epoch's directory, relative to the root.
         tmp_dir: the opener's own directory for unfinished files, relative to the root.
         digest: the first 16 bytes of the identity's digest.
-        chunk_bytes: length of every chunk.
-        flags: how files are read and written.
     """
 
     root_fd: int
@@ -99,8 +102,6 @@ class FileCall:
     """The chunks of one batch, and what becomes of each.
 
     Attributes:
-        place: where the chunks' files are.
-        keys: the chunks' offload keys.
         slots: their slots in ``memory``; empty where no bytes are moved.
         memory: the primary tier's bytes, or None.
         serial: number in the name of the first chunk's temporary file; one more for each next.

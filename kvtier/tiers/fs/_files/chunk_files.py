@@ -52,7 +52,6 @@ def fingerprints(place: Place, part: str, stop: StopFlag) -> array[int]:
     """List a part of an epoch's chunks, for the index. OSError where it cannot be read.
 
     Args:
-        place: the epoch.
         part: a directory of the epoch's first level.
         stop: set where the caller does not want to know any more.
 

@@ -8,7 +8,6 @@ daemons, so that a hung disk does not keep a process from ending either. That is
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,7 +18,6 @@ from typing import TypeVar
 from kvtier.errors import StateError
 from kvtier.tiers._drain import until_done
 
-_log = logging.getLogger("kvtier.tiers.fs")
 T = TypeVar("T")
 
 
@@ -28,7 +26,6 @@ class Workers:
 
     Args:
         name: prefix of the threads' names.
-        threads: how many.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -71,14 +68,6 @@ class Workers:
         while (job := self._queue.get()) is not None:
             job()
             del job  # what it holds is given back before the next one is waited for
-
-
-def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Schedule ``callback`` on the loop, from any thread."""
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:  # the loop was closed before: nobody waits any more
-        _log.warning("file work ended after its event loop was closed")
 
 
 async def run(workers: Workers, job: Callable[[], T]) -> T:

@@ -65,9 +65,7 @@ def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
     """Choose ages such that what is older makes up ``need_bytes``, or all of it where that is less.
 
     Args:
-        histogram: bytes by age.
         share: of all chunks the share that is in the histogram; they are taken to be like the others.
-        need_bytes: bytes that shall leave.
     """
     left = need_bytes * share
     once_us = reused_us = NEVER

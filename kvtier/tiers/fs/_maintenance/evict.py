@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.ages import Cutoffs
 from kvtier.tiers.fs._maintenance.removal import Removal
@@ -80,9 +80,6 @@ class Evictor:
     """Makes room below a root. All calls block, and raise OSError where the root cannot be read.
 
     Args:
-        root_fd: the root directory, open.
-        stop: set to make it end early.
-        gone: called with what was removed.
         ours: writers that live in this process.
         only: names of the namespaces to scan; None for all.
     """
@@ -204,7 +201,7 @@ class Evictor:
             try:
                 removed = scan.scan(self._root_fd, path, self._stop)
             except OSError as error:  # it has vanished, or cannot be read: then the others
-                scan.note(error)
+                count_failure(scan.failures, error)
             if removed:
                 scan.removed_bytes += self._removal.folder(path)
                 freed(scan.removed_bytes - before)

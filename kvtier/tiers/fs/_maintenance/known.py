@@ -23,9 +23,6 @@ _BREATH_S: Final = 0.001
 class KnownChunks:
     """The known chunks of one epoch. What began before a reset learns for its own epoch, not for the next.
 
-    Args:
-        place: the epoch's.
-
     Attributes:
         place: the epoch's.
         index: the chunks that are there, as far as known.

@@ -19,10 +19,11 @@ import anyio
 
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
+from kvtier.tiers._drain import call_soon
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
-from kvtier.tiers.fs._files.workers import Workers, post
+from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs._maintenance.known import KnownChunks
@@ -51,10 +52,6 @@ class Maintenance:
     """The background work of one open tier.
 
     Args:
-        config: the tier's settings.
-        namespace: its place.
-        quota: its bounds.
-        closing: set when the tier closes.
         removed: called with the keys that have left.
         lost: called where another directory is at the root's path, such as that of a new mount.
         epoch: the one whose chunks are listed until ``follow`` names another.
@@ -140,7 +137,7 @@ class Maintenance:
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
-        if self._quota.unconfirmed_bytes:
+        if self._quota.known.unconfirmed:
             self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, _ROOM_EVERY_S)):
@@ -168,7 +165,7 @@ class Maintenance:
             self._try(work, what)
         finally:
             self._requested.discard(what)
-            post(self._loop, self._wake_puts)
+            call_soon(self._loop, self._wake_puts)
 
     def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
         if name in self._timers:
@@ -193,25 +190,25 @@ class Maintenance:
 
     def _do_slow_work(self, known: KnownChunks) -> None:
         self._try(self._count, "counting its bytes")
-        post(self._loop, self.counted.set)
+        call_soon(self._loop, self.counted.set)
         if self._namespace.read_only is None:
             self._try(self._sweep, "removing leftovers")
             if self._config.ttl_s is not None:
                 self._try(partial(self._expire, self._config.ttl_s), "removing expired chunks")
         self._try(partial(known.list, self._namespace, self._closing), "listing its chunks")
-        post(self._loop, self._plan_next)
+        call_soon(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
         if self._namespace.is_replaced():
             self._lost(f"another directory is at {self._config.root_dir} now")
         self._try(self._quota.refresh, "reading its ledger")
-        if self._quota.excess_bytes:
+        if self._quota.known.excess:
             self.make_room_soon()
-        if self._quota.unconfirmed_bytes or self._quota.used_bytes is None:
+        if self._quota.known.unconfirmed or self._quota.used_bytes is None:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "setting the access times of its files")
-        post(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+        call_soon(self._loop, partial(self._after, "tick", TICK_S, self._tick))
 
     def _count(self) -> None:
         if not self._quota.count_is_due(self._config.recount_s):
@@ -240,7 +237,7 @@ class Maintenance:
         self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
 
     def _evict(self) -> None:
-        need = self._quota.excess_bytes
+        need = self._quota.known.excess
         if not need:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
@@ -257,7 +254,7 @@ class Maintenance:
         While puts are under way there is no pause: their files take room, and can be evicted once complete.
         """
         first_s, most_s = EVICTION_PAUSE_S
-        can_leave = removed or self._quota.has_puts_under_way
+        can_leave = removed or self._quota.known.leased > 0
         self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
         self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
         if self._eviction_pause_s == most_s and not self._is_warned:

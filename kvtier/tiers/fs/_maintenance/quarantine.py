@@ -37,7 +37,6 @@ class Quarantine:
     """The quarantine of one namespace. Any thread may call it.
 
     Args:
-        root_fd: the tier's root directory, open.
         namespace: name of the namespace's directory.
     """
 
@@ -62,12 +61,6 @@ class Quarantine:
         """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved.
 
         Where it cannot be moved it stays, and fails its check each time it is read.
-
-        Args:
-            data_dir: the epoch's directory.
-            key: the chunk.
-            result: what is wrong with the file.
-            inode: which file.
         """
         path, reason = chunk_path(data_dir, key), result.name.lower()
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"

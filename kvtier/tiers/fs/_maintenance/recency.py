@@ -17,11 +17,7 @@ REMEMBERED: Final = 65_536
 
 
 class Recency:
-    """Gathers chunks that were used, each once in a while. Any thread may call it.
-
-    Args:
-        clock: seconds.
-    """
+    """Gathers chunks that were used, each once in a while. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._locks import open_lock, try_lock
 
 
 class Removal:
     """Removes what is below a root. Paths are relative to it.
-
-    Args:
-        root_fd: the root directory, open.
-        stop: set where it shall end soon.
 
     Attributes:
         failures: what could not be removed or looked into.
@@ -35,7 +30,7 @@ class Removal:
         try:
             return self._tree(path)
         except OSError as error:
-            self._note(error)
+            count_failure(self.failures, error)
             return 0
 
     def entry(self, path: str) -> int:
@@ -50,7 +45,7 @@ class Removal:
                 return self._tree(path)
             os.unlink(path, dir_fd=self._root_fd)
         except OSError as error:
-            self._note(error)
+            count_failure(self.failures, error)
             raise
         return found.st_blocks * 512
 
@@ -83,7 +78,3 @@ class Removal:
         """Return the failures since the last call, and forget them."""
         failures, self.failures = self.failures, Counter()
         return failures
-
-    def _note(self, error: OSError) -> None:
-        if error.errno not in (errno.ENOENT, errno.ECANCELED):  # somebody else has removed it
-            self.failures[error.errno or errno.EIO] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 from collections import Counter
 from typing import Final
@@ -31,7 +30,6 @@ class ChunkScan:
 
     Attributes:
         seen: files that were scanned.
-        removed: files removed.
         removed_bytes: bytes removed, directories that became empty included.
         failures: what could not be removed or read.
         failed_bytes: of the files that could not be removed.
@@ -89,8 +87,3 @@ class ChunkScan:
         if result < 0:
             raise OSError(-result, os.strerror(-result), folder)
         return [name.decode() for name in self._names.raw[: record.names_bytes].split(b"\0")[:-1]]
-
-    def note(self, error: OSError) -> None:
-        """Count a failure; what somebody else has removed, and being stopped, are none."""
-        if error.errno not in (errno.ENOENT, errno.ECANCELED):
-            self.failures[error.errno or errno.EIO] += 1

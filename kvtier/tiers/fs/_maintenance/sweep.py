@@ -40,8 +40,8 @@ def remove_cache(root: Root, name: str) -> bool:
 
 def _is_left(root: Root, namespace: Namespace) -> bool:
     """Return whether nobody uses a cache, under its epoch's lock."""
-    users = [name for name in root.names(namespace.name) if layout.epoch_of_users_lock(name) is not None]
-    used = [root.is_locked(f"{namespace.name}/{name}") for name in users]
+    epochs = layout.epochs_of_users(root.names(namespace.name))
+    used = [root.is_locked(layout.users_lock(namespace.name, epoch)) for epoch in epochs]
     return not any(alive is not False for alive in (*used, *namespace.writers().values()))
 
 
@@ -49,8 +49,6 @@ class Sweeper:
     """Removes what is left over below a root.
 
     Args:
-        root: the root, open.
-        removal: what removes.
         ours: writers of this process: with some network file systems a lock does not tell two
             users in one process apart.
 
@@ -96,12 +94,8 @@ class Sweeper:
         current = namespace.epoch
         if current is None:
             return 0
-        traces = {found.epoch for found in namespace.data_dirs}
-        traces |= {
-            number
-            for name in self._root.names(namespace.name)
-            if (number := layout.epoch_of_users_lock(name)) is not None
-        }
+        traces = layout.epochs_of_users(self._root.names(namespace.name))
+        traces |= {found.epoch for found in namespace.data_dirs}
         removed = 0
         for number in sorted(number for number in traces if number < current):
             if self._stop:

@@ -55,7 +55,6 @@ class Accounts(msgspec.Struct):
             or they were removed and a count may have seen it. They take room until the next count, but
             nothing is evicted for them.
         mark: a random word, another one in a new ledger and after each count.
-        format: of the file.
     """
 
     used: _Bytes
@@ -86,7 +85,6 @@ class Accounts(msgspec.Struct):
         Subtracted once more they would be a hole in the bound, so they take room until the next count.
 
         Args:
-            nbytes: how many.
             since: ``mark`` before the first of them was removed.
         """
         if since == self.mark:
@@ -111,7 +109,6 @@ class Accounts(msgspec.Struct):
 
         Args:
             start: the accounts when the count began.
-            counted: bytes.
             now: in seconds since 1970.
         """
         if start.mark != self.mark:
@@ -156,8 +153,6 @@ class Bounds:
         """Return the bytes that should be evicted now, 0 for none.
 
         Args:
-            accounts: the ledger.
-            disk: the file system.
             wanted: bytes that were asked for and could not be leased.
             unit: the least of them that are of any use.
         """

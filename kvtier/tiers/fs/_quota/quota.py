@@ -55,8 +55,17 @@ def _bounds_of(config: FsConfig, disk: FileSystem) -> Bounds:
     return Bounds(config.max_bytes, min_free, config.high_watermark, config.low_watermark)
 
 
-class _Known(NamedTuple):
-    """What the ledger said last."""
+class Known(NamedTuple):
+    """What the ledger said last, in bytes.
+
+    Attributes:
+        used: bytes below the root, less what this writer has not reported.
+        is_exact: whether the root was counted; ``used`` is never too little before.
+        limit: bytes that may be below the root; None before the default is known.
+        excess: bytes that should be evicted.
+        unconfirmed: bytes that writers who have died may have written, until the root is counted again.
+        leased: bytes that writers have leased for chunks.
+    """
 
     used: int
     is_exact: bool = False
@@ -71,8 +80,6 @@ class _Change:
     """The accounts while they are held, and what is to be leased in addition.
 
     Attributes:
-        accounts: of the root.
-        disk: the file system's state.
         reserve: bytes that a put is going to write.
         ahead: bytes for later puts.
     """
@@ -87,10 +94,11 @@ class Quota:
     """What may be written. Any thread may call it; what asks the ledger or the file system blocks.
 
     Args:
-        config: the tier's settings.
         file_bytes: the most bytes that writing one chunk can take.
-        shared: the root's ledger.
         stat: returns the file system's state; it blocks.
+
+    Attributes:
+        known: what the ledger said last. Any thread may look at it.
 
     Raises:
         OSError: the file system cannot be asked.
@@ -111,43 +119,23 @@ class Quota:
         self._stat = stat
         self._bounds = _bounds_of(config, stat())
         self._evicts = config.eviction != "none"
-        self._known = _Known(0, limit=config.max_bytes)
+        self.known = Known(0, limit=config.max_bytes)
         self.refresh()
 
     @property
     def used_bytes(self) -> int | None:
         """Bytes below the root, as far as known; None before the first count. Does not block."""
-        return self._known.used + self._unreported if self._known.is_exact else None
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """Bytes that may be below the root; None before the default is known."""
-        return self._known.limit
-
-    @property
-    def excess_bytes(self) -> int:
-        """Bytes that should be evicted now, as of the last read of the ledger."""
-        return self._known.excess
-
-    @property
-    def unconfirmed_bytes(self) -> int:
-        """Bytes that writers who have died may have written, until the root is counted again."""
-        return self._known.unconfirmed
+        return self.known.used + self._unreported if self.known.is_exact else None
 
     @property
     def can_make_room(self) -> bool:
         """Whether anything may be evicted: not before it is known what the root holds."""
-        return self._evicts and self._known.is_exact
+        return self._evicts and self.known.is_exact
 
     @property
     def has_news(self) -> bool:
         """Whether the lease in the ledger differs from what puts need, or bytes are not reported yet."""
         return self._unreported > 0 or self._reserved != self._leased
-
-    @property
-    def has_puts_under_way(self) -> bool:
-        """Whether some writer has leased bytes for chunks, as of the last read of the ledger."""
-        return self._known.leased > 0
 
     def reserve_ahead(self, chunks: int) -> bool:
         """Reserve bytes for new files from what is leased ahead: all or none. ``settle`` ends it.
@@ -216,7 +204,6 @@ class Quota:
         """Report that so many bytes were removed.
 
         Args:
-            nbytes: how many.
             since: from ``mark``, or from here, before the first of them was removed.
 
         Returns:
@@ -282,14 +269,14 @@ class Quota:
                 self._reserved += change.reserve
                 self._ahead = change.ahead
                 self._unreported -= spent
-                self._known = self._read(accounts, change.disk)
+                self.known = self._read(accounts, change.disk)
 
-    def _read(self, accounts: Accounts, disk: FileSystem) -> _Known:
+    def _read(self, accounts: Accounts, disk: FileSystem) -> Known:
         excess = self._bounds.excess(accounts, disk, self._refused, self._file_bytes)
-        return _Known(
+        return Known(
             used=accounts.used,
             is_exact=accounts.is_exact,
-            limit=self._bounds.limit(accounts.used, disk) if accounts.is_exact else self._known.limit,
+            limit=self._bounds.limit(accounts.used, disk) if accounts.is_exact else self.known.limit,
             excess=excess if self._evicts else 0,
             unconfirmed=accounts.unconfirmed,
             leased=accounts.leased,

@@ -157,6 +157,17 @@ def convoy(
     figures.report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
 
 
+@bench.command()
+def gate(
+    model: ModelOption = engines.Size.TINY,
+    requests: Annotated[int, typer.Option(min=2, help="Requests that count in each phase.")] = 40,
+    as_json: JsonFlag = False,
+) -> None:
+    """Time to the first token while a tier is throttled, and after, by `load_gate`; real engines."""
+    measure = _lazy("engine.gate")
+    figures.report(measure.run(measure.Work(model.value, requests)), as_json)
+
+
 def _lazy(module: str) -> Any:
     try:
         return importlib.import_module(f"kvtier_bench.{module}")

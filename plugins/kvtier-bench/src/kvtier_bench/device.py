@@ -45,7 +45,6 @@ class Machine:
     """What was measured.
 
     Attributes:
-        backend: kvtier's backend.
         device: its name, and the software's versions.
         mib: MiB of device memory, and as many of slots, that the copies go between.
         pinned: share of the slots that the device could pin, in percent.
@@ -63,7 +62,6 @@ class CopySpeed:
 
     Attributes:
         page_kib: KiB of a page.
-        pages: pages of a submission.
         way: store, load, or both at once, half of the blocks each (of one block, one each).
         gb_s: from the submission to the end, median.
         limit_gb_s: one pinned copy in each way, of as many bytes in all.
@@ -86,7 +84,6 @@ class ComputeLoss:
 
     Attributes:
         page_kib: KiB of a page.
-        way: of the copies.
         work: products as in a prefill, which computing bounds, or with few rows as in a decode step, which
             the device's memory bounds.
         percent: median of the rounds' losses.
@@ -153,9 +150,7 @@ class _Bench:
     """Blocks on the device and slots for as many, with pages of one length, and what moves them.
 
     Args:
-        engine: copies between the blocks and the slots.
         memory: the blocks' pages, of shape (layers, blocks, bytes).
-        region: the slots.
 
     Attributes:
         blocks: how many there are.

@@ -75,8 +75,6 @@ def require_room(folder: Path, needed: int, what: str) -> None:
     """Raise KVTierError unless a file system has enough free bytes.
 
     Args:
-        folder: a directory on it.
-        needed: bytes.
         what: what needs them, for the message.
     """
     free = shutil.disk_usage(folder).free

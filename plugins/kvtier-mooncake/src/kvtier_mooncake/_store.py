@@ -78,10 +78,6 @@ class Trailers:
 class Store:
     """A client of the pool, for one tier.
 
-    Args:
-        config: the settings.
-        context: what the tier was opened with.
-
     Raises:
         TierError: the client library is missing, or the master or the metadata server cannot be reached.
     """

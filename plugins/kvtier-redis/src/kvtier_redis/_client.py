@@ -46,7 +46,6 @@ class ClientFactory:
     """Makes redis-py objects from the settings. They never retry: the caller decides about that.
 
     Args:
-        config: the settings.
         name: what CLIENT LIST shows as the name of the connections.
 
     Raises:

@@ -21,8 +21,6 @@ class Chunk:
     """One chunk of a batch.
 
     Attributes:
-        key: its Redis key.
-        view: its slot.
         trailer: on a put stored with the bytes, on a get filled in.
         result: None until it is known.
     """

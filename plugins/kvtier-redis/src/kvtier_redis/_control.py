@@ -51,7 +51,6 @@ class Topology:
     """The servers that store chunks.
 
     Attributes:
-        addresses: the primaries.
         by_slot: for each slot of a cluster the index of its primary; empty if there is one primary.
     """
 
@@ -88,13 +87,7 @@ class _SentinelAuthError(MasterNotFoundError):
 
 
 class ControlClient:
-    """Sends control commands for one tier.
-
-    Args:
-        config: the settings.
-        context: what the tier was opened with.
-        factory: makes clients.
-    """
+    """Sends control commands for one tier."""
 
     def __init__(self, config: RedisConfig, context: TierContext, factory: ClientFactory) -> None:
         self._config = config
@@ -277,8 +270,6 @@ def discover(config: RedisConfig, factory: ClientFactory, known: Sequence[Addres
     """Return the servers that store chunks. Blocks.
 
     Args:
-        config: the settings.
-        factory: makes clients.
         known: nodes of the cluster to ask besides those of the settings.
 
     Raises:

@@ -47,7 +47,6 @@ class Connections:
 
     Args:
         pool: makes the connections; their sockets are used directly.
-        size: number of connections in use at once.
         threads: where blocking calls run.
     """
 

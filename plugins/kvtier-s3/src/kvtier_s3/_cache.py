@@ -43,13 +43,7 @@ class JoinedCache(NamedTuple):
 
 
 class Cache:
-    """The cache of one identity.
-
-    Args:
-        store: obstore's store.
-        config: the tier's settings.
-        context: what the tier was opened with.
-    """
+    """The cache of one identity."""
 
     def __init__(self, store: Store, config: S3Config, context: TierContext) -> None:
         self.store = store

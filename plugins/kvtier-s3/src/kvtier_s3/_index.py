@@ -22,7 +22,6 @@ class Listing:
     """What a listing has returned so far, and what has changed since it began.
 
     Attributes:
-        max_keys: how many keys are remembered.
         keys: chunks it returned.
         nbytes: bytes of all objects it returned.
         put: chunks put or seen meanwhile.

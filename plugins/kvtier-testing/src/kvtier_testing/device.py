@@ -299,7 +299,7 @@ class EndTests(DeviceSetup):
         with rig(gated_factory(0.5), device=self.device) as it:
             start = time.monotonic()
             number = 0
-            while time.monotonic() < start + 1.2:
+            while time.monotonic() < start + 0.8:
                 it.load(number, [number % 24], neighbours(number % 48, 1))
                 it.engine.wait([number - 3])
                 number += 1

@@ -174,8 +174,6 @@ class Rig:
     Attributes:
         shape: the tensors and slots.
         caches: the tensors as the engine has them.
-        region: the slots.
-        engine: what is tested.
         model: what should come of it.
     """
 

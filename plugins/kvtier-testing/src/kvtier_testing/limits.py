@@ -251,6 +251,3 @@ def _stacks(first: threading.Thread) -> str:
             stack = "".join(traceback.format_stack(frame)[-_FRAMES:])
             parts.append(f"thread {thread.name!r} is at\n{stack}")
     return "".join(parts)
-
-
-__all__ = ["Calls", "LimitedSuite", "ended_process"]

@@ -139,11 +139,7 @@ class PolicyConformance(LimitedSuite):
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """The model: which keys are candidates and which are pinned. The policy chooses whom to evict.
-
-    Args:
-        given: what the policy's author has given.
-    """
+    """The model: which keys are candidates and which are pinned. The policy chooses whom to evict."""
 
     def __init__(self, given: PolicyConformance) -> None:
         super().__init__()

@@ -155,8 +155,11 @@ async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatc
     world.chunk_bytes = 4096
     await filled(world, [(60 * (number + 1), None) for number in range(400)])
     one = world.file(0).stat().st_blocks * 512
-    evicted = await anyio.to_thread.run_sync(evictor.make_room, 80 * one)
-    assert evicted.chunk_bytes >= 80 * one
+    need = 80 * one
+    while need > 0:  # as maintenance does: a poor sample may leave a little to be done
+        evicted = await anyio.to_thread.run_sync(evictor.make_room, need)
+        assert evicted.chunk_bytes
+        need -= evicted.chunk_bytes
     stayed = left(world, 400)
     assert 300 <= len(stayed) <= 365  # most chunks are alone in two directories, which go as well
     assert set(range(200)) <= set(stayed)  # the younger half is safe even from a poor sample
@@ -266,7 +269,8 @@ async def test_a_burst_into_a_small_root_is_taken_and_the_last_of_it_is_kept(wor
             tasks.start_soon(put_batches, world, tiers[number % engines], 1000 * number, 48, 4, outcomes)
     assert await world.bytes_below() <= chunks * file_bytes
     assert [outcome.reasons for outcome in outcomes if outcome.reasons] == []
-    kept = {number for number in range(1000 * engines * puts_at_once) if world.file(number).exists()}
+    put = [1000 * first + number for first in range(engines * puts_at_once) for number in range(48)]
+    kept = [number for number in put if world.file(number).exists()]
     assert len(kept) >= chunks // 2
     assert all(number % 1000 >= 8 for number in kept)
 
@@ -287,7 +291,7 @@ async def test_chunks_that_are_there_need_no_room_and_drive_none_out(world, monk
     evicted = tier.statistics().evicted_bytes
     for _ in range(3):
         assert (await world.put(tier, there)).statuses == (OK,) * len(there)
-    assert tier._session.quota.excess_bytes == 0
+    assert tier._session.quota.known.excess == 0
     assert left(world, 12) == there
     assert tier.statistics().evicted_bytes == evicted
 

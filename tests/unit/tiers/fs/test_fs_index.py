@@ -103,13 +103,6 @@ async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, gat
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
-async def test_nothing_of_an_old_epoch_is_known(world):
-    tier = await world.open()
-    await world.put(tier, range(4))
-    await tier.reset()
-    assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
-
-
 async def test_a_put_of_before_a_reset_that_ends_after_it_is_not_known(world, gate, monkeypatch):
     patch_library(monkeypatch, gate, "kvt_files_put")
     tier = await world.open()

@@ -95,8 +95,6 @@ def connectors(primary_bytes: int, folder: Path, *, native: bool = False) -> dic
     """Return the connectors that are compared: none, kvtier without and with files, and vLLM's own tiering.
 
     Args:
-        primary_bytes: of each primary tier.
-        folder: for the roots of the tiers of files.
         native: whether vLLM's own tiering, over a CPU worker, is among them.
     """
     sizes = {"cpu_bytes_to_use": primary_bytes, "block_size": BLOCK_TOKENS}
@@ -167,10 +165,6 @@ def spread_of_median(values: Sequence[float]) -> tuple[float, float]:
 class Channel:
     """Orders to the process of an engine, which ``kvtier_bench.engine.process`` lists, and its answers.
 
-    Args:
-        channel: connected to the process.
-        log: where the process writes what it has to say.
-
     Attributes:
         patience_s: seconds to wait for an answer, unless an order has a limit of its own.
     """
@@ -231,12 +225,7 @@ class Channel:
 
 
 class Engine(Channel):
-    """One engine in a process of its own. A context manager that ends the process.
-
-    Args:
-        name: names its log.
-        folder: where the log goes.
-    """
+    """One engine in a process of its own. A context manager that ends the process."""
 
     def __init__(self, name: str, folder: Path) -> None:
         log = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
@@ -277,7 +266,6 @@ def open_engines(
         folder: for the model and the engines' logs.
         size: a size in ``MODELS``.
         settings: of each engine's connector, by the engine's name; None for no connector.
-        arguments: further arguments of all engines.
     """
     with ExitStack() as stack:
         model = _make_model(folder, size)
@@ -332,7 +320,6 @@ def engine_arguments(model: Path, extra_config: Settings | None, more: Mapping[s
     """Return the arguments of an engine.
 
     Args:
-        model: directory of the model.
         extra_config: settings of the connector; None for an engine without one.
         more: further arguments of the engine; ``kv_transfer_config`` over the one made here.
     """

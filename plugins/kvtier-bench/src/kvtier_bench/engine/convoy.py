@@ -59,7 +59,6 @@ class Convoy:
         scenario: whether the requests' prefixes have nothing in common, or are shared by families.
         connector: what the engine had: kvtier or vLLM's own tiering, host memory alone or files behind it.
         seconds: until the last token of all requests.
-        requests_s: requests a second.
         ttft_ms: median time to the first token.
         ttft_p95_ms: what 95 % of the requests stay below.
         throughput: requests a second, as a ratio to kvtier's with the primary tier alone.
@@ -118,7 +117,6 @@ class Work:
 
     @property
     def prefix_blocks(self) -> int:
-        """Blocks of one prefix."""
         return self.prefix_tokens // BLOCK_TOKENS
 
     @property

@@ -38,7 +38,6 @@ class Disk(Contestant):
         self._limit = limit
 
     async def move(self, verb: str, nbytes: float) -> int:
-        """See ``Contestant.move``."""
         return await asyncio.to_thread(self._limit.measure, verb, nbytes)
 
 
@@ -48,9 +47,7 @@ def run(
     """Measure. What is written below ``root`` is removed again.
 
     Args:
-        root: directory on the file system to be measured.
         sizes: bytes of a chunk, multiples of 4096.
-        mib: MiB that are moved in each stretch.
         rounds: how often each is repeated; medians are given.
 
     Raises:

@@ -81,12 +81,10 @@ class BatchMover(Contestant, Generic[BatchT]):
         return [key_of(number) for number in range(first, self._serial)]
 
     def prepare(self, nbytes: float) -> None:
-        """See ``Contestant.prepare``."""
         for _ in range(self._batches(nbytes)):
             self._prepared.append(self.make(self.new_keys(self._batch_chunks)))
 
     async def move(self, verb: str, nbytes: float) -> int:
-        """See ``Contestant.move``."""
         count = self._batches(nbytes)
         if verb == "put":
             batches, self._prepared = self._prepared[:count], self._prepared[count:]
@@ -97,7 +95,6 @@ class BatchMover(Contestant, Generic[BatchT]):
         return count * self._batch_chunks * self.memory.chunk_bytes
 
     async def discard(self) -> None:
-        """See ``Contestant.discard``."""
         stored, self._stored, self._prepared = self._stored, [], []
         await self.remove(stored)
 
@@ -141,18 +138,15 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
         return keys, [seal(key, self.memory.view(0), self._digest) for key in keys]
 
     async def put(self, batch: tuple[Sequence[OffloadKey], list[bytes]], slots: range) -> None:
-        """See ``BatchMover.put``."""
         keys, trailers = batch
         _require_ok("put", await self.tier.put(Batch(keys, slots, self.memory, list(trailers))))
 
     async def get(self, batch: tuple[Sequence[OffloadKey], list[bytes]], slots: range) -> None:
-        """See ``BatchMover.get``."""
         wanted = Batch(batch[0], slots, self.memory)
         _require_ok("get", await self.tier.get(wanted))
         self._last = wanted
 
     def check(self) -> None:
-        """See ``Contestant.check``."""
         if self.tier.verifies or self._last is None:
             return
         for key, view, trailer in zip(self._last.keys, self._last.views, self._last.trailers, strict=True):
@@ -160,7 +154,6 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
                 raise KVTierError(f"the tier under test gave wrong bytes: {found}")
 
     async def remove(self, batches: Sequence[tuple[Sequence[OffloadKey], list[bytes]]]) -> None:
-        """See ``BatchMover.remove``."""
         for keys, _ in batches:
             await self.tier.discard(keys)
 

@@ -28,7 +28,6 @@ class Throughput:
 
     Attributes:
         subject: what was measured: the tier, or vLLM's path for files.
-        chunk_bytes: bytes of a chunk.
         verb: ``"put"`` or ``"get"``.
         busy: whether a process computed in pure Python meanwhile.
         gb_s, reference_gb_s: what subject and reference did, several batches at once.
@@ -100,12 +99,7 @@ async def compare(
     """Measure subjects beside a reference.
 
     Args:
-        subjects: by name.
-        reference: what they are measured against.
         engine: computes in half of the rounds.
-        chunk_bytes: bytes of a chunk.
-        nbytes: bytes that are moved in each stretch.
-        rounds: how often each stretch is repeated.
         goal: the ratio that a subject should reach.
     """
     found: dict[tuple[str, str, bool], list[_Round]] = {}

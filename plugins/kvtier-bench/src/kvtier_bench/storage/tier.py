@@ -44,7 +44,6 @@ class Latency:
     """Latency of one call on an idle tier, in milliseconds.
 
     Attributes:
-        chunk_bytes: bytes of a chunk.
         call: a put or a get of one chunk, or a lookup of many keys that are not there.
         tier_p50_ms, tier_p99_ms: of the tier.
         bare_p50_ms, bare_p99_ms: of the bare client; None where there is none.
@@ -66,19 +65,15 @@ class BareMover(BatchMover[list[str]]):
         self._client = client
 
     def make(self, keys: Sequence[OffloadKey]) -> list[str]:
-        """See ``BatchMover.make``."""
         return [key.hex() for key in keys]
 
     async def put(self, batch: list[str], slots: range) -> None:
-        """See ``BatchMover.put``."""
         await self._client.put(batch, list(map(self.memory.view, slots)))
 
     async def get(self, batch: list[str], slots: range) -> None:
-        """See ``BatchMover.get``."""
         await self._client.get(batch, list(map(self.memory.view, slots)))
 
     async def remove(self, batches: Sequence[list[str]]) -> None:
-        """See ``BatchMover.remove``."""
         for names in batches:
             await self._client.discard(names)
 
@@ -107,10 +102,7 @@ def run(
     """Measure.
 
     Args:
-        config: file with the settings of one tier.
-        sizes: bytes of a chunk.
         mib: MiB that are moved in each stretch; the backend needs room for twice that.
-        rounds: how often each stretch is repeated.
 
     Raises:
         KVTierError: the tier cannot be opened, or does not do its work.
@@ -140,7 +132,7 @@ async def opened(
     memory = HeapMemory(batch_chunks * BATCHES_IN_FLIGHT, size)
     fill(memory)
     identity = Identity.make("bench", {"chunk_bytes": size, "run": secrets.token_hex(8)})
-    tier = plugins.make(plugins.TIERS, settings.type, registry.load(settings.type), settings)
+    tier = registry.maker(settings)()
     bare = _bare_client(settings, size)
     await _open(tier, TierContext(settings.name or settings.type, identity, size))
     mover = TierMover(tier, identity, memory)

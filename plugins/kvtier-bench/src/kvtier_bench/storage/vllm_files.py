@@ -27,10 +27,6 @@ POLL_S: Final = 0.0005
 class VllmFiles(BatchMover[list[str]]):
     """vLLM's batches of files in vLLM's threads. A batch is the paths of its files.
 
-    Args:
-        root: directory of the files.
-        memory: where the chunks are.
-
     Raises:
         ImportError: vLLM is not installed, or without its compiled helper.
     """
@@ -50,20 +46,16 @@ class VllmFiles(BatchMover[list[str]]):
         self._pool.shutdown(wait=True)
 
     def make(self, keys: Sequence[OffloadKey]) -> list[str]:
-        """See ``BatchMover.make``."""
         names = [key.hex() for key in keys]
         return [f"{self._root}/{name[:3]}/{name[3:5]}_g0/{name}.bin" for name in names]
 
     async def put(self, batch: list[str], slots: range) -> None:
-        """See ``BatchMover.put``."""
         await self._do(io.batch_store_block, self._pool.enqueue_store, batch, slots)
 
     async def get(self, batch: list[str], slots: range) -> None:
-        """See ``BatchMover.get``."""
         await self._do(io.batch_load_block, self._pool.enqueue_load, batch, slots)
 
     async def remove(self, batches: Sequence[list[str]]) -> None:  # noqa: ARG002
-        """See ``BatchMover.remove``."""
         await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def _do(

@@ -23,7 +23,6 @@ class Tally:
     """What some runs have shown.
 
     Attributes:
-        runs: how many there were.
         seen: what happened how often.
         failures: seeds that failed, and how.
     """

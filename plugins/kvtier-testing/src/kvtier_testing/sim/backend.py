@@ -56,7 +56,6 @@ class Record:
     """What a backend keeps of a chunk.
 
     Attributes:
-        payload: its bytes.
         trailer: what proves them.
         durable: whether they are there after a crash.
         private: whether only the process that put them may have them: there was a reset.
@@ -74,7 +73,6 @@ class Backend:
     Attributes:
         records: the chunks, the least recently used first.
         capacity: how many there may be.
-        faults: the faults of now.
         process: who has it open.
         resets: resets of all time: what was put before one is not given after it.
         unreported: chunks that may be announced though they are gone: nobody reported that they left.
@@ -199,6 +197,3 @@ def corrupt(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, byte
     if kind == 3:
         return payload, trailer[: chance.randrange(len(trailer))]
     return other, seal(_ANOTHER, memoryview(other), IDENTITY.short_digest)
-
-
-__all__ = ["NO_FAULTS", "Backend", "FaultProfile", "Record", "corrupt"]

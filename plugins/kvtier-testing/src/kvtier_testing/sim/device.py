@@ -18,10 +18,7 @@ class Copies:
     """Copies between a device and the slots.
 
     Args:
-        world: where all this happens.
-        memory: the slots.
         failures: share of copies that fail.
-        until_s: when that is over.
         longest_s: how long a copy takes at most.
     """
 
@@ -87,6 +84,3 @@ class Copies:
         fails = self._world.now_s < self._until_s and self._chance.random() < self._failures
         self._world.seen["copy failed"] += fails
         return fails
-
-
-__all__ = ["Copies"]

@@ -151,6 +151,3 @@ class EfficiencyCheckedTiering(Tiering):
 
 def _answered(transfer: Transfer, event: GetEnded, wanted: Answer) -> list[OffloadKey]:
     return [key for key, answer in zip(transfer.keys, event.answers, strict=True) if answer is wanted]
-
-
-__all__ = ["EfficiencyCheckedTiering"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvtier._core.load_gate import ComputeSpeed
 from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
@@ -70,7 +71,6 @@ class Job:
     Attributes:
         request: the core's side of it.
         keys: its chunks, in the order of the prompt.
-        state: where it is.
         waits_since_s: when it was deferred first.
         expired: whether it may not be deferred any more.
         computed: whether a load of it has failed.
@@ -133,10 +133,13 @@ class EngineProcess(Process):
         self._executor.start()
         self._driver.on_event(SlotsReady(range(self._scenario.slots)))
         while self._world.now_s < until_s:
+            if self._scenario.chunk_s:
+                self.core.note_computed(0, 1, self._scenario.chunk_s)
             await self._step(arriving=True)
             await asyncio.sleep(self._scenario.step_s * self._chance.choice((0.5, 1.0, 1.0, 3.0)))
 
     async def drain(self) -> None:
+        self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
         while not (self._is_idle and self.core.is_idle and self.tiers_are_idle):
             await self._step(arriving=False)
             await asyncio.sleep(self._scenario.step_s)
@@ -381,6 +384,3 @@ class EngineProcess(Process):
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:
             await asyncio.sleep(self._chance.choice((0.0, 0.0, self._scenario.step_s / 10)))
-
-
-__all__ = ["EngineProcess", "SimExecutorThread"]

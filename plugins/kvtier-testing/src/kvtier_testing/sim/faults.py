@@ -42,11 +42,9 @@ class FaultyTier(SecondaryTier[TierConfig]):
     Args:
         inner: the tier; nothing in it may need another thread or a socket.
         backend: whose faults it has. A tier of one's own needs no backend otherwise.
-        memory: the slots.
         drains: whether a call that is cancelled goes on to its end first.
 
     Attributes:
-        inner: the tier.
         running: calls of each kind that are under way.
         gets: gets that have begun.
     """
@@ -301,6 +299,3 @@ class FaultyTier(SecondaryTier[TierConfig]):
                 self._world.fail(
                     f"{self._backend.name} is to put {show(key)} of {weights}, but slot {slot} has {held}"
                 )
-
-
-__all__ = ["FaultyTier"]

@@ -260,7 +260,6 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
     ``loop.run_in_executor`` start no thread.
 
     Args:
-        main: makes the coroutine.
         seed: anything whose ``str`` names the run.
 
     Returns:
@@ -276,6 +275,3 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
         finally:
             loop.sweep()
             loop.close()
-
-
-__all__ = ["SimLoop", "Spinning", "Stalled", "cancel_begun", "simulate"]

@@ -118,7 +118,6 @@ class World:
         trace: called with each line of what happens; None where nobody reads it.
 
     Attributes:
-        loop: the simulated loop.
         weights: the weights of the process that lives now; the first ones of every process are 0.
         seen: what happened how often, for whoever asks whether a run showed anything at all.
         process: counts the processes.
@@ -312,6 +311,3 @@ def _checked(name: str) -> Callable[..., Any]:
 
 for _name in ("on_event", "take_commands", "acquire", "release", "fail_load", "reserve", "commit", "abort"):
     setattr(CheckedTiering, _name, _checked(_name))
-
-
-__all__ = ["CHUNK_BYTES", "IDENTITY", "CheckedTiering", "SimMemory", "Violation", "World", "content", "show"]

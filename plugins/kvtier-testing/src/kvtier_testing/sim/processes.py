@@ -53,6 +53,3 @@ class Process(ABC):
             if all(key in self.core.table.visible for key in keys):
                 return
         self._world.fail(f"{keys} find no room")
-
-
-__all__ = ["DRAIN_S", "Process"]

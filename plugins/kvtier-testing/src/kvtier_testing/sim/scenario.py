@@ -33,7 +33,6 @@ class TierScenario:
     """A tier and its faults.
 
     Attributes:
-        config: its settings.
         verifies: whether it checks its chunks itself.
         capacity: chunks that it has room for.
         is_recreated: whether an opening that failed is repeated with another object.
@@ -61,9 +60,6 @@ class Scenario:
 
     Attributes:
         owner: who drives the core.
-        policy: name of the eviction policy.
-        slots: slots of the primary tier.
-        limits: the bounds of the core.
         windowed: whether there is a group that is looked up from the back.
         tiers: the tiers, in their order.
         process_ends: when and how each process ends; after the last of them there is one that is
@@ -75,6 +71,7 @@ class Scenario:
         copy_failures: share of device copies that fail.
         copy_s: how long a device copy takes at most.
         prompts: what requests ask for the beginning of.
+        chunk_s: how long computing a chunk takes, as the core is told; 0: it is not, and loads everything.
     """
 
     owner: Owner
@@ -91,6 +88,7 @@ class Scenario:
     copy_failures: float
     copy_s: float
     prompts: tuple[tuple[OffloadKey, ...], ...] = field(repr=False)
+    chunk_s: float
 
     @staticmethod
     def draw(seed: object) -> Scenario:
@@ -116,6 +114,7 @@ class Scenario:
             copy_failures=chance.choice((0.0, 0.0, 0.1)),
             copy_s=chance.choice((0.0, 0.001, 0.02, 0.1)),
             prompts=_prompts(chance, windowed=windowed),
+            chunk_s=chance.choice((0.0, 0.0, 0.0001, 0.002, 0.02)),
         )
 
 
@@ -128,6 +127,7 @@ def _limits(chance: Random) -> Limits:
         store_threshold=chance.choice((0, 0, 0, 0, 0, 0, 2)),
         max_tracker_size=chance.choice((4, 100)),
         max_announced=chance.choice((3, 1000)),
+        load_gate="latency",
     )
 
 
@@ -205,6 +205,3 @@ def _prompts(chance: Random, *, windowed: bool) -> tuple[tuple[OffloadKey, ...],
 def chain(name: str, length: int, group: int = 0) -> tuple[OffloadKey, ...]:
     """Make the keys of a prompt's chunks."""
     return tuple(pack_key(f"{name}{index}".encode(), group) for index in range(length))
-
-
-__all__ = ["End", "Owner", "Scenario", "TierScenario", "chain"]

@@ -69,7 +69,6 @@ def run(
 
     Args:
         seed: names the run.
-        given: parts of one's own.
         trace: called with each line of what happens.
 
     Raises:
@@ -87,8 +86,6 @@ def run(
 
 
 class _Run:
-    """One run."""
-
     def __init__(
         self, seed: object, given: Overrides, scenario: Scenario, trace: Callable[[str], object] | None
     ) -> None:
@@ -103,7 +100,6 @@ class _Run:
         }
 
     async def run(self) -> Result:
-        """Run it."""
         scenario, world = self._scenario, self.world
         world.loop.set_exception_handler(self._on_unhandled)
         world.note(f"{scenario}")
@@ -341,6 +337,3 @@ class _Run:
             self.world.loop.fail(
                 error if isinstance(error, Exception) else AssertionError(context["message"])
             )
-
-
-__all__ = ["MakeTier", "Overrides", "Result", "run"]

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from kvtier import TieringManager
+from kvtier._core.load_gate import ComputeSpeed
 from kvtier._device.base import Blocks, Finished, TransferEngine
 from kvtier._execution.executor import NamedTier
 from kvtier._memory.region import Region
@@ -55,7 +56,6 @@ class SimTransferEngine(TransferEngine):
         self._is_closed = False
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        """See the base."""
         self._require_open()
         contents = [self.blocks[int(block)] for block in blocks.ids]
         self._copies.store(slots, contents, lambda good: self._end(transfer_id, good))
@@ -68,7 +68,6 @@ class SimTransferEngine(TransferEngine):
         *,
         expedited: bool = False,  # noqa: ARG002
     ) -> None:
-        """See the base."""
         self._require_open()
         ids = [int(block) for block in blocks.ids]
 
@@ -79,26 +78,21 @@ class SimTransferEngine(TransferEngine):
         self._copies.load(slots, done)
 
     def finished(self) -> list[Finished]:
-        """See the base."""
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, transfer_ids: Iterable[int]) -> None:  # noqa: ARG002
-        """See the base."""
         self._copies.hurry()
 
     def drain(self) -> None:
-        """See the base."""
         self._copies.hurry()
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """See the base."""
         self._wakeup = wakeup
         if wakeup is not None and self._ended:
             wakeup()
 
     def close(self) -> None:
-        """See the base."""
         self._is_closed = True
         self._copies.hurry()
 
@@ -162,6 +156,7 @@ class ManagerProcess(Process):
             await self._closing.wait()
 
     async def drain(self) -> None:
+        self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
         await self._manager.drain()
         while not (self.core.is_idle and self.tiers_are_idle):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -241,6 +236,8 @@ class ManagerProcess(Process):
     async def _load_or_store(self, keys: Sequence[OffloadKey]) -> None:
         """What an engine does with a prompt: load what is there, store what is not."""
         if await self._load(keys) < len(keys):
+            if self._scenario.chunk_s:
+                self._manager.report_computed(len(keys), len(keys) * self._scenario.chunk_s)
             await self._store(keys)
 
     async def _load(self, keys: Sequence[OffloadKey]) -> int:
@@ -303,6 +300,3 @@ class ManagerProcess(Process):
                 return
         held = [self._world.name_of(one, keys) for one in got]
         self._world.fail(f"{[show(key) for key in keys]} of weights {oldest} or newer came as {held}")
-
-
-__all__ = ["ManagerProcess", "SimRegion"]

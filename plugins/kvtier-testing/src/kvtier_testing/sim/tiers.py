@@ -169,6 +169,3 @@ class VerifyingSimTier(SimTier):
             self._tell([key])
             return Status.CORRUPT
         return status
-
-
-__all__ = ["SimTier", "SimTierConfig", "VerifyingSimTier"]

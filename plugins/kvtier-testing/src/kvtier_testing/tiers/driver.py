@@ -16,7 +16,6 @@ class Driver:
     """A tier behind kvtier's executor: seals, checks and limits as in an engine.
 
     Attributes:
-        rig: the tier.
         memory: the slots; chunk ``n`` is put from and got into whichever the caller says.
         events: what the executor has posted.
     """

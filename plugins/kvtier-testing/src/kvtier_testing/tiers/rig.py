@@ -36,7 +36,6 @@ def expect(condition: object, message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Fail with ``message``."""
     raise AssertionError(message)
 
 
@@ -74,7 +73,6 @@ class Slots:
     """Slots for one batch, in no order, with an unused one beside each.
 
     Attributes:
-        memory: where they are.
         numbers: the slots that the batch uses.
     """
 
@@ -120,13 +118,7 @@ def check_reused(memory: HeapMemory, slots: Iterable[int], what: str) -> None:
 
 
 class TierRig:
-    """An open tier and what tests do with it. Chunk ``n`` has the key ``key(n)`` and known bytes.
-
-    Attributes:
-        tier: the tier.
-        identity: the cache that it was opened for.
-        chunk_bytes: length of every chunk.
-    """
+    """An open tier and what tests do with it. Chunk ``n`` has the key ``key(n)`` and known bytes."""
 
     def __init__(
         self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool = False

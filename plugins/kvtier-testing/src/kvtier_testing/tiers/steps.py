@@ -92,7 +92,6 @@ async def run_cancelled(
     """Make a call in a task of its own and cancel it.
 
     Args:
-        call: what is called.
         way: how it is cancelled; None: not at all.
         at_wait: at which of its waits, counted from 1.
         after_s: after how many seconds, in place of ``at_wait``.
@@ -138,11 +137,9 @@ async def held(call: Call, at_wait: int, meanwhile: Call, patience_s: float) -> 
     """Make a call, and do something else between one of its waits and what it does next.
 
     Args:
-        call: what is called.
         at_wait: after which of its waits it is held.
         meanwhile: what is done then. If it has not ended after ``patience_s`` the call goes on all the
             same: it may have to wait for the call's end.
-        patience_s: see there.
 
     Returns:
         Whether the call came to that wait.
@@ -163,6 +160,3 @@ async def held(call: Call, at_wait: int, meanwhile: Call, patience_s: float) -> 
     for other in others:
         other.result()
     return bool(others)
-
-
-__all__ = ["Call", "Ended", "Stepped", "Way", "held", "run_cancelled"]

@@ -1,0 +1,88 @@
+"""``kvtier explain``: why requests' prefixes were found or not, from the lines in an engine's log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, BinaryIO, Final
+
+import msgspec
+import typer
+
+from kvtier._cli.report import JsonFlag, finish, print_line, table
+from kvtier._telemetry import explanation
+from kvtier._telemetry.explanation import DamagedLine, Explanation
+
+_LONGEST_LINE: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedLog:
+    """The explanations in a log.
+
+    Attributes:
+        requests: the explained requests, in the order of the log; the fields are those of the lines.
+        damaged: lines that begin as an explanation and cannot be read.
+        other: lines about something else.
+    """
+
+    requests: list[dict[str, Any]]
+    damaged: int
+    other: int
+
+
+def command(
+    log: Annotated[
+        typer.FileBinaryRead, typer.Argument(metavar="LOG", help="An engine's log; `-` is standard input.")
+    ],
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what was found in each tier for requests that were to be explained, and why not more.
+
+    A request asks with `"kv_transfer_params": {"kvtier": {"explain": true}}`; the setting `explain_rate`
+    explains a share of all. Exit status 1 where lines are damaged.
+
+    Example: kvtier explain engine.log
+    """
+    found = explain(log)
+    finish(found, _show, as_json=as_json, is_healthy=not found.damaged)
+
+
+def explain(log: BinaryIO) -> ExplainedLog:
+    """Return the explanations in a log."""
+    requests: list[dict[str, Any]] = []
+    damaged = other = 0
+    for found in explanation.read(_lines(log)):
+        if isinstance(found, Explanation):
+            requests.append(msgspec.to_builtins(found))
+        elif isinstance(found, DamagedLine):
+            damaged += 1
+        else:
+            other += 1
+    return ExplainedLog(requests, damaged, other)
+
+
+def _lines(log: BinaryIO) -> Iterator[bytes]:
+    while line := log.readline(_LONGEST_LINE):  # a file without line ends must fit into memory, too
+        yield line
+
+
+def _show(log: ExplainedLog) -> None:
+    tiers = list(dict.fromkeys(tier for one in log.requests for tier in one["tokens"]))
+    rows = [
+        (
+            one["request"],
+            *(one["tokens"].get(tier, 0) for tier in tiers),
+            *(one["prefix_end"], one["reason"]),
+            [f"{tier}: {why}" for tier, why in one["tiers"].items()],
+            f"{one['waited_s']:.3f}",
+        )
+        for one in log.requests
+    ]
+    table(
+        "tokens found, by tier",
+        ("request", *tiers, "prefix end", "reason", "why not from the tiers", "waited s"),
+        rows,
+    )
+    if log.damaged:
+        print_line(f"{log.damaged} damaged lines skipped")

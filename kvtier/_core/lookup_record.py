@@ -1,0 +1,50 @@
+"""What became of a request's lookups, for requests that are to be explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtier.keys import OffloadKey
+
+
+class LookupRecord:
+    """What became of the lookups of one request, for requests that are to be explained.
+
+    Args:
+        name: of the request.
+        asked: takes the name in each round in which the request is looked up anew; its owner empties it.
+
+    Attributes:
+        misses: the keys that the last scan was answered MISS for, in the order of the questions, and why, in
+            words of ``reasons.MISS``.
+        refusals: for each key that secondary tiers did not give: the tiers' names, and why.
+    """
+
+    def __init__(self, name: str = "", asked: set[str] | None = None) -> None:
+        self.misses: dict[OffloadKey, str] = {}
+        self.refusals: dict[OffloadKey, dict[str, str]] = {}
+        self._given_up: dict[OffloadKey, str] = {}
+        self._round: object = None
+        self._name = name
+        self._asked = set() if asked is None else asked
+
+    def began(self, round_: object) -> None:
+        """Note that the request is looked up in a round: what was missed in earlier ones is old."""
+        if round_ is not self._round:
+            self._round = round_
+            self.misses.clear()
+            self._asked.add(self._name)
+
+    def missed(self, round_: object, key: OffloadKey, reason: str) -> None:
+        """Note that a key was answered MISS in a round."""
+        self.began(round_)
+        self.misses[key] = self._given_up.get(key, reason)
+
+    def refused(self, keys: Iterable[OffloadKey], tier: str, reason: str) -> None:
+        """Note why a tier did not give keys."""
+        for key in keys:
+            self.refusals.setdefault(key, {})[tier] = reason
+
+    def gave_up(self, keys: Iterable[OffloadKey], reason: str) -> None:
+        """Note why keys that tiers have are not promoted."""
+        self._given_up.update(dict.fromkeys(keys, reason))

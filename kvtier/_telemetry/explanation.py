@@ -1,0 +1,123 @@
+"""Why a request's prefix was found or not: one line per explained request, written and read here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+
+PREFIX = "kvtier.explain: "
+"""What comes before the JSON object in a line, whatever the log's format puts before it."""
+
+logger = logging.getLogger("kvtier.explain")
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request's prefix was found, and why it ended there. Field names are those of the line.
+
+    Attributes:
+        request: the engine's id of the request.
+        tokens: tokens loaded, by tier; `cpu` is the primary tier.
+        prefix_end: tokens of the prompt, from its front, that need not be computed, those in the engine's own
+            cache included; None where the engine asked for nothing, or does not say where in the prompt.
+        reason: why the prefix ended there, in a word of `kvtier_misses`; None where nothing was missing.
+        tiers: why each secondary tier that was considered did not give the chunk at which it ended.
+        waited_s: seconds that the request waited for secondary tiers.
+    """
+
+    request: str
+    tokens: dict[str, _Tokens]
+    prefix_end: _Tokens | None
+    reason: str | None
+    tiers: dict[str, str]
+    waited_s: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class DamagedLine(msgspec.Struct, frozen=True):
+    """A line that has the prefix, and no explanation that can be read behind it."""
+
+    problem: str
+
+
+_BEGIN = PREFIX + "{"
+_decoder = msgspec.json.Decoder(Explanation)
+_json = json.JSONDecoder()  # says where a value ends
+
+
+def write(explanation: Explanation) -> None:
+    """Log an explanation."""
+    # In ASCII: a request's id may hold what the log's encoding lacks, or half of a character.
+    request = explanation.request.encode(errors="replace").decode()
+    fields = msgspec.to_builtins(msgspec.structs.replace(explanation, request=request))
+    with _shown():
+        logger.info("%s%s", PREFIX, json.dumps(fields))
+
+
+def enable() -> None:
+    """Have explanations logged where nobody has configured a level for kvtier's loggers.
+
+    vLLM configures its own loggers alone: without a level of their own Python drops lines of other loggers
+    below WARNING.
+    """
+    one: logging.Logger | None = logger
+    while one is not None and not isinstance(one, logging.RootLogger):
+        if one.level != logging.NOTSET:
+            return
+        one = one.parent
+    logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Have lines go to standard error as long as nobody has configured where else they go."""
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:
+    """Yield the explanation in each line of a log; None for lines that are about something else."""
+    for line in lines:
+        yield _found_in(line.decode(errors="replace"))
+
+
+def _found_in(line: str) -> Explanation | DamagedLine | None:
+    """Return the first explanation in a line that can be read; text before and behind it does not matter."""
+    problem, may_be_escaped = None, True
+    start = line.find(_BEGIN)
+    while start >= 0:
+        text = line[start + len(PREFIX) :]
+        is_escaped = text.startswith('{\\"')  # in a log whose lines are JSON themselves
+        may_be_escaped = may_be_escaped and not text.startswith('{"')  # then it is part of a request's id
+        try:
+            if not is_escaped or may_be_escaped:
+                return _decoded(_first_value('"' + text) if is_escaped else text)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            problem = problem or DamagedLine(str(error))
+        start = line.find(_BEGIN, start + 1)
+    return problem
+
+
+def _decoded(text: str) -> Explanation:
+    """Return the explanation at the front of a text."""
+    _, end = _json.raw_decode(text)
+    return _decoder.decode(text[:end])
+
+
+def _first_value(text: str) -> str:
+    """Return the JSON string at the front of a text."""
+    return str(_json.raw_decode(text)[0])

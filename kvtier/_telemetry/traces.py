@@ -1,0 +1,167 @@
+"""Spans of lookups, loads, promotions and puts, through OpenTelemetry's API where that is installed.
+
+They go to the process's tracer provider, which the program configures: vLLM by ``otlp_traces_endpoint``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, TransferHealth
+from kvtier._core.shared import SharedState
+from kvtier._core.tiering import PRIMARY
+from kvtier._core.transfers import Handle, Pinned
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+logger = logging.getLogger("kvtier.traces")
+
+REQUEST = "gen_ai.request.id"
+"""Where vLLM's own spans have the request's id, too."""
+
+_MOST_REQUESTS = 16
+
+
+def open_traces(shared: SharedState) -> Traces | None:
+    """Return where to trace what a core does; None where nothing is installed, or no provider configured."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    try:
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+            return None
+        return Traces(provider.get_tracer("kvtier"), shared)
+    except Exception as error:  # a name that is not installed raises a bare StopIteration
+        logger.warning(
+            "nothing is traced: OpenTelemetry's tracer provider cannot be used (%r); set "
+            "OTEL_PYTHON_TRACER_PROVIDER to one that is installed, or unset it",
+            error,
+        )
+        return None
+
+
+class Traces:
+    """The spans under way. Its owner's thread alone calls it; no method raises.
+
+    Args:
+        tracer: makes the spans.
+        shared: the core's tiers and transfers.
+    """
+
+    def __init__(self, tracer: Tracer, shared: SharedState) -> None:
+        self._tracer = tracer
+        self._shared = shared
+        self._transfers: dict[int, Span] = {}
+        self._loads: dict[Handle, Span] = {}
+        self._guard = _Guard()
+
+    def submitted(self, commands: Iterable[Command], request: str = "") -> None:
+        """Begin the spans of puts and gets.
+
+        Args:
+            commands: the commands.
+            request: the request whose chunks are put; a get is for the requests that wait for it.
+        """
+        with self._guard:
+            for command in commands:
+                if isinstance(command, Get | Put) and (transfer := self._shared.transfers.get(command.id)):
+                    names = [waiter.name for waiter in transfer.waiters] or [request]
+                    name = "kvtier.put" if transfer.is_put else "kvtier.promotion"
+                    self._transfers[command.id] = self._begin(name, names, len(command.keys))
+                    self._transfers[command.id].set_attribute("kvtier.tier", self._name(command.tier))
+
+    def ended(self, event: Event) -> None:
+        """End the span of a put or get."""
+        if not isinstance(event, GetEnded | PutEnded):
+            return
+        with self._guard:
+            if (span := self._transfers.pop(event.id, None)) is None:
+                return
+            results = event.kept if isinstance(event, PutEnded) else [it == it.COPIED for it in event.answers]
+            span.set_attribute("kvtier.chunks_done", sum(results))
+            span.set_attribute("kvtier.tier_seconds", event.seconds)
+            for reason, count in event.reasons.items():
+                span.set_attribute(f"kvtier.failed.{reason}", count)
+            _end(span, is_failed=event.health in (TransferHealth.BAD, TransferHealth.LATE))
+
+    def load_began(self, pinned: Pinned, request: str) -> None:
+        """Begin the span of a load."""
+        with self._guard:
+            span = self._loads[pinned] = self._begin("kvtier.load", [request], len(pinned.chunks))
+            for tier in set(pinned.origins):
+                span.set_attribute(f"kvtier.chunks.{self._name(tier)}", pinned.origins.count(tier))
+
+    def load_ended(self, pinned: Pinned, *, is_failed: bool) -> None:
+        """End the span of a load."""
+        with self._guard:
+            if (span := self._loads.pop(pinned, None)) is not None:
+                _end(span, is_failed=is_failed)
+
+    def looked_up(self, attributes: dict[str, Any], seconds: float, *, is_explained: bool) -> None:
+        """Make the span of a request's lookups, which end now.
+
+        Args:
+            attributes: of the span, and of its event.
+            seconds: how long they took.
+            is_explained: whether to add an event, as for a line in the log.
+        """
+        with self._guard:
+            now_ns = time.time_ns()
+            span = self._tracer.start_span(
+                "kvtier.lookup", start_time=now_ns - int(seconds * 1e9), attributes=attributes
+            )
+            if is_explained:
+                span.add_event("kvtier.explain", attributes, timestamp=now_ns)
+            span.end(now_ns)
+
+    def close(self) -> None:
+        """End the spans of what has not ended and never will, as failed ones."""
+        for open_spans in (self._transfers, self._loads):
+            while open_spans:
+                with self._guard:
+                    _end(open_spans.popitem()[1], is_failed=True)
+
+    def _begin(self, name: str, requests: Sequence[str], chunks: int) -> Span:
+        """Start a span for requests; the first of several stands for all in vLLM's attribute."""
+        attributes: dict[str, Any] = {"kvtier.chunks": chunks}
+        if named := [request for request in requests if request][:_MOST_REQUESTS]:
+            attributes |= {REQUEST: named[0], "kvtier.requests": named}
+        return self._tracer.start_span(name, attributes=attributes)
+
+    def _name(self, tier: int | None) -> str:
+        return PRIMARY if tier is None else self._shared.tiers[tier].name
+
+
+def _end(span: Span, *, is_failed: bool) -> None:
+    from opentelemetry.trace import StatusCode
+
+    if is_failed:
+        span.set_status(StatusCode.ERROR)
+    span.end()
+
+
+class _Guard:
+    """Logs the first exception of a tracer provider, and lets none reach the engine's thread."""
+
+    def __init__(self) -> None:
+        self._has_failed = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("the tracer provider failed, spans are lost: %r", error)
+        return True

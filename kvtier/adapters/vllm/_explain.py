@@ -1,0 +1,228 @@
+"""Explains requests: one line says what was found of a prompt in which tier, and why not more."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvtier._core.backoff import RandomSource
+from kvtier._core.lookup_record import LookupRecord
+from kvtier._core.requests import Request
+from kvtier._core.tiering import PRIMARY
+from kvtier._telemetry import explanation
+from kvtier._telemetry.explanation import Explanation
+from kvtier._telemetry.log_limit import LogLimit
+from kvtier._telemetry.traces import REQUEST, Traces
+from kvtier.keys import OffloadKey, group_index
+
+logger = logging.getLogger("kvtier.vllm")
+
+PARAMS = "kvtier"
+"""The key of ``kv_transfer_params`` that is kvtier's."""
+
+_WARN_EVERY_S = 30.0
+_SHOWN = 80
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request between its arrival and the step that schedules it."""
+
+    context: ReqContext
+    request: Request
+    record: LookupRecord
+    is_explained: bool
+    has_loaded: bool = False
+    tokens: dict[str, int] = field(default_factory=dict)
+    end: int | None = None  # of what was loaded
+    asked_s: float | None = None
+    waiting_since_s: float | None = None
+    waited_s: float = 0.0
+
+    def note_waiting(self, now_s: float) -> None:
+        """Note that the request waits, or does not any more."""
+        if self.request.is_waiting:
+            if self.waiting_since_s is None:
+                self.waiting_since_s = now_s
+        elif self.waiting_since_s is not None:
+            self.waited_s += now_s - self.waiting_since_s
+            self.waiting_since_s = None
+
+
+class Explainer:
+    """Follows requests that are to be explained, from their arrival to the step that schedules them.
+
+    Args:
+        tiers: the secondary tiers' names.
+        chunk_tokens: tokens of a chunk, by KV cache group.
+        rate: share of the requests to explain, besides those that ask for it.
+        clock: seconds, monotonic.
+        chance: the source of chance.
+
+    Attributes:
+        tracked: the requests that are followed now, by id.
+        traces: where spans go, of every request; None where nothing is traced.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[str] = (),
+        chunk_tokens: Mapping[int, int] | None = None,
+        rate: float = 0.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        chance: RandomSource = random.random,
+    ) -> None:
+        self.tracked: dict[str, _Tracked] = {}
+        self.traces: Traces | None = None
+        self._asked: set[str] = set()  # requests that were looked up anew in this step
+        self._rate = rate
+        self._tiers = tiers
+        self._chunk_tokens = chunk_tokens or {}
+        self._clock = clock
+        self._chance = chance
+        self._log_limit = LogLimit(_WARN_EVERY_S)
+        if rate:
+            explanation.enable()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are followed that do not ask for it."""
+        return self._rate > 0 or self.traces is not None
+
+    def begin(self, context: ReqContext, request: Request) -> None:
+        """Follow a request that has arrived, if it is to be explained or traced."""
+        is_explained = self._is_asked(context) or (self._rate > 0 and self._chance() < self._rate)
+        if is_explained:
+            explanation.enable()
+        if is_explained or self.traces is not None:
+            request.record = LookupRecord(context.req_id, self._asked)
+            self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained)
+
+    def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
+        """Note what a request loads, from which tiers."""
+        if (tracked := self.tracked.get(req_id)) is None or tracked.request.first is None:
+            return
+        group = group_index(tracked.request.first)
+        tokens: dict[str, int] = {}
+        for key, tier in zip(keys, origins, strict=True):
+            if group_index(key) == group:
+                name = PRIMARY if tier is None else self._tiers[tier]
+                tokens[name] = tokens.get(name, 0) + self._chunk_tokens.get(group, 0)
+        ends = [_end_of(tracked.context, key) for key in keys if group_index(key) == group]
+        tracked.has_loaded = True
+        tracked.tokens = tokens
+        tracked.end = max((end for end in ends if end is not None), default=None)
+
+    def load_failed(self, req_id: str) -> None:
+        """Note that what a request was to load did not arrive."""
+        if (tracked := self.tracked.get(req_id)) is not None:
+            tracked.has_loaded, tracked.tokens, tracked.end = False, {}, None
+
+    def step_ended(self, scheduled: Collection[str]) -> None:
+        """Note which requests wait after a step, and explain those that it has scheduled.
+
+        One that is asked again while nothing has changed is not among those asked, and goes on waiting.
+        """
+        now_s = self._clock()
+        for req_id in self._asked:
+            if (tracked := self.tracked.get(req_id)) is None:
+                continue
+            if tracked.asked_s is None:
+                tracked.asked_s = now_s
+            tracked.note_waiting(now_s)
+        for req_id in scheduled:
+            if (done := self.tracked.pop(req_id, None)) is not None:
+                done.request.record = None
+                done.note_waiting(now_s)
+                if not done.has_loaded and req_id not in self._asked:
+                    done.record.misses.clear()  # of an older scan: the engine's own cache has it by now
+                self._tell(done, now_s)
+        self._asked.clear()
+
+    def ended(self, req_id: str) -> None:
+        """Stop following a request that has ended."""
+        self.tracked.pop(req_id, None)
+        self._asked.discard(req_id)
+
+    def _tell(self, done: _Tracked, now_s: float) -> None:
+        explained = self._explained(done)
+        if done.is_explained:
+            explanation.write(explained)
+        if self.traces is not None and done.asked_s is not None:
+            attributes: dict[str, Any] = {REQUEST: explained.request, "kvtier.waited_s": explained.waited_s}
+            attributes |= {f"kvtier.tokens.{tier}": count for tier, count in explained.tokens.items()}
+            attributes |= {f"kvtier.missing.{tier}": word for tier, word in explained.tiers.items()}
+            ends = {"kvtier.prefix_end": explained.prefix_end, "kvtier.reason": explained.reason}
+            attributes |= {name: value for name, value in ends.items() if value is not None}
+            self.traces.looked_up(attributes, now_s - done.asked_s, is_explained=done.is_explained)
+
+    def _explained(self, tracked: _Tracked) -> Explanation:
+        gap = self._gap(tracked)
+        end = tracked.end
+        if gap is not None and not tracked.tokens:
+            position = _end_of(tracked.context, gap)
+            end = None if position is None else max(0, position - self._chunk_tokens.get(group_index(gap), 0))
+        return Explanation(
+            request=tracked.context.req_id,
+            tokens=tracked.tokens,
+            prefix_end=end,
+            reason=None if gap is None else tracked.record.misses[gap],
+            tiers={} if gap is None else tracked.record.refusals.get(gap, {}),
+            waited_s=round(tracked.waited_s, 6),
+        )
+
+    def _gap(self, tracked: _Tracked) -> OffloadKey | None:
+        """Return the chunk at which the prefix ends: of those missed the first one behind what was loaded.
+
+        vLLM also asks for ends of prefixes within a chunk: models with recurrent state store one there. The
+        prefix does not end where there is none.
+        """
+        positions = {key: _end_of(tracked.context, key) for key in tracked.record.misses}
+        loaded_to = tracked.end or 0
+        behind = [
+            key
+            for key, end in positions.items()
+            if end is None or (end > loaded_to and end % self._chunk_tokens.get(group_index(key), 1) == 0)
+        ]
+        return min(behind, key=lambda key: positions[key] or 0, default=None)
+
+    def _is_asked(self, context: ReqContext) -> bool:
+        """Return whether the request's ``kv_transfer_params`` ask for an explanation."""
+        params = context.kv_transfer_params
+        ours: Any = params.get(PARAMS) if isinstance(params, dict) else None
+        if ours is None:
+            return False
+        if not isinstance(ours, dict):
+            self._warn(context, f"it must be an object, not {type(ours).__name__}")
+            return False
+        if unknown := sorted(str(key) for key in ours if key != "explain"):
+            self._warn(context, f"unknown keys {', '.join(unknown)!r:.{_SHOWN}}")
+        wanted = ours.get("explain", False)
+        if not isinstance(wanted, bool):
+            self._warn(context, f"explain must be true or false, not {type(wanted).__name__}")
+            return False
+        return wanted
+
+    def _warn(self, context: ReqContext, problem: str) -> None:
+        added = self._log_limit.allow("params", self._clock())
+        if added is not None:
+            logger.warning(
+                'request %r: kv_transfer_params["%s"] ignored in part or whole: %s; use {"explain": true}%s',
+                context.req_id,
+                PARAMS,
+                problem,
+                added,
+            )
+
+
+def _end_of(context: ReqContext, key: OffloadKey) -> int | None:
+    """Return the number of prompt tokens up to the end of a chunk; None where vLLM does not say."""
+    position = getattr(context, "get_offload_key_position", None)
+    return None if position is None else position(key)

@@ -1,0 +1,118 @@
+"""Measures how fast the engine computes prompts, from what vLLM tells a manager of each step.
+
+vLLM names no tokens and no times. A step's chunks are those that it offers to be stored; its time runs
+from when it was scheduled, or from the end of the step before where that came later, to ``get_stats``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier._core.tiering import Tiering
+from kvtier.keys import OffloadKey
+
+_MOST_STEPS = 8  # in flight; an engine that does not ask for statistics measures nothing
+_FROM_PROMPT = 2  # chunks: generating completes one at a time
+_UNSEEN = 0.5  # of a chunk: what a prompt has on average beyond its last whole one
+
+
+class Positioned(Protocol):
+    """What vLLM says of a request, as far as it is needed here."""
+
+    req_id: str
+
+    def get_offload_key_position(self, key: OffloadKey) -> int | None:
+        """Return the number of the prompt's tokens up to the end of a chunk."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step: when it was scheduled, its chunks, and the sum of their places."""
+
+    begun_s: float = 0.0
+    chunks: float = 0.0
+    places: float = 0.0
+
+
+class StepMeter:
+    """Tells the core how long the engine computes.
+
+    Args:
+        core: what is told.
+        clock: seconds, monotonic.
+        chunk_tokens: tokens of a chunk.
+        stores_decodes: whether chunks of generated tokens are offered, too.
+        ends_last: whether a step is scheduled after its chunks are offered, or before.
+    """
+
+    def __init__(
+        self,
+        core: Tiering,
+        clock: Callable[[], float],
+        chunk_tokens: int,
+        *,
+        stores_decodes: bool,
+        ends_last: bool,
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._chunk_tokens = chunk_tokens
+        self._least = _FROM_PROMPT if stores_decodes else 1
+        self._ends_last = ends_last
+        self._next = _Step()
+        self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
+        self._ended_s = 0.0
+        self._last: dict[str, int] = {}  # the last place of each request that was counted
+
+    def place(self, context: Positioned, key: OffloadKey) -> int | None:
+        """Return how many chunks of the prompt come before a key's; None where vLLM does not say."""
+        position = getattr(context, "get_offload_key_position", None)
+        end = None if position is None else position(key)
+        return None if end is None else end // self._chunk_tokens - 1
+
+    def offered(self, context: Positioned, keys: Sequence[OffloadKey], first: OffloadKey | None) -> None:
+        """Note chunks that the step computes.
+
+        Args:
+            context: the request.
+            keys: what is offered to be stored, once more where it was refused before.
+            first: the first key that was looked up for it: chunks before that one the engine has had.
+        """
+        begin = None if first is None else self.place(context, first)
+        if begin is None:
+            return
+        last = self._last.get(context.req_id)
+        begin = begin if last is None else max(begin, last + 1)
+        places = [place for key in keys if (place := self.place(context, key)) is not None and place >= begin]
+        if not places:
+            return
+        self._last[context.req_id] = max(places)
+        if len(places) < self._least:
+            return
+        step = self._next if self._ends_last or not self._steps else self._steps[-1]
+        chunks = len(places) + (_UNSEEN if last is None else 0.0)
+        step.chunks += chunks
+        step.places += chunks * sum(places) / len(places)
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request that has ended, or that was preempted: it is computed anew."""
+        self._last.pop(req_id, None)
+
+    def begin(self) -> None:
+        """Note that a step was scheduled."""
+        step, self._next = self._next, _Step()
+        step.begun_s = self._clock()
+        self._steps.append(step)
+
+    def end(self) -> None:
+        """Note that the oldest step in flight has ended."""
+        if not self._steps:
+            return
+        step, now_s = self._steps.popleft(), self._clock()
+        if step.chunks:
+            seconds = now_s - max(step.begun_s, self._ended_s)
+            self._core.note_computed(int(step.places / step.chunks), step.chunks, seconds)
+        self._ended_s = now_s

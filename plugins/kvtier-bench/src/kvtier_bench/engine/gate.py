@@ -1,0 +1,235 @@
+"""Load or compute: time to the first token while a tier is throttled, and when it is fast again.
+
+Three engines get the same prompts one at a time, in turns: one without a connector, one that loads all that
+its tier has (``load_gate`` ``off``), and one that decides (``latency``). The tier is the ``dummy``, whose
+gets this module slows down in the engine's process. Device cache and primary tier hold about one prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import anyio
+
+from kvtier.tiers import Batch, Outcome
+from kvtier.tiers.dummy import DummyTier
+from kvtier_bench.engine.compared import (
+    BLOCK_TOKENS,
+    PLAIN,
+    Engine,
+    Settings,
+    block_bytes,
+    make_prompt,
+    measure,
+    open_engines,
+    say,
+    spread_of_median,
+)
+from kvtier_bench.engine.compared import Sample as Answered
+from kvtier_bench.machine import Machine, open_folder
+
+ALWAYS, GATED = "off", "latency"
+FAST, BANDWIDTH, LATENCY = "fast", "20 MB/s", "0.5 s latency"
+THROTTLES: Mapping[str, Mapping[str, float]] = {
+    FAST: {"bytes_s": 0.0, "latency_s": 0.0},
+    BANDWIDTH: {"bytes_s": 20e6, "latency_s": 0.0},
+    LATENCY: {"bytes_s": 0.0, "latency_s": 0.5},
+}
+PHASES = (FAST, BANDWIDTH, FAST, LATENCY, FAST)
+PAUSE_S = 1.0  # between two requests after a throttle has ended: low traffic
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Time to the first token, without the first requests of each phase.
+
+    Attributes:
+        phase: what the tier gives.
+        load_gate: the engine's setting; none: it has no connector.
+        p50_ms, p95_ms: of the requests.
+        ratio: median over requests of this engine's time over the better of the two others' medians.
+        low, high: 95 % of the medians of resampled requests lie between them.
+        loaded: requests that loaded something from the tier, of all.
+        first_ms: the longest of the first requests, which are not counted above.
+        wrong: answers that differ from those of the engine without a connector.
+    """
+
+    phase: str
+    load_gate: str
+    p50_ms: float
+    p95_ms: float
+    ratio: float
+    low: float
+    high: float
+    loaded: str
+    first_ms: float
+    wrong: int
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """After a throttle has ended, with a request a second: until one was loaded."""
+
+    after: str
+    seconds: float
+    requests: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """The workload of each engine in each phase"""
+
+    model: str
+    requests: int
+    warmup: int = 20
+    prompts: int = 8
+    prompt_tokens: int = 2016
+    output_tokens: int = 2
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one prompt."""
+        return -(-(self.prompt_tokens + self.output_tokens) // BLOCK_TOKENS)
+
+    def prompt(self, number: int) -> list[int]:
+        """Return the prompt of a request: each comes back when the caches have forgotten it."""
+        return make_prompt(f"gate {number % self.prompts}", self.prompt_tokens)
+
+
+def run(work: Work) -> list[FirstToken | Recovery | Work | Machine]:
+    """Measure."""
+    machine = Machine.here()
+    records: list[FirstToken | Recovery] = []
+    with open_folder(None) as logs:
+        arguments = {
+            "num_gpu_blocks_override": work.blocks * 5 // 4,
+            "max_model_len": work.prompt_tokens + work.output_tokens + BLOCK_TOKENS,
+        }
+        settings = {PLAIN: None, ALWAYS: _settings(work, ALWAYS), GATED: _settings(work, GATED)}
+        with open_engines(logs, work.model, settings, **arguments) as engines:
+            numbers = itertools.count()
+            for number in itertools.islice(numbers, work.prompts):
+                for engine in engines.values():
+                    _ask(engine, work, number)
+            for before, phase in itertools.pairwise(("", *PHASES)):
+                _throttle(engines, phase)
+                if before and phase == FAST:
+                    records.append(_recover(engines[GATED], work, before, numbers))
+                records += _measure(engines, work, phase, next(numbers))
+    return [*records, work, machine.again()]
+
+
+def _settings(work: Work, mode: str) -> Settings:
+    primary_bytes = 2 * work.blocks * block_bytes(work.model)  # one is loaded, and one is being put
+    return {
+        "spec_name": "KVTierOffloadingSpec",
+        "cpu_bytes_to_use": primary_bytes,
+        "block_size": BLOCK_TOKENS,
+        "promotion_budget": 1.0,
+        "isolation": "thread",
+        "load_gate": mode,
+        "secondary_tiers": [{"type": "dummy", "capacity_bytes": 20 * primary_bytes}],
+    }
+
+
+def _throttle(engines: Mapping[str, Engine], phase: str) -> None:
+    say(f"the tier is {phase} now")
+    for name, engine in engines.items():
+        if name != PLAIN:
+            engine.ask("call", module=__name__, function="throttle", arguments=THROTTLES[phase])
+
+
+def _ask(engine: Engine, work: Work, number: int) -> Answered:
+    before = _loaded(engine)
+    answer = engine.ask("generate", prompts=[work.prompt(number)], output_tokens=work.output_tokens)
+    engine.ask("settle")
+    counts = {"loaded": _loaded(engine) - before}
+    return Answered(answer["wall_s"], answer["threads"], answer["ttft_s"], answer["answers"], counts)
+
+
+def _loaded(engine: Engine) -> float:
+    samples = engine.ask("metrics")["samples"]
+    return sum(
+        value
+        for name, labels, value in samples
+        if name == "kvtier_loaded_chunks_total" and labels["tier"] == "dummy"
+    )
+
+
+def _recover(engine: Engine, work: Work, before: str, numbers: Any) -> Recovery:
+    started = time.monotonic()
+    for count, number in enumerate(numbers, 1):
+        found = _ask(engine, work, number)
+        seconds = time.monotonic() - started
+        if found.counts["loaded"] or seconds > PATIENCE_S:
+            return Recovery(before, seconds, count)
+        time.sleep(PAUSE_S)
+    raise AssertionError("numbers do not end")
+
+
+def _measure(engines: Mapping[str, Engine], work: Work, phase: str, first: int) -> list[FirstToken]:
+    ask = lambda _, engine, number: _ask(engine, work, first + number)  # noqa: E731
+    samples = measure(engines, range(work.warmup + work.requests), ask)
+    late = {name: [row.ttft_s[0] for row in rows[work.warmup :]] for name, rows in samples.items()}
+    best_s = min(median(late[PLAIN]), median(late[ALWAYS]))
+    return [_first_token(phase, name, samples, late[name], best_s, work.warmup) for name in samples]
+
+
+def _first_token(
+    phase: str,
+    name: str,
+    samples: Mapping[str, Sequence[Answered]],
+    ttft_s: Sequence[float],
+    best_s: float,
+    warmup: int,
+) -> FirstToken:
+    rows, low_high = samples[name], spread_of_median(ttft_s)
+    pairs = zip(rows, samples[PLAIN], strict=True)
+    return FirstToken(
+        phase,
+        name,
+        p50_ms=median(ttft_s) * 1e3,
+        p95_ms=sorted(ttft_s)[int(0.95 * (len(ttft_s) - 1))] * 1e3,
+        ratio=median(ttft_s) / best_s,
+        low=low_high[0] / best_s,
+        high=low_high[1] / best_s,
+        loaded=f"{sum(row.counts['loaded'] > 0 for row in rows[warmup:])} of {len(ttft_s)}",
+        first_ms=max(row.ttft_s[0] for row in rows[:warmup]) * 1e3,
+        wrong=sum(row.answers != plain.answers for row, plain in pairs),
+    )
+
+
+# --- in the engine's process ---------------------------------------------------------------------
+
+
+class _Link:
+    """What the dummy tier's gets have to go through."""
+
+    bytes_s = 0.0
+    latency_s = 0.0
+    lock: anyio.Lock | None = None
+
+
+_get = DummyTier.get
+
+
+async def _throttled_get(tier: DummyTier, batch: Batch) -> Outcome:
+    await anyio.sleep(_Link.latency_s)
+    if _Link.bytes_s:
+        _Link.lock = _Link.lock or anyio.Lock()
+        async with _Link.lock:
+            await anyio.sleep(sum(view.nbytes for view in batch.views) / _Link.bytes_s)
+    return await _get(tier, batch)
+
+
+def throttle(llm: object, bytes_s: float, latency_s: float) -> dict[str, Any]:  # noqa: ARG001
+    """Throttle the gets of every dummy tier in this process; 0 is no limit."""
+    DummyTier.get = _throttled_get  # type: ignore[method-assign,assignment]
+    _Link.bytes_s, _Link.latency_s = bytes_s, latency_s
+    return {}

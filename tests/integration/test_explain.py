@@ -1,0 +1,354 @@
+"""Requests that are to be explained get one line each, and leave nothing behind.
+
+The manager is asked as vLLM's scheduler asks it. ``test_damage`` has the lines of a real engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvtier._core.requests import Request
+from kvtier._telemetry import explanation
+from kvtier._telemetry.explanation import Explanation, read
+from kvtier.adapters.vllm._explain import Explainer
+from kvtier.keys import OffloadKey
+from tests.integration.test_bridge import AnyTier, World, dummy, files, prompt
+
+pytestmark = pytest.mark.releases
+
+CHUNK_TOKENS = 16
+ASKED = {"kvtier": {"explain": True}}
+SAYS_WHERE = hasattr(ReqContext, "get_offload_key_position")
+
+
+def _end(tokens: int) -> int | None:
+    """Return the end of a prefix as far as this vLLM says where in a prompt a chunk is."""
+    return tokens if SAYS_WHERE else None
+
+
+class Ticking:
+    """Time that goes on by a millisecond with each look at it."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+class Engine(World):
+    """A manager, and this test in the place of a scheduler whose requests are explained."""
+
+    def __init__(self, *tiers: AnyTier, rate: float = 0.0, chance: float = 0.5) -> None:
+        names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
+        self.explainer = Explainer(names, {0: CHUNK_TOKENS}, rate, clock=Ticking(), chance=lambda: chance)
+        super().__init__(*tiers, explainer=self.explainer)
+
+    def arrives(self, name: str, keys: list[OffloadKey], params: Any = ASKED) -> ReqContext:
+        context = ReqContext(req_id=name, kv_transfer_params=params)
+        self.manager.on_new_request(context)
+        if SAYS_WHERE:
+            for place, key in enumerate(keys):
+                context.set_offload_key_position(key, (place + 1) * CHUNK_TOKENS)
+        return context
+
+    def loads(self, keys: list[OffloadKey], context: ReqContext, *, fails: bool = False) -> None:
+        found = keys[: self.find(keys, context)]
+        if found:
+            self.manager.prepare_load(found, context)
+            self.step()
+            if fails:
+                self.manager.fail_loads([context.req_id])
+            self.manager.complete_load(set(found), context)
+
+    def serves(self, name: str, keys: list[OffloadKey], params: Any = ASKED) -> None:
+        """Look a request up, load what is there, schedule it, store it and end it."""
+        context = self.arrives(name, keys, params)
+        self.loads(keys, context)
+        self.step(new=[name])
+        self.store(keys, context)
+        self.settle()
+        self.manager.on_request_finished(context)
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def make(*tiers: AnyTier, **more: Any) -> Engine:
+            engine = Engine(*tiers, **more)
+            stack.callback(engine.manager.shutdown)
+            return engine
+
+        yield make
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[Explanation]]:
+    """Return the explanations that were logged so far."""
+    caplog.set_level(logging.INFO, logger=explanation.logger.name)
+
+    def lines() -> list[Explanation]:
+        found = list(read(record.getMessage().encode() for record in caplog.records))
+        return [one for one in found if isinstance(one, Explanation)]
+
+    return lines
+
+
+Lines = Callable[[], list[Explanation]]
+
+
+def test_a_line_says_what_was_found_where_and_why_not_more(make: Make, tmp_path: Path, lines: Lines) -> None:
+    before, keys = make(files(tmp_path)), prompt(1, 6)
+    before.serves("cold", keys[:4])
+    before.serves("warm", keys)
+    before.manager.shutdown()
+    it = make(files(tmp_path))
+    it.serves("restarted", [*keys, *prompt(2, 1)])
+
+    cold, warm, restarted = lines()
+    absent: dict[str, Any] = {"reason": "absent", "tiers": {"fs0": "absent"}}
+    waited = [one.waited_s > 0 for one in (cold, warm, restarted)]
+    assert waited == [True] * 3
+    expected = [
+        Explanation(request="cold", tokens={}, prefix_end=_end(0), waited_s=cold.waited_s, **absent),
+        Explanation(
+            request="warm", tokens={"cpu": 64}, prefix_end=_end(64), waited_s=warm.waited_s, **absent
+        ),
+        Explanation(
+            request="restarted",
+            tokens={"fs0": 96},
+            prefix_end=_end(96),
+            waited_s=restarted.waited_s,
+            **absent,
+        ),
+    ]
+    assert [cold, warm, restarted] == expected
+
+
+def test_a_prompt_that_is_all_there_has_no_reason(make: Make, lines: Lines) -> None:
+    it, keys = make(), prompt(1, 4)
+    it.serves("cold", keys)
+    it.serves("warm", keys)
+    cold, warm = lines()
+    assert (cold.reason, cold.tiers) == ("absent", {})
+    assert (warm.tokens, warm.prefix_end, warm.reason) == ({"cpu": 64}, _end(64), None)
+
+
+def test_a_load_that_failed_is_the_reason_and_its_tokens_do_not_count(make: Make, lines: Lines) -> None:
+    it, keys = make(), prompt(1, 4)
+    it.serves("cold", keys, None)
+    context = it.arrives("a", keys)
+    it.loads(keys, context, fails=True)
+    assert it.scan(keys, context) == (0, False)
+    it.step(new=["a"])
+    (line,) = lines()
+    assert (line.tokens, line.prefix_end, line.reason) == ({}, _end(0), "load_failed")
+
+
+def test_misses_of_a_scan_before_the_last_one_are_not_the_reason(make: Make, lines: Lines) -> None:
+    it, keys = make(), prompt(1, 4)
+    there, own = it.arrives("there", keys), it.arrives("own", keys)
+    for context in (there, own):
+        assert it.scan(keys, context) == (0, False)
+    it.step()
+    it.serves("other", keys, None)
+    it.loads(keys, there)
+    it.step(new=["there", "own"])  # the engine's own cache has all of one by now: it asks for nothing
+    found = {line.request: (line.tokens, line.prefix_end, line.reason) for line in lines()}
+    assert found == {"there": ({"cpu": 64}, _end(64), None), "own": ({}, None, None)}
+
+
+@pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
+def test_the_prefix_does_not_end_within_a_chunk(make: Make, lines: Lines) -> None:
+    it, keys, (boundary,) = make(), prompt(1, 4), prompt(2, 1)
+    it.serves("cold", keys[:2], None)
+    context = it.arrives("warm", keys)
+    context.set_offload_key_position(boundary, 2 * CHUNK_TOKENS + 8)
+    found = keys[: it.find(keys, context)]
+    it.scan([boundary], context)  # vLLM asks for it behind the whole chunks, in the same step
+    it.manager.prepare_load(found, context)
+    it.step()
+    it.manager.complete_load(set(found), context)
+    it.step(new=["warm"])
+    (line,) = lines()
+    assert (line.tokens, line.prefix_end, line.reason) == ({"cpu": 32}, 32, "absent")
+    reached = it.arrives("short", keys[:2])
+    reached.set_offload_key_position(boundary, 2 * CHUNK_TOKENS + 8)
+    assert it.scan(keys[:2], reached) == (2, False)
+    it.scan([boundary], reached)
+    it.manager.prepare_load(keys[:2], reached)
+    it.step()
+    it.manager.complete_load(set(keys[:2]), reached)
+    it.step(new=["short"])
+    assert (lines()[-1].prefix_end, lines()[-1].reason) == (32, None)
+
+
+def test_a_request_is_explained_once_however_often_it_is_preempted(make: Make, lines: Lines) -> None:
+    it, keys = make(dummy()), prompt(1, 2)
+    context = it.arrives("a", keys)
+    it.loads(keys, context)
+    it.step(new=["a"])
+    it.step(preempted=["a"])
+    it.loads(keys, context)
+    it.step()
+    assert len(lines()) == 1
+    assert it.explainer.tracked == {}
+
+
+def test_requests_that_end_unscheduled_leave_nothing_behind(make: Make, lines: Lines) -> None:
+    it = make(dummy())
+    for number in range(50):
+        context = it.arrives(f"aborted-{number}", keys := prompt(number, 3))
+        it.scan(keys, context)
+        if number % 2:
+            it.step()
+        it.manager.on_request_finished(context)
+    assert it.explainer.tracked == {}
+    it.check_idle()
+    assert lines() == []
+
+
+@pytest.mark.parametrize(("chance", "explained"), [(0.05, ["any", "asked"]), (0.5, ["asked"])])
+def test_a_share_of_the_requests_is_explained_unasked(
+    make: Make, lines: Lines, chance: float, explained: list[str]
+) -> None:
+    it = make(rate=0.1, chance=chance)
+    it.serves("any", prompt(1, 2), None)
+    it.serves("asked", prompt(1, 2))
+    assert [one.request for one in lines()] == explained
+
+
+def test_requests_that_ask_for_nothing_are_not_followed(make: Make, lines: Lines) -> None:
+    it = make()
+    params: Any
+    for params in (None, {}, {"max_load_tokens": 8}, {"kvtier": {}}, {"kvtier": {"explain": False}}):
+        it.arrives("a", prompt(1, 2), params)
+        assert it.explainer.tracked == {}
+        it.serves("b", prompt(1, 2), params)
+    assert lines() == []
+
+
+NESTED: list[Any] = []
+for _ in range(100_000):  # deeper than its text could be made
+    NESTED = [NESTED]
+BAD: dict[str, Any] = {
+    "an object": ["explain"],
+    "explain must be": {"explain": "yes" * 1000},
+    "true or false": {"explain": 1},
+    "true or false, not list": {"explain": NESTED},
+    "an object, not list": NESTED,
+    "unknown keys 'explian'": {"explian": True},
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_wrong_values_are_ignored_with_one_warning(
+    make: Make, lines: Lines, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    it = make()
+    for number in range(20):
+        it.serves(str(number), prompt(number, 2), {"kvtier": BAD[problem]})
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert problem in warning
+    assert "request '0'" in warning
+    assert len(warning) < 300
+    assert lines() == []
+
+
+def test_what_is_unknown_does_not_hide_what_is_known(make: Make, lines: Lines) -> None:
+    it = make()
+    it.serves("a", prompt(1, 2), {"kvtier": {"explain": True, "later": 1}})
+    assert len(lines()) == 1
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """What a provider that the engine has configured has exported."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    return exporter
+
+
+def test_a_refused_lookup_has_a_span(make: Make, exporter: InMemorySpanExporter) -> None:
+    it = make()
+    it.core.refusal = "device_lost"
+    context = it.arrives("refused", prompt(1, 2), None)
+    assert it.scan(prompt(1, 2), context) == (0, False)
+    it.step(new=["refused"])
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, (span.attributes or {})["kvtier.reason"]) == ("kvtier.lookup", "device_lost")
+
+
+def test_a_load_that_has_not_ended_at_the_shutdown_has_a_span(
+    make: Make, exporter: InMemorySpanExporter
+) -> None:
+    it, keys = make(), prompt(1, 2)
+    it.serves("cold", keys, None)
+    it.manager.prepare_load(keys[: it.find(keys, context := it.arrives("warm", keys, None))], context)
+    it.manager.shutdown()
+    last = exporter.get_finished_spans()[-1]
+    assert (last.name, last.status.is_ok) == ("kvtier.load", False)
+
+
+def test_a_step_looks_only_at_requests_that_were_asked_in_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, looked = make(dummy()), []
+    contexts = [it.arrives(str(number), prompt(number, 2)) for number in range(20)]
+    for number, context in enumerate(contexts):
+        it.scan(prompt(number, 2), context)
+    it.step()
+    is_waiting = Request.is_waiting
+
+    def counted(request: Request) -> bool:
+        looked.append(request.name)
+        return bool(is_waiting.__get__(request))
+
+    monkeypatch.setattr(Request, "is_waiting", property(counted))
+    it.explainer.step_ended([])
+    assert looked == []
+    it.explainer.step_ended(["7"])
+    assert looked == ["7"]
+    assert len(it.explainer.tracked) == 19
+
+
+def test_spans_say_the_same_as_the_line(make: Make, lines: Lines, exporter: InMemorySpanExporter) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    it.serves("cold", keys)
+    it.serves("warm", keys, None)
+    for tier in it.core.shared.tiers:
+        assert tier.works
+    spans = exporter.get_finished_spans()
+    named = [(span.name, (span.attributes or {}).get("gen_ai.request.id")) for span in spans]
+    assert named == [
+        ("kvtier.promotion", "cold"),
+        ("kvtier.lookup", "cold"),
+        ("kvtier.put", "cold"),
+        ("kvtier.load", "warm"),
+        ("kvtier.lookup", "warm"),
+    ]
+    cold, warm = (span for span in spans if span.name == "kvtier.lookup")
+    (event,) = cold.events
+    assert dict(event.attributes or {}) == dict(cold.attributes or {})
+    assert (cold.attributes or {})["kvtier.missing.dummy0"] == "absent"
+    assert (warm.attributes or {})["kvtier.tokens.cpu"] == 64
+    assert (warm.start_time or 0) <= (warm.end_time or 0)
+    assert warm.events == ()
+    assert [one.request for one in lines()] == ["cold"]
+    it.check_idle()

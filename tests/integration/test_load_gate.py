@@ -1,0 +1,60 @@
+"""A tier that becomes slow does not delay requests, and is loaded from again when it is fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier_bench.engine import gate
+from tests.integration.conftest import Ask
+from tests.integration.harness import PATIENCE_S, Engine, Launcher, Tokens, prompt
+
+PROMPTS = [prompt(seed) for seed in range(6)]  # more than device cache and primary tier hold
+SLOW_S = 3.0
+SETTINGS = {
+    "cpu_bytes_to_use": 40 * 2**17,  # two prompts and some
+    "promotion_budget": 1.0,
+    "isolation": "thread",
+    "load_gate": "latency",
+    "secondary_tiers": [{"type": "dummy"}],
+}
+
+
+def throttle(engine: Engine, latency_s: float) -> None:
+    engine.call("throttle", module=gate.__name__, bytes_s=0, latency_s=latency_s)
+
+
+def ask(engine: Engine, tokens: Sequence[int], expected: Tokens) -> tuple[float, bool]:
+    """Return the seconds until the right answer, and whether chunks of the tier were loaded."""
+    before = engine.settled().loaded().get("dummy", 0)
+    started = time.monotonic()
+    assert engine.generate(tokens) == [expected]
+    seconds = time.monotonic() - started
+    return seconds, engine.settled().loaded().get("dummy", 0) > before
+
+
+def test_a_slow_tier_delays_nobody_and_comes_back(launcher: Launcher, llama: Path, reference: Ask) -> None:
+    answers = reference(*PROMPTS)
+    with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
+        turns = [*zip(PROMPTS, answers, strict=True)] * 20
+        throttle(engine, 0.0)
+        assert not any(ask(engine, *turn)[1] for turn in turns[: len(PROMPTS)]), "nothing was stored before"
+        loaded = [ask(engine, *turn)[1] for turn in turns[: len(PROMPTS)]]
+        assert any(loaded), "a fast tier is loaded from"
+
+        throttle(engine, SLOW_S)
+        for turn in turns[: len(PROMPTS)]:  # some find out
+            ask(engine, *turn)
+        found: list[Any] = [ask(engine, *turn) for turn in turns[: len(PROMPTS)]]
+        assert not any(is_loaded for _, is_loaded in found)
+        assert max(seconds for seconds, _ in found) < SLOW_S, "nobody waits for the tier"
+        metrics = engine.metrics()
+        assert metrics.value("kvtier_misses", reason="gate") > 0
+        assert metrics.value("kvtier_expired_requests") == 0
+
+        throttle(engine, 0.0)
+        until_s = time.monotonic() + PATIENCE_S
+        while not any(ask(engine, *turn)[1] for turn in turns[: len(PROMPTS)]):
+            assert time.monotonic() < until_s, f"not loaded from again\n{engine.metrics()}"

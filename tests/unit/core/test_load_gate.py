@@ -1,0 +1,441 @@
+"""Load or compute: the estimates, the rule with numbers at hand, and what the core does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier._core.load_gate import ComputeSpeed, LoadGate, LoadGateMode, TierSpeed
+from kvtier._core.messages import Get, GetEnded
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from kvtier_testing import invariants
+from tests.unit.core import world
+from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, keys
+
+CHUNK_S = 0.01  # to compute one
+FAST_S, SLOW_S = 0.001, 0.05  # to get one
+
+
+def make(mode: LoadGateMode = "latency", tiers: int = 1) -> Tiering:
+    """Return a core that knows how fast the device computes."""
+    core = world.make(64, tiers, budget=1.0, load_gate=mode)  # type: ignore[arg-type]
+    core.note_computed(0, 10, 10 * CHUNK_S)
+    return core
+
+
+def know(
+    core: Tiering, chunk_s: float, tier: int = 0, *, latency_s: float = 1e-9, is_probed: bool = False
+) -> None:
+    """Have the core know how fast a tier is, and perhaps that a probe of it is due."""
+    speed = core.shared.gate._tiers[tier]
+    speed.chunk_s, speed.latency_s, speed.is_closed = chunk_s, latency_s, is_probed
+    speed.probe_from_s = 0.0 if is_probed else 1e9
+
+
+def end(core: Tiering, get: Get, elapsed_s: float, now_s: float) -> list[Get]:
+    """End a get that has copied all that it had slots for, and located the rest; return what follows."""
+    answers = [COPIED] * len(get.slots) + [LOCATED] * (len(get.keys) - len(get.slots))
+    core.on_event(GetEnded(get.id, answers, {}, elapsed_s, GOOD, "", elapsed_s), now_s)
+    return world.fetches(core)
+
+
+class Clocked:
+    """A gate that knows how fast the device computes, and a tier whose gets come one after the other."""
+
+    def __init__(self, chunk_s: float | None, mode: LoadGateMode = "latency") -> None:
+        self.gate = LoadGate(mode, 1)
+        self.now_s = 0.0
+        if chunk_s is not None:
+            self.gate.compute.note(0, 1, chunk_s)
+
+    @property
+    def speed(self) -> TierSpeed:
+        return self.gate._tiers[0]
+
+    def get(self, chunks: int, seconds: float) -> None:
+        """Have a get begin and end."""
+        self.now_s += 0.001 + seconds
+        self.gate.get_ended(0, chunks, seconds, self.now_s)
+
+    def expected_s(self, chunks: int) -> float:
+        return self.speed.latency_s + chunks * self.speed.chunk_s
+
+    def is_slower(self, count: int, place: int = 0) -> bool:
+        return self.gate.is_slower(0, place, count, 1, self.now_s)
+
+
+# --- estimates -------------------------------------------------------------------------------------
+
+
+def test_one_slow_get_changes_nothing_and_a_second_one_does() -> None:
+    it = Clocked(None)
+    for _ in range(10):
+        it.get(10, 0.010)
+    usual_s = it.expected_s(10)
+    assert usual_s == pytest.approx(0.010)
+    it.get(10, 5.0)
+    it.gate.get_ended(0, 10, 5.0, it.now_s)  # of the same time
+    assert it.expected_s(10) == usual_s
+    it.get(10, 0.010)
+    it.get(10, 5.0)
+    assert it.expected_s(10) == pytest.approx(usual_s)
+    it.get(10, 5.0)
+    assert it.expected_s(10) == pytest.approx(5.0)
+
+
+def test_a_quick_get_is_believed_at_once() -> None:
+    it = Clocked(None)
+    it.get(10, 5.0)
+    it.get(10, 0.010)
+    assert it.expected_s(10) == pytest.approx(0.010)
+
+
+def test_gets_of_different_sizes_tell_latency_from_bandwidth() -> None:
+    it = Clocked(None)
+    for _ in range(100):
+        for chunks in (1, 64):
+            it.get(chunks, 0.050 + chunks * 0.001)
+    assert it.speed.latency_s == pytest.approx(0.050, rel=0.1)
+    assert it.speed.chunk_s == pytest.approx(0.001, rel=0.1)
+
+
+def test_computing_is_known_by_place() -> None:
+    compute = ComputeSpeed()
+    compute.note(3, 4, 0.04)
+    compute.note(100, 50, 1.0)
+    assert compute.seconds(4) == pytest.approx(0.04)
+    assert compute.seconds(110) - compute.seconds(100) == pytest.approx(0.2)
+    assert compute.seconds(1000) == pytest.approx(64 * 0.01 + 936 * 0.02), "the nearest known place below"
+
+
+def test_one_strange_step_changes_nothing() -> None:
+    compute = ComputeSpeed()
+    compute.note(3, 4, 0.04)
+    compute.note(3, 4, 4.0)
+    assert compute.seconds(4) == pytest.approx(0.04)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 100.0)), max_size=30))
+def test_estimates_are_always_of_use(samples: list[tuple[int, float]]) -> None:
+    it = Clocked(None)
+    for chunks, seconds in samples:
+        it.get(chunks, seconds)
+        assert 0 < it.expected_s(chunks) < 1e3
+        assert it.speed.latency_s > 0 < it.speed.chunk_s
+        assert 1 <= it.gate.probe_size(0, it.now_s) <= 8
+
+
+# --- the rule --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "while_idle", "while_busy"),
+    [("latency", True, True), ("throughput", True, False), ("off", False, False)],
+)
+def test_modes(mode: LoadGateMode, *, while_idle: bool, while_busy: bool) -> None:
+    it = Clocked(None, mode)
+    assert not it.is_slower(8), "nothing is known"
+    it.gate.compute.note(0, 1, CHUNK_S)
+    assert not it.is_slower(8), "nothing is known of the tier"
+    it.get(8, 8 * SLOW_S)
+    assert it.is_slower(8) is while_idle
+    it.gate.running.add("request")
+    assert it.is_slower(8) is while_busy
+
+
+@given(
+    st.floats(1e-5, 10.0),
+    st.floats(0.001, 0.3),
+    st.integers(1, 200),
+    st.floats(4.0, 1000.0),
+    st.integers(0, 300),
+)
+def test_it_closes_for_a_slow_tier_and_opens_within_two_probes(
+    chunk_s: float, share: float, count: int, factor: float, place: int
+) -> None:
+    """A tier quicker than the device is loaded from; throttled it is not, after two slow gets; and when the
+    throttle ends it is again, after two probes at most."""
+    it = Clocked(chunk_s)
+    fast_s, slow_s = chunk_s * share, chunk_s * factor
+    it.get(count, fast_s * count)
+    assert not it.is_slower(count, place)
+    for _ in range(2):
+        it.get(count, slow_s * count)
+    assert it.is_slower(count, place)
+    for size in _probes(it, 8, count):
+        it.get(size, slow_s * (count + size) / 2)
+        assert it.is_slower(count, place)
+    for size in _probes(it, 2, count):
+        it.get(size, fast_s * size)
+    assert not it.is_slower(count, place)
+
+
+def _probes(it: Clocked, number: int, count: int) -> Iterator[int]:
+    for _ in range(number):
+        it.now_s += 5.0  # by then one is due
+        size = it.gate.probe_size(0, it.now_s)
+        assert 1 <= size <= 8
+        it.gate.probe_begins(0, it.now_s)
+        assert it.gate.probe_size(0, it.now_s + 100.0) == 0, "one at a time"
+        yield min(size, count)
+        it.gate.probe_ended(0, it.now_s, found_any=True)
+
+
+def test_probes_become_rare() -> None:
+    it = Clocked(CHUNK_S)
+    it.get(8, 8 * SLOW_S)
+    assert it.is_slower(8)
+    probes = []
+    for tick in range(300):
+        if it.gate.probe_size(0, it.now_s + tick / 10):
+            it.gate.probe_begins(0, it.now_s + tick / 10)
+            it.gate.probe_ended(0, it.now_s + tick / 10, found_any=True)
+            probes.append(tick / 10)
+    assert probes == pytest.approx([0.1, 0.3, 0.7, 1.5, 3.1, 6.3, 11.3, 16.3, 21.3, 26.3], abs=0.25)
+
+
+@given(st.floats(1e-5, 10.0), st.lists(st.floats(0.9, 1.1), min_size=5, max_size=30))
+def test_it_does_not_flap_with_noise(chunk_s: float, noise: list[float]) -> None:
+    """Gets that take a fifth longer than computing, more or less, do not open it."""
+    it = Clocked(chunk_s)
+    it.get(10, 12 * chunk_s)
+    for factor in noise:
+        it.get(10, 12 * chunk_s * factor)
+        assert it.is_slower(10)
+
+
+# --- in the core -----------------------------------------------------------------------------------
+
+
+def test_a_fast_tier_is_loaded_from() -> None:
+    core = make()
+    know(core, FAST_S)
+    request, chunks = Request(), keys("a", 8)
+    (get,) = world.step(core, request, chunks)
+    assert get.keys == chunks
+    assert end(core, get, 0.008, 0.1) == []
+    assert world.ask(core, request, chunks) == [HIT] * 8
+
+
+def test_a_slow_tier_is_a_miss() -> None:
+    core = make()
+    know(core, SLOW_S)
+    request, chunks = Request(), keys("a", 8)
+    assert world.step(core, request, chunks) == []
+    assert world.ask(core, request, chunks) == [MISS]
+    assert core.take_counts()["miss", "gate"] == 1
+
+
+def test_counts_name_the_tier_that_was_skipped() -> None:
+    core = make(tiers=2)
+    know(core, SLOW_S)
+    know(core, FAST_S, tier=1)
+    (get,) = world.step(core, Request(), keys("a", 8))
+    assert get.tier == 1
+    assert core.take_counts()["skipped", "t0", "gate"] == 8
+
+
+def test_what_is_far_back_in_a_prompt_is_loaded_where_computing_gets_slower() -> None:
+    core = make()
+    know(core, 2 * CHUNK_S)
+    for _ in range(2):
+        core.note_computed(20, 1, 4 * CHUNK_S)
+    chunks = keys("a", 24)
+    assert world.step(core, Request(), chunks[:8]) == []
+    world.store(core, chunks[:16])
+    (get,) = world.step(core, Request(), chunks)
+    assert get.keys == chunks[16:]
+
+
+def test_a_get_in_flight_is_joined() -> None:
+    core = make()
+    know(core, FAST_S)
+    first, second, chunks = Request(), Request(), keys("a", 8)
+    (get,) = world.step(core, first, chunks)
+    know(core, SLOW_S)
+    assert world.step(core, second, chunks) == []
+    assert end(core, get, 0.4, 0.4) == []
+    assert world.ask(core, second, chunks) == [HIT] * 8
+
+
+def test_the_rest_of_a_prompt_is_computed_if_its_front_has_come_slowly() -> None:
+    core = make()
+    world.store(core, keys("other", 60))
+    request, chunks = Request(), keys("a", 8)
+    (get,) = world.step(core, request, chunks)
+    assert len(get.slots) == 4
+    assert end(core, get, 4 * SLOW_S, 0.2) == []
+    assert len(core.table.visible) == 64, "nothing is evicted for what is not got"
+    assert world.ask(core, request, chunks) == [HIT] * 4 + [MISS]
+    counts = core.take_counts()
+    assert {name: count for name, count in counts.items() if name[0] == "miss"} == {("miss", "gate"): 1}
+    invariants.check(core)
+
+
+def test_a_closed_tier_is_probed_for_nobody() -> None:
+    core = make()
+    know(core, SLOW_S, is_probed=True)
+    request, chunks = Request(), keys("a", 30)
+    (probe,) = world.step(core, request, chunks)
+    assert (len(probe.keys), len(probe.slots)) == (4, 4), "what takes a quarter of a second"
+    assert world.ask(core, request, chunks) == [MISS], "the request does not wait for it"
+    core.settle(0.0)
+    assert world.step(core, Request(), keys("b", 8), 0.05) == [], "the next one comes later"
+    assert end(core, probe, 4 * FAST_S, 2.0) == []
+    assert world.there(core, chunks[:4]) == chunks[:4]
+    (get,) = world.step(core, Request(), keys("b", 8), 2.1)
+    assert len(get.keys) == 8, "the gate is open again"
+    invariants.check(core)
+
+
+def test_a_probe_that_finds_nothing_is_repeated_soon() -> None:
+    core = make()
+    know(core, SLOW_S, is_probed=True)
+    (probe,) = world.step(core, Request(), keys("a", 8))
+    core.on_event(GetEnded(probe.id, [MISSING] * len(probe.keys), {}, 0.0, GOOD, "", 0.001), 0.1)
+    assert world.step(core, Request(), keys("b", 8), 0.2) == []
+    assert len(world.step(core, Request(), keys("c", 8), 0.7)) == 1
+
+
+def test_a_store_of_a_probed_chunk_is_not_lost() -> None:
+    core = make()
+    know(core, SLOW_S, is_probed=True)
+    chunks = keys("a", 8)
+    (probe,) = world.step(core, Request(), chunks)
+    reservation = world.reserve(core, chunks)
+    assert list(reservation.keys) == chunks
+    core.commit(reservation, 0.1)
+    (put,) = world.taken(core)
+    assert list(put.keys) == chunks  # type: ignore[union-attr]
+    assert end(core, probe, 0.4, 0.5) == []
+    world.put_ends(core, put)  # type: ignore[arg-type]
+    assert world.there(core, chunks) == chunks
+
+
+def test_a_reset_leaves_no_trace_of_a_probe() -> None:
+    core = make()
+    know(core, SLOW_S, is_probed=True)
+    (probe,) = world.step(core, Request(), keys("a", 8))
+    core.reset()
+    core.take_commands()
+    end(core, probe, 0.1, 0.1)
+    assert world.there(core, keys("a", 8)) == []
+
+
+def test_a_few_slots_at_a_time_do_not_make_a_prompt_slow_to_get() -> None:
+    """A get of two chunks is slower than computing two, but twenty follow."""
+    core = make()
+    know(core, FAST_S, latency_s=5 * CHUNK_S)
+    world.store(core, keys("other", 64))
+    reservation = world.reserve(core, keys("more", 62))
+    request, chunks = Request(), keys("a", 22)
+    (get,) = world.step(core, request, chunks)
+    assert not get.slots
+    core.on_event(GetEnded(get.id, [LOCATED] * 22, {}, 0.0, GOOD), 0.1)
+    (get,) = world.fetches(core)
+    assert (len(get.keys), len(get.slots)) == (2, 2)
+    core.abort(reservation)
+
+
+def test_of_many_that_wait_a_few_at_a_time_are_computed() -> None:
+    """The device is busy with those in front. Those behind are loaded, if the tier is fast by then."""
+    core = make()
+    know(core, SLOW_S)
+    requests = {Request(): keys(name, 8) for name in "abcde"}
+    for request, chunks in requests.items():
+        world.ask(core, request, chunks)
+    core.settle(0.0)
+    assert world.fetches(core) == []
+    assert [len(request.gated) for request in requests] == [8, 8, 0, 0, 0], "a tenth of a second of computing"
+    assert core.next_deadline_s() == pytest.approx(0.02)
+    know(core, FAST_S)
+    last = list(requests)[2:]
+    for request in last:
+        world.ask(core, request, requests[request])
+    core.settle(0.1)
+    assert [get.keys for get in world.fetches(core)] == [requests[request] for request in last]
+
+
+def test_those_behind_are_computed_in_later_rounds() -> None:
+    core = make()
+    know(core, SLOW_S)
+    requests = {Request(): keys(name, 8) for name in "abcde"}
+    for now_s in (0.0, 0.1, 0.2):
+        for request, chunks in requests.items():
+            world.ask(core, request, chunks)
+        core.settle(now_s)
+    assert world.fetches(core) == []
+    for request, chunks in requests.items():
+        assert world.ask(core, request, chunks) == [MISS]
+    assert core.take_counts()["miss", "gate"] >= 5
+
+
+def test_a_get_that_has_to_find_out_what_there_is_costs_its_latency_twice() -> None:
+    """Slots are freed only for chunks that were found: the first get finds them, a second one copies them."""
+    for stored, is_got in ((0, True), (64, False)):
+        core = make()
+        world.store(core, keys("other", stored))
+        know(core, FAST_S, latency_s=6 * CHUNK_S)
+        assert bool(world.step(core, Request(), keys("a", 10))) is is_got
+
+
+def test_who_waits_for_its_turn_does_not_expire() -> None:
+    """The device may compute what is in front for long, and the engine not ask meanwhile."""
+    core = make()
+    know(core, SLOW_S)
+    requests = {Request(): keys(name, 8) for name in "abcde"}
+    for request, chunks in requests.items():
+        world.ask(core, request, chunks)
+    for now_s in (0.0, 5.0, 10.0):
+        core.settle(now_s)
+    know(core, FAST_S)
+    last = list(requests)[-1]
+    world.ask(core, last, requests[last])
+    core.settle(20.0)
+    assert [get.keys for get in world.fetches(core)] == [requests[last]]
+
+
+def test_places_are_counted_from_the_front_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make()
+    know(core, FAST_S)
+    places: list[tuple[int, int]] = []
+    is_slower = LoadGate.is_slower
+
+    def noted(gate: LoadGate, tier: int, place: int, count: int, gets: int, now_s: float) -> bool:
+        places.append((place, count))
+        return is_slower(gate, tier, place, count, gets, now_s)
+
+    monkeypatch.setattr(LoadGate, "is_slower", noted)
+    chunks = keys("a", 30)
+    world.store(core, chunks[:5])
+    world.store(core, keys("other", 49))
+    request = Request()
+    request.base = 100
+    (get,) = world.step(core, request, chunks)
+    assert len(get.slots) == 10
+    end(core, get, 10 * FAST_S, 0.1)
+    assert places == [(105, 25), (115, 15)]
+
+
+def test_a_probe_makes_room_for_itself() -> None:
+    """While a tier is closed all is computed and stored: no slot is free for long."""
+    core = make()
+    world.store(core, keys("other", 64))
+    know(core, SLOW_S, is_probed=True)
+    (probe,) = world.step(core, Request(), keys("a", 8))
+    assert len(probe.slots) == 4
+
+
+def test_gets_that_bring_nothing_for_long_close_a_tier() -> None:
+    core = make()
+    know(core, FAST_S)
+    for now_s in (0.0, 3.0):
+        request = Request()
+        (get,) = world.step(core, request, keys(f"{now_s}", 8), now_s)
+        event = GetEnded(get.id, [MISSING] * 8, {"timeout": 8}, 2.5, BAD, "", 2.5)
+        core.on_event(event, now_s + 2.6)
+    assert world.step(core, Request(), keys("a", 8), 6.0) == []

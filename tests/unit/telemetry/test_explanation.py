@@ -1,0 +1,173 @@
+"""The line that explains a request: what is written can be read, whatever a log puts around it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvtier._cli.explain import explain
+from kvtier._telemetry import explanation
+from kvtier._telemetry.explanation import DamagedLine, Explanation, read
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+TOKENS = st.integers(0, 2**40)
+EXPLANATIONS = st.builds(
+    Explanation,
+    request=TEXT,
+    tokens=st.dictionaries(TEXT, TOKENS, max_size=3),
+    prefix_end=st.none() | TOKENS,
+    reason=st.none() | TEXT,
+    tiers=st.dictionaries(TEXT, TEXT, max_size=3),
+    waited_s=st.floats(0, 1e6),
+)
+
+
+def explained(**fields: Any) -> Explanation:
+    """Return an explanation that says nothing but what is given."""
+    nothing: dict[str, Any] = {"tokens": {}, "prefix_end": None, "reason": None, "tiers": {}, "waited_s": 0.0}
+    return Explanation(request="a", **{**nothing, **fields})
+
+
+def line_of(one: Explanation) -> str:
+    """Return the line that is logged."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(self.format(record))
+
+    handler, level = Keep(), explanation.logger.level
+    explanation.logger.addHandler(handler)
+    explanation.logger.setLevel(logging.INFO)
+    try:
+        explanation.write(one)
+    finally:
+        explanation.logger.removeHandler(handler)
+        explanation.logger.setLevel(level)
+    (line,) = lines
+    return line
+
+
+PIECES = ["kvtier.explain: ", "{", "}", '"', "\\", '{"', '\\"', "{}", "kvtier.explain: x", "\x1b[0m", " "]
+AROUND = st.lists(
+    st.sampled_from(PIECES) | st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]))
+).map("".join)
+
+
+@given(EXPLANATIONS, AROUND, AROUND)
+def test_what_is_written_is_read_again_whatever_is_around_it(
+    one: Explanation, before: str, after: str
+) -> None:
+    line = line_of(one)
+    assert "\n" not in line
+    assert line.isascii()
+    assert list(read([f"{before}{line}{after}\n".encode()])) == [one]
+
+
+@given(EXPLANATIONS, AROUND, AROUND, st.booleans())
+def test_what_is_written_is_read_from_a_log_whose_lines_are_json(
+    one: Explanation, before: str, after: str, is_ascii: bool
+) -> None:
+    fields = {"level": before, "message": f"{before}{line_of(one)}{after}", "thread": after}
+    line = json.dumps(fields, ensure_ascii=is_ascii)
+    assert list(read([f"{line}\n".encode()])) == [one]
+
+
+NAMES = ["kvtier.explain: x", "kvtier.explain: {", "}", line_of(explained(prefix_end=7)), "a\ud800b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_s_id_damages_nothing_and_is_never_taken_for_a_line(name: str) -> None:
+    line = line_of(msgspec.structs.replace(explained(), request=name))
+    (one,) = read([line.encode()])
+    assert isinstance(one, Explanation)
+    assert one == msgspec.structs.replace(explained(), request=name.replace("\ud800", "?"))
+    for whole in (line, json.dumps({"message": line})):
+        for end in range(len(line) - 1):
+            (cut,) = read([whole[:end].encode()])
+            assert cut is None or isinstance(cut, DamagedLine)
+
+
+@given(st.lists(st.binary() | st.builds(lambda end: b"kvtier.explain: {" + end, st.binary())))
+@example([b'kvtier.explain: {"a": ' + b"[" * 100_000 + b"}"])
+@example([b'kvtier.explain: {"request": "\xff"}', b"kvtier.explain: {}", b"kvtier.explain: {"])
+def test_no_line_stops_the_reader(lines: list[bytes]) -> None:
+    found = list(read(lines))
+    assert len(found) == len(lines)
+    for line, one in zip(lines, found, strict=True):
+        assert (one is None) == (b"kvtier.explain: {" not in line)
+
+
+def test_lines_cut_short_are_damaged() -> None:
+    line = line_of(explained(tokens={"fs": 64}, prefix_end=64, reason="absent")).encode()
+    for end in range(len(line)):
+        (one,) = read([line[:end]])
+        assert one is None or isinstance(one, DamagedLine)
+
+
+def test_fields_of_later_versions_are_ignored() -> None:
+    line = line_of(explained()).replace("{", '{"new": 1, ', 1)
+    (one,) = read([line.encode()])
+    assert one == explained()
+
+
+def test_a_log_is_counted_line_by_line() -> None:
+    line = line_of(explained(tokens={"fs": 64}, tiers={"fs": "checksum"}))
+    log = f"INFO engine started\n{line}\nkvtier.explain: {{\n\n{line}".encode()
+    found = explain(io.BytesIO(log))
+    assert [one["tiers"] for one in found.requests] == [{"fs": "checksum"}] * 2
+    assert (found.damaged, found.other) == (1, 2)
+
+
+@pytest.fixture
+def bare_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """A logger as in a process where nobody has configured logging."""
+    logger = logging.Logger("kvtier.explain")  # it has no parent, and so none of pytest's handlers
+    monkeypatch.setattr(explanation, "logger", logger)
+    yield logger
+    logger.handlers.clear()
+
+
+def test_lines_are_seen_where_nobody_has_configured_logging(
+    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        explanation.enable()
+    explanation.write(explained())
+    assert capsys.readouterr().err.count("kvtier.explain: {") == 1
+
+
+def test_an_application_that_configures_logging_later_sees_each_line_once(
+    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explanation.enable()
+    explanation.write(explained())
+    bare_logger.parent = logging.Logger("kvtier")
+    bare_logger.parent.addHandler(logging.StreamHandler(sys.stderr))
+    explanation.write(explained())
+    assert capsys.readouterr().err.count("kvtier.explain: {") == 2
+
+
+def test_a_level_that_somebody_has_set_is_kept(bare_logger: logging.Logger) -> None:
+    bare_logger.setLevel(logging.ERROR)
+    explanation.enable()
+    assert bare_logger.level == logging.ERROR
+
+
+@pytest.mark.parametrize(("level", "is_seen"), [(logging.ERROR, False), (logging.NOTSET, True)])
+def test_a_level_of_all_of_kvtier_counts_and_that_of_the_root_does_not(
+    bare_logger: logging.Logger, level: int, is_seen: bool
+) -> None:
+    bare_logger.parent = logging.Logger("kvtier", level)
+    bare_logger.parent.parent = logging.RootLogger(logging.WARNING)
+    explanation.enable()
+    assert bare_logger.isEnabledFor(logging.INFO) is is_seen
