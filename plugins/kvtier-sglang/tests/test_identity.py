@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
 import pools
 import pytest
+import torch
 from conftest import Attach, settings
 from sglang.srt import runtime_context
+from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.environ import Envs
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.server_args import ServerArgs
 from test_storage import load, store
 
 from kvtier import ConfigError
+from kvtier_sglang import _settings
 from kvtier_sglang._environment import REVIEWED, relevant_environment
 
 
@@ -56,7 +60,8 @@ def with_engine(attach: Attach, pool: Any, root: Path, given: dict[str, Any], ac
 def test_an_engine_started_again_has_its_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
     stored_with(attach, tmp_path / "root", model_path=str(model))
     same = {"model_path": str(model), "port": 31_000, "log_level": "debug", "max_running_requests": 3}
-    assert loaded_with(attach, tmp_path / "root", **same)
+    found = {"random_seed": 7, "chunked_prefill_size": 512, "cuda_graph_max_bs_decode": 3, "node_rank": 1}
+    assert loaded_with(attach, tmp_path / "root", **same, resolved=found)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +167,11 @@ def test_a_file_that_is_named_inside_of_a_setting_counts(
         ("kt_weight_path", "/nowhere/at/all"),
         ("quantization_param_path", "/nowhere/scales.json"),
         ("speculative_draft_model_path", "nobody/nothing"),
+        ("load_format", "remote_instance"),
+        ("speculative_draft_load_format", "private"),
+        ("weight_cache_mode", "client"),
+        ("checkpoint_engine_wait_weights_before_ready", True),
+        ("language_only", True),
     ],
     ids=str,
 )
@@ -179,7 +189,19 @@ def test_a_setting_without_a_representation_is_refused_by_name(
         stored_with(attach, tmp_path / "root", model_path=str(model), resolved={"dtype": object()})
 
 
-@pytest.mark.parametrize("resolved", [{"attention_backend": "fa3"}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
+@pytest.mark.parametrize(
+    "resolved",
+    [
+        {"attention_backend": "fa3"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"cp_strategy": "interleave"},
+        {"enable_hisparse": True},
+        {"disable_hybrid_swa_memory": True},
+        {"forward_hooks": [{"name": "steer"}]},
+        {"weight_version": "2"},
+    ],
+    ids=str,
+)
 def test_what_sglang_has_resolved_counts(
     attach: Attach, model: Path, tmp_path: Path, resolved: dict[str, Any]
 ) -> None:
@@ -238,6 +260,9 @@ def test_a_name_of_another_hub_needs_a_namespace(
         ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", True),
         ("SGLANG_USE_AITER_FP8_PER_TOKEN", True),
         ("SGLANG_OF_A_LATER_VERSION", True),
+        ("FLASHINFER_NVFP4_4OVER6", True),
+        ("NVIDIA_TF32_OVERRIDE", True),
+        ("MOONCAKE_MASTER", False),
         ("SGLANG_RUN_ID", False),
         ("SGLANG_LOG_MS", False),
         ("SGLANG_SERVICE_PORT_HTTP", False),
@@ -251,6 +276,29 @@ def test_variables_count_unless_they_cannot_change_bytes(
     monkeypatch.setenv(variable, "1")
     assert (variable in relevant_environment()) is counts
     assert loaded_with(attach, tmp_path / "root", model_path=str(model)) is not counts
+
+
+def test_gpus_of_amd_count_by_their_architecture(
+    attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(architecture: str) -> None:
+        monkeypatch.setattr(torch.version, "hip", "7.2")
+        given = SimpleNamespace(gcnArchName=architecture)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: given)
+
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    give("gfx942")
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    assert loaded_with(attach, tmp_path / "root", model_path=str(model))
+    give("gfx950")
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+
+
+def test_the_reviewed_settings_are_sglangs_and_no_other_one_holds_a_secret() -> None:
+    fields = set(namespace_of(ServerArgs))
+    assert not _settings.REVIEWED - fields
+    assert not [it for it in fields - _settings.REVIEWED if it.endswith(("_key", "_password", "_secret"))]
 
 
 def test_the_reviewed_variables_are_sglangs() -> None:

@@ -13,7 +13,7 @@ from conftest import Attach, settings
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from test_storage import ELSEWHERE, STORED, files, hashes, load, store
 
-from kvtier import OffloadKey, TieringManager
+from kvtier import ConfigError, OffloadKey, TieringManager
 
 ALL, TRAILING, GROUPS = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.BLOCK_GROUPS
 
@@ -149,6 +149,15 @@ def test_a_pool_that_cannot_be_stored_makes_its_prompts_miss(
     asked = PoolTransfer(PoolName.SWA, keys=["__a__"], hit_policy=TRAILING)
     assert storage.batch_exists_v2(hashes(), [asked]).kv_hit_pages == 0
     assert storage.batch_exists(hashes()) == 8
+
+
+def test_a_pool_that_is_spread_over_ranks_is_refused(attach: Attach, tmp_path: Path) -> None:
+    pool = pools.mha()
+    pool.shard_size = (
+        2  # as SGLang's PageInterleaveHostPool has it, whose indices reach beyond a rank's memory
+    )
+    with pytest.raises(ConfigError, match="remove --enable-kv-cache-sharding"):
+        attach(pool, settings(tmp_path))
 
 
 def test_a_draft_with_heads_beside_latent_pages_is_named(

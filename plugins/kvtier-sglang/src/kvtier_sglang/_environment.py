@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from sglang.srt.environ import envs
 
+from kvtier._identity import LIBRARY_VARIABLES
+
 _SECRET = re.compile(r"_(SECRET|PASSWORD|TOKEN|CREDENTIALS?|(API|ACCESS|SECRET)_KEY(_ID)?)$")
 _OF_KUBERNETES = re.compile(r"SGLANG(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
 
@@ -51,22 +53,30 @@ SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE SGLANG_HICACHE_FILE_BACKEND_ENABLE_ME
 SGLANG_HICACHE_FILE_BACKEND_METADATA_TTL SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
 SGLANG_HICACHE_NIXL_USE_DIRECT_IO SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS
 SGLANG_HICACHE_HOST_REGISTER_CHUNK_GB SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY
-SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE
+SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE MOONCAKE_MASTER MOONCAKE_CLIENT MOONCAKE_LOCAL_HOSTNAME
+MOONCAKE_TE_META_DATA_SERVER MOONCAKE_GLOBAL_SEGMENT_SIZE MOONCAKE_PROTOCOL MOONCAKE_DEVICE
+MOONCAKE_MASTER_METRICS_PORT MOONCAKE_CHECK_SERVER MOONCAKE_STANDALONE_STORAGE MOONCAKE_ENABLE_SSD_OFFLOAD
+MOONCAKE_OFFLOAD_FILE_STORAGE_PATH MOONCAKE_TENANT_ID ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE
 """
-REVIEWED = frozenset(f"{_PLACES}{_SERVING}{_WATCHING}{_STORAGE}".split())
+# Of other programs, which SGLang reads too.
+_OTHERS = "ASCEND_NPU_PHY_ID DISABLE_OPENAPI_DOC EXA_API_KEY HF_HUB_DISABLE_XET"
+REVIEWED = frozenset(f"{_PLACES}{_SERVING}{_WATCHING}{_STORAGE}{_OTHERS}".split())
 """Variables that cannot change the bytes of a page."""
 
 
 def relevant_environment() -> Mapping[str, str]:
-    """Return SGLang's environment variables that are set and may change the bytes of a page.
+    """Return the environment variables that are set and may change the bytes of a page.
 
+    All that SGLang reads but the reviewed ones, and a few of other libraries that are known to matter.
     Variables that Kubernetes sets for a service named sglang are none of SGLang's.
     """
     return {name: value for name, value in os.environ.items() if _is_relevant(name)}
 
 
 def _is_relevant(variable: str) -> bool:
-    if not variable.startswith(("SGLANG_", "SGL_")) or variable in REVIEWED:
+    if variable in REVIEWED:
         return False
-    is_known = hasattr(type(envs), variable)  # some of these end like a secret, such as ..._FP8_PER_TOKEN
-    return is_known or not (_SECRET.search(variable) or _OF_KUBERNETES.fullmatch(variable))
+    if variable in LIBRARY_VARIABLES or hasattr(type(envs), variable):
+        return True  # before the next line: some end like a secret, such as ..._FP8_PER_TOKEN
+    is_sglangs = variable.startswith(("SGLANG_", "SGL_")) and not _OF_KUBERNETES.fullmatch(variable)
+    return is_sglangs and not _SECRET.search(variable)

@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import reduce
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvtier import ConfigError, Identity, OffloadKey, pack_key
 from kvtier_sglang._environment import relevant_environment
 from kvtier_sglang._pages import HostPages
+from kvtier_sglang._settings import REVIEWED, engine_settings
 from kvtier_sglang._weights import ADAPTERS, weights_identity
 
-_NAMESPACES = frozenset({"model", "exec", "spec", "lora", "mm"})
-"""SGLang's groups of settings that count, each with all that it has. The other groups say where and how the
-engine runs; what of them reaches the bytes of a page is in the pool's shape and the ranks."""
-
-_DOWNLOADS = "download_dir"
-
-# Of these groups, how weights come into memory, and what is watched, captured or written beside the model.
-_NOT_BYTES = (
-    "checkpoint_engine_",
-    "cuda_graph_",
-    "debug_",
-    "delete_ckpt_",
-    "disable_outlines_",
-    "elastic_",
-    "enable_return_",
-    "engine_info_",
-    "expert_balancedness_",
-    "expert_distribution_",
-    "model_checksum",
-    "modelopt_checkpoint_save_path",
-    "modelopt_export_path",
-    "remote_instance_",
-    "startup_weight_",
-    "watermark_",
-    "weight_cache_",
-    "weight_loader_",
-)
 _SHAPE = (
     "dtype", "layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim",
     "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "storage_format_tag",
@@ -74,15 +50,15 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
     Raises:
         ConfigError: nothing tells the weights, or a setting, from others of the same name.
     """
-    settings = _settings()
-    download_dir = settings.pop(_DOWNLOADS, None)
+    every = engine_settings()
+    settings = {field: value for field, value in every.items() if field not in REVIEWED}
     return Identity.make(
         storage.model_name or "model",
         {
             "namespace": namespace,
             "engine": {"name": "sglang", "version": version("sglang")},
-            "device": getattr(torch.accelerator.current_accelerator(), "type", "cpu"),
-            "weights": weights_identity(settings, download_dir, namespace),
+            "device": _device(),
+            "weights": weights_identity(settings, every.get("download_dir"), namespace),
             "settings": {
                 field: _plain(field, value) for field, value in settings.items() if field != ADAPTERS
             },
@@ -98,34 +74,29 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
     )
 
 
-def _parallel(storage: Any, name: str, pool: Any) -> Mapping[str, object]:
-    """Return this rank's place, as far as its pages depend on it.
+def has_one_writer(storage: Any, name: str) -> bool:
+    """Return whether SGLang has one rank write the pages of a pool for all."""
+    return bool(storage.is_mla_model) and name != PoolName.MAMBA.value
 
-    Every rank has the same bytes of a latent (MLA) pool, which one rank writes for all. Pools beside it with
-    heads of their own, and Mamba states, are split among ranks all the same.
-    """
-    is_shared = storage.is_mla_model and name != "mamba" and not hasattr(pool, "head_num")
+
+def is_same_on_all_ranks(pool: Any) -> bool:
+    """Return whether every rank of an engine is known to have the same bytes in this pool."""
+    return isinstance(pool, MLATokenToKVPoolHost | DSAIndexerPoolHost)
+
+
+def _device() -> str:
+    """Return what computes. AMD's GPUs by architecture: they differ in the meaning of FP8's bits."""
+    if torch.version.hip is not None:
+        return f"rocm {torch.cuda.get_device_properties(0).gcnArchName}"
+    return str(getattr(torch.accelerator.current_accelerator(), "type", "cpu"))
+
+
+def _parallel(storage: Any, name: str, pool: Any) -> Mapping[str, object]:
+    """Return this rank's place, as far as its pages depend on it."""
+    is_shared = has_one_writer(storage, name) and is_same_on_all_ranks(pool)
     fields = ("tp_size", "pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank", "dcp_size", "dcp_rank")
     place = {field: getattr(storage, field) for field in fields}
     return {**place, "tp_rank": None if is_shared else storage.tp_rank, "split": storage.should_split_heads}
-
-
-def _settings() -> dict[str, Any]:
-    """Return the settings that count, as the running engine has resolved them; none where no engine runs."""
-    from sglang.srt.runtime_context import get_context, get_server_args
-
-    try:
-        given = get_server_args()
-    except ValueError:  # none were published
-        return {}
-    from sglang.srt.arg_groups.arg_utils import namespace_of
-
-    found: dict[str, Any] = {}
-    for field, group in namespace_of(type(given)).items():
-        first, *inner = group.split(".")
-        if first in _NAMESPACES and (not field.startswith(_NOT_BYTES)):
-            found[field] = getattr(reduce(getattr, inner, get_context().config_bag(first)), field)
-    return found
 
 
 def _plain(field: str, value: object) -> object:

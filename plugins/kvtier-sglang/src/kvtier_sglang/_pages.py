@@ -32,6 +32,11 @@ class HostPages:
     def __init__(self, name: str, pool: Any) -> None:
         self._pool = pool
         self._page_size = int(getattr(pool, "logical_page_size", None) or pool.page_size)
+        if getattr(pool, "shard_size", 1) > 1:
+            raise ConfigError(
+                f"host pool {name}: its pages are spread over the ranks, and none can address all of them; "
+                "remove --enable-kv-cache-sharding"
+            )
         try:
             meta = pool.get_page_buffer_meta(torch.arange(self._page_size))
         except Exception as error:

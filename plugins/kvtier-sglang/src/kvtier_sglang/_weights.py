@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,20 @@ _REVISIONS = {
     "speculative_draft_model_path": "speculative_draft_model_revision",
 }
 """Settings whose weights SGLang brings from a hub into ``download_dir``, and those of their revisions."""
+
+_LOAD_FORMATS = {
+    "auto", "bitsandbytes", "dummy", "fastsafetensors", "flash_rl", "gguf", "instanttensor", "jax", "layered",
+    "mistral", "npcache", "pt", "runai_streamer", "safetensors", "sharded_state",
+}  # fmt: skip
+_WITH_FILES: Mapping[str, Collection[object]] = {
+    "load_format": _LOAD_FORMATS,
+    "speculative_draft_load_format": {None, *_LOAD_FORMATS},
+    "weight_cache_mode": ("off",),
+    "checkpoint_engine_wait_weights_before_ready": (False,),
+    "language_only": (False,),
+}
+"""Values with which all weights come from the files that settings name. With others they come from another
+engine, a daemon or a trainer, and embeddings from encoders elsewhere."""
 
 
 def weights_identity(
@@ -51,12 +65,14 @@ def weights_identity(
             found[field] = _target(value, revision, cache)
         else:
             found.update({f"{field} {text}": files for text in _texts(value) if (files := _files(text))})
+        if field in _WITH_FILES and value not in _WITH_FILES[field]:
+            found[f"{field}={value}"] = None
     unknown = [field for field, target in found.items() if target is None]
     if unknown and not namespace:
         raise ConfigError(
-            f"the weights of {', '.join(unknown)} cannot be identified: they are not in a local directory, "
-            "and no commit of Hugging Face's hub is known. Set `namespace` in `kvtier` of the extra config "
-            "to a name that changes with the weights"
+            f"the weights of {', '.join(unknown)} cannot be identified: they come neither from a local "
+            "directory nor from a known commit of Hugging Face's hub. Set `namespace` in `kvtier` of the "
+            "extra config to a name that changes with the weights"
         )
     return found
 
@@ -113,13 +129,13 @@ def _commit(name: str, revision: object, cache_dir: str | None) -> str | None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the absolute paths in a setting, in JSON too."""
+    """Yield what may be a path in a setting, in JSON too."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         try:
             value = json.loads(value)
         except ValueError:
             return
-    if isinstance(value, str) and os.path.isabs(value):
+    if isinstance(value, str) and os.sep in value:
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvtier import ConfigError, KVTierError, StateError, TieringConfig
 from kvtier.tiers import LogLimit
-from kvtier_sglang._identity import key_of, pool_identity
+from kvtier_sglang._identity import has_one_writer, is_same_on_all_ranks, key_of, pool_identity
 from kvtier_sglang._loop import LoopThread
 from kvtier_sglang._metrics import PoolCounters, Throughput
 from kvtier_sglang._older import V1Only
@@ -90,11 +90,11 @@ class KVTierStorage(V1Only):
 
     def _require_writers(self, name: str, host_pool: object) -> None:
         """Raise ConfigError where SGLang lets one rank write what every rank needs of its own."""
-        is_split = hasattr(host_pool, "head_num") and name != PoolName.MAMBA.value
-        if self._storage.is_mla_model and self._storage.tp_size > 1 and is_split:
+        is_split = self._storage.tp_size > 1 and not is_same_on_all_ranks(host_pool)
+        if has_one_writer(self._storage, name) and is_split:
             raise ConfigError(
-                "each rank has heads of its own in it, but with a latent (MLA) model SGLang stores those of "
-                "one rank alone; use a draft model with latent attention, or --tp-size 1"
+                "each rank may have bytes of its own in it, but with a latent (MLA) model SGLang stores only "
+                "those of one rank; use a draft model with latent attention, or --tp-size 1"
             )
 
     def _register(self, name: str, host_pool: object) -> None:
