@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
-from kvtier._core.admission import Limits, TierStatus
-from kvtier._core.breaker import Breaker
 from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.breaker import Breaker
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializeAsAny, StrictBool, field_validator, model_validator
 
 from kvtier import _plugins as plugins
-from kvtier._core.load_gate import LoadGateMode
 from kvtier._core.tiering import PRIMARY
+from kvtier._core.tiers.load_gate import LoadGateMode
 from kvtier._settings import validation
 from kvtier._settings.quantities import Settings, Size
 from kvtier.errors import ConfigError, KVTierError

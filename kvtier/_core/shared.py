@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEventLog
-from kvtier._core.load_gate import LoadGate
 from kvtier._core.messages import Command, GetEnded, PutEnded, TransferHealth
+from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.load_gate import LoadGate
 from kvtier._core.transfers import Transfer
 from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.errors import StateError

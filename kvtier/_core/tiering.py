@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from math import inf
 
 from kvtier._core import messages
-from kvtier._core.admission import Limits, ReuseTracker, TierStatus
 from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEvent
@@ -24,6 +23,7 @@ from kvtier._core.promotion import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
+from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index

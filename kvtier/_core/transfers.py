@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvtier._core.breaker import Breaker
 from kvtier._core.chunks import Chunk
 from kvtier._core.requests import Request
+from kvtier._core.tiers.breaker import Breaker
 from kvtier.keys import OffloadKey
 
 

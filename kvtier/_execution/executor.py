@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 import anyio
 import anyio.abc
 
-from kvtier._core.backoff import RandomSource
 from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, TierDown, Touch
+from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
 from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory

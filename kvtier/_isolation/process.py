@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from kvtier._core.backoff import Backoff, RandomSource
 from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset, TierDown
+from kvtier._core.tiers.backoff import Backoff, RandomSource
 from kvtier._execution.executor import CLOSE_S, ExecutorThread, NamedTier, failure_of
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtier._core.admission import TierStatus
 from kvtier._core.states import BreakerState, ChunkState
 from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import TierStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier._core.backoff import RandomSource
 from kvtier._core.messages import Put
+from kvtier._core.tiers.backoff import RandomSource
 from kvtier.tiers._base import Batch, SlotChecksums, Status
 from kvtier.tiers._drain import in_thread
 from kvtier.tiers._seal import Integrity, check, seal

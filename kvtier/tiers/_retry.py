@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import anyio
 
 from kvtier import _reasons as reasons
-from kvtier._core.backoff import RandomSource
 from kvtier._core.messages import TransferHealth
+from kvtier._core.tiers.backoff import RandomSource
 from kvtier.tiers._base import Outcome, Status
 
 _MOST_RETRIES = 10.0

@@ -13,7 +13,6 @@ import anyio
 from msgspec.structs import replace
 
 from kvtier import _reasons as reasons
-from kvtier._core.backoff import RandomSource
 from kvtier._core.messages import (
     Answer,
     Event,
@@ -26,6 +25,7 @@ from kvtier._core.messages import (
     TierUp,
     TransferHealth,
 )
+from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import TierError

@@ -28,19 +28,19 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
-from kvtier._core.admission import Limits, TierStatus
-from kvtier._core.breaker import Breaker
 from kvtier._core.messages import PutEnded, SlotsReady
 from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.breaker import Breaker
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, status_table_bytes
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
-from kvtier.adapters.vllm._events import location_of
-from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
-from kvtier.adapters.vllm._metrics import WorkerReports
+from kvtier.adapters.vllm._telemetry.events import location_of
+from kvtier.adapters.vllm._telemetry.explain import Explainer
+from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from kvtier._core.requests import Request
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation, read
-from kvtier.adapters.vllm._explain import Explainer
+from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.keys import OffloadKey
 from tests.integration.test_bridge import AnyTier, World, dummy, files, prompt
 

@@ -18,7 +18,7 @@ from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._manager import Slots
-from kvtier.adapters.vllm._metrics import WorkerReports
+from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
 from kvtier.adapters.vllm._worker import KVTierWorker
 from kvtier.adapters.vllm.spec import _shut_down
 from kvtier.errors import TransferError

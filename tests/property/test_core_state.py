@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.messages import (
     Answer,
     Get,
@@ -33,6 +32,7 @@ from kvtier._core.messages import (
 )
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState
+from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._telemetry.catalogue import COUNTERS
 from kvtier.keys import OffloadKey, group_index, pack_key

@@ -176,12 +176,12 @@ MUTATIONS = (
     ),
     Mutation(
         "late_transfers_are_never_over",
-        "kvtier._core.breaker:Breaker.end",
+        "kvtier._core.tiers.breaker:Breaker.end",
         (("self.overdue -= 1", "pass"),),
     ),
     Mutation(
         "breaker_never_closes",
-        "kvtier._core.breaker:Breaker._end_probe",
+        "kvtier._core.tiers.breaker:Breaker._end_probe",
         (("if health is not TransferHealth.GOOD:", "if True:"),),
     ),
     Mutation(

@@ -37,7 +37,7 @@ CHARTS = sorted(DOCS.glob("assets/benchmarks/*.json"))
 
 TELEMETRY = {
     name
-    for module in ("kvtier/_telemetry/*.py", "kvtier/adapters/vllm/_explain.py")
+    for module in ("kvtier/_telemetry/*.py", "kvtier/adapters/vllm/_telemetry/explain.py")
     for file in ROOT.glob(module)
     for name in re.findall(r'"(kvtier\.\w+)[".]', file.read_text())
 }

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._device._engine import StreamEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
 from kvtier._device.base import TransferEngine

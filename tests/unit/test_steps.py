@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier._core.tiering import Tiering
-from kvtier.adapters.vllm._steps import StepMeter
+from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.keys import OffloadKey
 from tests.unit.core import world
 from tests.unit.core.world import keys

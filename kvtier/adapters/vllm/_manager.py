@@ -36,10 +36,10 @@ from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import StatusTable
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
-from kvtier.adapters.vllm._events import EventStream, Location, allowed_tiers
-from kvtier.adapters.vllm._explain import Explainer
-from kvtier.adapters.vllm._metrics import GaugeReader, WorkerReports, as_stats
-from kvtier.adapters.vllm._steps import StepMeter
+from kvtier.adapters.vllm._telemetry.events import EventStream, Location, allowed_tiers
+from kvtier.adapters.vllm._telemetry.explain import Explainer
+from kvtier.adapters.vllm._telemetry.metrics import GaugeReader, WorkerReports, as_stats
+from kvtier.adapters.vllm._telemetry.steps import StepMeter
 
 logger = logging.getLogger("kvtier.vllm")
 

@@ -42,14 +42,14 @@ from kvtier._memory.population import Part
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
-from kvtier.adapters.vllm import _metrics as metrics
-from kvtier.adapters.vllm._events import location_of
-from kvtier.adapters.vllm._explain import Explainer
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager
-from kvtier.adapters.vllm._metrics import WorkerReports
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
-from kvtier.adapters.vllm._steps import StepMeter
+from kvtier.adapters.vllm._telemetry import metrics
+from kvtier.adapters.vllm._telemetry.events import location_of
+from kvtier.adapters.vllm._telemetry.explain import Explainer
+from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
+from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.errors import ConfigError
 

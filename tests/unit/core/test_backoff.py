@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._core.backoff import Backoff
+from kvtier._core.tiers.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew() -> None:

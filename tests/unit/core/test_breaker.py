@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.breaker import Breaker
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
+from kvtier._core.tiers.breaker import Breaker
 
 GOOD, BAD, LATE, NONE = TransferHealth.GOOD, TransferHealth.BAD, TransferHealth.LATE, TransferHealth.NONE
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN

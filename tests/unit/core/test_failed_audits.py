@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._core.admission import TierStatus
 from kvtier._core.messages import Get, Reset, TierUp
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import TierStatus
 from kvtier.keys import OffloadKey
 from kvtier.policies._arc import ARC
 from kvtier_testing import invariants

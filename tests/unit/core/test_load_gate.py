@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._core.load_gate import ComputeSpeed, LoadGate, LoadGateMode, TierSpeed
 from kvtier._core.messages import Get, GetEnded
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.load_gate import ComputeSpeed, LoadGate, LoadGateMode, TierSpeed
 from kvtier_testing import invariants
 from tests.unit.core import world
 from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, keys

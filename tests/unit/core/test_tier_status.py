@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._core.admission import TierStatus
 from kvtier._core.messages import Answer, Command, Get, GetEnded, Put, PutEnded, TierDown, TransferHealth
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState
+from kvtier._core.tiers.admission import TierStatus
 from kvtier.keys import OffloadKey
 from tests.unit.core import world
 from tests.unit.core.world import BAD, GOOD, LATE, keys, taken

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._core.admission import Limits, TierStatus
 from kvtier._core.messages import (
     Answer,
     Command,
@@ -19,6 +18,7 @@ from kvtier._core.messages import (
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.transfers import Reservation
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._base import EvictionPolicy

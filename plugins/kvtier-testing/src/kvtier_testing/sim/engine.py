@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier._core.load_gate import ComputeSpeed
 from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
+from kvtier._core.tiers.load_gate import ComputeSpeed
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, Executor, ExecutorThread, Post

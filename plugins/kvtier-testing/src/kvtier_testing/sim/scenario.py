@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
-from kvtier._core.admission import Limits
+from kvtier._core.tiers.admission import Limits
 from kvtier.keys import OffloadKey, pack_key
 from kvtier_testing.sim.backend import NO_FAULTS, FaultProfile
 from kvtier_testing.sim.tiers import SimTierConfig

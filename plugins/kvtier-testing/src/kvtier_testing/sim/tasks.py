@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from kvtier import TieringManager
-from kvtier._core.load_gate import ComputeSpeed
+from kvtier._core.tiers.load_gate import ComputeSpeed
 from kvtier._device.base import Blocks, Finished, TransferEngine
 from kvtier._execution.executor import NamedTier
 from kvtier._memory.region import Region

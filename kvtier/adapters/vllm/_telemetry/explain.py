@@ -11,10 +11,10 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvtier._core.backoff import RandomSource
 from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.requests import Request
 from kvtier._core.tiering import PRIMARY
+from kvtier._core.tiers.backoff import RandomSource
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation
 from kvtier._telemetry.log_limit import LogLimit

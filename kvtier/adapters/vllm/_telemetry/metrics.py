@@ -12,11 +12,11 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier._core.admission import TierStatus
-from kvtier._core.breaker import Breaker
 from kvtier._core.shared import Count
 from kvtier._core.states import BreakerState
 from kvtier._core.tiering import PRIMARY, Tiering
+from kvtier._core.tiers.admission import TierStatus
+from kvtier._core.tiers.breaker import Breaker
 from kvtier._execution.executor import TierActivity
 from kvtier._memory.worker_status import StatusField, StatusTable
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES

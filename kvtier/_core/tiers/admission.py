@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
 
-from kvtier._core.breaker import Breaker
-from kvtier._core.load_gate import LoadGateMode
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
+from kvtier._core.tiers.breaker import Breaker
+from kvtier._core.tiers.load_gate import LoadGateMode
 from kvtier.keys import OffloadKey
 
 _DRAIN_SHARE = 0.5  # of a deadline: what is queued should be through by then

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 
-from kvtier._core.backoff import Backoff, RandomSource, no_jitter
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
+from kvtier._core.tiers.backoff import Backoff, RandomSource, no_jitter
 
 _CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 _WINDOW = 20  # transfers of which half may fail, once half of them are known
