@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier._core.admission import Limits
+from kvtier._core.tiers.admission import Limits
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.dummy import DummyConfig, DummyTier

@@ -308,6 +308,7 @@ def test_the_older_interface_is_a_miss(attach: Attach) -> None:
         ({"kvtier": {"secondary_tiers": []}}, "cpu_bytes_to_use"),
         ({"kvtier": {"cpu_bytes_to_use": "1GiB", "tiers": []}}, "tiers"),
         ({"kvtier": {"cpu_bytes_to_use": "1GiB", "block_size": 64}}, "remove block_size"),
+        ({"kvtier": {"cpu_bytes_to_use": "1GiB", "load_gate": "latency"}}, "remove load_gate"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(change: dict[str, object], words: str) -> None:

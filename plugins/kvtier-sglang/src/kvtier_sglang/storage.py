@@ -34,6 +34,12 @@ T = TypeVar("T")
 _KV = PoolName.KV.value
 _LOG_EVERY_S = 10.0
 _PUBLISH_EVERY_S = 5.0
+_REFUSED = {
+    "block_size": "a chunk is a page of SGLang",
+    "blocks_per_chunk": "a chunk is a page of SGLang",
+    "canonical_layout": "a chunk is a page of SGLang, as the rank has it",
+    "load_gate": "SGLang does not say how long computing takes, so every page that is found is loaded",
+}
 
 
 class KVTierStorage(V1Only):
@@ -247,7 +253,7 @@ def _settings(extra: Mapping[str, Any]) -> TieringConfig:
     if not isinstance(given, Mapping):
         raise ConfigError('the extra config has no "kvtier": give it cpu_bytes_to_use and secondary_tiers')
     config = TieringConfig.from_mapping(given)
-    foreign = {"block_size", "blocks_per_chunk", "canonical_layout"} & config.model_fields_set
-    if foreign:
-        raise ConfigError(f"remove {', '.join(sorted(foreign))}: a chunk is a page of SGLang")
+    for field, why in _REFUSED.items():
+        if field in config.model_fields_set:
+            raise ConfigError(f"remove {field} from kvtier's settings: {why}")
     return config.model_copy(update={"audit_rate": 0.0})  # audits read back from a device, which is not there
