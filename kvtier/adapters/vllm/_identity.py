@@ -49,7 +49,7 @@ def engine_identity(
         {
             "namespace": namespace,
             "engine": {"name": "vllm", "kv_format": kv_format()},
-            "device": current_platform.device_type,
+            "device": _device(),
             "weights": _weights(vllm_config, namespace),
             "kv_cache": _kv_cache(config, engine, shape),
             "parallel": _parallel(config, engine, shape),
@@ -58,6 +58,11 @@ def engine_identity(
             "environment": relevant_environment(),
         },
     )
+
+
+def _device() -> str:
+    """Return the kind of device. Some of AMD's GPUs read the bits of FP8 otherwise than all others."""
+    return f"{current_platform.device_type}{'-fp8fnuz' if current_platform.is_fp8_fnuz() else ''}"
 
 
 def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
