@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ from conftest import Attach, settings
 from test_storage import files, hashes, load, store
 
 from kvtier import Acquired, OffloadKey, StateError, Statistics, TieringManager
+from kvtier.tiers import SecondaryTier
+from kvtier.tiers._drain import until_done
+from kvtier.tiers.dummy import DummyTier
+from kvtier.tiers.fs import FsTier
 from kvtier_sglang._pages import HostPages
 
 WAIT_S = 60.0
@@ -173,3 +177,67 @@ def test_a_part_that_is_late_ends_a_read_and_takes_nothing_with_it(
     assert given == [index < len(asked[0]) for index in range(8)]
     assert any(given)
     assert not all(given)
+
+
+class Deaf:
+    """Calls of a tier that do not end, and cannot be cancelled either, until they are let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def make(self, tier: type[SecondaryTier[Any]], verb: str) -> None:
+        act = getattr(tier, verb)
+
+        async def late(*given: Any) -> Any:
+            self.begun.set()
+            await until_done(asyncio.ensure_future(asyncio.to_thread(self.let_go.wait, WAIT_S)))
+            return await act(*given)
+
+        self._patch.setattr(tier, verb, late)
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deaf]:
+    deaf = Deaf(monkeypatch)
+    yield deaf
+    deaf.let_go.set()
+
+
+def test_a_late_put_has_the_pages_that_were_given(attach: Attach, deaf: Deaf) -> None:
+    deaf.make(FsTier, "put")
+    pool = pools.mha()
+    storage = attach(pool)
+    assert store(storage, pool) == [True] * 8
+    assert deaf.begun.wait(WAIT_S)
+    pools.fill(pool, range(8), first=100)  # SGLang has given the pages to other tokens
+    deaf.let_go.set()
+    storage.close()
+    assert load(attach(pool), pool) == [True] * 8
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "contains", "reset"])
+def test_a_tier_that_never_answers_stops_no_call(
+    attach: Attach, threads: ThreadPoolExecutor, deaf: Deaf, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr("kvtier_sglang._store._CLOSE_S", 1.0)
+    tier = {"type": "dummy", "complete_index": False, "deadline_s": 0.5}
+    pool = pools.mha()
+    extra = settings(
+        cpu_bytes_to_use="64KiB", request_deadline_s=0.5, drain_on_shutdown_s=0.0, secondary_tiers=[tier]
+    )
+    storage = attach(pool, extra)
+    deaf.make(DummyTier, verb)
+
+    def use() -> None:
+        for prompt in ("a", "b"):
+            store(storage, pool, prompt=prompt)
+            storage.batch_exists(hashes(prompt=prompt))
+            load(storage, pool, prompt=prompt)
+        with suppress(StateError):
+            storage.clear()
+        assert storage.batch_exists(hashes()) == 0
+        storage.close()
+
+    threads.submit(use).result(WAIT_S)
+    assert deaf.begun.is_set()
