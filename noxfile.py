@@ -553,7 +553,7 @@ def wheels(session: nox.Session) -> None:
             )
     (sdist,) = raw.glob("*.tar.gz")
     shutil.copy(sdist, dist)
-    for plugin in (*PLUGINS, *TESTED_WITH):
+    for plugin in (*PLUGINS, "kvtier-sglang", *TESTED_WITH):
         session.run(*build, dist, f"plugins/{plugin}")
     session.run(
         "python", "-m", "pytest", "-m", "", "tests/packaging", env={"KVTIER_DIST": str(dist.absolute())}

@@ -128,9 +128,10 @@ class TieringManager:
             return await self._find(keys, request)
 
     async def locate(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each key whether a load would probably find it, in any tier. Promotes nothing.
+        """Return for each key whether any tier probably has it. Promotes nothing.
 
         Returns after ``request_deadline_s`` at the latest. What is not known by then counts as not there.
+        ``load_gate``, which decides about loads, is not asked.
         """
         with self._request() as request:
             request.locates = True
