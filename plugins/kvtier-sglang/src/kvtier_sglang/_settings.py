@@ -26,16 +26,17 @@ encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder
 pdmux_config_path sm_group_num disaggregation_enable_kv_checksum enable_pd_role_switch
 disaggregation_decode_host_receive_threshold disaggregation_decode_allocation_policy
 """
-# What is kept where and for how long. The layout of host pages is in the pool's shape.
+# What is kept where and for how long. The layout of host pages is in the pool's shape. A radix cache of
+# others counts: pages may have other keys in it.
 _CACHES = """
 radix_eviction_policy radix_eviction_policy_config disable_radix_cache enable_session_radix_cache
-radix_cache_backend enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size
-hicache_write_policy hicache_io_backend hicache_mem_layout hicache_storage_backend
-hicache_storage_prefetch_policy hicache_storage_backend_extra_config
-hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts
-enable_unified_cache_external_linker unified_cache_external_linker_backend
-unified_cache_external_linker_config enable_lmcache lmcache_config_file enable_flexkv flexkv_config_file
-_radix_eviction_policy_explicitly_set hicache_host_memory_fraction enable_linker_mla_dedup
+enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size hicache_write_policy
+hicache_io_backend hicache_mem_layout hicache_storage_backend hicache_storage_prefetch_policy
+hicache_storage_backend_extra_config hicache_storage_prefetch_retry_poll_interval
+hicache_storage_prefetch_retry_max_attempts enable_unified_cache_external_linker
+unified_cache_external_linker_backend unified_cache_external_linker_config enable_lmcache lmcache_config_file
+enable_flexkv flexkv_config_file _radix_eviction_policy_explicitly_set hicache_host_memory_fraction
+enable_linker_mla_dedup
 """
 # Which requests are computed together, and how many: engines choose by the memory that they find.
 _SCHEDULING = """
