@@ -29,6 +29,12 @@ nox.options.error_on_missing_interpreters = False  # they are named and skipped,
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
+SGLANG = "0.5.23"
+SGLANG_IMPORTS = (  # what its host pools' modules import; the rest is for GPUs, or in tests/shims.py
+    "aiohttp==3.14.5", "apache-tvm-ffi==0.1.15.post2", "dill==0.4.1", "msgspec==0.22.0", "orjson==3.13.0",
+    "pillow==13.0.0", "psutil==7.2.2", "pybase64==1.5.1", "pyzmq==27.3.0", "requests==2.34.2",
+    "sentencepiece==0.2.3", "starlette==1.10.0", "transformers==5.19.0",
+)  # fmt: skip
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 LMCACHE = "0.5.6"
@@ -108,6 +114,22 @@ def plugins(session: nox.Session) -> None:
             plugin == "kvtier-mooncake"
         )  # for its client to close; the others share what one process started
         run_pytest(session, chosen, processes=4 if waits else 0)
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Does it work with SGLang's classes? In an engine, too, where nox runs beside one and a GPU."""
+    runs = "import sglang, sgl_kernel, torch; assert torch.cuda.is_available()"
+    if subprocess.run([sys.executable, "-c", runs], capture_output=True).returncode == 0:
+        run = (sys.executable, "-m", "pytest", "plugins/kvtier-sglang/tests", *session.posargs)
+        session.run(*run, external=True)
+        return
+    torch = install_torch_cpu(session)  # named in each install, or one for CUDA could take its place
+    install_kvtier(session, "torch", groups=["tests"], also=[torch])
+    session.install("-e", "plugins/kvtier-sglang[tests]", *SGLANG_IMPORTS, torch)
+    with named_if_missing(session, f"sglang=={SGLANG}"):
+        session.install("--no-deps", f"sglang=={SGLANG}")
+    run_pytest(session, "plugins/kvtier-sglang/tests", processes=0)
 
 
 @nox.session
@@ -210,7 +232,7 @@ def types(session: nox.Session) -> None:
     """Do the types hold? mypy, strict; each plug-in's tests by themselves, for they share names."""
     install_kvtier(session, groups=["types"])
     session.run("mypy", *session.posargs)
-    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-bench"):
+    for plugin in [] if session.posargs else (*PLUGINS, "kvtier-sglang", "kvtier-bench"):
         tests = f"plugins/{plugin}/tests"
         session.run("mypy", tests, env={"MYPYPATH": tests})
 
@@ -283,33 +305,42 @@ def group(*names: str) -> list[str]:
 
 
 def install_kvtier(
-    session: nox.Session, *extras: str, groups: Sequence[str] = (), distributions: Sequence[str] = ()
+    session: nox.Session,
+    *extras: str,
+    groups: Sequence[str] = (),
+    distributions: Sequence[str] = (),
+    also: Sequence[str] = (),
 ) -> None:
     """Install kvtier editable, so that tests see the sources, with its entry points and native library.
 
-    The group ``tests`` brings the distributions of ``TESTED_WITH``, too.
+    The group ``tests`` brings the distributions of ``TESTED_WITH``, too; ``also`` are other requirements.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
     beside = [*(TESTED_WITH if "tests" in groups else ()), *distributions]
     editable = [word for name in beside for word in ("-e", f"plugins/{name}")]
-    session.install("-e", f".{chosen}", *editable, *group(*groups))
+    session.install("-e", f".{chosen}", *editable, *group(*groups), *also)
 
 
-def install_torch_cpu(session: nox.Session, python: str = "python") -> None:
-    """Install torch without gigabytes of CUDA libraries, for the session's interpreter or another one.
+def install_torch_cpu(session: nox.Session, python: str = "python") -> str:
+    """Install torch without gigabytes of CUDA libraries, and return its requirement.
 
     First from where pip looks anyway, which may be a local folder; then from PyTorch's own index.
+
+    Args:
+        session: the session.
+        python: the interpreter to install it for; the session's by default.
     """
     install = (python, "-m", "pip", "install", "-q")
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         session.run_install(*install, f"torch=={TORCH}", external=True)  # no CUDA build there
-        return
+        return f"torch=={TORCH}"
     wanted = f"torch=={TORCH}+cpu"
     try:
         session.run_install(*install, wanted, external=True)
     except CommandFailed:
         session.log(f"{wanted} is not where pip looks by default; asking PyTorch's CPU index")
         session.run_install(*install, wanted, "--extra-index-url", TORCH_CPU_INDEX, external=True)
+    return wanted
 
 
 def install_cpu_engine(session: nox.Session, version: str) -> None:
@@ -561,7 +592,7 @@ def wheels(session: nox.Session) -> None:
             )
     (sdist,) = raw.glob("*.tar.gz")
     shutil.copy(sdist, dist)
-    for plugin in (*PLUGINS, *TESTED_WITH):
+    for plugin in (*PLUGINS, "kvtier-sglang", *TESTED_WITH):
         session.run(*build, dist, f"plugins/{plugin}")
     session.run(
         "python", "-m", "pytest", "-m", "", "tests/packaging", env={"KVTIER_DIST": str(dist.absolute())}

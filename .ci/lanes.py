@@ -39,6 +39,7 @@ FAST = {
     "docs": "checks",
     "bare": "bare",
     "plugins-3.11": "plugins-3.11",
+    "sglang": "sglang",
     "sim": "torch",
     "tests": "torch",
     "conformance-3.11": "conformance-3.11",

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from kvtier._build import open_manager
     from kvtier._config import TieringConfig
     from kvtier._device.base import KVCaches, PageMapping, PageRef
-    from kvtier._manager.manager import Acquired, TieringManager
+    from kvtier._manager.handles import Acquired, Written
+    from kvtier._manager.manager import TieringManager
     from kvtier._manager.statistics import Statistics, TierStatistics
     from kvtier._memory.heap import HeapMemory
 
@@ -57,12 +58,13 @@ __all__ = [
     "TieringConfig",
     "TieringManager",
     "TransferError",
+    "Written",
     "open_manager",
     "pack_key",
 ]
 
 _LAZY = {
-    "Acquired": "kvtier._manager.manager",
+    "Acquired": "kvtier._manager.handles",
     "HeapMemory": "kvtier._memory.heap",
     "KVCaches": "kvtier._device.base",
     "PageMapping": "kvtier._device.base",
@@ -71,6 +73,7 @@ _LAZY = {
     "TierStatistics": "kvtier._manager.statistics",
     "TieringConfig": "kvtier._config",
     "TieringManager": "kvtier._manager.manager",
+    "Written": "kvtier._manager.handles",
     "open_manager": "kvtier._build",
 }
 

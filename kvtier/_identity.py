@@ -21,6 +21,19 @@ from kvtier.errors import IdentityError
 
 FORMAT_VERSION = 1
 
+LIBRARY_VARIABLES: Final = frozenset(
+    {
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NVIDIA_TF32_OVERRIDE",
+        "ONEDNN_DEFAULT_FPMATH_MODE",
+        "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "TORCH_BLAS_PREFER_CUBLASLT",
+    }
+)
+"""Variables of the libraries below engines that change how numbers are computed, and so count. The one list
+that is open: nobody can name every variable of every library."""
+
 _LINES, _LINE = 20, 400  # most that a message lists, and characters of each
 
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]

@@ -54,9 +54,17 @@ class Promotions:
     def _room(self) -> int:
         return max(0, self.budget - len(self.promoting))
 
+    @property
+    def _first(self) -> Request | None:
+        """The request that is first in line; one that only locates takes no turn."""
+        return next((request for request in self.pending if not request.locates), None)
+
     def hold(self, request: Request) -> None:
         """Pin what a request was told is there, until it is served."""
         self.pending[request] = None
+        if request.locates:  # it loads nothing
+            request.hits.clear()
+            return
         visible, held = self._shared.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
         added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
@@ -125,6 +133,19 @@ class Promotions:
             windowed = [key for key in unknown if self._is_windowed(key)]
             self._ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
 
+    def locate_wanted(self, request: Request, now_s: float) -> None:
+        """Look for the keys that the request wants, without bringing any of them."""
+        in_flight, visible = self._in_flight[request.tiers], self._shared.table.visible
+        unknown: list[OffloadKey] = []
+        for key in dict.fromkeys(request.wanted):
+            if key in visible or key in request.located or key in request.absent:
+                continue
+            if (transfer := in_flight.get(key)) is not None:
+                transfer.waiters[request] = None
+            else:
+                unknown.append(key)
+        self._ask(unknown, {request: None}, now_s, 0, SlotUse.NONE)
+
     def get_ended(self, event: GetEnded, now_s: float) -> list[Chunk]:
         """Process the end of a get, start those that follow, and return the chunks that it promoted."""
         transfer, in_time = self._shared.end(event, now_s)
@@ -136,7 +157,7 @@ class Promotions:
             request.answers_stand = False
         if any(request.record for request in waiters):
             self._record_missing(waiters, transfer, event)
-        copied = self._complete(transfer, event.answers, waiters)
+        copied = self._complete(transfer, event.answers, _loading(waiters))
         self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
         self._count(transfer, event, now_s)
         if waiters:
@@ -150,12 +171,13 @@ class Promotions:
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
         self._ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
-        if transfer.slot_use is SlotUse.EVICT:
+        waiters = _loading(waiters)
+        if waiters and transfer.slot_use is SlotUse.EVICT:
             visible = self._shared.table.visible
             run = [key for key in _run_after_copied(transfer.keys, event.answers) if key not in visible]
             run = self._obtainable(self._of_use(run, waiters), waiters, now_s)
             self._get_located(run, waiters, now_s)
-            first = next(iter(self.pending))  # of the waiters, who are all among them
+            first = self._first
             if first in waiters and not any(other.held for other in self.pending if other is not first):
                 self._trim_first(first, run)  # nobody can make way for it
 
@@ -228,6 +250,8 @@ class Promotions:
         keys = [key for key in keys if key not in shared.table.visible]
         if not keys or not waiters:
             return
+        if all(request.locates for request in waiters):
+            slot_use = SlotUse.NONE
         allowed = _allowed(waiters)
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
@@ -243,8 +267,11 @@ class Promotions:
                 return
             shared.counts["skipped", status.name, closed] += len(keys)
             self._record(waiters, tier, keys, closed)
-            if closed == "gate" and slot_use:
-                self._probe(tier, keys, now_s)
+            if closed == "gate":
+                if slot_use:
+                    self._probe(tier, keys, now_s)
+                self._ask(keys, _locating(waiters), now_s, tier, SlotUse.NONE)
+                waiters = _loading(waiters)
         for request in waiters:
             request.mark_absent(keys)
 
@@ -285,7 +312,7 @@ class Promotions:
 
     def _get_for(self, request: Request, keys: list[OffloadKey], now_s: float) -> None:
         """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
-        is_first = next(iter(self.pending), request) is request
+        is_first = self._first in (None, request)
         keys = self._obtainable(keys, {request: None}, now_s)
         if is_first:
             self._free_for_first(request, len(keys))
@@ -375,19 +402,20 @@ class Promotions:
             keys: what the tier is to give, ``wanted`` or a part of it.
             wanted: all that the waiters may get with them, however few slots there are.
             gets: how many gets that takes, one after the other.
-            waiters: the requests.
+            waiters: the requests. Those that only locate are not decided about.
             now_s: the time.
             may_wait: whether "wait" may be returned: that is to be decided in the next round.
         """
-        gate, request = self._shared.gate, next(iter(waiters))
-        if not gate.is_active or self._windowed:
+        gate, waiters = self._shared.gate, _loading(waiters)
+        if not gate.is_active or self._windowed or not waiters:
             return None
+        request = next(iter(waiters))
         asked = {key: index for index, key in enumerate(request.wanted)}
         held = sum(chunk.key not in asked for chunk in request.held)
         place = request.base + held + asked.get(keys[0], 0)
         if not gate.is_slower(tier, place, len(wanted), gets, now_s):
             return None
-        if may_wait and next(iter(self.pending), request) not in waiters and gate.has_to_wait(now_s):
+        if may_wait and self._first not in (None, *waiters) and gate.has_to_wait(now_s):
             for waiter in waiters:
                 waiter.deadline_s = None  # it does not wait for a tier
             return _WAIT
@@ -483,6 +511,14 @@ def _allowed(waiters: Waiters) -> frozenset[int] | None:
 
 def _waiting(transfer: Transfer) -> dict[Request, None]:
     return {request: None for request in transfer.waiters if request.is_waiting}
+
+
+def _loading(waiters: Waiters) -> dict[Request, None]:
+    return {request: None for request in waiters if not request.locates}
+
+
+def _locating(waiters: Waiters) -> dict[Request, None]:
+    return {request: None for request in waiters if request.locates}
 
 
 def _select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:

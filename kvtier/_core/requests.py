@@ -32,6 +32,7 @@ class Request(Stateful):
         absent: keys that no tier has, or could give, or gives sooner than they are computed.
         gated: keys that are computed sooner than a tier gives them.
         located: keys that a tier has, and which.
+        locates: whether it only asks where chunks are: nothing is promoted for it.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
         record: what becomes of its lookups; None where nobody wants to know.
@@ -52,6 +53,7 @@ class Request(Stateful):
     absent: set[OffloadKey] = field(default_factory=set)
     gated: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
+    locates: bool = False
     answers_stand: bool = False
     record: LookupRecord | None = None
 

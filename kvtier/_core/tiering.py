@@ -152,7 +152,9 @@ class Tiering:
             if request.deadline_s is not None and request.deadline_s <= now_s:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
-            if request.is_waiting:
+            if request.is_waiting and request.locates:
+                self.promotions.locate_wanted(request, now_s)
+            elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
         self.promotions.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
         if self._tiers:
@@ -222,7 +224,7 @@ class Tiering:
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
         for request in self._asked:
-            if request.hits and request.state is not RequestState.CLOSED:
+            if request.hits and not request.locates and request.state is not RequestState.CLOSED:
                 self.promotions.hold(request)
 
     def _expire(self, request: Request) -> None:

@@ -27,6 +27,7 @@ from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._manager.device_copies import DeviceCopies
+from kvtier._manager.handles import Acquired, Written
 from kvtier._manager.statistics import Statistics
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
@@ -38,54 +39,6 @@ from kvtier.tiers._drain import until_done
 logger = logging.getLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
-
-
-class Acquired:
-    """Chunks that are pinned in the primary tier inside an ``acquire`` block.
-
-    Attributes:
-        keys: the leading keys that were found.
-    """
-
-    def __init__(
-        self, keys: Sequence[OffloadKey], slots: list[int], region: Region, copies: DeviceCopies
-    ) -> None:
-        self.keys = tuple(keys)
-        self._given_slots: list[int] | None = slots
-        self._region = region
-        self._copies = copies
-
-    @property
-    def views(self) -> tuple[memoryview, ...]:
-        """The chunks' bytes, read-only. Do not use them after the ``acquire`` block.
-
-        Raises:
-            StateError: the ``acquire`` block has ended.
-        """
-        return tuple(self._region.view(slot).toreadonly() for slot in self._slots)
-
-    async def load(self, blocks: Sequence[int]) -> None:
-        """Copy the chunks to the device.
-
-        Args:
-            blocks: block ids, ``blocks_per_chunk`` for each of ``keys``, in their order.
-
-        Raises:
-            StateError: the ``acquire`` block has ended.
-            TransferError: the device copy failed.
-            ValueError: ``blocks`` does not fit ``keys``.
-        """
-        await self._copies.load(self.keys, self._slots, blocks)
-
-    def _give_back(self) -> None:
-        """Forget the slots, which other chunks may take from now on."""
-        self._given_slots = None
-
-    @property
-    def _slots(self) -> list[int]:
-        if self._given_slots is None:
-            raise StateError("the chunks were given back: use them inside of the acquire block")
-        return self._given_slots
 
 
 class TieringManager:
@@ -174,6 +127,26 @@ class TieringManager:
         with self._request() as request:
             return await self._find(keys, request)
 
+    async def locate(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return for each key whether any tier probably has it. Promotes nothing.
+
+        Returns after ``request_deadline_s`` at the latest. What is not known by then counts as not there.
+        ``load_gate``, which decides about loads, is not asked.
+        """
+        with self._request() as request:
+            request.locates = True
+            found: dict[OffloadKey, bool] = {}
+            epoch = self._core.epoch
+            while not self._scan_each(keys, request, found):
+                self._driver.settle()
+                if self._scan_each(keys, request, found):
+                    break
+                await self._next_change()
+                if epoch != self._core.epoch:  # what was found has been hidden by a reset
+                    epoch = self._core.epoch
+                    found.clear()
+            return [found[key] for key in keys]
+
     @asynccontextmanager
     async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
         """Yield the leading chunks that are found, pinned in the primary tier until the block ends."""
@@ -256,6 +229,33 @@ class TieringManager:
             self._notify()
         return 0 if self._core.is_disabled else len(reservation.keys)
 
+    @asynccontextmanager
+    async def write(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Written]:
+        """Yield slots for those of ``keys`` that the primary tier lacks, to be filled by the caller.
+
+        The chunks are stored when the block ends, and their puts into the secondary tiers follow. If it
+        raises, nothing is stored. Where room is short, the leading keys get slots, or none does.
+        """
+        self._require_open()
+        reservation = self._core.reserve(keys)
+        if reservation is None:
+            yield Written((), (), self._region)
+            return
+        written = Written(reservation.keys, reservation.slots, self._region)
+        is_filled = False
+        try:
+            yield written
+            self._driver.settle()  # a tier whose puts are overdue is given no more
+            is_filled = True
+        finally:
+            written._give_back()
+            if is_filled:
+                self._driver.commit(reservation)
+            else:
+                self._core.abort(reservation)
+            self._driver.dispatch()
+            self._notify()
+
     def report_computed(self, chunks: int, seconds: float, *, first: int = 0) -> None:
         """Report how long computing took: lookups end before chunks that are computed sooner than loaded.
 
@@ -299,6 +299,13 @@ class TieringManager:
         """Wait until every copy, put and get in flight has ended."""
         while self._copies.in_flight or not self._core.is_idle:
             await self._changed.wait()
+
+    async def drain_puts(self) -> None:
+        """Wait until every put in flight has ended or passed its deadline. Gets are not waited for."""
+        self._driver.settle()
+        while any(transfer.is_put for transfer in self._core.shared.running):
+            await self._next_change()
+            self._driver.settle()
 
     async def aclose(self) -> None:
         """Drain for at most ``drain_on_shutdown_s``, and release everything.
@@ -361,6 +368,18 @@ class TieringManager:
                 return index, pending
             pending = pending or answer is not Lookup.HIT
         return len(keys), pending
+
+    def _scan_each(self, keys: Sequence[OffloadKey], request: Request, found: dict[OffloadKey, bool]) -> bool:
+        """Look up the keys that are not in ``found``, and add what is known. Return whether all are known."""
+        for key in keys:
+            if key in found:
+                continue  # else a miss would be counted again in each round
+            answer = self._core.lookup(key, request)
+            if answer is Lookup.HIT or key in request.located:
+                found[key] = True
+            elif answer is Lookup.MISS:
+                found[key] = False
+        return all(key in found for key in keys)
 
     async def _resets_ended(self) -> None:
         while not self._core.is_reset:

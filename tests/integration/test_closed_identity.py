@@ -16,10 +16,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 
+from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm import _excluded_settings
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
-from kvtier.adapters.vllm._identity import weights_fingerprint
 from kvtier.errors import ConfigError
 from tests.integration.configurations import MODELS, configure, identity_of, make_model
 
@@ -71,6 +72,14 @@ def test_the_length_of_requests_counts_in_a_version_that_nobody_has_looked_at(
     short, long = (configure(models("llama"), max_model_len=tokens) for tokens in (1024, 4096))
     assert canonical_settings(short, is_reviewed=True) == canonical_settings(long, is_reviewed=True)
     assert canonical_settings(short, is_reviewed=False) != canonical_settings(long, is_reviewed=False)
+
+
+def test_gpus_that_read_the_bits_of_fp8_otherwise_share_nothing(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = identity_of(configure(models("llama")))
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda _: True)
+    assert identity_of(configure(models("llama"))).digest != one.digest
 
 
 def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path]) -> None:

@@ -34,7 +34,7 @@ from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from kvtier._identity import canonical
+from kvtier._identity import LIBRARY_VARIABLES, canonical
 from kvtier.adapters.vllm import _excluded_settings as excluded
 from kvtier.errors import ConfigError, IdentityError
 
@@ -74,7 +74,7 @@ def relevant_environment() -> Mapping[str, str]:
 
 def _is_relevant(variable: str) -> bool:
     if not variable.startswith("VLLM_"):
-        return variable in excluded.LIBRARY_VARIABLES
+        return variable in LIBRARY_VARIABLES
     if variable in excluded.ENVIRONMENT or _SECRET.search(variable):
         return False
     return variable in envs.environment_variables or not _OF_KUBERNETES.fullmatch(variable)

@@ -33,6 +33,3 @@ LENGTH_INDEPENDENT_ROPES: Final = frozenset(_REVIEWED["models"]["length_independ
 
 LENGTH_DEPENDENT_MODELS: Final = tuple(_REVIEWED["models"]["length_dependent"].split())
 """Architectures, as patterns, that compute with ``max_model_len`` or with the generation config."""
-
-LIBRARY_VARIABLES: Final = frozenset(_REVIEWED["libraries"]["variables"].split())
-"""Variables of the libraries below vLLM that change how numbers are computed, and so count."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import re
 import uuid
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier._identity import Identity, canonical_dtype
+from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
 from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
 from kvtier.adapters.vllm._parallel import SlotShape, pipeline_stages, total_kv_heads
@@ -24,14 +23,7 @@ from kvtier.errors import ConfigError
 logger = logging.getLogger("kvtier.vllm")
 
 _OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
-_FILES_BESIDE = ("*.json", "*.py")
-_NOT_THE_WEIGHTS = re.compile(
-    r"config\.json|tokenizer|vocab|added_tokens|special_tokens_map|chat_template|merges", re.IGNORECASE
-)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SAMPLES = 1024
-_SAMPLE_BYTES = 4096
 
 
 def engine_identity(
@@ -57,7 +49,7 @@ def engine_identity(
         {
             "namespace": namespace,
             "engine": {"name": "vllm", "kv_format": kv_format()},
-            "device": current_platform.device_type,
+            "device": _device(),
             "weights": _weights(vllm_config, namespace),
             "kv_cache": _kv_cache(config, engine, shape),
             "parallel": _parallel(config, engine, shape),
@@ -66,6 +58,11 @@ def engine_identity(
             "environment": relevant_environment(),
         },
     )
+
+
+def _device() -> str:
+    """Return the kind of device. Some of AMD's GPUs read the bits of FP8 otherwise than all others."""
+    return f"{current_platform.device_type}{'-fp8fnuz' if current_platform.is_fp8_fnuz() else ''}"
 
 
 def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
@@ -93,44 +90,6 @@ def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping
             "weights, or remove secondary_tiers"
         )
     return {"name": name, "revision": revision, "files": files, "seed": seed}
-
-
-def weights_fingerprint(model: Path) -> str | None:
-    """Return a digest of a model's files: their names, sizes and samples of their bytes.
-
-    A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024
-    evenly spread samples of 4 KiB are read from each file, some milliseconds of work; a change that
-    touches less than about half a percent of a file can go unseen, which is what the setting
-    ``namespace`` is for. Beside the weights count the files that say how to use them: settings of the
-    quantisation, of image processors and of generation, and code. Those of the tokenizer do not, and
-    ``config.json`` is in the settings as vLLM has read it.
-
-    Args:
-        model: the directory that holds them, or the one file that is all of the model.
-
-    Returns:
-        The digest; None where there are no weights: then the revision names them.
-    """
-    digest = hashlib.sha256()
-    if model.is_file():
-        _add_samples(digest, model)
-        return digest.hexdigest()[:32]
-    weights = [path for pattern in _WEIGHT_FILES for path in sorted(model.glob(pattern))]
-    if not weights:
-        return None
-    beside = [path for pattern in _FILES_BESIDE for path in sorted(model.glob(pattern))]
-    for path in [*weights, *(path for path in beside if not _NOT_THE_WEIGHTS.match(path.name))]:
-        _add_samples(digest, path)
-    return digest.hexdigest()[:32]
-
-
-def _add_samples(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name}\0{size}\0".encode())
-    step = max(_SAMPLE_BYTES, size // _SAMPLES)
-    with path.open("rb", buffering=0) as file:
-        for offset in range(0, size, step):
-            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
 
 
 def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:

@@ -14,7 +14,7 @@ from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.load_gate import ComputeSpeed, LoadGate, LoadGateMode, TierSpeed
 from kvtier_testing import invariants
 from tests.unit.core import world
-from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, keys
+from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, RETRY, keys
 
 CHUNK_S = 0.01  # to compute one
 FAST_S, SLOW_S = 0.001, 0.05  # to get one
@@ -439,3 +439,30 @@ def test_gets_that_bring_nothing_for_long_close_a_tier() -> None:
         event = GetEnded(get.id, [MISSING] * 8, {"timeout": 8}, 2.5, BAD, "", 2.5)
         core.on_event(event, now_s + 2.6)
     assert world.step(core, Request(), keys("a", 8), 6.0) == []
+
+
+def test_who_only_locates_is_told_of_a_slow_tier() -> None:
+    core, request, chunks = make(), Request(locates=True), keys("a", 4)
+    know(core, SLOW_S, is_probed=True)
+    (get,) = world.step(core, request, chunks)
+    assert (list(get.keys), list(get.slots)) == (chunks, [])
+    assert end(core, get, 1.0, 1.0) == []
+    world.ask(core, request, chunks)
+    assert set(request.located) == set(chunks)
+    assert not request.gated
+
+
+def test_who_locates_goes_on_to_a_tier_that_is_too_slow_for_who_loads() -> None:
+    core, loading, locating, chunks = make(tiers=2), Request(), Request(locates=True), keys("a", 4)
+    know(core, FAST_S)
+    know(core, SLOW_S, tier=1)
+    (get,) = world.step(core, loading, chunks)
+    assert world.step(core, locating, chunks) == []
+    core.on_event(GetEnded(get.id, [MISSING] * 4, {}, 0.0, GOOD, "", 0.001), 0.1)
+    (further,) = world.fetches(core)
+    assert (further.tier, list(further.slots)) == (1, [])
+    assert world.ask(core, loading, chunks) == [MISS]
+    assert world.ask(core, locating, chunks)[0] is RETRY
+    assert end(core, further, 0.1, 0.2) == []
+    assert set(locating.located) == set(chunks)
+    invariants.check(core)

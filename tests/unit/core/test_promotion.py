@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from kvtier._core.messages import Answer, GetEnded, Put, PutEnded
+from kvtier._core.messages import Answer, Get, GetEnded, Put, PutEnded
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestState
+from kvtier._core.tiering import Tiering
 from kvtier.errors import StateError
+from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     COPIED,
@@ -340,3 +344,70 @@ def test_what_a_later_tier_brings_is_put_into_the_earlier_ones() -> None:
         core.on_event(PutEnded(put.id, [True]), 0.0)  # type: ignore[union-attr]
         invariants.check(core)
     assert ask(core, request, prompt) == [HIT, HIT]
+
+
+def test_a_request_that_only_locates_brings_nothing() -> None:
+    core, request, prompt = make(tiers=2), Request(locates=True), keys("a", 4)
+    store(core, prompt[:1])
+    (first,) = step_over(core, request, prompt)
+    assert (first.tier, list(first.keys), list(first.slots)) == (0, prompt[1:], [])
+    (second,) = answer(core, first, [LOCATED, MISSING, LOCATED])
+    assert (second.tier, list(second.keys), list(second.slots)) == (1, prompt[2:3], [])
+    assert answer(core, second, [MISSING]) == []
+    assert [core.lookup(key, request) for key in prompt] == [HIT, PENDING, MISS, PENDING]
+    assert [key in request.located for key in prompt] == [False, True, False, True]
+    core.settle(0.0)
+    assert fetches(core) == [], "what is known is not asked again"
+    core.close(request)
+    invariants.check(core)
+
+
+def test_who_locates_waits_for_what_is_on_its_way_and_takes_no_turn() -> None:
+    core, loading, locating, prompt = make(), Request(), Request(locates=True), keys("a", 2)
+    (fetch,) = step(core, loading, prompt)
+    assert step_over(core, locating, prompt) == []
+    answer(core, fetch, [COPIED, MISSING])
+    assert [core.lookup(key, locating) for key in prompt] == [HIT, MISS]
+    core.close(locating)
+    assert ask(core, loading, prompt) == [HIT, MISS]
+
+
+def test_who_locates_holds_nothing_and_is_not_first_in_line() -> None:
+    core, locating, loading = make(slots=4, budget=1.0), Request(locates=True), Request()
+    mine, other = keys("a", 3), keys("b", 4)
+    store(core, mine[:2])
+    step_over(core, locating, mine)
+    assert core.table.evictable == 2, "what it was told is there may leave"
+    (fetch,) = step(core, loading, other)
+    more = answer(core, fetch, [LOCATED] * len(fetch.keys))
+    assert sum(len(get.slots) for get in more) == 4, "the one that loads is first, and gets all slots"
+    invariants.check(core)
+
+
+def test_a_located_key_is_not_brought_when_nobody_loads_any_more() -> None:
+    core, loading, locating, prompt = make(slots=4), Request(), Request(locates=True), keys("a", 4)
+    store(core, keys("b", 4))  # so that what is found is brought by a get of its own
+    (fetch,) = step(core, loading, prompt)
+    step_over(core, locating, prompt)
+    core.close(loading)
+    assert answer(core, fetch, [LOCATED] * 4) == []
+    invariants.check(core)
+
+
+def test_what_was_brought_for_others_is_not_held_for_who_locates() -> None:
+    core, loading, locating, prompt = make(), Request(), Request(locates=True), keys("a", 4)
+    (fetch,) = step(core, loading, prompt)
+    step_over(core, locating, prompt)
+    answer(core, fetch, [COPIED] * 4)
+    core.close(loading)
+    assert core.table.evictable == 4
+    assert not core.promotions.promoting
+    invariants.check(core)
+
+
+def step_over(core: Tiering, request: Request, prompt: Sequence[OffloadKey]) -> list[Get]:
+    """Ask for every key, whatever the answers before it, and return the fetches that came of it."""
+    for key in prompt:
+        core.lookup(key, request)
+    core.settle(0.0)
+    return fetches(core)

@@ -208,8 +208,8 @@ class ManagerProcess(Process):
         if chance.random() < self._scenario.resets:
             await self._cancelled_at(self._reset(), until_s)
             return
-        calls = self.find, self._load, self._hold, self._store, self._load_or_store, self._load_or_store
-        call = chance.choice(calls)(keys)
+        once = self.find, self._locate, self._load, self._hold, self._store, self._write
+        call = chance.choice([*once, self._load_or_store, self._load_or_store])(keys)
         is_cancelled = chance.random() < 0.15
         when_s = self._world.now_s + chance.random() * self._scenario.step_s if is_cancelled else None
         await self._cancelled_at(call, when_s)
@@ -254,6 +254,13 @@ class ManagerProcess(Process):
         self._world.seen["chunks loaded"] += count
         return count
 
+    async def _locate(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask where chunks are; the answer is there by the deadline."""
+        began_s = self._world.now_s
+        found = await self._manager.locate(keys)
+        self._require_within(began_s, self._scenario.limits.request_deadline_s, "a locate")
+        self._world.seen["chunks located"] += sum(found)
+
     async def _hold(self, keys: Sequence[OffloadKey]) -> None:
         """Acquire chunks for a while, and check that their bytes stay."""
         oldest = self._world.weights
@@ -277,6 +284,14 @@ class ManagerProcess(Process):
         self._require_within(began_s, self._scenario.copy_s, "a store")
         self._world.seen["chunks stored"] += count
         return count
+
+    async def _write(self, keys: Sequence[OffloadKey]) -> None:
+        """Store without a device, and take some time for it."""
+        async with self._manager.write(keys) as written:
+            for key, view in zip(written.keys, written.views, strict=True):
+                view[:] = content(key, self._world.weights)
+            await asyncio.sleep(self._chance.random() * self._scenario.step_s * 2)
+        self._world.seen["chunks written"] += len(written.keys)
 
     async def _reset(self) -> None:
         """New weights."""

@@ -1,0 +1,159 @@
+"""An event loop in a thread of its own, for callers in SGLang's threads, which must not wait for long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from typing import Any, Generic, TypeVar
+
+from kvtier import StateError
+
+T = TypeVar("T")
+
+_JOIN_S = 5.0
+_CANCEL_S = 1.0
+_END_S = 0.5
+
+
+class LoopThread:
+    """A daemon thread that runs an event loop until it is closed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kvtier-sglang", daemon=True)
+        self._is_closed = False
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T], wait_s: float) -> T:
+        """Run a coroutine on the loop and return its result.
+
+        Raises:
+            TimeoutError: it did not end within ``wait_s`` seconds. It was cancelled.
+            StateError: the loop is closed.
+        """
+        future = self.start(work)
+        try:
+            return future.result(wait_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop, after what was given to it before. Does not wait.
+
+        Raises:
+            StateError: the loop is closed.
+        """
+        if self._is_closed:
+            work.close()
+            raise StateError("the storage is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @contextmanager
+    def lend(self, block: AbstractAsyncContextManager[T], wait_s: float) -> Iterator[T]:
+        """Enter an async context manager on the loop; give the caller's thread what it yields.
+
+        The async block ends when the caller's block does, and fails where that fails. Whether the caller
+        still waits is decided in one step: what is not given in time is never given.
+
+        Raises:
+            TimeoutError: it was not entered within ``wait_s`` seconds, or did not end by then and a moment
+                after it was given back.
+            StateError: the loop is closed, or was before the block had ended.
+        """
+        loan: _Loan[T] = _Loan(self._loop)
+        end_s = time.monotonic() + wait_s
+        future = self.start(loan.hold(block))
+        try:
+            given = loan.take(wait_s)
+        except BaseException:
+            future.cancel()
+            raise
+        try:
+            yield given
+        except BaseException:
+            loan.give_back(is_good=False)
+            raise
+        loan.give_back(is_good=True)
+        try:
+            future.result(max(_END_S, end_s - time.monotonic()))
+        except CancelledError:
+            raise StateError("the storage was closed meanwhile") from None
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Call ``action`` on the loop, soon; drop it where the loop is closed."""
+        if not self._is_closed:
+            self._loop.call_soon_threadsafe(action)
+
+    def close(self) -> None:
+        """Cancel what still runs on the loop, and stop it. What does not end in time is abandoned."""
+        if self._is_closed:
+            return
+        with suppress(TimeoutError):
+            self.call(_cancel_others(), _JOIN_S)
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+async def _cancel_others() -> None:
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=_CANCEL_S)
+
+
+class _AbandonedError(Exception):
+    """The borrower is gone, or has failed: the block must not end as if all were well."""
+
+
+class _Loan(Generic[T]):
+    """What one async block yields, lent to another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._given: Future[T] = Future()
+        self._returned = asyncio.Event()
+        self._is_good = False
+
+    async def hold(self, block: AbstractAsyncContextManager[T]) -> None:
+        """Lend what the block yields, and leave the block when it has been given back."""
+        try:
+            async with block as value:
+                if not self._given.set_running_or_notify_cancel():
+                    raise _AbandonedError
+                self._given.set_result(value)
+                await self._returned.wait()
+                if not self._is_good:
+                    raise _AbandonedError
+        except _AbandonedError:
+            return
+        except Exception as error:
+            if self._given.done():
+                raise
+            self._given.set_exception(error)
+
+    def take(self, wait_s: float) -> T:
+        """Return what is lent. Any thread but the loop's."""
+        try:
+            return self._given.result(wait_s)
+        except TimeoutError:
+            if self._given.cancel():
+                raise
+            return self._given.result()  # it came in this very moment
+
+    def give_back(self, *, is_good: bool) -> None:
+        """End the loan. What was lent must not be touched any more."""
+        self._is_good = is_good
+        with suppress(RuntimeError):  # the loop is closed: the block was cancelled before
+            self._loop.call_soon_threadsafe(self._returned.set)

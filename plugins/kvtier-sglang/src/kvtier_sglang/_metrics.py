@@ -1,0 +1,74 @@
+"""Counters of what the tiers did, for SGLang's metrics endpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+from prometheus_client import Counter
+
+from kvtier import Statistics
+from kvtier._telemetry.catalogue import COUNTERS
+
+_MOST_CALLS = 1000  # that are remembered where nobody asks
+
+
+@cache
+def _counter(word: str) -> Counter | None:
+    """Return the counter of one occurrence; None where it is no metric. Made late, as SGLang's own are."""
+    metric = COUNTERS.get(word)
+    if metric is None or not metric.name.startswith("kvtier_"):
+        return None
+    return Counter(metric.name, metric.documentation, ("pool", *metric.labels))
+
+
+class PoolCounters:
+    """Publishes the counts of one host pool's tiers, under kvtier's names and with the label ``pool``."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._published: dict[tuple[str, ...], float] = {}
+
+    def publish(self, statistics: Statistics) -> None:
+        """Add what has happened since the last call."""
+        for key, count in statistics.counts.items():
+            more = count - self._published.get(key, 0)
+            if more > 0 and (counter := _counter(key[0])) is not None:
+                counter.labels(self._pool, *key[1:]).inc(more)
+                self._published[key] = count
+
+
+class Throughput:
+    """Pages of SGLang's calls, and how fast they were copied, until SGLang asks for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages, self._gb_per_s = _none(), _none()
+
+    @contextmanager
+    def measure(self, verb: str, page_bytes: int, results: list[bool]) -> Iterator[None]:
+        """Note the pages that a call has moved: those for which ``results`` is true when the block ends."""
+        begun_s = time.perf_counter()
+        yield
+        took_s, moved = time.perf_counter() - begun_s, results.count(True)
+        with self._lock:
+            self._pages[verb].append(moved)
+            self._gb_per_s[verb].append(moved * page_bytes / took_s / 1e9)
+
+    def take(self) -> Mapping[str, list[float]]:
+        """Return and clear what was noted, under the names of SGLang's ``StorageMetrics``."""
+        with self._lock:
+            pages, self._pages = self._pages, _none()
+            gb_per_s, self._gb_per_s = self._gb_per_s, _none()
+        return {
+            **{f"{verb}_pgs": list(numbers) for verb, numbers in pages.items()},
+            **{f"{verb}_bandwidth": list(numbers) for verb, numbers in gb_per_s.items()},
+        }
+
+
+def _none() -> dict[str, deque[float]]:
+    return {verb: deque(maxlen=_MOST_CALLS) for verb in ("prefetch", "backup")}

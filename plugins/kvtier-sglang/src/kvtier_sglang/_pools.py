@@ -1,0 +1,43 @@
+"""Which prefixes of a prompt can be restored, where several pools have to have their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer, PoolTransferResult
+
+
+def leading(found: Sequence[bool]) -> int:
+    """Return how many leading pages were found."""
+    return found.index(False) if False in found else len(found)
+
+
+def restorable(
+    kv: Sequence[bool], transfers: Sequence[PoolTransfer], found: Mapping[str, Sequence[bool]]
+) -> PoolTransferResult:
+    """Return the longest prefix for which every pool has the pages that it needs.
+
+    Args:
+        kv: for each page whether the KV pool's is there.
+        transfers: the pools beside it, and which of their pages a prefix needs.
+        found: for each of them, by name, whether its page is there, one for each in ``kv``.
+    """
+    pages = leading(kv)
+    hits = {"kv": pages} if pages else {}
+    lengths = set(range(1, pages + 1))
+    for transfer in transfers:
+        if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+            continue  # it never gates a hit, and a pool that is not reported carries no verdict
+        fitting = _fitting(transfer, found[transfer.name], pages)
+        if fitting:
+            hits[transfer.name] = max(fitting)
+        lengths &= fitting
+    return PoolTransferResult(max(lengths, default=0), hits, sorted(lengths))
+
+
+def _fitting(transfer: PoolTransfer, there: Sequence[bool], pages: int) -> set[int]:
+    """Return the lengths of prefixes for which one pool has all that it needs."""
+    if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+        return set(range(1, min(pages, leading(there)) + 1))
+    width = max(1, len(transfer.keys or ()))  # pages at the end of a prefix
+    return {length for length in range(1, pages + 1) if all(there[max(0, length - width) : length])}

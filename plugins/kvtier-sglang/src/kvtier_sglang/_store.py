@@ -1,0 +1,176 @@
+"""The pages of one host pool in kvtier's tiers, for calls from SGLang's threads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+
+import torch
+
+from kvtier import (
+    Identity,
+    IsolationError,
+    KVCaches,
+    OffloadKey,
+    PageRef,
+    RegionError,
+    StateError,
+    Statistics,
+    TierError,
+    TieringConfig,
+    TieringManager,
+    open_manager,
+)
+from kvtier_sglang._loop import LoopThread
+from kvtier_sglang._pages import HostPages
+
+logger = logging.getLogger("kvtier.sglang")
+
+_OPEN_S = 60.0
+_GRACE_S = 0.5  # for what the manager does at its own deadline
+_CLOSE_S = 5.0
+
+
+class PageStore:
+    """A primary tier of its own for the pages of one host pool, and the secondary tiers behind it.
+
+    A page is copied between the pool and a slot by the thread that calls. So a tier that hangs only ever
+    holds slots, which nobody else is given, and never a page that SGLang has given to other tokens.
+
+    Args:
+        config: kvtier's settings; the primary tier is for this pool alone.
+        identity: what the pages' bytes depend on.
+        pages: the pool's pages.
+        loop: the loop that the tiers are used from.
+
+    Raises:
+        KVTierError: the primary tier cannot be made, or ``isolation`` is ``process`` and there is none.
+    """
+
+    def __init__(self, config: TieringConfig, identity: Identity, pages: HostPages, loop: LoopThread) -> None:
+        self._pages = pages
+        self._loop = loop
+        self._deadline_s = config.request_deadline_s
+        self._close_s = config.drain_on_shutdown_s + _CLOSE_S
+        self._resets = 0
+        self._reset: Future[list[str]] | None = None
+        self._manager = self._open(config, identity)
+        slots = max(1, int(config.cpu_bytes_to_use) // pages.page_bytes)
+        self._part = max(1, int(slots * config.promotion_budget))
+
+    def locate(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return for each page whether a read would probably find it."""
+        if not self._is_reset:
+            return [False] * len(keys)
+        return self._loop.call(self._manager.locate(keys), self._deadline_s + _GRACE_S)
+
+    def read(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
+        """Copy the leading pages that are found into the pool; return which were."""
+        pages = self._pages.pages(host_indices, len(keys))
+        end_s = time.monotonic() + self._deadline_s
+        done, resets = 0, self._resets
+        with suppress(TimeoutError):  # what was copied before is good
+            while self._is_reset and done < len(keys) and (left_s := end_s - time.monotonic()) > 0:
+                part = keys[done : done + self._part]
+                with self._loop.lend(self._manager.acquire(part), left_s + _GRACE_S) as acquired:
+                    for slot, page in zip(acquired.views, pages[done:], strict=False):
+                        self._pages.copy_out(slot, page)
+                    done += len(acquired.keys)
+                if not acquired.keys:
+                    break  # fewer than asked for can also be what the promotion budget had room for
+        if resets != self._resets:
+            done = 0  # it was hidden meanwhile
+        return [index < done for index in range(len(keys))]
+
+    def write(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
+        """Copy pages into the primary tier, whence they go to the others; return which are stored.
+
+        Waits for earlier puts, within the deadline: kvtier drops puts that a tier cannot keep up with,
+        which an engine must not wait for. The thread that SGLang calls this from may wait. Puts that are
+        overdue, and reads, are not waited for.
+        """
+        pages = dict(zip(keys, self._pages.pages(host_indices, len(keys)), strict=True))
+        end_s = time.monotonic() + self._deadline_s
+        stored: dict[OffloadKey, bool] = {}
+        resets = self._resets
+        for start in range(0, len(keys), self._part):
+            part = keys[start : start + self._part]
+            with suppress(TimeoutError):  # then the primary tier alone has them, as far as there is room
+                self._loop.call(self._manager.drain_puts(), max(0.0, end_s - time.monotonic()))
+            try:
+                there = self._write_part(part, pages, max(_GRACE_S, end_s - time.monotonic()), resets)
+            except TimeoutError:
+                break  # what was written before is stored
+            stored.update(zip(part, there, strict=True))
+            if not all(there):
+                break
+        return [stored.get(key, False) for key in keys]
+
+    def _write_part(
+        self, keys: Sequence[OffloadKey], pages: Mapping[OffloadKey, list[int]], wait_s: float, resets: int
+    ) -> list[bool]:
+        with self._loop.lend(self._manager.write(keys), wait_s) as written:
+            if resets != self._resets or not self._is_reset:  # checked in here, where a later reset counts
+                raise StateError("the cache was cleared meanwhile: these pages are not stored")
+            for key, slot in zip(written.keys, written.views, strict=True):
+                self._pages.copy_in(pages[key], slot)
+        if len(written.keys) == len(keys):
+            return [True] * len(keys)
+        return self._loop.call(self._manager.locate(keys), wait_s)  # they were there, or there is no room
+
+    def begin_reset(self) -> None:
+        """Hide everything stored so far, in every tier and for ever. Does not wait.
+
+        Nothing is read or written until every tier has answered, however long that takes.
+        """
+        self._resets += 1
+        self._reset = self._loop.start(self._reset_tiers())
+
+    def end_reset(self) -> None:
+        """Wait, within bounds, for what ``begin_reset`` has begun.
+
+        Raises:
+            KVTierError: a tier was not reached. This engine does not use it until its reset succeeds; others,
+                and this one after a restart, may still find in it what should be hidden.
+            TimeoutError: the tiers have not answered. Nothing is served until they do.
+        """
+        if self._reset is not None and (down := self._reset.result(self._close_s)):
+            raise TierError(
+                f"tier {', '.join(down)} is down and has not been reset; clear again when it is up"
+            )
+
+    @property
+    def _is_reset(self) -> bool:
+        """Whether the last reset, if any, has come to its end."""
+        reset = self._reset
+        return reset is None or (reset.done() and not reset.cancelled() and reset.exception() is None)
+
+    async def _reset_tiers(self) -> list[str]:
+        await self._manager.reset()
+        return [f"{tier.name} ({tier.down})" for tier in self._manager.statistics().tiers if tier.down]
+
+    def report(self, publish: Callable[[Statistics], None]) -> None:
+        """Call ``publish`` on the loop, soon, with what has happened so far. Does not wait."""
+        self._loop.post(lambda: publish(self._manager.statistics()))
+
+    def close(self) -> None:
+        """Drain, within bounds, and close the tiers."""
+        self._loop.call(self._manager.aclose(), self._close_s)
+
+    def _open(self, config: TieringConfig, identity: Identity) -> TieringManager:
+        if config.isolation == "auto":
+            try:
+                chosen = config.model_copy(update={"isolation": "process"})
+                return self._loop.call(self._enter(chosen, identity), _OPEN_S)
+            except (IsolationError, RegionError) as error:
+                logger.warning("%s. The tiers run in a thread of the engine", error)
+        return self._loop.call(self._enter(config, identity), _OPEN_S)
+
+    async def _enter(self, config: TieringConfig, identity: Identity) -> TieringManager:
+        size = self._pages.page_bytes
+        # The manager's device has no blocks that are used: pages are copied by the threads that call.
+        caches = KVCaches((torch.empty((1, size), dtype=torch.int8),), ((PageRef(0, size),),))
+        return await open_manager(config, identity, caches, device="cpu").__aenter__()

@@ -1,0 +1,149 @@
+"""What names the weights behind SGLang's settings: the model, a draft, adapters, and files beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from sglang.srt.environ import envs
+
+from kvtier import ConfigError
+from kvtier._weights import weights_fingerprint
+
+ADAPTERS = "lora_paths"
+
+_REVISIONS = {
+    "model_path": "revision",
+    "speculative_draft_model_path": "speculative_draft_model_revision",
+}
+"""Settings whose weights SGLang brings from a hub into ``download_dir``, and those of their revisions."""
+
+_LOAD_FORMATS = {
+    "auto", "bitsandbytes", "dummy", "fastsafetensors", "flash_rl", "gguf", "instanttensor", "jax", "layered",
+    "mistral", "npcache", "pt", "runai_streamer", "safetensors", "sharded_state",
+}  # fmt: skip
+_WITH_FILES: Mapping[str, Collection[object]] = {
+    "load_format": _LOAD_FORMATS,
+    "speculative_draft_load_format": {None, *_LOAD_FORMATS},
+    "weight_cache_mode": ("off",),
+    "checkpoint_engine_wait_weights_before_ready": (False,),
+    "language_only": (False,),
+}
+"""Values with which all weights come from the files that settings name. With others they come from another
+engine, a daemon or a trainer, and embeddings from encoders elsewhere."""
+
+
+def weights_identity(
+    settings: Mapping[str, object], download_dir: str | None, namespace: str
+) -> Mapping[str, object]:
+    """Return what names the files behind each setting that has a path.
+
+    Closed by default: a setting named ``..._path`` or ``..._file`` has to be identified. Of the others those
+    files count that are there.
+
+    Args:
+        settings: SGLang's, by their names.
+        download_dir: the hub's cache that SGLang loads models from; None for the hub's own.
+        namespace: the user's own part; with it nothing else has to name the weights.
+
+    Raises:
+        ConfigError: nothing tells the files of a setting from others of the same name.
+    """
+    found: dict[str, object] = {"model_path": None}
+    for field, value in settings.items():
+        if field == ADAPTERS:
+            for name, path in _adapters(value):
+                found[f"{field} {name}={path}"] = _target(path)
+        elif isinstance(value, str) and value and field.endswith(("_path", "_file")):
+            revision = settings.get(_REVISIONS.get(field, ""))
+            cache = download_dir if field in _REVISIONS else None
+            found[field] = _target(value, revision, cache)
+        else:
+            found.update({f"{field} {text}": files for text in _texts(value) if (files := _files(text))})
+        if field in _WITH_FILES and value not in _WITH_FILES[field]:
+            found[f"{field}={value}"] = None
+    unknown = [field for field, target in found.items() if target is None]
+    if unknown and not namespace:
+        raise ConfigError(
+            f"the weights of {', '.join(unknown)} cannot be identified: they come neither from a local "
+            "directory nor from a known commit of Hugging Face's hub. Set `namespace` in `kvtier` of the "
+            "extra config to a name that changes with the weights"
+        )
+    return found
+
+
+def _adapters(value: object) -> Iterator[tuple[str, str]]:
+    """Yield name and path of each LoRA adapter, in any form that SGLang takes."""
+    if isinstance(value, Mapping):
+        yield from ((str(name), str(path)) for name, path in value.items())
+        return
+    items: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+    for item in items:
+        if isinstance(item, str):
+            name, is_named, path = item.partition("=")
+            yield name, path if is_named else name
+        elif isinstance(item, Mapping):
+            yield str(item.get("lora_name")), str(item.get("lora_path"))
+        else:  # SGLang's LoRARef
+            yield str(getattr(item, "lora_name", None)), str(getattr(item, "lora_path", item))
+
+
+def _target(
+    path: str, revision: object = None, download_dir: str | None = None
+) -> Mapping[str, object] | None:
+    """Return what names the files at a path or of a hub; None where nothing does."""
+    if os.path.exists(path):
+        return _files(path)
+    if envs.SGLANG_USE_MODELSCOPE.get():
+        return None  # the name is another hub's
+    commit = _commit(path, revision, download_dir)
+    if commit is None:
+        return None
+    if download_dir is None:
+        return {"commit": commit}
+    return {"commit": commit, "config": _commit(path, revision, None)}  # transformers has a cache of its own
+
+
+def _files(path: str) -> Mapping[str, object] | None:
+    """Return what names local files; None where there are none that are known to be weights."""
+    if not os.path.exists(path) or not (files := weights_fingerprint(Path(path))):
+        return None
+    config = Path(path) / "config.json"
+    return {"files": files, "config": _digest(config) if config.is_file() else None}
+
+
+def _commit(name: str, revision: object, cache_dir: str | None) -> str | None:
+    """Return the commit of a snapshot in a cache of Hugging Face's hub. Asks no network."""
+    try:
+        folder = snapshot_download(
+            name, revision=str(revision) if revision else None, cache_dir=cache_dir, local_files_only=True
+        )
+    except (OSError, ValueError):  # there is none, or the name is none of a repository
+        return None
+    return Path(folder).name
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield what may be a path in a setting, in JSON too."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return
+    if isinstance(value, str) and os.sep in value:
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _texts(item)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

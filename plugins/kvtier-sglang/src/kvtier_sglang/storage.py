@@ -1,0 +1,259 @@
+"""The class that SGLang loads: kvtier's tiers behind ``HiCacheStorage``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvtier import ConfigError, KVTierError, StateError, TieringConfig
+from kvtier.tiers import LogLimit
+from kvtier_sglang._identity import has_one_writer, is_same_on_all_ranks, key_of, pool_identity
+from kvtier_sglang._loop import LoopThread
+from kvtier_sglang._metrics import PoolCounters, Throughput
+from kvtier_sglang._older import V1Only
+from kvtier_sglang._pages import HostPages
+from kvtier_sglang._pools import leading, restorable
+from kvtier_sglang._store import PageStore
+
+logger = logging.getLogger("kvtier.sglang")
+
+T = TypeVar("T")
+
+_KV = PoolName.KV.value
+_LOG_EVERY_S = 10.0
+_PUBLISH_EVERY_S = 5.0
+_REFUSED = {
+    "block_size": "a chunk is a page of SGLang",
+    "blocks_per_chunk": "a chunk is a page of SGLang",
+    "canonical_layout": "a chunk is a page of SGLang, as the rank has it",
+    "load_gate": "SGLang does not say how long computing takes, so every page that is found is loaded",
+}
+
+
+class KVTierStorage(V1Only):
+    """Keeps pages of SGLang's host pools in kvtier's tiers. One object for each rank.
+
+    Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most for each pool that it is
+    about, and raises nothing: a fault of a tier is a page that is not there, and a line in the log. ``clear``
+    alone raises, where it is not confirmed.
+
+    Args:
+        storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's.
+        kwargs: what SGLang passes to third parties' classes; unused.
+
+    Raises:
+        ConfigError: a setting is wrong or missing.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._storage = storage_config
+        self._config = _settings(storage_config.extra_config or {})
+        self._stores: dict[str, PageStore] = {}
+        self._pages: dict[str, HostPages] = {}
+        self._host_pools: dict[str, object] = {}
+        self._loop = LoopThread()
+        self._log_limit = LogLimit(_LOG_EVERY_S)
+        self._throughput = Throughput()
+        self._counters: dict[str, PoolCounters] = {}
+        self._published_s = time.monotonic()
+
+    # --- pools -----------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the tiers for the KV pool.
+
+        Raises:
+            KVTierError: the pool's pages, or its weights, cannot be told from others, or a tier's process or
+                memory cannot be had.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(_KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Open the tiers for a pool beside the KV pool. Where that fails its pages are misses."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if self._host_pools.get(name) is host_pool:
+            return  # the KV pool comes both ways
+        try:
+            self._require_writers(name, host_pool)
+            self._register(name, host_pool)
+        except Exception as error:  # the engine goes on without this pool
+            text = str(error) if isinstance(error, KVTierError) else f"{type(error).__name__}: {error}"
+            logger.error("nothing of host pool %s is stored, so prompts that need it miss: %s", name, text)
+
+    def _require_writers(self, name: str, host_pool: object) -> None:
+        """Raise ConfigError where SGLang lets one rank write what every rank needs of its own."""
+        is_split = self._storage.tp_size > 1 and not is_same_on_all_ranks(host_pool)
+        if has_one_writer(self._storage, name) and is_split:
+            raise ConfigError(
+                "each rank may have bytes of its own in it, but with a latent (MLA) model SGLang stores only "
+                "those of one rank; use a draft model with latent attention, or --tp-size 1"
+            )
+
+    def _register(self, name: str, host_pool: object) -> None:
+        if (former := self._stores.pop(name, None)) is not None:
+            former.close()
+        pages = HostPages(name, host_pool)
+        identity = pool_identity(self._storage, name, host_pool, pages, self._config.namespace)
+        self._stores[name] = PageStore(self._config, identity, pages, self._loop)
+        self._host_pools[name], self._pages[name] = host_pool, pages
+        self._counters[name] = PoolCounters(name)
+        logger.info("host pool %s: pages of %d bytes, cache %s", name, pages.page_bytes, identity.namespace)
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Return whether the KV pool's page is probably there."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return how many leading pages of the KV pool are probably there."""
+        return leading(self._locate(_KV, keys))
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return the longest prefix for which every pool has the pages that it needs."""
+        kv = self._locate(_KV, keys)
+        asked = keys[: leading(kv)]
+        transfers = pool_transfers or []
+        gating = [it for it in transfers if it.hit_policy is not PoolHitPolicy.BLOCK_GROUPS]
+        found = {transfer.name: self._locate(str(transfer.name), asked) for transfer in gating}
+        return restorable(kv, transfers, found)
+
+    def _locate(self, name: str, keys: Sequence[str]) -> list[bool]:
+        misses = [False] * len(keys)
+        if not keys:
+            return misses
+        return self._guarded("lookup", name, misses, lambda store: store.locate([*map(key_of, keys)]))
+
+    # --- reads and writes ------------------------------------------------------------------------
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Copy the leading pages that are there into the KV pool."""
+        return self._move("prefetch", _KV, keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Take in pages of the KV pool. They go on to the tiers after the call."""
+        return self._move("backup", _KV, keys, host_indices)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Copy the leading pages that are there into pools, by their names."""
+        return {it.name: self._move("prefetch", it.name, it.keys, it.host_indices) for it in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Take in pages of pools, by their names."""
+        return {it.name: self._move("backup", it.name, it.keys, it.host_indices) for it in transfers}
+
+    def _move(
+        self, verb: str, name: str, keys: Sequence[str] | None, host_indices: torch.Tensor | None
+    ) -> list[bool]:
+        named = [*map(key_of, keys or ())]
+        results = [False] * len(named)
+        if not named or host_indices is None:
+            return results
+
+        def move(store: PageStore) -> list[bool]:
+            with self._throughput.measure(verb, self._pages[str(name)].page_bytes, results):
+                act = store.read if verb == "prefetch" else store.write
+                results[:] = act(named, host_indices)
+            return results
+
+        return self._guarded(verb, str(name), [False] * len(named), move)
+
+    def _guarded(self, verb: str, name: str, failed: T, act: Callable[[PageStore], T]) -> T:
+        """Return what ``act`` does, or ``failed``: nothing is raised into SGLang's threads."""
+        try:
+            if (store := self._stores.get(name)) is None:
+                return failed
+            return act(store)
+        except Exception as error:
+            late = isinstance(error, TimeoutError)
+            text = "not ended in time" if late else f"{type(error).__name__}: {error}"
+            added = self._log_limit.allow(f"{verb} {name}", time.monotonic())
+            if added is not None:
+                logger.warning("%s of host pool %s failed, a miss: %s%s", verb, name, text, added)
+            return failed
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Hide everything that this cache holds, in every tier, also from engines to come.
+
+        Raises:
+            StateError: not every tier has confirmed it, or the storage is closed. Of a pool whose tiers have
+                not answered nothing is served until they do.
+        """
+        if not self._stores:
+            raise StateError("clear: the storage has no pools, or is closed; nothing was hidden")
+        failed = []
+        for store in self._stores.values():  # all at once: none waits for another's tiers
+            store.begin_reset()
+        for name, store in self._stores.items():
+            try:
+                store.end_reset()
+            except Exception as error:
+                late = isinstance(error, TimeoutError)
+                text = "its tiers have not answered in time" if late else str(error)
+                failed.append(f"host pool {name}: {text}")
+        if failed:
+            raise StateError(f"clear is not confirmed: {'; '.join(failed)}")
+
+    def get_stats(self) -> Any:
+        """Return what SGLang publishes; publish kvtier's own counters every few seconds. Does not wait."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        if time.monotonic() - self._published_s > _PUBLISH_EVERY_S:
+            self._published_s = time.monotonic()
+            for name, store in self._stores.items():
+                store.report(self._counters[name].publish)
+        return StorageMetrics(**self._throughput.take())
+
+    def close(self) -> None:
+        """Drain, within bounds, and close the tiers. May be called again; later calls are misses."""
+        for name in list(self._stores):
+            self._guarded("close", name, None, PageStore.close)
+            self._stores.pop(name, None)
+        self._loop.close()
+
+
+def _settings(extra: Mapping[str, Any]) -> TieringConfig:
+    """Return kvtier's settings.
+
+    Raises:
+        ConfigError: they are wrong, or SGLang is not told to use the interface that has no more copies.
+    """
+    if not extra.get("interface_v1"):
+        raise ConfigError('set "interface_v1": 1 in the extra config, beside class_name')
+    given = extra.get("kvtier")
+    if not isinstance(given, Mapping):
+        raise ConfigError('the extra config has no "kvtier": give it cpu_bytes_to_use and secondary_tiers')
+    config = TieringConfig.from_mapping(given)
+    for field, why in _REFUSED.items():
+        if field in config.model_fields_set:
+            raise ConfigError(f"remove {field} from kvtier's settings: {why}")
+    return config.model_copy(update={"audit_rate": 0.0})  # audits read back from a device, which is not there

@@ -1,0 +1,243 @@
+"""Calls that meet: a clear, a close, or a tier that is late, while pages are read or written."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pools
+import pytest
+from conftest import Attach, settings
+from test_storage import files, hashes, load, store
+
+from kvtier import Acquired, OffloadKey, StateError, Statistics, TieringManager
+from kvtier.tiers import SecondaryTier
+from kvtier.tiers._drain import until_done
+from kvtier.tiers.dummy import DummyTier
+from kvtier.tiers.fs import FsTier
+from kvtier_sglang._pages import HostPages
+
+WAIT_S = 60.0
+
+
+class Copies:
+    """Copies that wait to be let through, and say when one has begun."""
+
+    def __init__(self) -> None:
+        self.begun, self.let_through = threading.Event(), threading.Event()
+
+    def around(self, copy: Callable[..., None]) -> Callable[..., None]:
+        def waiting(*given: Any) -> None:
+            self.begun.set()
+            assert self.let_through.wait(WAIT_S)
+            copy(*given)
+
+        return waiting
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    copies = Copies()
+    copies.let_through.set()
+    for name in ("copy_in", "copy_out"):
+        monkeypatch.setattr(HostPages, name, copies.around(getattr(HostPages, name)))
+    yield copies
+    copies.let_through.set()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+def begun(copies: Copies, threads: ThreadPoolExecutor, act: Any, *given: Any) -> Future[Any]:
+    """Start a call in a thread and return when it copies."""
+    copies.begun.clear()
+    copies.let_through.clear()
+    future = threads.submit(act, *given)
+    assert copies.begun.wait(WAIT_S)
+    return future
+
+
+@pytest.mark.parametrize("verb", ["batch_get_v1", "batch_set_v1"])
+def test_a_close_while_pages_are_copied(
+    attach: Attach,
+    copies: Copies,
+    threads: ThreadPoolExecutor,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    verb: str,
+) -> None:
+    pool = pools.mha()
+    storage = attach(pool, settings(tmp_path / "root", drain_on_shutdown_s=0.0))
+    if verb == "batch_get_v1":
+        store(storage, pool)
+    indices = pools.indices(pool, range(16, 24))
+    copying = begun(copies, threads, getattr(storage, verb), hashes(), indices)
+    threads.submit(storage.close).result(WAIT_S)
+    copies.let_through.set()
+    assert copying.result(WAIT_S) == [False] * 8
+    assert "a miss: StateError: the storage was closed meanwhile" in caplog.text
+
+
+def test_pages_that_are_read_across_a_clear_are_misses(
+    attach: Attach, copies: Copies, threads: ThreadPoolExecutor
+) -> None:
+    pool = pools.mha()
+    storage = attach(pool)
+    store(storage, pool)
+    indices = pools.indices(pool, range(16, 24))
+    reading = begun(copies, threads, storage.batch_get_v1, hashes(), indices)
+    storage.clear()
+    copies.let_through.set()
+    assert reading.result(WAIT_S) == [False] * 8
+
+
+def test_pages_that_are_written_across_a_clear_are_not_stored(
+    attach: Attach, copies: Copies, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    pool = pools.mha()
+    storage = attach(pool, settings(tmp_path / "root", cpu_bytes_to_use="64KiB"))  # in several parts
+    writing = begun(copies, threads, store, storage, pool)
+    storage.clear()
+    copies.let_through.set()
+    assert writing.result(WAIT_S)[-1] is False
+    assert not any(map(storage.exists, hashes()))
+    assert store(storage, pool) == [True] * 8
+    storage.close()
+    assert len(files(tmp_path / "root")) == 8
+
+
+def test_a_clear_that_is_not_confirmed_fails_and_nothing_is_served(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = asyncio.Event()
+    reset = TieringManager.reset
+
+    async def late(manager: TieringManager) -> None:
+        await answered.wait()
+        await reset(manager)
+
+    monkeypatch.setattr(TieringManager, "reset", late)
+    monkeypatch.setattr("kvtier_sglang._store._CLOSE_S", 0.1)
+    pool = pools.mha()
+    storage = attach(pool, settings(isolation="thread", secondary_tiers=[], drain_on_shutdown_s=0.0))
+    store(storage, pool)
+    with pytest.raises(StateError, match="host pool kv: its tiers have not answered in time"):
+        storage.clear()
+    assert storage.batch_exists(hashes()) == 0
+    assert load(storage, pool) == store(storage, pool) == [False] * 8
+    storage._loop.post(answered.set)
+    monkeypatch.setattr(TieringManager, "reset", reset)
+    monkeypatch.setattr("kvtier_sglang._store._CLOSE_S", WAIT_S)
+    storage.clear()
+    assert storage.batch_exists(hashes()) == 0
+    assert store(storage, pool) == load(storage, pool) == [True] * 8
+
+
+def test_a_clear_that_a_tier_has_not_seen_fails(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pools.mha()
+    storage = attach(pool)
+    statistics = TieringManager.statistics
+
+    def down(manager: TieringManager) -> Statistics:
+        told = statistics(manager)
+        return replace(told, tiers=tuple(replace(tier, down="refused") for tier in told.tiers))
+
+    monkeypatch.setattr(TieringManager, "statistics", down)
+    with pytest.raises(StateError, match=r"host pool kv: tier fs \(refused\) is down and has not been reset"):
+        storage.clear()
+
+
+def test_a_part_that_is_late_ends_a_read_and_takes_nothing_with_it(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool = pools.mha()
+    storage = attach(pool, settings(tmp_path / "root", cpu_bytes_to_use="64KiB"))
+    store(storage, pool)
+    acquire = TieringManager.acquire
+    asked: list[Sequence[OffloadKey]] = []
+
+    def late(manager: TieringManager, keys: Sequence[OffloadKey]) -> AbstractAsyncContextManager[Acquired]:
+        asked.append(keys)
+        if len(asked) > 1:
+            raise TimeoutError
+        return acquire(manager, keys)
+
+    monkeypatch.setattr(TieringManager, "acquire", late)
+    given = load(storage, pool)
+    assert len(asked) == 2
+    assert given == [index < len(asked[0]) for index in range(8)]
+    assert any(given)
+    assert not all(given)
+
+
+class Deaf:
+    """Calls of a tier that do not end, and cannot be cancelled either, until they are let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def make(self, tier: type[SecondaryTier[Any]], verb: str) -> None:
+        act = getattr(tier, verb)
+
+        async def late(*given: Any) -> Any:
+            self.begun.set()
+            await until_done(asyncio.ensure_future(asyncio.to_thread(self.let_go.wait, WAIT_S)))
+            return await act(*given)
+
+        self._patch.setattr(tier, verb, late)
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deaf]:
+    deaf = Deaf(monkeypatch)
+    yield deaf
+    deaf.let_go.set()
+
+
+def test_a_late_put_has_the_pages_that_were_given(attach: Attach, deaf: Deaf) -> None:
+    deaf.make(FsTier, "put")
+    pool = pools.mha()
+    storage = attach(pool)
+    assert store(storage, pool) == [True] * 8
+    assert deaf.begun.wait(WAIT_S)
+    pools.fill(pool, range(8), first=100)  # SGLang has given the pages to other tokens
+    deaf.let_go.set()
+    storage.close()
+    assert load(attach(pool), pool) == [True] * 8
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "contains", "reset"])
+def test_a_tier_that_never_answers_stops_no_call(
+    attach: Attach, threads: ThreadPoolExecutor, deaf: Deaf, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr("kvtier_sglang._store._CLOSE_S", 1.0)
+    tier = {"type": "dummy", "complete_index": False, "deadline_s": 0.5}
+    pool = pools.mha()
+    extra = settings(
+        cpu_bytes_to_use="64KiB", request_deadline_s=0.5, drain_on_shutdown_s=0.0, secondary_tiers=[tier]
+    )
+    storage = attach(pool, extra)
+    deaf.make(DummyTier, verb)
+
+    def use() -> None:
+        for prompt in ("a", "b"):
+            store(storage, pool, prompt=prompt)
+            storage.batch_exists(hashes(prompt=prompt))
+            load(storage, pool, prompt=prompt)
+        with suppress(StateError):
+            storage.clear()
+        assert storage.batch_exists(hashes()) == 0
+        storage.close()
+
+    threads.submit(use).result(WAIT_S)
+    assert deaf.begun.is_set()

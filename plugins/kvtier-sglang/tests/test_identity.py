@@ -1,0 +1,306 @@
+"""Whose pages are whose, by the settings of a real engine: every one counts unless it cannot change bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub.constants
+import pools
+import pytest
+import torch
+from conftest import Attach, settings
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.environ import Envs
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.server_args import ServerArgs
+from test_storage import load, store
+
+from kvtier import ConfigError
+from kvtier_sglang import _settings
+from kvtier_sglang._environment import REVIEWED, relevant_environment
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(10_000))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def stored_with(attach: Attach, root: Path, **given: Any) -> None:
+    pool = pools.mha()
+    with_engine(attach, pool, root, given, lambda storage: store(storage, pool))
+
+
+def loaded_with(attach: Attach, root: Path, **given: Any) -> bool:
+    pool = pools.mha()
+    loaded = with_engine(attach, pool, root, given, lambda storage: load(storage, pool))
+    assert len(set(loaded)) == 1
+    return bool(loaded[0])
+
+
+def with_engine(attach: Attach, pool: Any, root: Path, given: dict[str, Any], act: Any) -> Any:
+    """Attach a storage as in an engine with these arguments, which name its weights."""
+    context = runtime_context.RuntimeContext(parallel=runtime_context.ParallelContext())
+    resolved = given.pop("resolved", {})
+    context.set_server_args(ServerArgs(**given))
+    context.override("test", **resolved)
+    with runtime_context.use_context(context):
+        storage = attach(pool, settings(root, namespace=""))
+    result = act(storage)
+    storage.close()
+    return result
+
+
+def test_an_engine_started_again_has_its_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    same = {"model_path": str(model), "port": 31_000, "log_level": "debug", "max_running_requests": 3}
+    found = {"random_seed": 7, "chunked_prefill_size": 512, "cuda_graph_max_bs_decode": 3, "node_rank": 1}
+    assert loaded_with(attach, tmp_path / "root", **same, resolved=found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"quantization": "fp8"},
+        {"context_length": 4096},
+        {"revision": "other"},
+    ],
+    ids=str,
+)
+def test_a_setting_that_can_change_bytes_counts(
+    attach: Attach, model: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model), **change)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_model_that_was_replaced_in_its_folder_gets_nothing(
+    attach: Attach, model: Path, tmp_path: Path, name: str
+) -> None:
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    (model / name).write_bytes(b"{ }" + bytes(9_997))
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+
+
+def test_a_name_without_weights_behind_it_is_refused(attach: Attach, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="namespace"):
+        stored_with(attach, tmp_path / "root", model_path="nobody/nothing")
+
+
+ADAPTER_FORMS = {
+    "path": lambda path: [path],
+    "name=path": lambda path: [f"sql={path}"],
+    "mapping": lambda path: {"sql": path},
+    "mappings": lambda path: [{"lora_name": "sql", "lora_path": path, "pinned": True}],
+}
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(bytes(5000))
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    return folder
+
+
+@pytest.mark.parametrize("form", ADAPTER_FORMS.values(), ids=ADAPTER_FORMS)
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_that_was_replaced_in_its_folder_gets_nothing(
+    attach: Attach, model: Path, adapter: Path, tmp_path: Path, form: Any, name: str
+) -> None:
+    given = {"model_path": str(model), "lora_paths": form(str(adapter))}
+    stored_with(attach, tmp_path / "root", **given)
+    assert loaded_with(attach, tmp_path / "root", **given)
+    (adapter / name).write_bytes(b"{ }")
+    assert not loaded_with(attach, tmp_path / "root", **given)
+
+
+def test_adapters_as_sglang_resolves_them(attach: Attach, model: Path, adapter: Path, tmp_path: Path) -> None:
+    def given() -> dict[str, Any]:  # their ids are random where a program makes them
+        adapters = [LoRARef(lora_name="sql", lora_path=str(adapter))]
+        return {"model_path": str(model), "resolved": {"lora_paths": adapters}}
+
+    stored_with(attach, tmp_path / "root", **given())
+    assert loaded_with(attach, tmp_path / "root", **given())
+    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    assert not loaded_with(attach, tmp_path / "root", **given())
+
+
+@pytest.mark.parametrize(
+    "field", ["uno_lora_path", "kt_weight_path", "quantization_param_path", "speculative_draft_model_path"]
+)
+def test_files_behind_a_setting_count(
+    attach: Attach, model: Path, adapter: Path, tmp_path: Path, field: str
+) -> None:
+    path = adapter / "adapter_model.safetensors"
+    given = {"model_path": str(model), field: str(path if field.startswith("quantization") else adapter)}
+    stored_with(attach, tmp_path / "root", **given)
+    assert loaded_with(attach, tmp_path / "root", **given)
+    path.write_bytes(b"other")
+    assert not loaded_with(attach, tmp_path / "root", **given)
+
+
+def test_a_file_that_is_named_inside_of_a_setting_counts(
+    attach: Attach, model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    config = '{"qlora_adapter_name_or_path": "%s"}' % adapter  # noqa: UP031
+    given = {"model_path": str(model), "model_loader_extra_config": config}
+    stored_with(attach, tmp_path / "root", **given)
+    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    assert not loaded_with(attach, tmp_path / "root", **given)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lora_paths", ["sql=nobody/nothing"]),
+        ("lora_paths", [LoRARef(lora_name="sql", lora_path="nobody/nothing")]),
+        ("kt_weight_path", "/nowhere/at/all"),
+        ("quantization_param_path", "/nowhere/scales.json"),
+        ("speculative_draft_model_path", "nobody/nothing"),
+        ("load_format", "remote_instance"),
+        ("speculative_draft_load_format", "private"),
+        ("weight_cache_mode", "client"),
+        ("checkpoint_engine_wait_weights_before_ready", True),
+        ("language_only", True),
+    ],
+    ids=str,
+)
+def test_files_that_nothing_names_need_a_namespace(
+    attach: Attach, model: Path, tmp_path: Path, field: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"the weights of {field}.* `namespace`"):
+        stored_with(attach, tmp_path / "root", model_path=str(model), resolved={field: value})
+
+
+def test_a_setting_without_a_representation_is_refused_by_name(
+    attach: Attach, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"setting dtype .*set it as text"):
+        stored_with(attach, tmp_path / "root", model_path=str(model), resolved={"dtype": object()})
+
+
+@pytest.mark.parametrize(
+    "resolved",
+    [
+        {"attention_backend": "fa3"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"cp_strategy": "interleave"},
+        {"enable_hisparse": True},
+        {"disable_hybrid_swa_memory": True},
+        {"forward_hooks": [{"name": "steer"}]},
+        {"weight_version": "2"},
+    ],
+    ids=str,
+)
+def test_what_sglang_has_resolved_counts(
+    attach: Attach, model: Path, tmp_path: Path, resolved: dict[str, Any]
+) -> None:
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model), resolved=resolved)
+    stored_with(attach, tmp_path / "root", model_path=str(model), resolved=resolved)
+    assert loaded_with(attach, tmp_path / "root", model_path=str(model), resolved=resolved)
+
+
+def snapshot(cache: Path, commit: str, name: str = "config.json") -> None:
+    """Put a model into a hub's cache, at a commit that "main" stands for."""
+    repository = cache / "models--org--model"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "snapshots" / commit / name).write_text("{}")
+
+
+def test_a_commit_of_the_hub(attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot(tmp_path / "hub", "a" * 40)
+    stored_with(attach, tmp_path / "root", model_path="org/model")
+    assert loaded_with(attach, tmp_path / "root", model_path="org/model")
+    snapshot(tmp_path / "hub", "b" * 40)
+    assert not loaded_with(attach, tmp_path / "root", model_path="org/model")
+
+
+def test_the_commit_is_that_of_the_cache_that_sglang_loads_from(
+    attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot(tmp_path / "hub", "a" * 40)
+    given = {"model_path": "org/model", "download_dir": str(tmp_path / "own")}
+    with pytest.raises(ConfigError, match="namespace"):
+        stored_with(attach, tmp_path / "root", **given)
+    snapshot(tmp_path / "own", "b" * 40, "model.safetensors")
+    stored_with(attach, tmp_path / "root", **given)
+    assert loaded_with(attach, tmp_path / "root", **given)
+    snapshot(tmp_path / "own", "c" * 40, "model.safetensors")
+    assert not loaded_with(attach, tmp_path / "root", **given)
+
+
+def test_a_name_of_another_hub_needs_a_namespace(
+    attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    snapshot(tmp_path / "hub", "a" * 40)
+    with pytest.raises(ConfigError, match="namespace"):
+        stored_with(attach, tmp_path / "root", model_path="org/model")
+
+
+@pytest.mark.parametrize(
+    ("variable", "counts"),
+    [
+        ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", True),
+        ("SGLANG_USE_AITER_FP8_PER_TOKEN", True),
+        ("SGLANG_OF_A_LATER_VERSION", True),
+        ("FLASHINFER_NVFP4_4OVER6", True),
+        ("NVIDIA_TF32_OVERRIDE", True),
+        ("MOONCAKE_MASTER", False),
+        ("SGLANG_RUN_ID", False),
+        ("SGLANG_LOG_MS", False),
+        ("SGLANG_SERVICE_PORT_HTTP", False),
+        ("SGLANG_API_KEY", False),
+    ],
+)
+def test_variables_count_unless_they_cannot_change_bytes(
+    attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, counts: bool
+) -> None:
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    monkeypatch.setenv(variable, "1")
+    assert (variable in relevant_environment()) is counts
+    assert loaded_with(attach, tmp_path / "root", model_path=str(model)) is not counts
+
+
+def test_gpus_of_amd_count_by_their_architecture(
+    attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(architecture: str) -> None:
+        monkeypatch.setattr(torch.version, "hip", "7.2")
+        given = SimpleNamespace(gcnArchName=architecture)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: given)
+
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    give("gfx942")
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    assert loaded_with(attach, tmp_path / "root", model_path=str(model))
+    give("gfx950")
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+
+
+def test_the_reviewed_settings_are_sglangs_and_no_other_one_holds_a_secret() -> None:
+    fields = set(namespace_of(ServerArgs))
+    assert not _settings.REVIEWED - fields
+    assert not [it for it in fields - _settings.REVIEWED if it.endswith(("_key", "_password", "_secret"))]
+
+
+def test_the_reviewed_variables_are_sglangs() -> None:
+    made_at_start = {"SGLANG_RUN_ID"}
+    assert not REVIEWED - set(vars(Envs)) - made_at_start

@@ -1,0 +1,87 @@
+"""What a call borrows from the loop: given in time or never, and given back whatever happens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvtier import StateError
+from kvtier_sglang._loop import LoopThread
+
+WAIT_S = 60.0
+
+
+class Block:
+    """An async block that notes how it ends."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.let_in = threading.Event()
+        self.let_in.set()
+        self.ended = threading.Event()
+        self.is_good = False
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[str]:
+        self.entered.set()
+        self.let_in.wait(WAIT_S)  # blocks the loop, as a tier does that breaks its contract
+        try:
+            yield "given"
+            self.is_good = True
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+def test_a_block_ends_with_the_callers(loop: LoopThread) -> None:
+    block = Block()
+    with loop.lend(block.enter(), WAIT_S) as given:
+        assert given == "given"
+        assert not block.ended.is_set()
+    assert block.ended.is_set()
+    assert block.is_good
+
+
+def test_a_caller_that_fails_fails_the_block(loop: LoopThread) -> None:
+    block = Block()
+    with pytest.raises(ZeroDivisionError), loop.lend(block.enter(), WAIT_S):
+        raise ZeroDivisionError
+    assert block.ended.wait(WAIT_S)
+    assert not block.is_good
+
+
+def test_what_is_not_given_in_time_is_never_given(loop: LoopThread) -> None:
+    block = Block()
+    block.let_in.clear()
+    with pytest.raises(TimeoutError), loop.lend(block.enter(), 0.05):
+        pytest.fail("it was given")
+    assert block.entered.wait(WAIT_S)
+    block.let_in.set()
+    assert block.ended.wait(WAIT_S)
+    assert not block.is_good
+
+
+def test_a_block_that_cannot_be_entered(loop: LoopThread) -> None:
+    @asynccontextmanager
+    async def refuse() -> AsyncIterator[None]:
+        raise OSError("no")
+        yield
+
+    with pytest.raises(OSError, match="no"), loop.lend(refuse(), WAIT_S):
+        pytest.fail("it was entered")
+
+
+def test_calls_after_the_end_are_refused(loop: LoopThread) -> None:
+    loop.close()
+    with pytest.raises(StateError), loop.lend(Block().enter(), WAIT_S):
+        pytest.fail("it was given")
+    loop.post(lambda: pytest.fail("it was called"))
