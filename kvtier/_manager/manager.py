@@ -297,6 +297,9 @@ class TieringManager:
 
     async def drain(self) -> None:
         """Wait until every copy, put and get in flight has ended."""
+        while self._copies.in_flight:
+            await self._changed.wait()
+        self._driver.settle()  # puts that wait for the end of a store
         while self._copies.in_flight or not self._core.is_idle:
             await self._changed.wait()
 

@@ -144,6 +144,8 @@ class EfficiencyCheckedTiering(Tiering):
         if first is None or first not in asked or not first.is_waiting:
             return
         changed = was_there | self.table.visible.keys() | first.absent
+        if first.locates:
+            changed |= first.located.keys()
         news = not changed.isdisjoint(first.wanted)
         fetches = any(not transfer.is_put for transfer in self.shared.running)
         assert news or fetches, f"request {first.name} waits for {len(first.wanted)} chunks, and for nothing"

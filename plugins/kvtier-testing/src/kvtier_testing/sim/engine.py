@@ -280,7 +280,8 @@ class EngineProcess(Process):
     def _note_wait(self, job: Job) -> None:
         now_s = self._world.now_s
         job.is_scanned = False
-        if not job.was_deferred:
+        waits_for_its_turn = job.request.deadline_s is None  # to be computed: not for a tier
+        if not job.was_deferred or waits_for_its_turn:
             job.waits_since_s = job.waits_since_s if job.expired else None
             return
         if job.waits_since_s is None:
