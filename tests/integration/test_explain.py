@@ -211,7 +211,7 @@ def test_a_token_of_several_groups_counts_once_and_a_chunk_filled_in_part_counts
     it = make(dummy())
     it.explainer = Explainer(["dummy0"], {0: CHUNK_TOKENS, 1: CHUNK_TOKENS})
     context = ReqContext(req_id="hybrid", kv_transfer_params=ASKED)
-    it.explainer.begin(context, Request("hybrid"))
+    it.explainer.begin(context, Request("hybrid"), is_asked=True)
     attention, state = (
         [pack_key(bytes([group, number]) * 16, group) for number in range(3)] for group in (0, 1)
     )
@@ -230,7 +230,7 @@ def test_what_a_group_with_longer_chunks_has_beyond_the_others_does_not_count(ma
     it = make()
     it.explainer = Explainer([], {0: CHUNK_TOKENS, 1: 4 * CHUNK_TOKENS})
     context = ReqContext(req_id="mixed", kv_transfer_params=ASKED)
-    it.explainer.begin(context, Request("mixed"))
+    it.explainer.begin(context, Request("mixed"), is_asked=True)
     keys = [*(pack_key(bytes([number]) * 32) for number in range(3)), pack_key(b"w" * 32, 1)]
     for place, key in enumerate(keys):
         context.set_offload_key_position(key, (place + 1) * CHUNK_TOKENS)

@@ -47,7 +47,7 @@ def test_a_session_is_kept_until_it_is_released_or_its_time_is_over(
         )
         engine.generate(SESSION, **_hints(ttl_s="soon", pin=7))
         engine.until(lambda it: it.value("kvtier_kept_bytes") == PROMPT_CHUNKS * 2**17, "the other is over")
-        assert "ttl_s must be a number of seconds above 0 and up to 86400, not str" in engine.log()
+        assert "ttl_s must be a number of seconds above 0 and up to 86400, not 'soon'" in engine.log()
 
         engine.reset()
         assert _kept(engine) == 0

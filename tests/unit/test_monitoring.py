@@ -74,10 +74,16 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: it comes with systemd")
     unit = tmp_path / "kvtier-engine.service"
-    text = (DEPLOY / unit.name).read_text()
-    unit.write_text(re.sub(r"/opt/engine/bin/\w+", shutil.which("true") or "/bin/true", text))
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
-    said = [
-        line for line in done.stderr.splitlines() if unit.name in line
-    ]  # it checks others of the machine, too
-    assert said == []  # an unknown key, too: systemd ignores it and ends well
+    text = re.sub(
+        r"/opt/engine/bin/\w+", shutil.which("true") or "/bin/true", (DEPLOY / unit.name).read_text()
+    )
+
+    def complaints(text: str) -> list[str]:
+        unit.write_text(text)
+        command = ["systemd-analyze", "verify", str(unit)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        # It checks others of the machine, too. It ignores an unknown key and ends well.
+        return [line for line in done.stderr.splitlines() if unit.name in line]
+
+    assert complaints(text) == []
+    assert complaints(text.replace("[Service]", "[Service]\nBogus=1")) != [], "it complains where it should"

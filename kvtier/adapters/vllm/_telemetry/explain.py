@@ -168,7 +168,7 @@ class Explainer:
 
         Groups may have chunks of different lengths, and from different tiers. What some group lacks is
         computed, whatever others have behind it; a token of which several tiers gave a part counts for the
-        last of them.
+        last of them. Where vLLM does not say where chunks are, they are taken to be those of one group.
         """
         piece = gcd(*self._chunk_tokens.values()) or 1
         last: dict[int, int] = {}  # tier of each piece of the prompt that has one, by where it begins
@@ -183,7 +183,7 @@ class Explainer:
             # The last chunk may be filled in part, where models have recurrent state.
             for begin in range((end - 1) // size * size, end, piece):
                 last[begin] = max(last.get(begin, -1), -1 if tier is None else tier)
-        until = min(ends.values(), default=0)
+        until = (min if is_placed else max)(ends.values(), default=0)
         tokens: Counter[str] = Counter()
         for begin, tier in last.items():
             if begin < until:

@@ -54,7 +54,7 @@ class Served:
         late: requests that were sent more than 50 ms after their time, and by how much at most.
         tokens_s: of answers.
         computed: prompt tokens that the server computed.
-        recomputed: of these, those that an earlier prompt began with.
+        recomputed: of these, those that an earlier prompt began with; None where requests have failed.
         left_out: figures for which the server has no metric.
     """
 
@@ -97,9 +97,9 @@ class Served:
             f"{reasons.total()}" + "".join(f"; {reason}: {count}" for reason, count in reasons.items()),
             f"{len(late)}" + (f", up to {max(late):.2f} s" if late else ""),
             seconds,
-            sum(answer.tokens for answer in answers) / seconds,
+            sum(answer.tokens for answer in answers if not answer.error) / seconds,
             computed,
-            None if computed is None else max(0.0, computed + reusable - sum(tokens.values())),
+            None if computed is None or reasons else max(0.0, computed + reusable - sum(tokens.values())),
             hit_percent(tokens),
             ", ".join(left_out) or None,
         )
