@@ -154,7 +154,7 @@ def hit_percent(tokens: Mapping[str, float]) -> float | None:
 
 def percentile_ms(seconds: Sequence[float], percent: int) -> float:
     """Return the value that so many percent of the values do not exceed, in milliseconds."""
-    return sorted(seconds)[min(len(seconds) - 1, len(seconds) * percent // 100)] * 1e3
+    return sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)] * 1e3
 
 
 def report(records: Sequence[Record], as_json: bool) -> None:
