@@ -181,6 +181,8 @@ def test_a_file_that_is_named_inside_of_a_setting_counts(
         ("weight_cache_mode", "client"),
         ("checkpoint_engine_wait_weights_before_ready", True),
         ("language_only", True),
+        ("disaggregation_mode", "decode"),
+        ("enable_pd_role_switch", True),
     ],
     ids=str,
 )
@@ -208,6 +210,7 @@ def test_a_setting_without_a_representation_is_refused_by_name(
         {"disable_hybrid_swa_memory": True},
         {"forward_hooks": [{"name": "steer"}]},
         {"weight_version": "2"},
+        {"disaggregation_mode": "prefill"},
     ],
     ids=str,
 )
