@@ -38,6 +38,8 @@ _REFUSED = {
     "block_size": "a chunk is a page of SGLang",
     "blocks_per_chunk": "a chunk is a page of SGLang",
     "canonical_layout": "a chunk is a page of SGLang, as the rank has it",
+    "store_threshold": "SGLang takes a page that is not stored at its first offer for a failure; to write "
+    "less, set write_policy of a tier",
     "load_gate": "SGLang does not say how long computing takes, so every page that is found is loaded",
 }
 
