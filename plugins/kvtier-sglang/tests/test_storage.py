@@ -318,6 +318,13 @@ def test_wrong_settings_are_refused_by_name(change: dict[str, object], words: st
         StorageBackendFactory.create_backend("dynamic", config, None)
 
 
+def test_another_sglang_is_refused_by_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = storage_config(settings())
+    monkeypatch.setattr("kvtier_sglang.storage.version", lambda _: "0.5.24")
+    with pytest.raises(ConfigError, match=r"is for SGLang 0\.5\.23, and this is SGLang 0\.5\.24"):
+        StorageBackendFactory.create_backend("dynamic", config, None)
+
+
 def test_pages_that_a_tier_does_not_want_are_stored_in_host_memory(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
     extra = settings(tmp_path / "root")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ logger = logging.getLogger("kvtier.sglang")
 
 T = TypeVar("T")
 
+_SGLANG = "0.5.23"
 _KV = PoolName.KV.value
 _LOG_EVERY_S = 10.0
 _PUBLISH_EVERY_S = 5.0
@@ -56,10 +58,11 @@ class KVTierStorage(V1Only):
         kwargs: what SGLang passes to third parties' classes; unused.
 
     Raises:
-        ConfigError: a setting is wrong or missing.
+        ConfigError: a setting is wrong or missing, or SGLang is another version than the reviewed one.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        _require_version(version("sglang"))
         self._storage = storage_config
         self._config = _settings(storage_config.extra_config or {})
         self._stores: dict[str, PageStore] = {}
@@ -266,6 +269,14 @@ class KVTierStorage(V1Only):
     def _close_by_s(self) -> float:
         """Return when a close, or the wait for resets, that begins now has to end."""
         return time.monotonic() + max((store.close_s for store in self._stores.values()), default=0.0)
+
+
+def _require_version(found: str) -> None:
+    if found.partition("+")[0] != _SGLANG:
+        raise ConfigError(
+            f"kvtier-sglang {version('kvtier-sglang')} is for SGLang {_SGLANG}, and this is SGLang {found}, "
+            "whose settings and host pools were not reviewed for it: install versions that fit each other"
+        )
 
 
 def _settings(extra: Mapping[str, Any]) -> TieringConfig:
