@@ -241,6 +241,8 @@ class TieringManager:
         if reservation is None:
             yield Written((), (), self._region)
             return
+        if self._slot_checksums is not None:
+            self._slot_checksums.forget(reservation.slots)  # the caller fills them: no store or get does it
         written = Written(reservation.keys, reservation.slots, self._region)
         is_filled = False
         try:

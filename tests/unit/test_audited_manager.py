@@ -109,6 +109,23 @@ async def test_what_changes_before_it_is_put_is_not_put() -> None:
         await it.check_that_nothing_is_copied()
 
 
+async def test_slots_that_a_caller_writes_are_not_held_against_what_they_held_before() -> None:
+    async with opened(dummy()) as it:
+        await it.store(KEYS)
+        await it.forget_primary()  # of all slots it is known by now what they must hold
+        async with it.manager.write(prompt(7, 6)) as written:
+            assert len(written.keys) == 6
+            for view in written.views:
+                view[:] = b"w" * len(view)
+        await it.manager.drain()
+        async with it.manager.acquire(prompt(7, 6)) as acquired:
+            assert [bytes(view) for view in acquired.views] == [b"w" * len(view) for view in acquired.views]
+            assert len(acquired.keys) == 6
+        assert await it.manager.load(prompt(7, 6), range(6)) == 6
+        assert it.failures == {}
+        await it.check_idle()
+
+
 async def test_slots_that_a_tier_was_lent_are_not_held_against_what_they_held_before() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
@@ -14,6 +15,7 @@ from typing import Any
 import pools
 import pytest
 from conftest import Attach, settings
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from test_storage import files, hashes, load, store
 
 from kvtier import Acquired, OffloadKey, StateError, Statistics, TieringManager
@@ -241,3 +243,53 @@ def test_a_tier_that_never_answers_stops_no_call(
 
     threads.submit(use).result(WAIT_S)
     assert deaf.begun.is_set()
+
+
+POOLS = (PoolName.KV, PoolName.SWA, PoolName.DRAFT, PoolName.INDEXER)
+ONE_S = 2.0
+TOO_LONG_S = 3 * ONE_S  # four of them would be longer
+
+
+@pytest.fixture
+def slow(attach: Attach) -> Any:
+    """Return a storage of four pools, with puts that hang; of prompt "b" the KV pool alone has pages."""
+    hanging = {"type": "dummy", "hang_rate": 1.0, "complete_index": False, "deadline_s": WAIT_S}
+    pool = pools.mha()
+    extra = settings(request_deadline_s=ONE_S, drain_on_shutdown_s=ONE_S, secondary_tiers=[hanging])
+    storage = attach(pool, extra, beside={name: pool for name in POOLS[1:]})
+    sent = [*transfers(pool, "b")[:1], *transfers(pool, "other")[1:]]
+    assert storage.batch_set_v2(sent) == dict.fromkeys(POOLS, [True] * 8)
+    assert storage.batch_exists(hashes(prompt="b")) == 8
+    return storage
+
+
+def transfers(pool: Any, prompt: str) -> list[PoolTransfer]:
+    return [PoolTransfer(name, pools.indices(pool, range(8)), keys=hashes(prompt=prompt)) for name in POOLS]
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "exists": lambda it: it.batch_exists_v2(hashes(prompt="b"), transfers(it.mem_pool_host, "b")[1:]),
+    "get": lambda it: it.batch_get_v2(transfers(it.mem_pool_host, "a")),
+    "set": lambda it: it.batch_set_v2(transfers(it.mem_pool_host, "c")),
+    "close": lambda it: it.close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_all_pools_of_a_call_have_one_deadline(slow: Any, call: Callable[[Any], Any]) -> None:
+    begun_s = time.monotonic()
+    call(slow)
+    assert time.monotonic() < begun_s + TOO_LONG_S
+
+
+def test_all_pools_of_a_clear_have_one_deadline(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def late(_: TieringManager) -> None:
+        await asyncio.sleep(WAIT_S)
+
+    monkeypatch.setattr(TieringManager, "reset", late)
+    for each in slow._stores.values():
+        each.close_s = ONE_S
+    begun_s = time.monotonic()
+    with pytest.raises(StateError, match=r"host pool kv: .*; host pool indexer: its tiers have not answered"):
+        slow.clear()
+    assert time.monotonic() < begun_s + TOO_LONG_S

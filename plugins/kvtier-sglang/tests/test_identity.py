@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import huggingface_hub.constants
 import pools
 import pytest
+import sglang
 import torch
 from conftest import Attach, settings
 from sglang.srt import runtime_context
@@ -20,7 +23,13 @@ from test_storage import load, store
 
 from kvtier import ConfigError
 from kvtier_sglang import _settings
-from kvtier_sglang._environment import REVIEWED, relevant_environment
+from kvtier_sglang._environment import REVIEWED, is_relevant, relevant_environment
+
+READ = re.compile(
+    r"""(?:environ(?:\.get|\.setdefault|\.pop)?|getenv|get_(?:bool|int)_env_var)\s*[\[(]\s*["'](\w+)["']"""
+    r"""|["'](\w+)["']\s+(?:not\s+)?in\s+os\.environ"""
+)
+READ_BY_KERNELS = ("AITER_", "FLASHINFER_")  # libraries whose sources are not here
 
 
 @pytest.fixture
@@ -172,6 +181,8 @@ def test_a_file_that_is_named_inside_of_a_setting_counts(
         ("weight_cache_mode", "client"),
         ("checkpoint_engine_wait_weights_before_ready", True),
         ("language_only", True),
+        ("disaggregation_mode", "decode"),
+        ("enable_pd_role_switch", True),
     ],
     ids=str,
 )
@@ -199,6 +210,7 @@ def test_a_setting_without_a_representation_is_refused_by_name(
         {"disable_hybrid_swa_memory": True},
         {"forward_hooks": [{"name": "steer"}]},
         {"weight_version": "2"},
+        {"disaggregation_mode": "prefill"},
     ],
     ids=str,
 )
@@ -267,6 +279,14 @@ def test_a_name_of_another_hub_needs_a_namespace(
         ("SGLANG_LOG_MS", False),
         ("SGLANG_SERVICE_PORT_HTTP", False),
         ("SGLANG_API_KEY", False),
+        ("AITER_FORCE_A8W4", True),
+        ("ROCM_QUICK_REDUCE_QUANTIZATION", True),
+        ("FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH", True),
+        ("TRTLLM_DISABLE_FP4_QUANT_FAST_MATH", True),
+        ("ASCEND_USE_FIA", True),
+        ("FLA_USE_FAST_OPS", True),
+        ("FLASHINFER_WORKSPACE_BASE", False),
+        ("TRTLLM_SERVICE_HOST", False),
     ],
 )
 def test_variables_count_unless_they_cannot_change_bytes(
@@ -301,6 +321,26 @@ def test_the_reviewed_settings_are_sglangs_and_no_other_one_holds_a_secret() -> 
     assert not [it for it in fields - _settings.REVIEWED if it.endswith(("_key", "_password", "_secret"))]
 
 
-def test_the_reviewed_variables_are_sglangs() -> None:
-    made_at_start = {"SGLANG_RUN_ID"}
-    assert not REVIEWED - set(vars(Envs)) - made_at_start
+def names(path: Path) -> Iterator[str]:
+    """Yield the variables that a file reads by a literal name."""
+    for either in READ.findall(path.read_text("utf-8")):
+        yield "".join(either)
+
+
+@pytest.fixture(scope="module")
+def read_by_name() -> dict[str, str]:
+    """Return the variables that SGLang's engine and kernels read by a literal name, and where."""
+    root = Path(sglang.__path__[0])
+    files = [path for part in ("srt", "kernels") for path in sorted((root / part).rglob("*.py"))]
+    return {name: str(path) for path in files for name in names(path)}
+
+
+def test_every_variable_that_sglang_reads_counts_or_was_reviewed(read_by_name: dict[str, str]) -> None:
+    assert {"AITER_FORCE_A8W4", "ROCM_QUICK_REDUCE_QUANTIZATION", "ASCEND_USE_FIA"} < set(read_by_name)
+    new = {name: path for name, path in read_by_name.items() if not (is_relevant(name) or name in REVIEWED)}
+    assert not new, "count these, or add them to REVIEWED under what they do"
+
+
+def test_the_reviewed_variables_are_read(read_by_name: dict[str, str]) -> None:
+    known = {*vars(Envs), *read_by_name, "SGLANG_RUN_ID"}  # the last is made at the start
+    assert not {it for it in REVIEWED - known if not it.startswith(READ_BY_KERNELS)}

@@ -309,12 +309,34 @@ def test_the_older_interface_is_a_miss(attach: Attach) -> None:
         ({"kvtier": {"cpu_bytes_to_use": "1GiB", "tiers": []}}, "tiers"),
         ({"kvtier": {"cpu_bytes_to_use": "1GiB", "block_size": 64}}, "remove block_size"),
         ({"kvtier": {"cpu_bytes_to_use": "1GiB", "load_gate": "latency"}}, "remove load_gate"),
+        ({"kvtier": {"cpu_bytes_to_use": "1GiB", "store_threshold": 2}}, "remove store_threshold"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(change: dict[str, object], words: str) -> None:
     config = storage_config({**settings(), **change})
     with pytest.raises(ConfigError, match=words):
         StorageBackendFactory.create_backend("dynamic", config, None)
+
+
+def test_another_sglang_is_refused_by_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = storage_config(settings())
+    monkeypatch.setattr("kvtier_sglang.storage.version", lambda _: "0.5.24")
+    with pytest.raises(ConfigError, match=r"is for SGLang 0\.5\.23, and this is SGLang 0\.5\.24"):
+        StorageBackendFactory.create_backend("dynamic", config, None)
+
+
+def test_pages_that_a_tier_does_not_want_are_stored_in_host_memory(attach: Attach, tmp_path: Path) -> None:
+    pool = pools.mha()
+    extra = settings(tmp_path / "root")
+    extra["kvtier"]["secondary_tiers"][0]["write_policy"] = "reused"  # type: ignore[index]
+    first = attach(pool, extra)
+    assert store(first, pool) == [True] * 8
+    first.close()
+    assert not files(tmp_path / "root")
+    second = attach(pool, extra)
+    assert store(second, pool) == load(second, pool) == [True] * 8
+    second.close()
+    assert len(files(tmp_path / "root")) == 8  # they were asked for again
 
 
 def test_weights_that_nothing_names_need_a_namespace(attach: Attach, tmp_path: Path) -> None:

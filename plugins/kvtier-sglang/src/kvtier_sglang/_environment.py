@@ -11,7 +11,19 @@ from sglang.srt.environ import envs
 from kvtier._identity import LIBRARY_VARIABLES
 
 _SECRET = re.compile(r"_(SECRET|PASSWORD|TOKEN|CREDENTIALS?|(API|ACCESS|SECRET)_KEY(_ID)?)$")
-_OF_KUBERNETES = re.compile(r"SGLANG(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
+_OF_KUBERNETES = re.compile(r"[A-Z0-9_]+_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
+
+_SGLANGS = ("SGLANG_", "SGL_")
+# Libraries of kernels, which read variables themselves, and SGLang reads some of them too.
+_KERNELS = (
+    "AITER_", "ASCEND_USE_", "FA_", "FLA_", "FLASHINFER_", "FLASH_ATTENTION_", "FMHA_", "GDN_", "MEGA_",
+    "MINIMAX_", "ROCM_QUICK_REDUCE_", "TIMM_", "TRTLLM_",
+)  # fmt: skip
+# Which kernels compute, the order of sums, and how images are made smaller before a model sees them.
+_COUNTED = {
+    "BIAS_PREP_ONLY", "CK_MOE", "CUTE_DSL_ARCH", "NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
+    "VIDEO_MAX_PIXELS", "XHS_VIDEO_JPEG_QUALITY",
+}  # fmt: skip
 
 # Names of one engine, process or machine.
 _PLACES = """
@@ -60,23 +72,73 @@ MOONCAKE_OFFLOAD_FILE_STORAGE_PATH MOONCAKE_TENANT_ID ENABLE_ASCEND_TRANSFER_WIT
 """
 # Of other programs, which SGLang reads too.
 _OTHERS = "ASCEND_NPU_PHY_ID DISABLE_OPENAPI_DOC EXA_API_KEY HF_HUB_DISABLE_XET"
-REVIEWED = frozenset(f"{_PLACES}{_SERVING}{_WATCHING}{_STORAGE}{_OTHERS}".split())
+
+# What follows SGLang reads past its list of variables. Where a process runs and whom it belongs to; what the
+# GPU is, which the identity knows, and memory that it shares with the host.
+_HOSTS = """
+AIP_PREDICT_ROUTE CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES CU_NUM DEVICE_ID
+GITHUB_REPOSITORY GITHUB_RUN_ATTEMPT GITHUB_RUN_ID GPU_ARCHS GPU_PINNED_MIN_XFER_SIZE HOSTNAME HOST_IP
+HSA_USERPTR_FOR_PAGED_MEM LOCAL_HOSTNAME LOCAL_RANK LOCAL_SIZE MASTER_ADDR MASTER_PORT MS_NODE_ID MS_ROLE
+MS_SCHED_HOST MS_SCHED_PORT MS_WORKER_NUM PROMETHEUS_MULTIPROC_DIR RANK RUNNER_TEMP SGLANG_WAIT_PORT_TIMEOUT
+TMPDIR WORLD_SIZE XDG_CACHE_HOME ZE_AFFINITY_MASK ZE_ENABLE_PCI_ID_DEVICE_ORDER
+"""
+# How ranks and engines send each other bytes.
+_TRANSPORT = """
+ASCEND_MF_STORE_URL ASCEND_MF_TRANSFER_PROTOCOL DEEPEP_HCCL_BUFFSIZE EP_REUSE_NCCL_COMM HCCL_BUFFSIZE
+MC_FORCE_TCP MORI_ENABLE_SDMA MORI_RDMA_DEVICES NCCL_CUMEM_ENABLE NCCL_GRAPH_MIXING_SUPPORT
+NCCL_GRAPH_REGISTER NCCL_MNNVL_ENABLE NCCL_NVLS_ENABLE NVSHMEM_DISABLE_LOCAL_ONLY_PROXY
+NVSHMEM_IB_ENABLE_IBGDA NVSHMEM_QP_DEPTH NVSHMEM_REMOTE_TRANSPORT
+SICL_NET_DEVICES UCX_NET_DEVICES
+"""
+# Other storages, and where weights are brought from: what they are is in the identity's weights.
+_STORES = """
+AWS_DEFAULT_BUCKET AWS_ENDPOINT_URL FLEXKV_CONFIG_PATH FLEXKV_ENABLE_LAYERWISE_TRANSFER
+FLEXKV_LAYERWISE_EVENTFD_CONNECT_MAX_RETRIES RUNAI_STREAMER_CONCURRENCY RUNAI_STREAMER_MEMORY_LIMIT
+RUNAI_STREAMER_S3_ENDPOINT UMBP_LAYER_GROUP UMBP_LOAD_SPLIT UMBP_OFFLOAD_COALESCE_PAGES UMBP_RANGES_PER_CALL
+UMBP_SPDK_PROXY_TENANT_ID UMBP_STANDALONE_ADDRESS
+"""
+# What is logged, traced and dumped.
+_LOGS = """
+AITER_LOG_LEVEL AITER_LOG_MORE AITER_LOG_TUNED_CONFIG CUDA_COREDUMP_FILE CUDA_COREDUMP_PIPE
+CUDA_ENABLE_USER_TRIGGERED_COREDUMP CUTE_DSL_DUMP_DIR CUTE_DSL_KEEP_CUBIN CUTE_DSL_KEEP_PTX CUTE_DSL_LOG_LEVEL
+CUTE_DSL_LOG_TO_CONSOLE CUTE_DSL_PTXAS_VERBOSE DUMPER_SERVER_PORT FA_LOG_LEVEL FLASHINFER_JIT_VERBOSE
+FLASHINFER_LOGDEST FLASHINFER_LOGLEVEL LLGUIDANCE_LOG_LEVEL OTEL_SERVICE_NAME
+TENSOR_DUMP_LAYERS_MODULE_NAME TENSOR_DUMP_TOP_LEVEL_MODULE_NAME TLLM_LOG_LEVEL WAVE_DUMP_MLIR
+"""
+# Where kernels are built and kept, and with which tools; the check that versions fit; overlapped launches.
+_BUILDS = """
+AITER_JIT_DIR AITER_REBUILD CUDA_HOME CUDA_PATH CUTE_DSL_PTXAS_PATH CXX DG_JIT_CACHE_DIR DG_JIT_USE_NVRTC
+FLASHINFER_CUBINS_REPOSITORY FLASHINFER_CUBIN_DIR FLASHINFER_DISABLE_VERSION_CHECK FLASHINFER_NVCC_THREADS
+FLASHINFER_WORKSPACE_BASE FLA_CACHE_RESULTS FLA_CI_ENV MATHDX_HOME MAX_JOBS PPU_HOME PPU_SDK PYTORCH_ROCM_ARCH
+ROCM_HOME ROCM_PATH TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR TRITON_CACHE_DIR TRTLLM_ENABLE_PDL
+"""
+# Which requests wait, what is sampled, and how long the server waits.
+_REQUESTS = """
+IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD REQUEST_TIMEOUT
+SYNC_TOKEN_IDS_ACROSS_TP TOKENIZERS_PARALLELISM
+"""
+REVIEWED = frozenset(
+    f"{_PLACES}{_SERVING}{_WATCHING}{_STORAGE}{_OTHERS}{_HOSTS}{_TRANSPORT}{_STORES}{_LOGS}{_BUILDS}"
+    f"{_REQUESTS}".split()
+)
 """Variables that cannot change the bytes of a page."""
 
 
 def relevant_environment() -> Mapping[str, str]:
     """Return the environment variables that are set and may change the bytes of a page.
 
-    All that SGLang reads but the reviewed ones, and a few of other libraries that are known to matter.
-    Variables that Kubernetes sets for a service named sglang are none of SGLang's.
+    All of SGLang and of the kernels' libraries but the reviewed ones, and a few of other libraries that are
+    known to matter. Variables that Kubernetes sets for a service of such a name are none of theirs.
     """
-    return {name: value for name, value in os.environ.items() if _is_relevant(name)}
+    return {name: value for name, value in os.environ.items() if is_relevant(name)}
 
 
-def _is_relevant(variable: str) -> bool:
+def is_relevant(variable: str) -> bool:
+    """Return whether an environment variable may change the bytes of a page."""
     if variable in REVIEWED:
         return False
-    if variable in LIBRARY_VARIABLES or hasattr(type(envs), variable):
-        return True  # before the next line: some end like a secret, such as ..._FP8_PER_TOKEN
-    is_sglangs = variable.startswith(("SGLANG_", "SGL_")) and not _OF_KUBERNETES.fullmatch(variable)
-    return is_sglangs and not _SECRET.search(variable)
+    if variable in LIBRARY_VARIABLES or variable in _COUNTED or hasattr(type(envs), variable):
+        return True  # before the next lines: some end like a secret, such as ..._FP8_PER_TOKEN
+    if _OF_KUBERNETES.fullmatch(variable):
+        return False
+    return variable.startswith(_KERNELS) or (variable.startswith(_SGLANGS) and not _SECRET.search(variable))

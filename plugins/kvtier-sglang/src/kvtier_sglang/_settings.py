@@ -15,15 +15,16 @@ sleep_on_idle custom_sigquit_handler gc_threshold
 """
 # Sampling. Dummy weights have a seed of their own.
 _SAMPLING = " random_seed mlx_enable_sampling "
-# How pages travel between engines that prefill and decode, and how those share a GPU.
+# How pages travel between engines that prefill and decode, and how those share a GPU. Which of them an engine
+# is, or may become, counts: one that decodes has pages that another has computed.
 _DISAGGREGATION = """
-decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank disaggregation_mode
+decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
 disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device
 disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache
 disaggregation_decode_retraction_backup num_reserved_decode_tokens disaggregation_decode_extra_slots
 disaggregation_decode_polling_interval optimistic_prefill_attempts encoder_transfer_backend
 encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder enable_pdmux
-pdmux_config_path sm_group_num disaggregation_enable_kv_checksum enable_pd_role_switch
+pdmux_config_path sm_group_num disaggregation_enable_kv_checksum
 disaggregation_decode_host_receive_threshold disaggregation_decode_allocation_policy
 """
 # What is kept where and for how long. The layout of host pages is in the pool's shape. A radix cache of

@@ -30,7 +30,7 @@ from kvtier_sglang._pages import HostPages
 logger = logging.getLogger("kvtier.sglang")
 
 _OPEN_S = 60.0
-_GRACE_S = 0.5  # for what the manager does at its own deadline
+_GRACE_S = 0.5  # after the end of a call, once: for what the manager does at its own deadline
 _CLOSE_S = 5.0
 
 
@@ -46,6 +46,9 @@ class PageStore:
         pages: the pool's pages.
         loop: the loop that the tiers are used from.
 
+    Attributes:
+        close_s: how long a close takes at most, or the wait for a reset.
+
     Raises:
         KVTierError: the primary tier cannot be made, or ``isolation`` is ``process`` and there is none.
     """
@@ -53,24 +56,31 @@ class PageStore:
     def __init__(self, config: TieringConfig, identity: Identity, pages: HostPages, loop: LoopThread) -> None:
         self._pages = pages
         self._loop = loop
-        self._deadline_s = config.request_deadline_s
-        self._close_s = config.drain_on_shutdown_s + _CLOSE_S
+        self.close_s = config.drain_on_shutdown_s + _CLOSE_S
         self._resets = 0
         self._reset: Future[list[str]] | None = None
+        self._close: Future[None] | None = None
         self._manager = self._open(config, identity)
         slots = max(1, int(config.cpu_bytes_to_use) // pages.page_bytes)
         self._part = max(1, int(slots * config.promotion_budget))
 
-    def locate(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each page whether a read would probably find it."""
+    def locate(self, keys: Sequence[OffloadKey], end_s: float) -> list[bool]:
+        """Return for each page whether a read would probably find it.
+
+        Args:
+            keys: the pages'.
+            end_s: when the call ends, on the monotonic clock.
+
+        Raises:
+            TimeoutError: it is not known by then.
+        """
         if not self._is_reset:
             return [False] * len(keys)
-        return self._loop.call(self._manager.locate(keys), self._deadline_s + _GRACE_S)
+        return self._loop.call(self._manager.locate(keys), _left_s(end_s + _GRACE_S))
 
-    def read(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
-        """Copy the leading pages that are found into the pool; return which were."""
+    def read(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor, end_s: float) -> list[bool]:
+        """Copy the leading pages that are found by ``end_s`` into the pool; return which were."""
         pages = self._pages.pages(host_indices, len(keys))
-        end_s = time.monotonic() + self._deadline_s
         done, resets = 0, self._resets
         with suppress(TimeoutError):  # what was copied before is good
             while self._is_reset and done < len(keys) and (left_s := end_s - time.monotonic()) > 0:
@@ -85,23 +95,22 @@ class PageStore:
             done = 0  # it was hidden meanwhile
         return [index < done for index in range(len(keys))]
 
-    def write(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
+    def write(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor, end_s: float) -> list[bool]:
         """Copy pages into the primary tier, whence they go to the others; return which are stored.
 
-        Waits for earlier puts, within the deadline: kvtier drops puts that a tier cannot keep up with,
+        Waits for earlier puts, until ``end_s``: kvtier drops puts that a tier cannot keep up with,
         which an engine must not wait for. The thread that SGLang calls this from may wait. Puts that are
         overdue, and reads, are not waited for.
         """
         pages = dict(zip(keys, self._pages.pages(host_indices, len(keys)), strict=True))
-        end_s = time.monotonic() + self._deadline_s
         stored: dict[OffloadKey, bool] = {}
         resets = self._resets
         for start in range(0, len(keys), self._part):
             part = keys[start : start + self._part]
             with suppress(TimeoutError):  # then the primary tier alone has them, as far as there is room
-                self._loop.call(self._manager.drain_puts(), max(0.0, end_s - time.monotonic()))
+                self._loop.call(self._manager.drain_puts(), _left_s(end_s))
             try:
-                there = self._write_part(part, pages, max(_GRACE_S, end_s - time.monotonic()), resets)
+                there = self._write_part(part, pages, end_s + _GRACE_S, resets)
             except TimeoutError:
                 break  # what was written before is stored
             stored.update(zip(part, there, strict=True))
@@ -110,16 +119,18 @@ class PageStore:
         return [stored.get(key, False) for key in keys]
 
     def _write_part(
-        self, keys: Sequence[OffloadKey], pages: Mapping[OffloadKey, list[int]], wait_s: float, resets: int
+        self, keys: Sequence[OffloadKey], pages: Mapping[OffloadKey, list[int]], end_s: float, resets: int
     ) -> list[bool]:
-        with self._loop.lend(self._manager.write(keys), wait_s) as written:
+        with self._loop.lend(self._manager.write(keys), _left_s(end_s)) as written:
             if resets != self._resets or not self._is_reset:  # checked in here, where a later reset counts
                 raise StateError("the cache was cleared meanwhile: these pages are not stored")
             for key, slot in zip(written.keys, written.views, strict=True):
                 self._pages.copy_in(pages[key], slot)
         if len(written.keys) == len(keys):
             return [True] * len(keys)
-        return self._loop.call(self._manager.locate(keys), wait_s)  # they were there, or there is no room
+        return self._loop.call(
+            self._manager.locate(keys), _left_s(end_s)
+        )  # they were there, or there is no room
 
     def begin_reset(self) -> None:
         """Hide everything stored so far, in every tier and for ever. Does not wait.
@@ -129,15 +140,15 @@ class PageStore:
         self._resets += 1
         self._reset = self._loop.start(self._reset_tiers())
 
-    def end_reset(self) -> None:
-        """Wait, within bounds, for what ``begin_reset`` has begun.
+    def end_reset(self, end_s: float) -> None:
+        """Wait, until ``end_s``, for what ``begin_reset`` has begun.
 
         Raises:
             KVTierError: a tier was not reached. This engine does not use it until its reset succeeds; others,
                 and this one after a restart, may still find in it what should be hidden.
             TimeoutError: the tiers have not answered. Nothing is served until they do.
         """
-        if self._reset is not None and (down := self._reset.result(self._close_s)):
+        if self._reset is not None and (down := self._reset.result(_left_s(end_s))):
             raise TierError(
                 f"tier {', '.join(down)} is down and has not been reset; clear again when it is up"
             )
@@ -156,9 +167,23 @@ class PageStore:
         """Call ``publish`` on the loop, soon, with what has happened so far. Does not wait."""
         self._loop.post(lambda: publish(self._manager.statistics()))
 
-    def close(self) -> None:
-        """Drain, within bounds, and close the tiers."""
-        self._loop.call(self._manager.aclose(), self._close_s)
+    def begin_close(self) -> None:
+        """Drain, within bounds, and close the tiers. Does not wait."""
+        self._close = self._loop.start(self._manager.aclose())
+
+    def end_close(self, end_s: float) -> None:
+        """Wait, until ``end_s``, for what ``begin_close`` has begun.
+
+        Raises:
+            TimeoutError: the tiers are not closed. The rest of it was cancelled.
+        """
+        if self._close is None:
+            return
+        try:
+            self._close.result(_left_s(end_s))
+        except TimeoutError:
+            self._close.cancel()
+            raise
 
     def _open(self, config: TieringConfig, identity: Identity) -> TieringManager:
         if config.isolation == "auto":
@@ -174,3 +199,7 @@ class PageStore:
         # The manager's device has no blocks that are used: pages are copied by the threads that call.
         caches = KVCaches((torch.empty((1, size), dtype=torch.int8),), ((PageRef(0, size),),))
         return await open_manager(config, identity, caches, device="cpu").__aenter__()
+
+
+def _left_s(end_s: float) -> float:
+    return max(0.0, end_s - time.monotonic())

@@ -33,9 +33,11 @@ _WITH_FILES: Mapping[str, Collection[object]] = {
     "weight_cache_mode": ("off",),
     "checkpoint_engine_wait_weights_before_ready": (False,),
     "language_only": (False,),
+    "disaggregation_mode": ("null", "prefill"),
+    "enable_pd_role_switch": (False,),
 }
 """Values with which all weights come from the files that settings name. With others they come from another
-engine, a daemon or a trainer, and embeddings from encoders elsewhere."""
+engine, a daemon or a trainer, embeddings from encoders elsewhere, and pages from an engine that prefills."""
 
 
 def weights_identity(
@@ -71,8 +73,9 @@ def weights_identity(
     if unknown and not namespace:
         raise ConfigError(
             f"the weights of {', '.join(unknown)} cannot be identified: they come neither from a local "
-            "directory nor from a known commit of Hugging Face's hub. Set `namespace` in `kvtier` of the "
-            "extra config to a name that changes with the weights"
+            "directory nor from a known commit of Hugging Face's hub, or other engines compute pages, with "
+            "settings of their own. Set `namespace` in `kvtier` of the extra config to a name that changes "
+            "with the weights and with what computes pages"
         )
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ logger = logging.getLogger("kvtier.sglang")
 
 T = TypeVar("T")
 
+_SGLANG = "0.5.23"
 _KV = PoolName.KV.value
 _LOG_EVERY_S = 10.0
 _PUBLISH_EVERY_S = 5.0
@@ -38,6 +40,8 @@ _REFUSED = {
     "block_size": "a chunk is a page of SGLang",
     "blocks_per_chunk": "a chunk is a page of SGLang",
     "canonical_layout": "a chunk is a page of SGLang, as the rank has it",
+    "store_threshold": "SGLang takes a page that is not stored at its first offer for a failure; to write "
+    "less, set write_policy of a tier",
     "load_gate": "SGLang does not say how long computing takes, so every page that is found is loaded",
 }
 
@@ -45,19 +49,20 @@ _REFUSED = {
 class KVTierStorage(V1Only):
     """Keeps pages of SGLang's host pools in kvtier's tiers. One object for each rank.
 
-    Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most for each pool that it is
-    about, and raises nothing: a fault of a tier is a page that is not there, and a line in the log. ``clear``
-    alone raises, where it is not confirmed.
+    Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most, however many pools it
+    is about, and raises nothing: a fault of a tier is a page that is not there, and a line in the log.
+    ``clear`` alone raises, where it is not confirmed.
 
     Args:
         storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's.
         kwargs: what SGLang passes to third parties' classes; unused.
 
     Raises:
-        ConfigError: a setting is wrong or missing.
+        ConfigError: a setting is wrong or missing, or SGLang is another version than the reviewed one.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        _require_version(version("sglang"))
         self._storage = storage_config
         self._config = _settings(storage_config.extra_config or {})
         self._stores: dict[str, PageStore] = {}
@@ -105,7 +110,8 @@ class KVTierStorage(V1Only):
 
     def _register(self, name: str, host_pool: object) -> None:
         if (former := self._stores.pop(name, None)) is not None:
-            former.close()
+            former.begin_close()
+            former.end_close(time.monotonic() + former.close_s)
         pages = HostPages(name, host_pool)
         identity = pool_identity(self._storage, name, host_pool, pages, self._config.namespace)
         self._stores[name] = PageStore(self._config, identity, pages, self._loop)
@@ -121,7 +127,7 @@ class KVTierStorage(V1Only):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many leading pages of the KV pool are probably there."""
-        return leading(self._locate(_KV, keys))
+        return leading(self._locate(_KV, keys, self._end_s()))
 
     def batch_exists_v2(
         self,
@@ -130,18 +136,24 @@ class KVTierStorage(V1Only):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """Return the longest prefix for which every pool has the pages that it needs."""
-        kv = self._locate(_KV, keys)
+        end_s = self._end_s()
+        kv = self._locate(_KV, keys, end_s)
         asked = keys[: leading(kv)]
         transfers = pool_transfers or []
         gating = [it for it in transfers if it.hit_policy is not PoolHitPolicy.BLOCK_GROUPS]
-        found = {transfer.name: self._locate(str(transfer.name), asked) for transfer in gating}
+        found = {transfer.name: self._locate(str(transfer.name), asked, end_s) for transfer in gating}
         return restorable(kv, transfers, found)
 
-    def _locate(self, name: str, keys: Sequence[str]) -> list[bool]:
+    def _end_s(self) -> float:
+        """Return when a call that begins now has to end: one end for all of its pools."""
+        return time.monotonic() + self._config.request_deadline_s
+
+    def _locate(self, name: str, keys: Sequence[str], end_s: float) -> list[bool]:
         misses = [False] * len(keys)
         if not keys:
             return misses
-        return self._guarded("lookup", name, misses, lambda store: store.locate([*map(key_of, keys)]))
+        named = [*map(key_of, keys)]
+        return self._guarded("lookup", name, misses, lambda store: store.locate(named, end_s))
 
     # --- reads and writes ------------------------------------------------------------------------
 
@@ -149,28 +161,37 @@ class KVTierStorage(V1Only):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Copy the leading pages that are there into the KV pool."""
-        return self._move("prefetch", _KV, keys, host_indices)
+        return self._move("prefetch", _KV, keys, host_indices, self._end_s())
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Take in pages of the KV pool. They go on to the tiers after the call."""
-        return self._move("backup", _KV, keys, host_indices)
+        return self._move("backup", _KV, keys, host_indices, self._end_s())
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Copy the leading pages that are there into pools, by their names."""
-        return {it.name: self._move("prefetch", it.name, it.keys, it.host_indices) for it in transfers}
+        return self._move_each("prefetch", transfers)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Take in pages of pools, by their names."""
-        return {it.name: self._move("backup", it.name, it.keys, it.host_indices) for it in transfers}
+        return self._move_each("backup", transfers)
+
+    def _move_each(self, verb: str, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+        end_s = self._end_s()
+        return {it.name: self._move(verb, it.name, it.keys, it.host_indices, end_s) for it in transfers}
 
     def _move(
-        self, verb: str, name: str, keys: Sequence[str] | None, host_indices: torch.Tensor | None
+        self,
+        verb: str,
+        name: str,
+        keys: Sequence[str] | None,
+        host_indices: torch.Tensor | None,
+        end_s: float,
     ) -> list[bool]:
         named = [*map(key_of, keys or ())]
         results = [False] * len(named)
@@ -180,7 +201,7 @@ class KVTierStorage(V1Only):
         def move(store: PageStore) -> list[bool]:
             with self._throughput.measure(verb, self._pages[str(name)].page_bytes, results):
                 act = store.read if verb == "prefetch" else store.write
-                results[:] = act(named, host_indices)
+                results[:] = act(named, host_indices, end_s)
             return results
 
         return self._guarded(verb, str(name), [False] * len(named), move)
@@ -213,9 +234,10 @@ class KVTierStorage(V1Only):
         failed = []
         for store in self._stores.values():  # all at once: none waits for another's tiers
             store.begin_reset()
+        end_s = self._close_by_s()
         for name, store in self._stores.items():
             try:
-                store.end_reset()
+                store.end_reset(end_s)
             except Exception as error:
                 late = isinstance(error, TimeoutError)
                 text = "its tiers have not answered in time" if late else str(error)
@@ -235,10 +257,26 @@ class KVTierStorage(V1Only):
 
     def close(self) -> None:
         """Drain, within bounds, and close the tiers. May be called again; later calls are misses."""
-        for name in list(self._stores):
-            self._guarded("close", name, None, PageStore.close)
+        end_s = self._close_by_s()
+        names = list(self._stores)
+        for name in names:  # all at once: none waits for another's tiers
+            self._guarded("close", name, None, PageStore.begin_close)
+        for name in names:
+            self._guarded("close", name, None, lambda store: store.end_close(end_s))
             self._stores.pop(name, None)
         self._loop.close()
+
+    def _close_by_s(self) -> float:
+        """Return when a close, or the wait for resets, that begins now has to end."""
+        return time.monotonic() + max((store.close_s for store in self._stores.values()), default=0.0)
+
+
+def _require_version(found: str) -> None:
+    if found.partition("+")[0] != _SGLANG:
+        raise ConfigError(
+            f"kvtier-sglang {version('kvtier-sglang')} is for SGLang {_SGLANG}, and this is SGLang {found}, "
+            "whose settings and host pools were not reviewed for it: install versions that fit each other"
+        )
 
 
 def _settings(extra: Mapping[str, Any]) -> TieringConfig:
