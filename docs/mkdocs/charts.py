@@ -70,10 +70,6 @@ def bars_of(data: dict[str, Any]) -> Iterator[Bar]:
             kib, text = row["chunk_bytes"] // 1024, f"{row['gb_s']:.2f} / {row['reference_gb_s']:.2f} GB/s"
             label = f"{row['verb']}, " + (f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB")
             yield Bar(label, row["subject"], row["ratio"], row["ratio_low"], row["ratio_high"], text)
-    for row in data.get("Speed", ()):
-        if row["ratio"] is not None and row["system"] != "none":
-            label = f"{row['measure']} / {row['against']}"
-            yield Bar(label, row["system"], row["ratio"], row["low"], row["high"], f"{row['value']:.3g}")
 
 
 def draw(data: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ becomes an SVG drawing here, because mkdocs-material would load mermaid from the
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator
 from html import escape
@@ -159,49 +158,11 @@ def _parameter(one: Any) -> str:
     return f"| `{f'{names} {value}'.strip()}` | {'required' if one.required else default} | {meaning} |"
 
 
-def versus(rest: str) -> str:
-    """Return a table of what ``kvtier bench versus --json`` wrote: of its speed or of its faults."""
-    data = json.loads((ROOT / "docs/assets/benchmarks/versus.json").read_text(encoding="utf-8"))
-    return "\n".join(_faults(data) if rest == "faults" else _speeds(data))
-
-
-def _speeds(data: dict[str, Any]) -> Iterator[str]:
-    systems = list(dict.fromkeys(row["system"] for row in data["Speed"]))
-    yield f"| measure | {' | '.join(systems)} |\n|---|{'---|' * len(systems)}"
-    for measure, rows in itertools.groupby(data["Speed"], key=lambda row: row["measure"]):
-        cells = {row["system"]: _speed(row) for row in rows}
-        yield f"| {measure} | {' | '.join(cells.get(system, '') for system in systems)} |"
-
-
-def _speed(row: dict[str, Any]) -> str:
-    text = f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
-    if row["ratio"] is None:
-        return text
-    bounds = "" if row["low"] is None else f" ({row['low']:.2f} to {row['high']:.2f})"
-    return f"{text}<br>{row['ratio']:.2f}{bounds}"
-
-
-def _faults(data: dict[str, Any]) -> Iterator[str]:
-    yield "| fault | system | wrong | failed | longest, s | tokens from the cache | recovers |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in sorted(data["Outcome"], key=lambda row: _order(data, row["fault"])):
-        words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")
-        cells = (f"{row[name]:.1f}" if name == "longest_s" else row[name] for name in words)
-        yield f"| {' | '.join(cells)} |"
-    yield ""
-    yield from (f"- {row['system']}: not run: {row['reason']}." for row in data.get("NotRun", ()))
-
-
-def _order(data: dict[str, Any], fault: str) -> int:
-    return [row["fault"] for row in data["Outcome"]].index(fault)
-
-
 GENERATORS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "metrics": metrics,
     "reasons": reasons,
     "commands": commands,
-    "versus": versus,
 }
 
 # --- sequence diagrams -------------------------------------------------------------------------------

@@ -82,3 +82,19 @@ def test_replay(tmp_path: Path) -> None:
     assert all(row["hit_percent"] > 0 for row in served.values())
     tiers = {row["source"] for row in report["Source"] if row["server"] == "kvtier cpu+fs"}
     assert tiers == {"computed", "device", "cpu", "fs"}
+
+
+def test_versus_without_lmcache(tmp_path: Path) -> None:
+    """A system that cannot be run is named, and the others are measured."""
+    report = run(tmp_path, "versus", "--model", "tiny", "--rounds", "1", "--only", "speed")
+    (missing,) = report["NotRun"]
+    assert missing["system"] == "LMCache"
+    assert "lmcache is not installed" in missing["reason"]
+    found = {(row["measure"], row["system"]): row for row in report["Speed"]}
+    assert {system for _, system in found} == {"kvtier", "vLLM native", "none"}
+    for system in ("kvtier", "vLLM native"):
+        for measure in ("TTFT host hit, ms", "TTFT storage hit, ms"):
+            row = found[measure, system]
+            assert (row["n"], row["from_cache"]) == (1, "3840 of 3840")  # of the round that counts
+            assert row["value"] > 0
+        assert found["until ready, s", system]["n"] == 2

@@ -98,9 +98,7 @@ def test_a_measure_is_compared_within_a_round_with_kvtier_or_with_no_cache() -> 
     assert rows[speed.HOST, KVTIER].ratio is None
     assert rows[speed.UNSEEN, KVTIER].ratio == pytest.approx(1.1)
     assert rows[speed.UNSEEN, KVTIER].against == PLAIN
-    assert rows[speed.WRITTEN, LMCACHE] == speed.Speed(
-        speed.WRITTEN, LMCACHE, 3.0, 2.0, against=KVTIER, rounds=1
-    )
+    assert rows[speed.WRITTEN, LMCACHE] == speed.Speed(speed.WRITTEN, LMCACHE, 3.0, 2.0, against=KVTIER, n=1)
 
 
 @pytest.mark.parametrize(

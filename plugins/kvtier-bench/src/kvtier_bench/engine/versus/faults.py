@@ -7,16 +7,17 @@ because a damaged cache need not change the likeliest token.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ WEIGHTS, KILLED, STOPPED = (
     "kill -9 of the cache's process",
     "SIGSTOP of the cache's process for 15 s",
 )
+PROCESS = (STOPPED, KILLED)
 FULL, TENSORS = "disk full", "two tensor-parallel sizes, one directory"
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 512, 16
+RUNS = 3  # of each fault of a process, which depends on what it meets
 TOLERANCE = 0.01  # of a logarithm of a probability; equal engines differ by 0.0001
-HANG_S, PATIENCE_S, PAUSE_S = 15.0, 120.0, 10.0
+HANG_S, PATIENCE_S, PAUSE_S = 15.0, 60.0, 10.0
 DISK_MIB = 24
 _UNDER_WAY_S = 0.5  # a request that waits for a stopped process has come as far as it can
 _NEW_WEIGHTS = 7
@@ -46,18 +49,20 @@ class Outcome:
     Attributes:
         wrong: answers that differ from those of an engine without a cache, of all.
         failed: requests without an answer, of all.
-        longest_s: until the last answer or failure.
+        longest_s: until the last answer or failure; "> 60" where no more was waited.
         from_cache: tokens of prompts that were not computed, of all.
         recovers: what the same prompts got later: "yes" where all is right and comes from the cache again.
+        error: what the first failure was.
     """
 
     fault: str
     system: str
     wrong: str
     failed: str
-    longest_s: float
+    longest_s: str
     from_cache: str
     recovers: str
+    error: str | None
 
 
 @dataclass(frozen=True)
@@ -71,19 +76,34 @@ class Bounded:
 
 
 Answers = Mapping[str, Any]
+Record = Outcome | Bounded | NotRun
 
 
-def _later(fault: str) -> list[str]:
+@dataclass(frozen=True)
+class _Seen:
+    failed: int
+    wrong: int
+    cached: int
+    longest_s: float
+    error: str | None = None
+    given_up: bool = False
+    recovers: str = ""
+
+
+def _run_of(fault: str, number: int) -> str:
+    return f"{fault}, run {number}"
+
+
+def _later(prompts: str) -> list[str]:
     """Return which prompts are sent after a fault: others where the same would come from host memory."""
-    if fault in (STOPPED, KILLED):
-        return [f"{fault}, {number} later" for number in range(4)]
-    return [fault, fault]
+    if prompts.startswith(PROCESS):
+        return [f"{prompts}, {number} later" for number in range(3)]
+    return [prompts, prompts]
 
 
-_STORED = (
-    *(CONTROL, FLIPPED, CUT, ZEROED, STOPPED, KILLED),
-    *(prompts for fault in (STOPPED, KILLED) for prompts in _later(fault)),
-)
+_DAMAGED = (CONTROL, FLIPPED, CUT, ZEROED)
+_RUNS = tuple(_run_of(fault, number) for fault in PROCESS for number in range(RUNS))
+_OF_PROCESS = (*_RUNS, *(prompts for one in _RUNS for prompts in _later(one)))
 
 
 def prompts_of(fault: str) -> list[list[int]]:
@@ -130,21 +150,35 @@ class Faults:
         self._model = models / "replaced"
         self._reference: dict[str, Answers] = {}
 
-    def run(self, names: Sequence[str]) -> Iterator[Outcome | Bounded | NotRun]:
+    def run(self, names: Sequence[str]) -> Generator[Record]:
         """Yield what was found."""
-        self._refer((*_STORED, FULL), self._old)
+        self._refer((*_DAMAGED, *_OF_PROCESS, FULL), self._old)
         self._refer((WEIGHTS,), self._new)
         for name in names:
+            self._replace_model(self._old)
             system = self._make(name, self._folder)
             try:
-                yield from self._go_through(system)
-            except (EngineError, OSError) as error:
-                say(str(error))
-                yield NotRun(name, f"faults: {str(error).partition(chr(10))[0]}")
+                yield from self._attempt(system, "faults", self._go_through)
             finally:
                 system.stop()
             yield from self._fill_disk(name)
         yield NotRun("all", f"{TENSORS}: the engines of this benchmark have one rank")
+
+    def _attempt(
+        self, system: System, fault: str, go: Callable[[System], Iterator[Record]]
+    ) -> Iterator[Record]:
+        """Go through a fault on a running system. What ends it is named, and ends no later one."""
+        try:
+            self._start(system)
+            yield from go(system)
+        except (EngineError, OSError) as error:
+            say(str(error))
+            system.stop()
+            yield NotRun(system.name, f"{fault}: {_first_line(error)}")
+
+    def _start(self, system: System) -> None:
+        if system.engine is None:
+            system.start(self._model)
 
     def _refer(self, names: Sequence[str], model: Path) -> None:
         system = self._make(PLAIN, self._folder)
@@ -159,32 +193,45 @@ class Faults:
     def _replace_model(self, model: Path) -> None:
         shutil.copytree(model, self._model, dirs_exist_ok=True)
 
-    def _go_through(self, system: System) -> Iterator[Outcome | NotRun]:
-        self._replace_model(self._old)
-        system.start(self._model)
-        files = {prompts: self._fill(system, prompts) for prompts in (*_STORED, WEIGHTS)}
+    def _go_through(self, system: System) -> Iterator[Record]:
+        own_process = system.cache_process() is not None
+        stored = (*_DAMAGED, WEIGHTS, *(_OF_PROCESS if own_process else ()))
+        files = {prompts: self._fill(system, prompts) for prompts in stored}
         system.stop()
         for fault, damage in _DAMAGES.items():
             for path in files[fault]:
                 damage(path)
         drop_from_page_cache(system.files)
-        system.start(self._model)
-        for fault in (CONTROL, *_DAMAGES):
-            yield self._ask(system, fault)
-        if system.cache_process() is None:
-            for fault in (KILLED, STOPPED):
+        for fault in _DAMAGED:
+            yield from self._attempt(system, fault, partial(self._ask_stored, fault, files[fault]))
+        for fault in PROCESS:
+            if own_process:
+                yield from self._attempt(system, fault, partial(self._signal, fault))
+            else:
                 yield NotRun(system.name, f"{fault}: the cache runs in the engine's process")
-        else:
-            # Stopped before they are sent, so that requests wait for it: it is killed in mid-request.
-            _signal(system, signal.SIGSTOP)
-            continue_it = lambda: _signal(system, signal.SIGCONT)  # noqa: E731
-            yield self._ask(system, STOPPED, lambda: _call_after(HANG_S, continue_it))
-            _signal(system, signal.SIGSTOP)
-            yield self._ask(system, KILLED, lambda: _call_after(_UNDER_WAY_S, lambda: _kill(system)))
         system.stop()
         self._replace_model(self._new)
-        system.start(self._model)
-        yield self._ask(system, WEIGHTS)
+        yield from self._attempt(system, WEIGHTS, partial(self._ask_stored, WEIGHTS, files[WEIGHTS]))
+
+    def _ask_stored(self, fault: str, files: Sequence[Path], system: System) -> Iterator[Record]:
+        if not files:
+            raise EngineError("no file holds chunks of its prompts, so nothing was damaged")
+        yield _outcome(fault, system, [self._ask(system, fault)])
+
+    def _signal(self, fault: str, system: System) -> Iterator[Record]:
+        """Stop the cache's process, so that requests wait for it; then let it go on, or kill it."""
+        seen = []
+        for number in range(RUNS):
+            self._start(system)
+            if (process := system.cache_process()) is None:
+                raise EngineError("there is no process of the cache")
+            os.kill(process, signal.SIGSTOP)
+            try:
+                seen.append(self._ask(system, _run_of(fault, number), partial(_END[fault], system, process)))
+            finally:
+                with suppress(ProcessLookupError):  # somebody has ended it
+                    os.kill(process, signal.SIGCONT)
+        yield _outcome(fault, system, seen)
 
     def _fill(self, system: System, prompts: str) -> list[Path]:
         before = system.chunks()
@@ -192,66 +239,52 @@ class Faults:
         system.settle()
         return [path for path in system.chunks() if path not in before]
 
-    def _ask(self, system: System, fault: str, meanwhile: Callable[[], object] | None = None) -> Outcome:
+    def _ask(self, system: System, prompts: str, meanwhile: Callable[[], object] | None = None) -> _Seen:
         """Ask for the prompts of a fault while something happens, and see what comes after it."""
-        say(f"{system.name}: {fault}")
-        started = time.perf_counter()
-        answer = self._answer(system, fault, meanwhile)
-        waited_s = time.perf_counter() - started if answer is None else answer["wall_s"]
-        if answer is None:
-            system.kill_engine()
-            system.stop()
-            system.start(self._model)
-        failed, wrong, cached = self._judge(answer, fault)
-        after = ", after the engine was started again" if answer is None else ""
-        return Outcome(
-            fault,
-            system.name,
-            f"{wrong} of {PROMPTS}",
-            f"{failed} of {PROMPTS}",
-            waited_s,
-            f"{cached} of {PROMPTS * PROMPT_TOKENS}",
-            self._recovers(system, fault) + after,
-        )
+        say(f"{system.name}: {prompts}")
+        seen = self._answer(system, prompts, meanwhile)
+        after = ", after the engine was started again" if system.engine is None else ""
+        return replace(seen, recovers=self._recovers(system, prompts) + after)
 
-    def _answer(
-        self, system: System, prompts: str, meanwhile: Callable[[], object] | None = None
-    ) -> Answers | None:
-        """Return the answers; None if the engine has died, or does not answer."""
+    def _answer(self, system: System, prompts: str, meanwhile: Callable[[], object] | None = None) -> _Seen:
+        """Return what became of requests. An engine that has died, or does not answer, is ended."""
+        self._start(system)
         engine = system.engine
         assert engine is not None
         order = {"prompts": prompts_of(prompts), "output_tokens": OUTPUT_TOKENS, "logprobs": 0}
+        started = time.perf_counter()
+        engine.tell("generate", **order)
+        if meanwhile is not None:
+            meanwhile()
+        listening = time.perf_counter()
         try:
-            engine.tell("generate", **order)
-            if meanwhile is not None:
-                meanwhile()
-            return engine.hear("generate", PATIENCE_S)
+            answer = engine.hear("generate", PATIENCE_S)
         except EngineError as error:
+            ended = time.perf_counter()
             say(str(error)[-3000:])
-            return None
-
-    def _judge(self, answer: Answers | None, prompts: str) -> tuple[int, int, int]:
-        """Return how many answers have failed, how many are wrong, and tokens from the cache."""
-        if answer is None:
-            return PROMPTS, 0, 0
+            system.kill_engine()
+            system.stop()
+            given_up = ended - listening >= PATIENCE_S
+            return _Seen(PROMPTS, 0, 0, ended - started, _first_line(error), given_up)
         reference = self._reference[prompts]
-        return count_failed(answer, reference), count_wrong(answer, reference), sum(answer["cached"])
+        failed, wrong = count_failed(answer, reference), count_wrong(answer, reference)
+        return _Seen(failed, wrong, sum(answer["cached"]), answer["wall_s"])
 
-    def _recovers(self, system: System, fault: str) -> str:
+    def _recovers(self, system: System, prompts: str) -> str:
         """Return what becomes of requests after a fault: of the same, or of others in files."""
-        for number, prompts in enumerate(_later(fault)):
+        for number, later in enumerate(_later(prompts)):
             time.sleep(PAUSE_S if number else 0.0)
+            self._start(system)
             system.forget()
-            failed, wrong, cached = self._judge(self._answer(system, prompts), prompts)
-            if failed or wrong:
-                return f"no: {wrong} wrong, {failed} failed"
-            if cached:
+            seen = self._answer(system, later)
+            if seen.failed or seen.wrong:
+                return f"no: {seen.wrong} wrong, {seen.failed} failed"
+            if seen.cached:
                 return f"yes, {number * PAUSE_S:.0f} s later" if number else "yes"
             system.settle()
         return "right answers, nothing from the cache"
 
-    def _fill_disk(self, name: str) -> Iterator[Outcome | Bounded | NotRun]:
-        """Store more than a file system holds, and ask for the last of it after a restart."""
+    def _fill_disk(self, name: str) -> Iterator[Record]:
         folder = self._folder / "full"
         with ExitStack() as stack:
             try:
@@ -262,23 +295,49 @@ class Faults:
             system = self._make(name, folder)
             stack.callback(system.stop)
             self._replace_model(self._old)
-            try:
-                system.start(self._model)
-                for number in range(6):
-                    system.ask(prompts_of(f"filler {number}"), 1)
-                    system.settle()
-                outcome = self._ask(system, FULL)
-                system.settle()
-                disk = shutil.disk_usage(folder)
-                yield Bounded(name, DISK_MIB, disk.used / 2**20, disk.free / 2**20)
-                system.stop()
-                system.start(self._model)
-                _, _, cached = self._judge(self._answer(system, FULL), FULL)
-                newest = "yes: the newest is in files" if cached else "no: the newest is not in files"
-                yield dataclasses.replace(outcome, recovers=newest)
-            except (EngineError, OSError) as error:
-                say(str(error))
-                yield NotRun(name, f"{FULL}: {str(error).partition(chr(10))[0]}")
+            yield from self._attempt(system, FULL, partial(self._overfill, folder))
+
+    def _overfill(self, folder: Path, system: System) -> Iterator[Record]:
+        """Store more than a file system holds, and ask for the last of it after a restart."""
+        for number in range(6):
+            system.ask(prompts_of(f"filler {number}"), 1)
+            system.settle()
+        seen = self._ask(system, FULL)
+        self._start(system)
+        system.settle()
+        disk = shutil.disk_usage(folder)
+        yield Bounded(system.name, DISK_MIB, disk.used / 2**20, disk.free / 2**20)
+        system.stop()
+        again = self._answer(system, FULL)
+        newest = "the newest is in files" if again.cached else "the newest is not in files"
+        if again.failed or again.wrong:
+            newest = f"no: {again.wrong} wrong, {again.failed} failed"
+        yield _outcome(FULL, system, [replace(seen, recovers=f"{seen.recovers}; after a restart: {newest}")])
+
+
+def _outcome(fault: str, system: System, seen: Sequence[_Seen]) -> Outcome:
+    runs = len(seen)
+    longest = max(seen, key=lambda one: one.longest_s)
+    recovers = Counter(one.recovers for one in seen)
+    return Outcome(
+        fault,
+        system.name,
+        _of_all([one.wrong for one in seen]),
+        _of_all([one.failed for one in seen]),
+        f"> {longest.longest_s:.0f}" if longest.given_up else f"{longest.longest_s:.1f}",
+        f"{sum(one.cached for one in seen)} of {runs * PROMPTS * PROMPT_TOKENS}",
+        "; ".join(f"{text} ({of} of {runs} runs)" if runs > 1 else text for text, of in recovers.items()),
+        next((one.error for one in seen if one.error), None),
+    )
+
+
+def _of_all(counts: Sequence[int]) -> str:
+    runs = f", in {sum(map(bool, counts))} of {len(counts)} runs" if len(counts) > 1 else ""
+    return f"{sum(counts)} of {len(counts) * PROMPTS}{runs}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 # --- faults -------------------------------------------------------------------------------------------
@@ -307,20 +366,19 @@ def _zero(path: Path) -> None:
 _DAMAGES: Mapping[str, Callable[[Path], None]] = {FLIPPED: flip_a_bit, CUT: _cut, ZEROED: _zero}
 
 
-def _call_after(seconds: float, end: Callable[[], None]) -> None:
-    time.sleep(seconds)
-    end()
+def _continue(_: System, process: int) -> None:
+    time.sleep(HANG_S)
+    with suppress(ProcessLookupError):  # somebody has ended it
+        os.kill(process, signal.SIGCONT)
 
 
-def _signal(system: System, number: signal.Signals) -> None:
-    if (process := system.cache_process()) is not None:
-        with suppress(ProcessLookupError):  # somebody has ended it
-            os.kill(process, number)
-
-
-def _kill(system: System) -> None:
-    _signal(system, signal.SIGKILL)
+def _kill(system: System, process: int) -> None:
+    time.sleep(_UNDER_WAY_S)
+    os.kill(process, signal.SIGKILL)
     system.restart_cache()
+
+
+_END: Mapping[str, Callable[[System, int], None]] = {STOPPED: _continue, KILLED: _kill}
 
 
 @contextmanager

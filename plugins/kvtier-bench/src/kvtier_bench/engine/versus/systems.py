@@ -27,6 +27,7 @@ from kvtier_bench.engine.compared import (
     end_of,
     engine_arguments,
 )
+from kvtier_bench.engine.server import free_port
 
 KVTIER, NATIVE, LMCACHE = "kvtier", "vLLM native", "LMCache"
 SYSTEMS = (KVTIER, NATIVE, LMCACHE)
@@ -34,7 +35,9 @@ SYSTEMS = (KVTIER, NATIVE, LMCACHE)
 _SETTLE_S = 60.0
 _STEADY_S = 0.5  # no file has changed for so long: everything is stored
 _POLL_S = 0.05
-_TICKS_S = os.sysconf("SC_CLK_TCK")
+SERVER_LOG = "lmcache-server.log"
+AWAY_S = 15.0  # LMCache's engine sees after 10 s at the latest that its server has gone
+_SHARED_MEMORY = Path(f"/dev/shm/lmcache_l1_pool_kvtier-bench-{os.getpid()}")
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class System:
         self._logs = logs
         self._python = python
         self._server: subprocess.Popen[bytes] | None = None
-        self._ports = _free_ports(2)
+        self._ports = (0, 0)
 
     def start(self, model: Path) -> float:
         """Start everything; return the seconds that it took.
@@ -107,6 +110,7 @@ class System:
         self.files.mkdir(exist_ok=True)
         started = time.perf_counter()
         if self.name == LMCACHE and self._server is None:
+            self._ports = free_port(), free_port()
             self.start_server()
         variables = {"LMCACHE_TRACK_USAGE": "false"}  # which would go to LMCache's makers
         self.engine = Engine(self.name, self._logs, self._python, variables)
@@ -127,12 +131,15 @@ class System:
                 self.engine.ask("stop", 30.0)
             self.kill_engine()
         if self._server is not None:
-            self._server.send_signal(signal.SIGTERM)
+            for number in (signal.SIGCONT, signal.SIGTERM):  # it may have been stopped
+                self._server.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
                 self._server.wait(30.0)
-            self._server.kill()
+            with suppress(ProcessLookupError):  # the group is empty
+                os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
             self._server = None
+            _SHARED_MEMORY.unlink(missing_ok=True)
 
     def kill_engine(self) -> None:
         """End the engine by force."""
@@ -142,13 +149,14 @@ class System:
 
     def start_server(self) -> None:
         """Start LMCache's server and wait until it answers."""
-        log = self._logs / "lmcache-server.log"
+        log = self._logs / SERVER_LOG
         port, http_port = map(str, self._ports)
         command = [
             *(str(Path(self._python).with_name("lmcache")), "server", "--port", port),
             *("--http-port", http_port, "--supported-transfer-mode", "auto"),
             *("--chunk-size", str(self._setting.chunk_tokens), "--eviction-policy", "LRU"),
-            *("--l1-size-gb", str(self._setting.host_mib / 1024)),
+            *("--l1-size-gb", str(self._setting.host_mib / 1024), "--no-l1-use-lazy"),
+            *("--shm-name", _SHARED_MEMORY.name),  # without one, chunks go through a socket
             *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(self.files)})),
         ]
         with log.open("ab") as output:
@@ -208,15 +216,9 @@ class System:
         """Do what a supervisor would when the cache's process has died: kvtier restarts its own itself."""
         if self._server is not None:
             self._server.wait()
+            _SHARED_MEMORY.unlink(missing_ok=True)
+            time.sleep(AWAY_S)
             self.start_server()
-
-    def server_cpu_s(self) -> float:
-        """Processor seconds of processes that are not the engine's descendants."""
-        return sum(_cpu_s(pid) for pid in _family(self._server.pid)) if self._server else 0.0
-
-    def memory_bytes(self) -> int:
-        """Memory of all processes; what several map counts once (proportional set size)."""
-        return sum(_figure(pid, "smaps_rollup", "Pss:") * 1024 for pid in self.processes())
 
     def bytes_written(self) -> int:
         """Bytes that all processes have written to disks, those that have ended included."""
@@ -290,12 +292,15 @@ def load_lmcache(_: object) -> dict[str, Any]:
     return {}
 
 
-def _free_ports(count: int) -> list[int]:
-    with socket.socket() as one, socket.socket() as other:
-        sockets = (one, other)[:count]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+def transfers_of(logs: Path) -> str:
+    """Return how LMCache moves chunks between its processes: what the logs of both name."""
+    texts = [
+        path.read_text(errors="replace")
+        for path in (logs / SERVER_LOG, logs / "lmcache.log")
+        if path.exists()
+    ]
+    named = re.findall(r"Using .+ transfer strategy|Creating EngineDrivenContext\w+", "\n".join(texts))
+    return ", ".join(dict.fromkeys(named)) or "no transfer strategy in its log"
 
 
 def _answers(port: int) -> bool:
@@ -318,13 +323,6 @@ def _command(pid: int) -> str:
     with suppress(OSError):
         return Path("/proc", str(pid), "cmdline").read_text()
     return ""
-
-
-def _cpu_s(pid: int) -> float:
-    with suppress(OSError):
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_S
-    return 0.0
 
 
 def _figure(pid: int, file: str, name: str) -> int:
