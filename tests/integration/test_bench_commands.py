@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+PATIENCE_S = 900.0
+
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.timeout(PATIENCE_S + 60),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
         reason="vLLM is not installed; nox -s integration installs it",
@@ -28,7 +31,7 @@ def run(folder: Path, *arguments: str) -> Report:
     root = folder / "files"
     command = [sys.executable, "-m", "kvtier", "bench", *arguments]
     done = subprocess.run(
-        [*command, "--root", str(root), "--json"], capture_output=True, text=True, timeout=280
+        [*command, "--root", str(root), "--json"], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert list(root.iterdir()) == []
