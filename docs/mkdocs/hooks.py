@@ -8,6 +8,7 @@ becomes an SVG drawing here, because mkdocs-material would load mermaid from the
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from html import escape
@@ -158,11 +159,26 @@ def _parameter(one: Any) -> str:
     return f"| `{f'{names} {value}'.strip()}` | {'required' if one.required else default} | {meaning} |"
 
 
+def faults(_rest: str) -> str:
+    """Return the table of the faults in what ``kvtier bench versus --json`` wrote."""
+    data = json.loads((ROOT / "docs/assets/versus.json").read_text(encoding="utf-8"))
+    names = list(dict.fromkeys(row["fault"] for row in data["Outcome"]))
+    words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")
+    lines = ["| fault | system | wrong | failed | longest wait, s | tokens from the cache | recovers |"]
+    lines.append("|---" * len(words) + "|")
+    for row in sorted(data["Outcome"], key=lambda row: names.index(row["fault"])):
+        lines.append(f"| {' | '.join(row[word] for word in words)} |")
+    lines.append("")
+    lines += [f"- {row['system']}: not run: {row['reason']}." for row in data["NotRun"]]
+    return "\n".join(lines)
+
+
 GENERATORS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "metrics": metrics,
     "reasons": reasons,
     "commands": commands,
+    "faults": faults,
 }
 
 # --- sequence diagrams -------------------------------------------------------------------------------
