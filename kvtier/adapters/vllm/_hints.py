@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier._core.retention import Retention
 from kvtier._telemetry.log_limit import LogLimit
+from kvtier.keys import OffloadKey
 
 logger = logging.getLogger("kvtier.vllm")
 
@@ -119,3 +121,39 @@ class HintReader:
                 ", ".join(_CHECKS),
                 added,
             )
+
+
+class ClientHints:
+    """Follows the hints of requests that have not ended, and keeps their chunks.
+
+    Args:
+        retention: what keeps them.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, retention: Retention, clock: Callable[[], float]) -> None:
+        self._retention = retention
+        self._clock = clock
+        self._reader = HintReader(clock)
+        self._followed: dict[str, Hints] = {}
+
+    def begin(self, req_id: str, params: object) -> Hints:
+        """Return the hints of a request that has arrived."""
+        hints = self._reader.read(req_id, params)
+        if hints.keeps or hints.release:
+            self._followed[req_id] = hints
+        return hints
+
+    def keep(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
+        """Keep chunks of a request, if its client wants that."""
+        if (hints := self._followed.get(req_id)) is not None and hints.keeps:
+            self._retention.keep(hints.name(req_id), keys)
+
+    def ended(self, req_id: str) -> None:
+        """Note that a request has ended: from now on its time counts, and what it releases is released."""
+        if (hints := self._followed.pop(req_id, None)) is None:
+            return
+        if hints.keeps:
+            self._retention.expire(hints.name(req_id), self._clock() + hints.kept_s)
+        if hints.release:
+            self._retention.release(Hints(pin=hints.release).name(req_id))

@@ -38,7 +38,7 @@ from kvtier._memory.worker_status import StatusTable
 from kvtier._reasons import BY_CHOICE
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
-from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints
+from kvtier.adapters.vllm._hints import ClientHints
 from kvtier.adapters.vllm._telemetry.events import EventStream, Location, allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import GaugeReader, WorkerReports, as_stats
@@ -148,10 +148,7 @@ class KVTierManager(OffloadingManager):
         names = [gate.name for gate in core.shared.tiers]
         self._explainer = explainer or Explainer(names, clock=clock)
         self._explainer.traces = self._driver.traces
-        self._clock = clock
-        self._hint_reader = HintReader(clock)
-        self._hints: dict[str, Hints] = {}  # of requests that keep chunks or end that
-        self._is_selective = any(status.writes.is_selective for status in core.shared.tiers)
+        self._hints = ClientHints(core.retention, clock)
         self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
@@ -162,13 +159,11 @@ class KVTierManager(OffloadingManager):
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
-        params = req_context.kv_transfer_params
-        hints = self._hint_reader.read(req_context.req_id, params) if params else NO_HINTS
+        hints = self._hints.begin(req_context.req_id, req_context.kv_transfer_params)
         if hints.explain or self._explainer.is_on:
             self._explainer.begin(req_context, request, is_asked=hints.explain)
-        if hints.keeps or hints.release:
-            self._hints[req_context.req_id] = hints
-        return _OF_ALL_CHUNKS if hints.keeps or self._is_selective else _OF_NEW_CHUNKS
+        is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
+        return _OF_ALL_CHUNKS if hints.keeps or is_selective else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be under way."""
@@ -176,11 +171,7 @@ class KVTierManager(OffloadingManager):
         if request is not None:
             self._core.close(request)
             self._explainer.ended(request.name)
-        if (hints := self._hints.pop(req_context.req_id, None)) is not None:
-            if hints.keeps:
-                self._core.retention.expire(hints.name(req_context.req_id), self._clock() + hints.kept_s)
-            if hints.release:
-                self._core.retention.release(Hints(pin=hints.release).name(""))
+        self._hints.ended(req_context.req_id)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
 
@@ -204,7 +195,7 @@ class KVTierManager(OffloadingManager):
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._stream.loaded(keys)
-        self._keep(req_context.req_id, keys)
+        self._hints.keep(req_context.req_id, keys)
         if self._steps is not None:
             self._steps.loaded(req_context, keys)
         if self._driver.traces is not None:
@@ -256,9 +247,11 @@ class KVTierManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
-        self._keep(req_context.req_id, keys)
+        if reservation is None and self._repeats_stores:
+            return None
+        self._hints.keep(req_context.req_id, keys)
         if reservation is None:
-            return None if self._repeats_stores else self._nothing_stored()
+            return self._nothing_stored()
         stored = list(reservation.keys)
         if stored:
             self._stores[stored[0]] = reservation
@@ -391,11 +384,6 @@ class KVTierManager(OffloadingManager):
                 sum(reasons.values()),
                 ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())),
             )
-
-    def _keep(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
-        """Keep chunks of a request whose client wants that."""
-        if (hints := self._hints.get(req_id)) is not None and hints.keeps:
-            self._core.retention.keep(hints.name(req_id), keys)
 
     @staticmethod
     def _nothing_stored() -> PrepareStoreOutput:
