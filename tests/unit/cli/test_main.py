@@ -94,7 +94,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def busy():
     with tempfile.TemporaryDirectory(dir=sys.argv[2]):
         print("busy", flush=True)
-        time.sleep(60)
+        while True:  # a signal just before a sleep is handled after it
+            time.sleep(0.01)
 
 sys.argv[:] = ["kvtier", "busy", sys.argv[1]]
 main.app.registered_commands[-1].context_settings = {"allow_extra_args": True}
