@@ -159,9 +159,30 @@ def _parameter(one: Any) -> str:
     return f"| `{f'{names} {value}'.strip()}` | {'required' if one.required else default} | {meaning} |"
 
 
+def speed(_rest: str) -> str:
+    """Return the table of the times in what ``kvtier bench versus --json`` wrote: a line for each measure."""
+    rows = _versus()["Speed"]
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    lines = [f"| measure | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
+    for measure in dict.fromkeys(row["measure"] for row in rows):
+        cells = {row["system"]: _compared(row) for row in rows if row["measure"] == measure}
+        lines.append(f"| {measure} | {' | '.join(cells.get(system, '') for system in systems)} |")
+    return "\n".join(lines)
+
+
+def _compared(row: dict[str, Any]) -> str:
+    """Return a median, and the ratio with its bounds where there is one."""
+    value = f"{row['value']:.3g}" if row["value"] < 100 else f"{row['value']:.0f}"
+    if row["ratio"] is None:
+        return value
+    bounds = "" if row["low"] is None else f", {row['low']:.2f} to {row['high']:.2f}"
+    other = "" if row["against"] == "kvtier" else f" of *{row['against']}*"
+    return f"{value} ({row['ratio']:.2f}{other}{bounds})"
+
+
 def faults(_rest: str) -> str:
     """Return the table of the faults in what ``kvtier bench versus --json`` wrote."""
-    data = json.loads((ROOT / "docs/assets/versus.json").read_text(encoding="utf-8"))
+    data = _versus()
     names = list(dict.fromkeys(row["fault"] for row in data["Outcome"]))
     words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")
     lines = ["| fault | system | wrong | failed | longest wait, s | tokens from the cache | recovers |"]
@@ -173,11 +194,16 @@ def faults(_rest: str) -> str:
     return "\n".join(lines)
 
 
+def _versus() -> Any:
+    return json.loads((ROOT / "docs/assets/versus.json").read_text(encoding="utf-8"))
+
+
 GENERATORS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "metrics": metrics,
     "reasons": reasons,
     "commands": commands,
+    "speed": speed,
     "faults": faults,
 }
 
