@@ -64,7 +64,9 @@ def check_volumes(engines: Any) -> None:
     declared = [volume["name"] for volume in pod["volumes"]] + [one["metadata"]["name"] for one in claims]
     for container in (*pod["initContainers"], *pod["containers"]):
         for mount in container["volumeMounts"]:
-            assert declared.count(mount["name"]) == 1, f"{container['name']} mounts {mount['name']}: {declared}"
+            assert declared.count(mount["name"]) == 1, (
+                f"{container['name']} mounts {mount['name']}: {declared}"
+            )
 
 
 def check_dashboard() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ def test_an_engine_with_the_configuration_of_the_compose_file(llama: Path, tmp_p
             order = {"prompt": list(range(2, 300)), "max_tokens": 1, "model": str(model)}
             with server.open("/v1/completions", order) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] == 1
-            with server.open("/metrics") as answer:
-                metrics = answer.read().decode()
-    for tier in ("fs", "redis"):
-        assert f'tier="{tier}"' in metrics, metrics
+            metrics, deadline = "", time.monotonic() + 60
+            while not all(f'tier="{tier}"' in metrics for tier in ("fs", "redis")):
+                assert time.monotonic() < deadline, metrics
+                with server.open("/metrics") as answer:
+                    metrics = answer.read().decode()

@@ -141,7 +141,8 @@ def _command(model: Path, extra_config: Settings | None, more: Mapping[str, Any]
         if isinstance(value, bool):
             command += [flag] * value
         else:
-            command.append(f"{flag}={json.dumps(value) if isinstance(value, Mapping) else value}")
+            # In two words: vLLM does not read the file of --config=FILE.
+            command += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return command
 
 
