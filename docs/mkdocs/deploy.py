@@ -1,4 +1,4 @@
-"""Check what docs/assets has for operators: Kubernetes' and Grafana's schemas, kvtier's settings, mounted files.
+"""Check what docs/assets has for operators: schemas of others, kvtier's settings, mounted files.
 
 ``python docs/mkdocs/deploy.py`` fails with what is wrong.
 """
@@ -64,9 +64,7 @@ def check_volumes(engines: Any) -> None:
     declared = [volume["name"] for volume in pod["volumes"]] + [one["metadata"]["name"] for one in claims]
     for container in (*pod["initContainers"], *pod["containers"]):
         for mount in container["volumeMounts"]:
-            assert declared.count(mount["name"]) == 1, (
-                f"{container['name']} mounts {mount['name']}: {declared}"
-            )
+            assert declared.count(mount["name"]) == 1, (container["name"], mount, declared)
 
 
 def check_dashboard() -> None:

@@ -1,4 +1,4 @@
-"""vLLM starts with the configuration that ships for containers; kvtier serves from it, and doctor reads it."""
+"""vLLM starts with the configuration that ships for containers, kvtier serves, doctor reads it."""
 
 from __future__ import annotations
 
