@@ -15,7 +15,9 @@ from kvtier_bench.machine import drop_from_page_cache
 COLD, HOST, STORAGE = "TTFT cold, ms", "TTFT host hit, ms", "TTFT storage hit, ms"
 CONVOY, CONVOY_TTFT = "convoy from storage, s", "convoy from storage, TTFT ms"
 UNSEEN, READY, WRITTEN = "nothing reused, s", "until ready, s", "bytes written per byte served"
-AGAINST = {COLD: PLAIN, UNSEEN: PLAIN}
+UNSEEN_CPU, CONVOY_CPU = "nothing reused, processor s", "convoy from storage, processor s"
+MEMORY = "memory of all processes at the end, MiB"
+AGAINST = dict.fromkeys((COLD, UNSEEN, UNSEEN_CPU, MEMORY), PLAIN)
 """What a measure is compared with, where that is not kvtier."""
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1280, 8
@@ -95,6 +97,7 @@ class Speeds:
         self._start()
         self._turns(self._after)
         for name, system in self._systems.items():
+            self._note(MEMORY, name, system.memory_mib())
             system.stop()
             if served := self._served[name]:
                 self._note(WRITTEN, name, system.bytes_written() / (served * token_bytes))
@@ -140,10 +143,12 @@ class Speeds:
         system.forget()
         if system.name != PLAIN:
             self._first_tokens(HOST, system, prompts, number)
+        before_s = system.cpu_s()
         answer = system.ask(self._work.together("unseen", number), BATCH_OUTPUT)
         system.settle()
         if number >= 0:
             self._note(UNSEEN, system.name, answer["wall_s"])
+            self._note(UNSEEN_CPU, system.name, system.cpu_s() - before_s)
 
     def _after(self, system: System, number: int) -> None:
         drop_from_page_cache(system.files)
@@ -154,11 +159,13 @@ class Speeds:
             make_prompt(f"tail {number} {i}", BATCH_TOKENS + TAIL_TOKENS, prefix)
             for i, prefix in enumerate(prefixes)
         ]
+        before_s = system.cpu_s()
         answer = system.ask(prompts, OUTPUT_TOKENS)
         system.settle()
         self._count(CONVOY, system.name, answer["cached"], len(prefixes) * BATCH_TOKENS, number)
         if number >= 0:
             self._note(CONVOY, system.name, answer["wall_s"])
+            self._note(CONVOY_CPU, system.name, system.cpu_s() - before_s)
             self._note(CONVOY_TTFT, system.name, median(answer["ttft_s"]) * 1e3)
 
     def _first_tokens(

@@ -224,6 +224,14 @@ class System:
         """Bytes that all processes have written to disks, those that have ended included."""
         return self.written + self._written()
 
+    def cpu_s(self) -> float:
+        """Processor time that the processes that run now have taken, in seconds."""
+        return sum(map(_cpu_s, self.processes()))
+
+    def memory_mib(self) -> float:
+        """Memory of all processes; what several share counts once."""
+        return sum(_figure(pid, "smaps_rollup", "Pss:") for pid in self.processes()) / 1024
+
     def _written(self) -> int:
         return sum(_figure(pid, "io", "write_bytes:") for pid in self.processes())
 
@@ -332,3 +340,10 @@ def _figure(pid: int, file: str, name: str) -> int:
             if line.startswith(name):
                 return int(line.split()[1])
     return 0
+
+
+def _cpu_s(pid: int) -> float:
+    with suppress(OSError):
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime and stime: proc(5)
+    return 0.0
