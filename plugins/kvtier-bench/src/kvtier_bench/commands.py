@@ -158,6 +158,26 @@ def convoy(
 
 
 @bench.command()
+def fleet(
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help="Settings of a tier that two engines share; repeatable."),
+    ] = None,
+    nixl: Annotated[bool, typer.Option("--nixl", help="Engines that read each other's memory, too.")] = False,
+    root: RootOption = None,
+    model: ModelOption = engines.Size.SMALL,
+    rounds: RoundsOption = 5,
+    as_json: JsonFlag = False,
+) -> None:
+    """An engine is asked for what another one has computed: its TTFT by what they share; real engines.
+
+    Example: kvtier bench fleet --tier '{"type": "mooncake", "master": "localhost:50051"}'
+    """
+    measure = _lazy("engine.fleet")
+    figures.report(measure.run(root, measure.Work(model.value, rounds), tier or (), nixl=nixl), as_json)
+
+
+@bench.command()
 def gate(
     model: ModelOption = engines.Size.TINY,
     requests: Annotated[int, typer.Option(min=2, help="Requests that count in each phase.")] = 40,
