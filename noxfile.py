@@ -557,7 +557,7 @@ def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
     native = name.removeprefix("native_")
     if native == name:
         return ("python", "-m", "tests.fuzz", name)
-    program = f"{session.create_tmp()}/{native}"
+    program = f"{session.create_tmp()}/fuzz_{native}"  # beside the folders of what was found
     cc = ("clang", "-fsanitize=fuzzer,address,undefined", f"-DTARGET={native}", *STRICT, "-o", program)
     session.run(*cc, "tests/fuzz/native.c", *C_SOURCES, external=True)
     return (program,)
