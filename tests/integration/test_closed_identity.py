@@ -283,6 +283,18 @@ def test_a_field_that_nobody_knows_counts_when_it_is_set(models: Callable[[str],
     assert canonical_settings(config, is_reviewed=True) != before
 
 
+def test_layers_that_differ_count() -> None:
+    """transformers 5.19 refuses to read from the configuration what its layers have each for itself."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no model whose layers differ")
+    values = [
+        canonical_value(transformers.Gemma4TextConfig(num_hidden_layers=6, global_head_dim=size), "model")
+        for size in (128, 128, 256)
+    ]
+    assert values[0] == values[1] != values[2]
+
+
 def test_no_supported_engine_works_out_kv_scales_from_its_first_batch() -> None:
     # They would be others after a restart, and what was stored with the old ones would be read with them.
     names = {field.name for field in dataclasses.fields(VllmConfig)}

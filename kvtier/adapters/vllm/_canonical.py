@@ -200,8 +200,9 @@ class _Canonicalizer:
         except Exception:  # it cannot be made without arguments: then all of it is included
             defaults = {}
         fields: dict[str, object] = {"kind": type(config).__name__}
+        own = vars(config)  # where layers differ, transformers refuses to read an attribute
         for key, value in config.to_dict().items():
-            inner = getattr(config, key, None)
+            inner = own.get(key)
             if f"PretrainedConfig.{key}" in excluded.SETTINGS:
                 continue
             if isinstance(inner, PretrainedConfig):
