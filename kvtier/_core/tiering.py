@@ -19,7 +19,7 @@ from kvtier._core import messages
 from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEvent
-from kvtier._core.promotion import Promotions
+from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.retention import Retention
 from kvtier._core.shared import Count, Notice, SharedState
@@ -67,6 +67,7 @@ class Tiering:
         self.table = ChunkTable(policy)
         self.shared = SharedState(self.table, tiers, limits, track_kv_events=track_kv_events)
         self.promotions = Promotions(self.shared, windowed_groups)
+        self.holds = self.promotions.holds
         self.cascades = Cascades(self.shared)
         self.retention = Retention(self.shared)
         self.epoch = 0
@@ -148,7 +149,7 @@ class Tiering:
                 self._defer(request, now_s)
             elif request.state is not RequestState.EXPIRED:
                 self.served(request)
-        for request in list(self.promotions.pending):
+        for request in list(self.holds.pending):
             if request.deadline_s is not None and request.deadline_s <= now_s:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
@@ -156,9 +157,9 @@ class Tiering:
                 self.promotions.locate_wanted(request, now_s)
             elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
-        self.promotions.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
+        self.holds.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
         if self._tiers:
-            self.promotions.evict_to_reserve()
+            self.holds.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:
             self.cascades.follow_reuse(now_s)
         self.shared.note_policy()
@@ -169,8 +170,8 @@ class Tiering:
     def next_deadline_s(self) -> float | None:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
-        deadlines += [other.deadline_s for other in self.promotions.pending if other.deadline_s is not None]
-        if self.promotions.pending and self.shared.gate.wait_until_s < inf:
+        deadlines += [other.deadline_s for other in self.holds.pending if other.deadline_s is not None]
+        if self.holds.pending and self.shared.gate.wait_until_s < inf:
             deadlines.append(self.shared.gate.wait_until_s)
         return min(deadlines, default=None)
 
@@ -183,7 +184,7 @@ class Tiering:
         if request.held or request.state is not RequestState.IDLE:
             request.move(RequestEvent.SERVED)
             request.deadline_s = None
-            self.promotions.unhold(request)
+            self.holds.unhold(request)
 
     def scheduled(self, request: Request) -> None:
         """Note that the engine computes the request from now on: it is served, whatever it has asked for.
@@ -211,21 +212,21 @@ class Tiering:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
         self.shared.gate.running.discard(request)
-        self.promotions.unhold(request)
+        self.holds.unhold(request)
         request.forget_answers()
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
-        self.promotions.hold(request)
-        self.promotions.unpin_unasked(request)
+        self.holds.hold(request)
+        self.holds.unpin_unasked(request)
 
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
         for request in self._asked:
             if request.hits and not request.locates and request.state is not RequestState.CLOSED:
-                self.promotions.hold(request)
+                self.holds.hold(request)
 
     def _expire(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
@@ -235,7 +236,7 @@ class Tiering:
                 for transfer in self.shared.running:
                     if not transfer.is_put and request in transfer.waiters:
                         request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
-        self.promotions.unhold(request)
+        self.holds.unhold(request)
 
     # --- loads -----------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class Tiering:
             self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
         self.handles.add(pinned)
-        self.promotions.promoting.difference_update(chunks)
+        self.holds.promoting.difference_update(chunks)
         if request is not None:
             self.served(request)
             request.forget_answers()
@@ -371,12 +372,12 @@ class Tiering:
             self._hold_hits()
             self.cascades.backfill(self.promotions.get_ended(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
-            self.promotions.free_budget(self.cascades.put_ended(event, now_s))
+            self.holds.free_budget(self.cascades.put_ended(event, now_s))
             self._has_damage = self._has_damage or "audit" in event.reasons
         elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)
             self.shared.is_starting = self.shared.is_starting and not event.is_last
-            self.promotions.resize(len(self.table.all))
+            self.holds.resize(len(self.table.all))
             for status in self._tiers:
                 status.writes.resize(len(self.table.all))
         elif isinstance(event, messages.TierDown):

@@ -577,7 +577,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def keeps_the_budget(self) -> None:
-        assert len(self.core.promotions.promoting) <= self.core.promotions.budget
+        assert len(self.core.holds.promoting) <= self.core.holds.budget
 
     @invariant()
     def puts_leave_slots_to_others(self) -> None:
@@ -641,7 +641,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core.is_idle
         assert self.core.retention.is_empty
         assert self.core.next_deadline_s() is None
-        assert not self.core.promotions.promoting
+        assert not self.core.holds.promoting
         assert sum(chunk.pins for chunk in table.all) == 0
         assert len(table.free) + len(table.visible) == len(table.all)
         assert len(table.policy) == len(table.visible)

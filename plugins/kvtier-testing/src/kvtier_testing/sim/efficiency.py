@@ -140,7 +140,7 @@ class EfficiencyCheckedTiering(Tiering):
 
         So too where what was there, but not seen by a scan that was repeated, has left at its end.
         """
-        first = next(iter(self.promotions.pending), None)
+        first = next(iter(self.holds.pending), None)
         if first is None or first not in asked or not first.is_waiting:
             return
         changed = was_there | self.table.visible.keys() | first.absent
