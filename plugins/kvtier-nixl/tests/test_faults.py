@@ -133,7 +133,8 @@ async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_kill_when_in_flight, it, holder)
             outcome = await get(it)
-        assert outcome.reasons == {"transfer": 8}
+        # The bytes may have come before the end, and then the lease cannot be ended.
+        assert outcome.reasons in ({"transfer": 8}, {"connection": 8})
 
 
 async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:

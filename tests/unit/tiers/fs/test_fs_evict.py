@@ -15,6 +15,7 @@ import pytest
 from kvtier.keys import pack_key
 from kvtier.tiers._base import Knowledge, Outcome, Status
 from kvtier.tiers.fs import FsConfig
+from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
 from kvtier.tiers.fs._maintenance import maintenance, recency
@@ -375,7 +376,7 @@ def test_a_chunk_that_is_put_again_counts_as_used_again():
 async def test_the_file_of_a_chunk_that_returns_gets_a_time_of_use(world, monkeypatch):
     touched = []
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
-    monkeypatch.setattr(maintenance.chunk_files, "touch", lambda call: touched.extend(call.keys))
+    monkeypatch.setattr(chunk_files, "touch", lambda call: touched.extend(call.keys))
     tier = await world.open()
     await world.put(tier, [1, 2])
     await tier.discard(world.keys([1]))
