@@ -120,7 +120,7 @@ class Tiering:
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
         if chunk is None and (not self._tiers or key in request.absent):
-            return self._miss(key, request, "gate" if key in request.gated else "absent")
+            return self._miss(key, request, request.reason_for_absence(key))
         if chunk is None and request.tiers is not None and not request.tiers:
             return self._miss(key, request, "filter")
         if request.state is RequestState.EXPIRED:
@@ -157,6 +157,7 @@ class Tiering:
                 self.promotions.locate_wanted(request, now_s)
             elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
+        self.holds.release_awaiting()
         self.holds.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
         if self._tiers:
             self.holds.evict_to_reserve()
@@ -171,6 +172,7 @@ class Tiering:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
         deadlines += [other.deadline_s for other in self.holds.pending if other.deadline_s is not None]
+        deadlines += [other.wait.next_s for other in self.holds.pending if other.wait and other.awaits_any]
         if self.holds.pending and self.shared.gate.wait_until_s < inf:
             deadlines.append(self.shared.gate.wait_until_s)
         return min(deadlines, default=None)
@@ -182,6 +184,7 @@ class Tiering:
         wait once more.
         """
         if request.held or request.state is not RequestState.IDLE:
+            self._end_wait(request)
             request.move(RequestEvent.SERVED)
             request.deadline_s = None
             self.holds.unhold(request)
@@ -194,6 +197,7 @@ class Tiering:
         """
         request.wanted.clear()
         self.served(request)
+        request.wait = None
         self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
@@ -211,16 +215,27 @@ class Tiering:
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
+        self._end_wait(request, "aborted")
         self.shared.gate.running.discard(request)
         self.holds.unhold(request)
         request.forget_answers()
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
+        if self.epoch:
+            self._end_wait(request)  # what others store now is not for this engine
         if request.deadline_s is None:
-            request.deadline_s = now_s + self.shared.limits.request_deadline_s
+            begins_s = now_s if request.wait is None else max(now_s, request.wait.begin(now_s))
+            request.deadline_s = begins_s + self.shared.limits.request_deadline_s
         self.holds.hold(request)
         self.holds.unpin_unasked(request)
+
+    def _end_wait(self, request: Request, outcome: str = "") -> None:
+        """Have a request wait for nothing that no tier has, from now on, and count what came of it."""
+        wait, request.wait = request.wait, None
+        if wait is not None and wait.has_waited:
+            lacks_any = wait.is_in_vain or any(key not in self._visible for key in wait.keys)
+            self._counts["waits", outcome or ("in_vain" if lacks_any else "arrived")] += 1
 
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""

@@ -67,6 +67,8 @@ class Gets:
         waiters = waiting(transfer) if in_time else {}
         for request in waiters:
             request.answers_stand = False
+            if request.wait is not None and not transfer.located and not event.reasons:
+                request.wait.confirm(select(transfer.keys, event.answers, Answer.MISSING))
         if any(request.record for request in waiters):
             self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, loading(waiters))

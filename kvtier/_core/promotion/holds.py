@@ -43,8 +43,8 @@ class Holds:
 
     @property
     def first(self) -> Request | None:
-        """The request that is first in line; one that only locates takes no turn."""
-        return next((request for request in self.pending if not request.locates), None)
+        """The request that is first in line; one that only locates, or awaits chunks, takes no turn."""
+        return next((it for it in self.pending if not it.locates and not it.awaits_any), None)
 
     def hold(self, request: Request) -> None:
         """Pin what a request was told is there, until it is served."""
@@ -81,6 +81,14 @@ class Holds:
             del request.held[chunk]
         self._shared.table.unpin(gone)
         self.free_budget(gone)
+
+    def release_awaiting(self) -> None:
+        """Unpin what is held for requests that await chunks: nobody knows whether those will come."""
+        for request in self.pending:
+            if request.awaits_any and request.held:
+                chunks, request.held = request.held, {}
+                self._shared.table.unpin(chunks)
+                self.free_budget(chunks)
 
     def free_budget(self, chunks: Iterable[Chunk]) -> None:
         """Remove from the promotion budget those chunks that nothing pins any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import dropwhile, takewhile
 
+from kvtier._core.awaited import Wait
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Answer, GetEnded
 from kvtier._core.promotion.gets import Gets, select
@@ -37,8 +38,10 @@ class Promotions:
         Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is promoted
         behind a key that no tier has.
         """
+        if request.wait is not None and not self._update_wait(request, request.wait, now_s):
+            return
         expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
-        located = request.located
+        located, wait = request.located, request.wait if request.awaits_any else None
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
@@ -50,6 +53,9 @@ class Promotions:
             transfer = expected.get(key)
             if transfer is not None:
                 transfer.waiters[request] = None
+            elif wait is not None and (key not in located or key in wait.promoted):
+                unsure = unsure or not self._is_windowed(key)
+                continue
             elif key not in located:
                 unsure_before = unsure_before if unknown else unsure
                 unknown.append(key)
@@ -64,6 +70,20 @@ class Promotions:
             self._tiers.ask(front, {request: None}, now_s, 0, slot_use)
             windowed = [key for key in unknown if self._is_windowed(key)]
             self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
+        if wait is not None:
+            wait.promoted.update(key for key in known if key in expected)
+
+    def _update_wait(self, request: Request, wait: Wait, now_s: float) -> bool:
+        """Ask again for what a request awaits, where that is due; return whether there may be any news."""
+        if request.awaits_any and request.answers_stand and now_s < wait.next_s:
+            return False
+        wait.update(request.wanted, (self._shared.table.visible, request.located), now_s)
+        if wait.until_s is not None and now_s >= wait.until_s:
+            request.end_wait()
+        again, expected = wait.ask_again(now_s), self._gets.expected[request.tiers]
+        if not any(key in expected for key in again):
+            self._tiers.ask(again, {request: None}, now_s, 0, SlotUse.NONE)
+        return True
 
     def locate_wanted(self, request: Request, now_s: float) -> None:
         """Look for the keys that the request wants, without bringing any of them."""
@@ -119,7 +139,7 @@ class Promotions:
 
     def _get_for(self, request: Request, keys: list[OffloadKey], now_s: float) -> None:
         """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
-        is_first = self.holds.first in (None, request)
+        is_first = not request.awaits_any and self.holds.first in (None, request)
         keys = self._tiers.obtainable(keys, {request: None}, now_s)
         if is_first:
             self.holds.free_for_first(request, len(keys))

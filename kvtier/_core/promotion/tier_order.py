@@ -52,7 +52,7 @@ class TierOrder:
                 self.ask(keys, locating(waiters), now_s, tier, SlotUse.NONE)
                 waiters = loading(waiters)
         for request in waiters:
-            request.mark_absent(keys)
+            request.mark_nowhere(keys, now_s)
 
     def obtainable(self, keys: list[OffloadKey], waiters: Waiters, now_s: float) -> list[OffloadKey]:
         """Return the located keys whose tiers may be asked now; the others are looked for in later tiers."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtier._core.awaited import Wait
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
@@ -34,7 +36,7 @@ from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
-from kvtier.adapters.vllm._hints import ClientHints
+from kvtier.adapters.vllm._hints import ClientHints, for_decode, is_prefill
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.published import Published
@@ -136,11 +138,14 @@ class KVTierManager(OffloadingManager):
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
-        hints = self._hints.begin(req_context.req_id, req_context.kv_transfer_params)
+        params = req_context.kv_transfer_params
+        hints = self._hints.begin(req_context.req_id, params)
+        if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
+            request.wait = Wait(wait_s)
         if hints.explain or self._explainer.is_on:
             self._explainer.begin(req_context, request, is_asked=hints.explain)
         is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
-        return _OF_ALL_CHUNKS if hints.keeps or is_selective else _OF_NEW_CHUNKS
+        return _OF_ALL_CHUNKS if hints.keeps or is_selective or is_prefill(params) else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be under way."""
@@ -151,6 +156,17 @@ class KVTierManager(OffloadingManager):
         self._hints.ended(req_context.req_id)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
+
+    def params_for_decode(self, params: object) -> dict[str, Any] | None:
+        """Return the ``kv_transfer_params`` of the response to a request whose prompt is decoded elsewhere.
+
+        Its last chunks may still be on their way into the tiers: they are there within a put's deadline.
+        None where the request has other ``params``, or there is no tier.
+        """
+        shared = self._core.shared
+        put_s = max((tier.deadline_s for tier in shared.tiers), default=0.0)
+        wait_s = min(put_s, shared.limits.max_wait_s)
+        return for_decode(wait_s) if wait_s and is_prefill(params) else None
 
     # --- lookups and loads -----------------------------------------------------------------------
 
