@@ -75,6 +75,7 @@ class Tiering:
         self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
+        self._has_windows = bool(windowed_groups)
         self._asked: list[Request] = []
         self._round: object = object()
         self._has_damage = False
@@ -222,8 +223,9 @@ class Tiering:
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
-        if self.epoch:
-            self._end_wait(request)  # what others store now is not for this engine
+        if self.epoch or self._has_windows:
+            # After a reset what others store is not for this engine. Of a window's chunks not all are stored.
+            self._end_wait(request)
         if request.deadline_s is None:
             begins_s = now_s if request.wait is None else max(now_s, request.wait.begin(now_s))
             request.deadline_s = begins_s + self.shared.limits.request_deadline_s

@@ -269,3 +269,10 @@ def test_chunks_that_only_others_want_are_not_waited_for() -> None:
     assert ask(core, request, PROMPT[:2]) == [HIT, HIT]
     core.settle(0.0)
     assert waits(core) == {}
+
+
+def test_models_with_windows_do_not_wait() -> None:
+    """Of a window's chunks only some are ever stored."""
+    core, request = make(windowed=frozenset({1})), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [MISS]
