@@ -54,7 +54,7 @@ class Promotions:
             if transfer is not None:
                 transfer.waiters[request] = None
             elif wait is not None and (key not in located or key in wait.promoted):
-                unsure = unsure or not self._is_windowed(key)
+                unsure = True
                 continue
             elif key not in located:
                 unsure_before = unsure_before if unknown else unsure
