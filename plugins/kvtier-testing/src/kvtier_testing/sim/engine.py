@@ -127,6 +127,7 @@ class EngineProcess(Process):
         self._events = executor.events
         self._driver = Driver(core, executor, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"engine/{world.process}")
+        self._patience = world.chance(f"patience/{world.process}")
         self._jobs: list[Job] = []
         self._requests = 0
         self._epoch = 0
@@ -222,7 +223,7 @@ class EngineProcess(Process):
             tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
         job = Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))])
         job.keeps_s = chance.choice((0.0, 0.0, 0.1, 1.0))
-        wait_s = chance.choice(self._scenario.waits_s)
+        wait_s = self._patience.choice(self._scenario.waits_s)
         job.request.wait = Wait(wait_s) if wait_s else None
         job.patience_s = wait_s + self._scenario.limits.request_deadline_s
         self._jobs.append(job)

@@ -215,6 +215,9 @@ class CheckedTiering(EfficiencyCheckedTiering):
         """End a round; what is announced must be what can be had."""
         with self._checks("settle"):
             super().settle(now_s)
+        for request in self.holds.pending:
+            if request.awaits_any and request.held:
+                self.world.fail(f"request {request.name} awaits chunks, and holds {request.held}")
         self._follow_announcements()
 
     def close(self, request: Request) -> None:

@@ -97,7 +97,7 @@ class Scenario:
     @staticmethod
     def draw(seed: object) -> Scenario:
         """Draw a run. The same seed draws the same one."""
-        chance = Random(f"{seed}/plan")
+        chance, sharing = Random(f"{seed}/plan"), Random(f"{seed}/sharing")
         faults_end_s = chance.choice((0.3, 1.0, 1.0, 3.0))
         slots = chance.randint(3, 16)
         windowed = chance.random() < 0.15
@@ -108,7 +108,8 @@ class Scenario:
             limits=_limits(chance),
             windowed=windowed,
             tiers=tuple(
-                _tier(chance, slots, faults_end_s) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))
+                _tier(chance, sharing, slots, faults_end_s)
+                for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))
             ),
             process_ends=_process_ends(chance, faults_end_s),
             faults_end_s=faults_end_s,
@@ -119,7 +120,7 @@ class Scenario:
             copy_s=chance.choice((0.0, 0.001, 0.02, 0.1)),
             prompts=_prompts(chance, windowed=windowed),
             chunk_s=chance.choice((0.0, 0.0, 0.0001, 0.002, 0.02)),
-            waits_s=chance.choice(((0.0,), (0.0, 0.05, 0.5), (0.5, 2.0))),
+            waits_s=sharing.choice(((0.0,), (0.0, 0.05, 0.5), (0.5, 2.0))),
         )
 
 
@@ -137,7 +138,7 @@ def _limits(chance: Random) -> Limits:
     )
 
 
-def _tier(chance: Random, slots: int, faults_end_s: float) -> TierScenario:
+def _tier(chance: Random, sharing: Random, slots: int, faults_end_s: float) -> TierScenario:
     config = SimTierConfig(
         deadline_s=chance.choice((0.05, 0.3, 1.0)),
         max_concurrency=chance.choice((1, 2, 8)),
@@ -162,7 +163,7 @@ def _tier(chance: Random, slots: int, faults_end_s: float) -> TierScenario:
         preloaded=tuple(chance.choice((0, 2, 20, 20)) for _ in range(_MOST_PROMPTS)),
         corrupts_at_s=_times(chance, faults_end_s, 0.2),
         loses_at_s=_times(chance, faults_end_s, 0.4),
-        shared_at_s=tuple(_shared(chance, faults_end_s) for _ in range(chance.choice((0, 2, 4)))),
+        shared_at_s=tuple(_shared(sharing, faults_end_s) for _ in range(sharing.choice((0, 2, 4)))),
     )
 
 
