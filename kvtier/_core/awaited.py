@@ -82,14 +82,15 @@ class Wait:
         Where a chunk that was waited for is not worth it any more, those behind it are not either.
         """
         is_over = self.until_s is None or now_s >= self.until_s
-        missed = [key for key in keys if is_over or key not in self._confirmed]
+        awaited = dict.fromkeys(key for key in keys if not is_over and key in self._confirmed)
+        missed = [key for key in keys if key not in awaited]
         self._confirmed.difference_update(keys)
         if any(key in self.keys for key in missed):
-            return [*missed, *self.give_up()]
-        if len(missed) < len(keys):
+            return [*missed, *awaited, *self.give_up()]
+        if awaited:
             self.has_waited = True
             self.again_s = now_s + self._pause_s
-            self.keys.update(dict.fromkeys(key for key in keys if key not in set(missed)))
+            self.keys.update(awaited)
         return missed
 
     def update(
