@@ -41,7 +41,7 @@ ABORTED = set(range(3, len(ROUGH), 5))
 class Server(ApiServer):
     """An API server and its engine over the root that all share."""
 
-    def __init__(self, model: Path, root: Path, log: Path) -> None:
+    def __init__(self, model: Path, root: Path, log: Path, cpu: int) -> None:
         settings = patient(
             {
                 "spec_name": "KVTierOffloadingSpec",
@@ -55,7 +55,8 @@ class Server(ApiServer):
             settings,
             log,
             free_port(),
-            {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            # One thread each: threads of several engines that wait for each other on two cores get nowhere.
+            {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": str(cpu)},
             served_model_name="tiny",
             kv_transfer_config={"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"},
             **SIZES,
@@ -114,9 +115,11 @@ def fleet(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     shutil.copytree(llama, model)
     add_tokenizer(model)
     servers = []
-    for name in ("p0", "p1", "d0", "d1"):
+    cpus = sorted(os.sched_getaffinity(0))
+    for number, name in enumerate(("p0", "p1", "d0", "d1")):
         (folder / name).mkdir()
-        servers.append(Server(model, folder / "root", folder / name / "server.log"))
+        log = folder / name / "server.log"
+        servers.append(Server(model, folder / "root", log, cpus[number % len(cpus)]))
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.end)
