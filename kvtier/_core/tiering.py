@@ -19,7 +19,7 @@ from kvtier._core import messages
 from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEvent
-from kvtier._core.promotion import Promotions
+from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.retention import Retention
 from kvtier._core.shared import Count, Notice, SharedState
@@ -67,6 +67,7 @@ class Tiering:
         self.table = ChunkTable(policy)
         self.shared = SharedState(self.table, tiers, limits, track_kv_events=track_kv_events)
         self.promotions = Promotions(self.shared, windowed_groups)
+        self.holds = self.promotions.holds
         self.cascades = Cascades(self.shared)
         self.retention = Retention(self.shared)
         self.epoch = 0
@@ -74,6 +75,7 @@ class Tiering:
         self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
+        self._has_windows = bool(windowed_groups)
         self._asked: list[Request] = []
         self._round: object = object()
         self._has_damage = False
@@ -119,7 +121,7 @@ class Tiering:
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
         if chunk is None and (not self._tiers or key in request.absent):
-            return self._miss(key, request, "gate" if key in request.gated else "absent")
+            return self._miss(key, request, request.reason_for_absence(key))
         if chunk is None and request.tiers is not None and not request.tiers:
             return self._miss(key, request, "filter")
         if request.state is RequestState.EXPIRED:
@@ -148,7 +150,7 @@ class Tiering:
                 self._defer(request, now_s)
             elif request.state is not RequestState.EXPIRED:
                 self.served(request)
-        for request in list(self.promotions.pending):
+        for request in list(self.holds.pending):
             if request.deadline_s is not None and request.deadline_s <= now_s:
                 self._expire(request)
         for request in asked:  # only now, when what each of them was told is there is pinned
@@ -156,9 +158,10 @@ class Tiering:
                 self.promotions.locate_wanted(request, now_s)
             elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
-        self.promotions.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
+        self.holds.release_awaiting()
+        self.holds.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
         if self._tiers:
-            self.promotions.evict_to_reserve()
+            self.holds.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:
             self.cascades.follow_reuse(now_s)
         self.shared.note_policy()
@@ -169,8 +172,9 @@ class Tiering:
     def next_deadline_s(self) -> float | None:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
-        deadlines += [other.deadline_s for other in self.promotions.pending if other.deadline_s is not None]
-        if self.promotions.pending and self.shared.gate.wait_until_s < inf:
+        deadlines += [other.deadline_s for other in self.holds.pending if other.deadline_s is not None]
+        deadlines += [other.wait.next_s for other in self.holds.pending if other.wait and other.awaits_any]
+        if self.holds.pending and self.shared.gate.wait_until_s < inf:
             deadlines.append(self.shared.gate.wait_until_s)
         return min(deadlines, default=None)
 
@@ -181,9 +185,10 @@ class Tiering:
         wait once more.
         """
         if request.held or request.state is not RequestState.IDLE:
+            self._end_wait(request)
             request.move(RequestEvent.SERVED)
             request.deadline_s = None
-            self.promotions.unhold(request)
+            self.holds.unhold(request)
 
     def scheduled(self, request: Request) -> None:
         """Note that the engine computes the request from now on: it is served, whatever it has asked for.
@@ -193,6 +198,7 @@ class Tiering:
         """
         request.wanted.clear()
         self.served(request)
+        request.wait = None
         self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
@@ -210,22 +216,34 @@ class Tiering:
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
+        self._end_wait(request, "aborted")
         self.shared.gate.running.discard(request)
-        self.promotions.unhold(request)
+        self.holds.unhold(request)
         request.forget_answers()
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
+        if self.epoch or self._has_windows:
+            # After a reset what others store is not for this engine. Of a window's chunks not all are stored.
+            self._end_wait(request)
         if request.deadline_s is None:
-            request.deadline_s = now_s + self.shared.limits.request_deadline_s
-        self.promotions.hold(request)
-        self.promotions.unpin_unasked(request)
+            begins_s = now_s if request.wait is None else max(now_s, request.wait.begin(now_s))
+            request.deadline_s = begins_s + self.shared.limits.request_deadline_s
+        self.holds.hold(request)
+        self.holds.unpin_unasked(request)
+
+    def _end_wait(self, request: Request, outcome: str = "") -> None:
+        """Have a request wait for nothing that no tier has, from now on, and count what came of it."""
+        wait, request.wait = request.wait, None
+        if wait is not None and wait.has_waited:
+            lacks_any = wait.is_in_vain or any(key not in self._visible for key in wait.keys)
+            self._counts["waits", outcome or ("in_vain" if lacks_any else "arrived")] += 1
 
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
         for request in self._asked:
             if request.hits and not request.locates and request.state is not RequestState.CLOSED:
-                self.promotions.hold(request)
+                self.holds.hold(request)
 
     def _expire(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
@@ -235,7 +253,7 @@ class Tiering:
                 for transfer in self.shared.running:
                     if not transfer.is_put and request in transfer.waiters:
                         request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
-        self.promotions.unhold(request)
+        self.holds.unhold(request)
 
     # --- loads -----------------------------------------------------------------------------------
 
@@ -256,7 +274,7 @@ class Tiering:
             self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
         self.handles.add(pinned)
-        self.promotions.promoting.difference_update(chunks)
+        self.holds.promoting.difference_update(chunks)
         if request is not None:
             self.served(request)
             request.forget_answers()
@@ -371,12 +389,12 @@ class Tiering:
             self._hold_hits()
             self.cascades.backfill(self.promotions.get_ended(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
-            self.promotions.free_budget(self.cascades.put_ended(event, now_s))
+            self.holds.free_budget(self.cascades.put_ended(event, now_s))
             self._has_damage = self._has_damage or "audit" in event.reasons
         elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)
             self.shared.is_starting = self.shared.is_starting and not event.is_last
-            self.promotions.resize(len(self.table.all))
+            self.holds.resize(len(self.table.all))
             for status in self._tiers:
                 status.writes.resize(len(self.table.all))
         elif isinstance(event, messages.TierDown):

@@ -41,6 +41,7 @@ from kvtier.adapters.vllm._manager import KVTierManager, Slots
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
+from kvtier.adapters.vllm._telemetry.published import Published
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU
@@ -112,14 +113,19 @@ class World:
         self.thread.start()
         self.thread.events.append(SlotsReady(range(slots)))
         self.shutdowns = 0
+        published = Published(
+            self.core,
+            self.thread.activity,
+            workers,
+            locations=[location_of(tier) for tier in tiers],
+            self_describing=self_describing,
+        )
         self.manager = KVTierManager(
             self.core,
             self.thread,
-            locations=[location_of(tier) for tier in tiers],
+            published,
             steps_ahead=steps_ahead,
-            self_describing=self_describing,
             repeats_stores=repeats_stores,
-            workers=workers,
             explainer=explainer,
             clock=clock,
             on_shutdown=self._shut_down,

@@ -50,18 +50,18 @@ MUTATIONS = (
     ),
     Mutation(
         "overdue_slots_are_given_on",
-        "kvtier._core.promotion:Promotions.give_up",
+        "kvtier._core.promotion.gets:Gets.give_up",
         (
             (
-                "self.promoting.difference_update(transfer.chunks)",
-                "self.promoting.difference_update(transfer.chunks);"
+                "self._holds.promoting.difference_update(transfer.chunks)",
+                "self._holds.promoting.difference_update(transfer.chunks);"
                 "self._shared.table.drop(transfer.chunks); transfer.chunks.clear()",
             ),
         ),
     ),
     Mutation(
         "pin_is_kept_after_a_request",
-        "kvtier._core.promotion:Promotions.unhold",
+        "kvtier._core.promotion.holds:Holds.unhold",
         (("self._shared.table.unpin(chunks)", "pass"),),
     ),
     Mutation(
@@ -80,8 +80,13 @@ MUTATIONS = (
         (("if sealed.key != key or", "if"),),
     ),
     Mutation(
+        "held_while_another_engine_computes",
+        "kvtier._core.promotion.holds:Holds.release_awaiting",
+        (("if request.awaits_any and request.held:", "if False:"),),
+    ),
+    Mutation(
         "reset_does_not_reach_fetches",
-        "kvtier._core.promotion:Promotions.reset",
+        "kvtier._core.promotion.gets:Gets.reset",
         (("chunk.move(ChunkEvent.DROPPED)", "pass"), ("transfer.waiters.clear()", "pass")),
     ),
     Mutation(
@@ -151,7 +156,7 @@ MUTATIONS = (
     ),
     Mutation(
         "budget_not_given_back",
-        "kvtier._core.promotion:Promotions.free_budget",
+        "kvtier._core.promotion.holds:Holds.free_budget",
         (
             (
                 "self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])",
@@ -206,17 +211,17 @@ MUTATIONS = (
     ),
     Mutation(
         "key_in_two_slots",
-        "kvtier._core.promotion:Promotions._complete",
+        "kvtier._core.promotion.gets:Gets._complete",
         (("and chunk.key not in table.visible", ""),),
     ),
     Mutation(
         "asked_again_for_what_no_tier_has",
-        "kvtier._core.promotion:Promotions._still_wanted",
+        "kvtier._core.promotion.wanted:still_wanted",
         (("if absent.isdisjoint(wanted):", "if True:"),),
     ),
     Mutation(
         "brought_behind_a_gap",
-        "kvtier._core.promotion:Promotions._still_wanted",
+        "kvtier._core.promotion.wanted:still_wanted",
         (("and group not in gaps", ""),),
     ),
     Mutation(

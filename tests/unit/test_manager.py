@@ -180,8 +180,8 @@ class World:
         self.check()
         assert self.manager.statistics().pinned_chunks == 0
         assert not self.core.handles
-        assert not self.core.promotions.pending
-        assert not self.core.promotions.promoting
+        assert not self.core.holds.pending
+        assert not self.core.holds.promoting
 
     def check(self) -> None:
         invariants.check(self.core)

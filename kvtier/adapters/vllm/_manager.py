@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -26,22 +26,20 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtier._core.awaited import Wait
 from kvtier._core.requests import Request
-from kvtier._core.shared import Count
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._execution.driver import Driver
 from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
-from kvtier._memory.worker_status import StatusTable
-from kvtier._reasons import BY_CHOICE
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
-from kvtier.adapters.vllm._hints import ClientHints
-from kvtier.adapters.vllm._telemetry.events import EventStream, Location, allowed_tiers
+from kvtier.adapters.vllm._hints import ClientHints, for_decode, is_prefill
+from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.adapters.vllm._telemetry.metrics import GaugeReader, WorkerReports, as_stats
+from kvtier.adapters.vllm._telemetry.published import Published
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 
 logger = logging.getLogger("kvtier.vllm")
@@ -80,15 +78,11 @@ class KVTierManager(OffloadingManager):
     Args:
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
+        published: collects what vLLM publishes; a plain one where it is None.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
-        locations: where each secondary tier keeps its chunks, for requests that choose among them.
-        chunk_bytes: length of a chunk, for metrics.
-        self_describing: whether events are sent only when vLLM can say what is in their chunks.
         steps_ahead: the most scheduled steps in flight, the current one included.
-        info: labels of the info metric.
         on_shutdown: gives back what the manager was made with.
         drain_s: seconds that it waits for puts, for the log.
-        workers: what is known of the workers; nothing where it is None.
         slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
@@ -101,14 +95,10 @@ class KVTierManager(OffloadingManager):
         self,
         core: Tiering,
         executor: AnyExecutor,
-        workers: WorkerReports | None = None,
+        published: Published | None = None,
         *,
         sources: Sequence[CacheHitSource] = (),
-        locations: Sequence[Location] = (),
-        chunk_bytes: int = 0,
-        self_describing: bool = False,
         steps_ahead: int = 2,
-        info: Mapping[str, str] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
@@ -117,53 +107,45 @@ class KVTierManager(OffloadingManager):
         explainer: Explainer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        workers = workers or WorkerReports(StatusTable(memoryview(b""), 0, 0))
         self._core = core
+        self._published = published or Published(core, executor.activity)
+        self._workers = self._published.workers
+        found_damage = lambda: self._workers.have_found_damage  # noqa: E731
         self._driver = Driver(
-            core,
-            executor,
-            logger,
-            slot_checksums=slot_checksums,
-            has_damage=lambda: workers.have_found_damage,
-            clock=clock,
+            core, executor, logger, slot_checksums=slot_checksums, has_damage=found_damage, clock=clock
         )
         self._sources = sources
-        self._locations = locations
         self._steps_ahead = steps_ahead
-        self._info = info or {}
         self._on_shutdown = on_shutdown
         self._drain_s = drain_s
-        self._workers = workers
         self._repeats_stores = repeats_stores
         self._steps = steps
         self._events = executor.events
+        self._explainer = explainer or Explainer(self._published.names, clock=clock)
+        self._explainer.traces = self._driver.traces
+        self._hints = ClientHints(core.retention, clock)
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
         self._failed_loads: set[str] = set()  # requests in ``_loads``
         self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
         self._stores: dict[OffloadKey, Reservation] = {}
         self._flushing: list[_Flushing] = []
-        self._chunk_bytes = chunk_bytes
-        self._gauges = GaugeReader(core, executor.activity, chunk_bytes)
-        names = [gate.name for gate in core.shared.tiers]
-        self._explainer = explainer or Explainer(names, clock=clock)
-        self._explainer.traces = self._driver.traces
-        self._hints = ClientHints(core.retention, clock)
-        self._stream = EventStream(names, locations, self_describing=self_describing)
         self._closed = False
-        self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
     # --- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
-        tiers = allowed_tiers(req_context.load_tier_filter, self._locations)
+        tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
-        hints = self._hints.begin(req_context.req_id, req_context.kv_transfer_params)
+        params = req_context.kv_transfer_params
+        hints = self._hints.begin(req_context.req_id, params)
+        if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
+            request.wait = Wait(wait_s)
         if hints.explain or self._explainer.is_on:
             self._explainer.begin(req_context, request, is_asked=hints.explain)
         is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
-        return _OF_ALL_CHUNKS if hints.keeps or is_selective else _OF_NEW_CHUNKS
+        return _OF_ALL_CHUNKS if hints.keeps or is_selective or is_prefill(params) else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be under way."""
@@ -174,6 +156,17 @@ class KVTierManager(OffloadingManager):
         self._hints.ended(req_context.req_id)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
+
+    def params_for_decode(self, params: object) -> dict[str, Any] | None:
+        """Return the ``kv_transfer_params`` of the response to a request whose prompt is decoded elsewhere.
+
+        Its last chunks may still be on their way into the tiers: they are there within a put's deadline.
+        None where the request has other ``params``, or there is no tier.
+        """
+        shared = self._core.shared
+        put_s = max((tier.deadline_s for tier in shared.tiers), default=0.0)
+        wait_s = min(put_s, shared.limits.max_wait_s)
+        return for_decode(wait_s) if wait_s and is_prefill(params) else None
 
     # --- lookups and loads -----------------------------------------------------------------------
 
@@ -194,7 +187,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests[req_context.req_id]
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
-        self._stream.loaded(keys)
+        self._published.stream.loaded(keys)
         self._hints.keep(req_context.req_id, keys)
         if self._steps is not None:
             self._steps.loaded(req_context, keys)
@@ -330,7 +323,7 @@ class KVTierManager(OffloadingManager):
             return
         self._closed = True
         self._driver.on_events(self._events)
-        self._warn_of_chunks_not_put()
+        self._published.warn_of_chunks_not_put()
         dropped = DroppedPuts(self._core, self._drain_s, logger)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
@@ -346,44 +339,19 @@ class KVTierManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """See vLLM."""
-        return self._stream.events(self._core.take_kv_events())
+        return self._published.take_events()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked at the end of each step; None where nothing has changed."""
         if self._steps is not None:
             self._steps.end()
-        counts = self._take_counts()
-        counts.update(self._workers.take_counts())
-        gauges = self._gauges.changed(self._workers.gauges)
-        if not counts and not gauges:
-            return None
-        return as_stats(counts, gauges, self._chunk_bytes)
+        return self._published.take_stats()
 
     def config_info(self) -> Sequence[Mapping[str, str]]:
         """See vLLM 0.33."""
-        return [self._info]
+        return [self._published.info]
 
     # --- inside ----------------------------------------------------------------------------------
-
-    def _take_counts(self) -> dict[Count, float]:
-        counts = self._core.take_counts()
-        for (what, *labels), count in counts.items():
-            if what in ("put_dropped", "put_failed") and labels[1] not in BY_CHOICE:
-                self._not_put[labels[0], labels[1]] += int(count)
-        return counts
-
-    def _warn_of_chunks_not_put(self) -> None:
-        """Log how many chunks this engine never put, by tier and reason: its metrics end with the engine."""
-        self._take_counts()
-        for tier in sorted({tier for tier, _ in self._not_put}):
-            reasons = {reason: count for (name, reason), count in self._not_put.items() if name == tier}
-            logger.warning(
-                "tier %s: %d chunks stored in host memory were not written (%s): the next engine "
-                "does not find them",
-                tier,
-                sum(reasons.values()),
-                ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())),
-            )
 
     @staticmethod
     def _nothing_stored() -> PrepareStoreOutput:

@@ -49,6 +49,7 @@ from kvtier.adapters.vllm._telemetry import metrics
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
+from kvtier.adapters.vllm._telemetry.published import Published
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.errors import ConfigError
@@ -126,13 +127,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return KVTierManager(
             core,
             executor,
-            WorkerReports(status_table),
+            self._published(core, executor, tiers, status_table),
             sources=[_source(tier) for tier in tiers],
-            locations=[location_of(tier.tier) for tier in tiers],
-            chunk_bytes=self._shape.chunk_bytes,
-            self_describing=self.kv_events_config.self_describing_kv_events,
             steps_ahead=self._engine.steps_ahead,
-            info=self._info(),
             slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             steps=None if settings.load_gate == "off" else self._step_meter(core, *chunk_tokens.values()),
@@ -141,6 +138,19 @@ class KVTierOffloadingSpec(OffloadingSpec):
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
+        )
+
+    def _published(
+        self, core: Tiering, executor: AnyExecutor, tiers: Sequence[NamedTier], status_table: StatusTable
+    ) -> Published:
+        return Published(
+            core,
+            executor.activity,
+            WorkerReports(status_table),
+            locations=[location_of(tier.tier) for tier in tiers],
+            chunk_bytes=self._shape.chunk_bytes,
+            self_describing=self.kv_events_config.self_describing_kv_events,
+            info=self._info(),
         )
 
     def _step_meter(self, core: Tiering, chunk_tokens: int) -> StepMeter:

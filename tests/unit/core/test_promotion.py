@@ -249,7 +249,7 @@ def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:
     core.settle(0.0)
     answer(core, fetch, [COPIED] * 2)
     assert not request.held
-    assert len(core.promotions.promoting) == 0
+    assert len(core.holds.promoting) == 0
     assert ask(core, Request(), prompt) == [HIT] * 4
 
 
@@ -401,7 +401,7 @@ def test_what_was_brought_for_others_is_not_held_for_who_locates() -> None:
     answer(core, fetch, [COPIED] * 4)
     core.close(loading)
     assert core.table.evictable == 4
-    assert not core.promotions.promoting
+    assert not core.holds.promoting
     invariants.check(core)
 
 

@@ -123,7 +123,7 @@ def test_chunks_promoted_for_others_are_paid_for_once():
     core.retention.keep("session", keys("a", 4))
     core.settle(0.0)
     core.close(other)
-    assert not core.promotions.promoting
+    assert not core.holds.promoting
     world.taken(core)
     core.retention.release("session")
     world.taken(core)

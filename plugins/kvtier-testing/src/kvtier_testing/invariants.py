@@ -44,9 +44,9 @@ def check(core: Tiering) -> None:
         all(table.visible[key].key == key for key in table.visible), "chunks are found by their own keys"
     )
     _require(len(table.policy) == candidates, "the policy knows no more than there is")
-    _require(all(chunk.pins for chunk in core.promotions.promoting), "what lands is pinned")
+    _require(all(chunk.pins for chunk in core.holds.promoting), "what lands is pinned")
     _require(
-        all(request.state.name != "CLOSED" for request in core.promotions.pending),
+        all(request.state.name != "CLOSED" for request in core.holds.pending),
         "nothing is held for a closed request",
     )
     kept = core.retention.pinned
@@ -63,7 +63,7 @@ def _expected_pins(core: Tiering) -> Counter[Chunk]:
         pins.update(handle.chunks)
     for transfer in core.shared.transfers.values():
         pins.update(transfer.chunks)
-    for request in core.promotions.pending:
+    for request in core.holds.pending:
         pins.update(list(request.held))
     pins.update(core.retention.pinned.values())
     return pins

@@ -215,6 +215,9 @@ class CheckedTiering(EfficiencyCheckedTiering):
         """End a round; what is announced must be what can be had."""
         with self._checks("settle"):
             super().settle(now_s)
+        for request in self.holds.pending:
+            if request.awaits_any and request.held:
+                self.world.fail(f"request {request.name} awaits chunks, and holds {request.held}")
         self._follow_announcements()
 
     def close(self, request: Request) -> None:
@@ -275,9 +278,9 @@ class CheckedTiering(EfficiencyCheckedTiering):
             self.world.fail(
                 f"the eviction policy did what it must not, and was replaced: {self.table.faults}"
             )
-        promotions, limits = self.promotions, self.shared.limits
-        if len(promotions.promoting) > promotions.budget:
-            self.world.fail(f"promotions hold {len(promotions.promoting)} slots of {promotions.budget}")
+        holds, limits = self.holds, self.shared.limits
+        if len(holds.promoting) > holds.budget:
+            self.world.fail(f"promotions hold {len(holds.promoting)} slots of {holds.budget}")
         most = max(1, int(len(self.table.all) * limits.put_backlog))
         for gate in self.shared.tiers:
             if gate.backlog > most:
@@ -289,8 +292,8 @@ class CheckedTiering(EfficiencyCheckedTiering):
         require(
             self.is_idle, f"after the last fault there are {self.shared.transfers} {self.shared.commands}"
         )
-        require(not self.promotions.promoting, f"the budget is not given back: {self.promotions.promoting}")
-        require(not self.promotions.pending, f"held for {[it.name for it in self.promotions.pending]}")
+        require(not self.holds.promoting, f"the budget is not given back: {self.holds.promoting}")
+        require(not self.holds.pending, f"held for {[it.name for it in self.holds.pending]}")
         pinned = [chunk for chunk in table.all if chunk.pins]
         require(not pinned, f"pinned by nobody: {pinned}")
         require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")

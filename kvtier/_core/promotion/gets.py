@@ -1,0 +1,170 @@
+"""The gets in flight: who waits for them, what they bring, and what is counted and noted of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from kvtier._core.chunks import Chunk
+from kvtier._core.messages import Answer, Get, GetEnded, TransferHealth
+from kvtier._core.promotion.holds import Holds
+from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, waiting
+from kvtier._core.requests import Request
+from kvtier._core.shared import Keys, SharedState
+from kvtier._core.states import ChunkEvent
+from kvtier._core.transfers import Transfer
+from kvtier.keys import OffloadKey
+
+
+class Gets:
+    """Begins and ends gets.
+
+    Requests share a get where they may be served from the same tiers. One that may not be served from
+    a tier never waits for it; what was promoted for others is there for all.
+
+    Attributes:
+        expected: the get that each key is expected from, for requests that may be served from the same tiers.
+    """
+
+    def __init__(self, shared: SharedState, holds: Holds) -> None:
+        self.expected: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
+        self._shared = shared
+        self._holds = holds
+
+    def begin(
+        self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
+    ) -> Transfer:
+        """Get keys from a tier, the first ``count`` of them into free slots."""
+        chunks = self._shared.table.take(keys[:count], visible=False)
+        self._holds.promoting.update(chunks)
+        transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
+        transfer.located = located
+        if self._shared.gate.is_on:
+            gets = [
+                other for other in self._shared.transfers.values() if other.tier == tier and not other.is_put
+            ]
+            transfer.load = sum(len(other.chunks) for other in gets)
+        if waiters:  # nobody waits for a probe
+            transfer.waiters.update(waiters)
+            transfer.allowed = allowed_tiers(waiters)
+            self.expected[transfer.allowed].update(dict.fromkeys(keys, transfer))
+        slots = [chunk.slot for chunk in chunks]
+        self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
+        return transfer
+
+    def end(self, event: GetEnded, now_s: float) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:
+        """Process the end of a get.
+
+        Returns:
+            The get, its answers, the requests that still wait for them, and the chunks that it promoted.
+        """
+        transfer, in_time = self._shared.end(event, now_s)
+        if self._shared.tiers[transfer.tier].failed_audit:
+            event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
+        self._stop_expecting(transfer)
+        waiters = waiting(transfer) if in_time else {}
+        for request in waiters:
+            request.answers_stand = False
+            if request.wait is not None and not transfer.located and not event.reasons:
+                request.wait.confirm(select(transfer.keys, event.answers, Answer.MISSING))
+        if any(request.record for request in waiters):
+            self._record_missing(waiters, transfer, event)
+        copied = self._complete(transfer, event.answers, loading(waiters))
+        self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
+        self._count(transfer, event, now_s)
+        return transfer, event.answers, waiters, copied
+
+    def give_up(self, transfer: Transfer) -> Waiters:
+        """Stop waiting for an overdue get; return who waited. Its slots stay out of use until it ends."""
+        self._stop_expecting(transfer)
+        self._holds.promoting.difference_update(transfer.chunks)
+        self.record(transfer.waiters, transfer.tier, transfer.keys, "timeout")
+        return waiting(transfer)
+
+    def reset(self) -> None:
+        """Doom what is being promoted: nobody waits for it any more."""
+        for transfer in self._shared.transfers.values():
+            if not transfer.is_put:
+                for chunk in transfer.chunks:
+                    chunk.move(ChunkEvent.DROPPED)
+                self.record(transfer.waiters, transfer.tier, transfer.keys, "reset")
+                for request in transfer.waiters:
+                    request.mark_absent(transfer.keys)
+                transfer.waiters.clear()
+        self.expected.clear()
+
+    def record(self, requests: Iterable[Request], tier: int, keys: Keys, word: str) -> None:
+        """Note why a tier did not give keys, for those of the requests that are to be explained."""
+        for request in requests:
+            if request.record is not None:
+                request.record.refused(keys, self._shared.tiers[tier].name, word)
+
+    def _record_missing(self, waiters: Waiters, transfer: Transfer, event: GetEnded) -> None:
+        """Note why a get did not bring its missing keys.
+
+        The event counts the chunks that failed, by reason, and does not name them. They are among those that
+        were given a slot, unless all of the get has failed. Where fewer failed than are missing there, each
+        may have failed or be absent.
+        """
+        missing, failed = select(transfer.keys, event.answers, Answer.MISSING), sum(event.reasons.values())
+        in_slots = event.answers[: len(transfer.chunks)].count(Answer.MISSING)
+        count = (in_slots if failed <= in_slots else len(missing)) if failed else 0
+        rest = "audit" if self._shared.tiers[transfer.tier].failed_audit else "absent"
+        words = {*event.reasons, rest} if failed < count else {*event.reasons}
+        self.record(waiters, transfer.tier, missing[:count], ",".join(sorted(words)))
+        self.record(waiters, transfer.tier, missing[count:], rest)
+
+    def _stop_expecting(self, transfer: Transfer) -> None:
+        expected = self.expected[transfer.allowed]
+        for key in transfer.keys:
+            if expected.get(key) is transfer:
+                del expected[key]
+
+    def _complete(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
+        """Make the copied chunks visible, unless their key got here another way; free the others."""
+        table = self._shared.table
+        good: list[Chunk] = []
+        bad: list[Chunk] = []
+        for chunk, answer in zip(transfer.chunks, answers, strict=False):
+            arrived = answer is Answer.COPIED and chunk.key not in table.visible
+            (good if arrived else bad).append(chunk)
+        table.drop(bad)
+        copied = table.filled(good, pins=len(waiters))
+        for chunk in copied:
+            chunk.origin = transfer.tier
+            table.visible[chunk.key] = chunk
+        for request in waiters:
+            request.held.update(dict.fromkeys(copied, request.round))
+            self._holds.pending[request] = None
+        self._holds.free_budget(transfer.chunks)
+        self._shared.kv_events.stored([chunk.key for chunk in copied], found=True)
+        return copied
+
+    def _count(self, transfer: Transfer, event: GetEnded, now_s: float) -> None:
+        status = self._shared.tiers[transfer.tier]
+        counts, name = self._shared.counts, status.name
+        copied, missing = event.answers.count(Answer.COPIED), event.answers.count(Answer.MISSING)
+        if copied and event.seconds and event.health is TransferHealth.GOOD:
+            status.pressure.get_ended(copied, event.seconds, now_s, beside_puts=status.backlog > 0)
+        if transfer.load and event.elapsed_s:
+            unused = len(transfer.chunks) - copied if copied else 0
+            self._shared.gate.get_ended(
+                transfer.tier, transfer.load - unused, event.elapsed_s, now_s, at_least=not copied
+            )
+        if transfer.is_probe:
+            found = copied or event.health is not TransferHealth.GOOD
+            self._shared.gate.probe_ended(transfer.tier, now_s, found_any=bool(found))
+        if not transfer.located:
+            counts["asked", name] += len(event.answers)
+            counts["found", name] += len(event.answers) - missing
+        counts["fetched", name] += copied
+        if copied:
+            status.writes.fetched(select(transfer.keys, event.answers, Answer.COPIED))
+        counts["absent", name] += max(0, missing - sum(event.reasons.values()))
+
+
+def select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:
+    """Return the keys that have the wanted answer."""
+    return [key for key, answer in zip(keys, answers, strict=True) if answer is wanted]

@@ -1,0 +1,138 @@
+"""The requests that wait, in their order, the chunks that are pinned for them, and the budget for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtier._core.chunks import Chunk
+from kvtier._core.requests import Request
+from kvtier._core.shared import SharedState
+from kvtier._core.states import ChunkState
+
+_READY = ChunkState.READY
+
+
+class Holds:
+    """What is pinned for requests until they have loaded it.
+
+    Attributes:
+        promoting: chunks being promoted, or promoted and held for a request. They count against the
+            promotion budget.
+        pending: requests that wait for an answer, first come first.
+        budget: slots that promotions may hold in all.
+        reserve: slots to keep free, for chunks that a get may find.
+    """
+
+    def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
+        self.promoting: set[Chunk] = set()
+        self.pending: dict[Request, None] = {}
+        self._shared = shared
+        self._windowed = windowed_groups
+        self.resize(0)
+
+    def resize(self, slots: int) -> None:
+        """Compute the budget and the reserve for this number of slots."""
+        limits = self._shared.limits
+        self.budget = max(1, int(slots * limits.promotion_budget))
+        self.reserve = min(self.budget, int(slots * limits.promotion_reserve)) if self._shared.tiers else 0
+
+    @property
+    def room(self) -> int:
+        """How many chunks more may be promoted now."""
+        return max(0, self.budget - len(self.promoting))
+
+    @property
+    def first(self) -> Request | None:
+        """The request that is first in line; one that only locates, or awaits chunks, takes no turn."""
+        return next((it for it in self.pending if not it.locates and not it.awaits_any), None)
+
+    def hold(self, request: Request) -> None:
+        """Pin what a request was told is there, until it is served."""
+        self.pending[request] = None
+        if request.locates:  # it loads nothing
+            request.hits.clear()
+            return
+        visible, held = self._shared.table.visible, request.held
+        hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
+        added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
+        request.hits.clear()
+        self._shared.table.pin(added)
+        held.update(dict.fromkeys(hits, request.round))
+
+    def unhold(self, request: Request) -> None:
+        """Unpin what is held for a request."""
+        self.pending.pop(request, None)
+        request.answers_stand = False
+        chunks, request.held = request.held, {}
+        self._shared.table.unpin(chunks)
+        self.free_budget(chunks)
+
+    def unpin_unasked(self, request: Request) -> None:
+        """Unpin what the request's last full scan did not ask for.
+
+        It has that in its own cache by now, mostly because another request of the same prefix ran. The first
+        key was asked for, though a scan that was begun as a repeated one does not show it.
+        """
+        if request.answers_stand or self._windowed:
+            return
+        now, first = request.round, request.first
+        gone = [chunk for chunk, when in request.held.items() if when is not now and chunk.key != first]
+        for chunk in gone:
+            del request.held[chunk]
+        self._shared.table.unpin(gone)
+        self.free_budget(gone)
+
+    def release_awaiting(self) -> None:
+        """Unpin what is held for requests that await chunks: nobody knows whether those will come."""
+        for request in self.pending:
+            if request.awaits_any and request.held:
+                chunks, request.held = request.held, {}
+                self._shared.table.unpin(chunks)
+                self.free_budget(chunks)
+
+    def free_budget(self, chunks: Iterable[Chunk]) -> None:
+        """Remove from the promotion budget those chunks that nothing pins any more."""
+        self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
+
+    def free_for_first(self, first: Request, count: int) -> None:
+        """Free for the request that is first in line what those behind it hold, as far as it needs it.
+
+        Their share of the budget, and where no slot is left their slots: whose turn comes last loses
+        first. Only between two rounds, for what was answered HIT in a round is there to its end.
+        """
+        table, promoting = self._shared.table, self.promoting
+        behind = [other for other in reversed(self.pending) if other is not first]
+        if count > self.room:
+            held = dict.fromkeys(chunk for other in behind for chunk in other.held)
+            spare = [chunk for chunk in held if chunk in promoting and chunk not in first.held]
+            promoting.difference_update(spare[: count - self.room])
+        count = min(count, self.room) - len(table.free)
+        if count <= table.evictable:
+            return
+        for other in behind:
+            table.unpin(other.held)
+        self._shared.evict(count)
+        for other in behind:
+            other.held = {chunk: when for chunk, when in other.held.items() if chunk.state is _READY}
+            other.answers_stand = False
+            table.pin(other.held)
+        self.free_budget(list(promoting))
+
+    def evict_to_reserve(self) -> None:
+        """Evict until slots are free for chunks that a get may find.
+
+        Slots of running gets count as free: unused ones are returned, so asking for chunks that no tier has
+        evicts nothing.
+        """
+        short = self.reserve - len(self._shared.table.free)
+        if short > 0:
+            lent = sum(len(transfer.chunks) for transfer in self._shared.running if not transfer.is_put)
+            self._shared.evict(short - lent)
+
+    def reset(self) -> None:
+        """Unpin everything. Requests wait on, and their deadlines go on."""
+        waiting = [request for request in self.pending if request.is_waiting]
+        for request in list(self.pending):
+            self.unhold(request)
+            request.located.clear()
+        self.pending.update(dict.fromkeys(waiting))

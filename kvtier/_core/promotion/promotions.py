@@ -1,0 +1,173 @@
+"""Promotes chunks of the tiers for requests that wait, each in its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import dropwhile, takewhile
+
+from kvtier._core.awaited import Wait
+from kvtier._core.chunks import Chunk
+from kvtier._core.messages import Answer, GetEnded
+from kvtier._core.promotion.gets import Gets, select
+from kvtier._core.promotion.holds import Holds
+from kvtier._core.promotion.tier_order import TierOrder
+from kvtier._core.promotion.wanted import Waiters, loading, of_use, still_wanted
+from kvtier._core.requests import Request
+from kvtier._core.shared import Keys, SharedState
+from kvtier._core.transfers import SlotUse, Transfer
+from kvtier.keys import OffloadKey, group_index
+
+
+class Promotions:
+    """Turns what requests want into gets, and the ends of gets into further ones.
+
+    Attributes:
+        holds: what is pinned for requests that wait.
+    """
+
+    def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
+        self.holds = Holds(shared, windowed_groups)
+        self._shared = shared
+        self._windowed = windowed_groups
+        self._gets = Gets(shared, self.holds)
+        self._tiers = TierOrder(shared, self.holds, self._gets, windowed_groups)
+
+    def promote_wanted(self, request: Request, now_s: float) -> None:
+        """Start gets of the keys that the request wants, as far as the budget goes.
+
+        Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is promoted
+        behind a key that no tier has.
+        """
+        if request.wait is not None and not self._update_wait(request, request.wait, now_s):
+            return
+        expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
+        located, wait = request.located, request.wait if request.awaits_any else None
+        known: list[OffloadKey] = []
+        unknown: list[OffloadKey] = []
+        unsure = unsure_before = False
+        request.answers_stand = not self._windowed
+        for key in still_wanted(request, self._windowed):
+            if key in visible:
+                request.answers_stand = False
+                continue
+            transfer = expected.get(key)
+            if transfer is not None:
+                transfer.waiters[request] = None
+            elif wait is not None and (key not in located or key in wait.promoted):
+                unsure = True
+                continue
+            elif key not in located:
+                unsure_before = unsure_before if unknown else unsure
+                unknown.append(key)
+            elif not unsure or self._is_windowed(key):
+                known.append(key)
+            unsure = unsure or not (key in located or self._is_windowed(key))
+        if known:
+            self._get_for(request, known, now_s)
+        if unknown:
+            slot_use = SlotUse.FREE if unsure_before else SlotUse.EVICT
+            front = [key for key in unknown if not self._is_windowed(key)]
+            self._tiers.ask(front, {request: None}, now_s, 0, slot_use)
+            windowed = [key for key in unknown if self._is_windowed(key)]
+            self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
+        if wait is not None:
+            wait.promoted.update(key for key in known if key in expected)
+
+    def _update_wait(self, request: Request, wait: Wait, now_s: float) -> bool:
+        """Ask again for what a request awaits, where that is due; return whether there may be any news."""
+        if request.awaits_any and request.answers_stand and now_s < wait.next_s:
+            return False
+        wait.update(request.wanted, (self._shared.table.visible, request.located), now_s)
+        if wait.until_s is not None and now_s >= wait.until_s:
+            request.end_wait()
+        again, expected = wait.ask_again(now_s), self._gets.expected[request.tiers]
+        if not any(key in expected for key in again):
+            self._tiers.ask(again, {request: None}, now_s, 0, SlotUse.NONE)
+        return True
+
+    def locate_wanted(self, request: Request, now_s: float) -> None:
+        """Look for the keys that the request wants, without bringing any of them."""
+        expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
+        unknown: list[OffloadKey] = []
+        for key in dict.fromkeys(request.wanted):
+            if key in visible or key in request.located or key in request.absent:
+                continue
+            if (transfer := expected.get(key)) is not None:
+                transfer.waiters[request] = None
+            else:
+                unknown.append(key)
+        self._tiers.ask(unknown, {request: None}, now_s, 0, SlotUse.NONE)
+
+    def get_ended(self, event: GetEnded, now_s: float) -> list[Chunk]:
+        """Process the end of a get, start those that follow, and return the chunks that it promoted."""
+        transfer, answers, waiters, copied = self._gets.end(event, now_s)
+        if waiters:
+            self._ask_next_tier(transfer, answers, waiters, now_s)
+        return copied
+
+    def give_up(self, transfer: Transfer, now_s: float) -> None:
+        """Stop waiting for an overdue get: its keys are looked for elsewhere."""
+        waiters = self._gets.give_up(transfer)
+        self._tiers.ask(transfer.keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+
+    def reset(self) -> None:
+        """Doom what is being promoted, and unpin what is held."""
+        self._gets.reset()
+        self.holds.reset()
+
+    def _ask_next_tier(
+        self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters, now_s: float
+    ) -> None:
+        """Ask the next tier for the keys that this one lacks; get located chunks that waiters can use."""
+        missing = select(transfer.keys, answers, Answer.MISSING)
+        located = select(transfer.keys, answers, Answer.LOCATED)
+        for request in waiters:
+            request.located.update(dict.fromkeys(located, transfer.tier))
+        self._tiers.ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+        waiters = loading(waiters)
+        if waiters and transfer.slot_use is SlotUse.EVICT:
+            visible = self._shared.table.visible
+            run = [key for key in _run_after_copied(transfer.keys, answers) if key not in visible]
+            run = self._tiers.obtainable(of_use(run, waiters, self._windowed), waiters, now_s)
+            self._tiers.get_located(run, waiters, now_s)
+            first = self.holds.first
+            if first in waiters and not any(other.held for other in self.holds.pending if other is not first):
+                self._trim_first(first, run)  # nobody can make way for it
+
+    def _is_windowed(self, key: OffloadKey) -> bool:
+        return bool(self._windowed) and group_index(key) in self._windowed
+
+    def _get_for(self, request: Request, keys: list[OffloadKey], now_s: float) -> None:
+        """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
+        is_first = not request.awaits_any and self.holds.first in (None, request)
+        keys = self._tiers.obtainable(keys, {request: None}, now_s)
+        if is_first:
+            self.holds.free_for_first(request, len(keys))
+        self._tiers.get_located(keys, {request: None}, now_s)
+        if is_first:
+            self._trim_first(request, keys)
+
+    def _trim_first(self, first: Request, keys: Keys) -> None:
+        """Drop keys of the request first in line that cannot fit, to avoid a deadlock.
+
+        Gets for other requests are awaited: their slots can be evicted once the chunks are there.
+        """
+        expected = self._gets.expected[first.tiers]
+        left = [key for key in keys if key not in expected]
+        under_way = [
+            transfer
+            for transfer in self._shared.running
+            if transfer.waiters and transfer.chunks and not transfer.is_put
+        ]
+        if left and all(first in transfer.waiters for transfer in under_way):
+            first.mark_absent(left)
+            reason = self._shared.short_of("budget")
+            self._shared.counts["miss", reason] += len(left)
+            if first.record is not None:
+                first.record.gave_up(left, reason)
+
+
+def _run_after_copied(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:
+    """Return the located keys that directly follow the copied ones at the front."""
+    rest = dropwhile(lambda pair: pair[1] is Answer.COPIED, zip(keys, answers, strict=True))
+    return [key for key, _ in takewhile(lambda pair: pair[1] is Answer.LOCATED, rest)]

@@ -1,0 +1,145 @@
+"""Asks the tiers in their order for keys, each where it may be asked and is quicker than computing."""
+
+from __future__ import annotations
+
+from kvtier._core.promotion.gets import Gets
+from kvtier._core.promotion.holds import Holds
+from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, locating, of_use
+from kvtier._core.shared import Keys, SharedState
+from kvtier._core.transfers import SlotUse
+from kvtier.keys import OffloadKey
+
+_WAIT = "wait"
+
+
+class TierOrder:
+    """Chooses the tier for each get, or none: then the keys are absent for those who wait for them."""
+
+    def __init__(
+        self, shared: SharedState, holds: Holds, gets: Gets, windowed_groups: frozenset[int]
+    ) -> None:
+        self._shared = shared
+        self._holds = holds
+        self._gets = gets
+        self._windowed = windowed_groups
+
+    def ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, slot_use: SlotUse) -> None:
+        """Look for keys in the next tier that may be asked; where there is none they are absent."""
+        shared = self._shared
+        keys = [key for key in keys if key not in shared.table.visible]
+        if not keys or not waiters:
+            return
+        if all(request.locates for request in waiters):
+            slot_use = SlotUse.NONE
+        allowed = allowed_tiers(waiters)
+        for tier in range(first_tier, len(shared.tiers)):
+            status = shared.tiers[tier]
+            closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
+            slots = min(len(keys), self._holds.room, len(shared.table.free))
+            if closed is None:
+                gets = 1 if slots == len(keys) else 2
+                closed = self._gate(tier, keys, keys, gets, waiters, now_s, may_wait=not first_tier)
+            if closed == _WAIT:
+                return
+            if closed is None:
+                count = slots if slot_use else 0
+                self._gets.begin(tier, keys, count, waiters, now_s).slot_use = slot_use
+                return
+            self._skip(tier, keys, waiters, closed)
+            if closed == "gate":
+                if slot_use:
+                    self._probe(tier, keys, now_s)
+                self.ask(keys, locating(waiters), now_s, tier, SlotUse.NONE)
+                waiters = loading(waiters)
+        for request in waiters:
+            request.mark_nowhere(keys, now_s)
+
+    def obtainable(self, keys: list[OffloadKey], waiters: Waiters, now_s: float) -> list[OffloadKey]:
+        """Return the located keys whose tiers may be asked now; the others are looked for in later tiers."""
+        if not keys:
+            return keys
+        located = next(iter(waiters)).located
+        refused: set[int] = set()
+        for tier, found in _by_tier(keys, located):
+            reason = self._shared.tiers[tier].get_refusal(now_s)
+            reason = reason or self._gate(tier, found, keys, 1, waiters, now_s)
+            if reason:
+                refused.add(tier)
+            if reason and reason != _WAIT:
+                self._skip(tier, found, waiters, reason)
+                self.ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
+        return [key for key in keys if located[key] not in refused] if refused else keys
+
+    def get_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
+        """Get keys that are known to be in a tier; evict for them, within the budget."""
+        if not keys:
+            return
+        table = self._shared.table
+        room = min(len(keys), self._holds.room)
+        self._shared.evict(room - len(table.free))
+        room = min(room, len(table.free))
+        for tier, found in _by_tier(keys[:room], next(iter(waiters)).located):
+            if useful := of_use(found, waiters, self._windowed):
+                self._gets.begin(tier, useful, len(useful), waiters, now_s, located=True)
+
+    def _skip(self, tier: int, keys: Keys, waiters: Waiters, reason: str) -> None:
+        self._shared.counts["skipped", self._shared.tiers[tier].name, reason] += len(keys)
+        self._gets.record(waiters, tier, keys, reason)
+
+    def _gate(
+        self,
+        tier: int,
+        keys: Keys,
+        wanted: Keys,
+        gets: int,
+        waiters: Waiters,
+        now_s: float,
+        *,
+        may_wait: bool = True,
+    ) -> str | None:
+        """Return "gate", and note it, where computing keys is quicker; None where they are got.
+
+        Args:
+            tier: the tier that is to give them.
+            keys: what the tier is to give, ``wanted`` or a part of it.
+            wanted: all that the waiters may get with them, however few slots there are.
+            gets: how many gets that takes, one after the other.
+            waiters: the requests. Those that only locate are not decided about.
+            now_s: the time.
+            may_wait: whether "wait" may be returned: that is to be decided in the next round.
+        """
+        gate, waiters = self._shared.gate, loading(waiters)
+        if not gate.is_active or self._windowed or not waiters:
+            return None
+        request = next(iter(waiters))
+        asked = {key: index for index, key in enumerate(request.wanted)}
+        held = sum(chunk.key not in asked for chunk in request.held)
+        place = request.base + held + asked.get(keys[0], 0)
+        if not gate.is_slower(tier, place, len(wanted), gets, now_s):
+            return None
+        if may_wait and self._holds.first not in (None, *waiters) and gate.has_to_wait(now_s):
+            for waiter in waiters:
+                waiter.deadline_s = None  # it does not wait for a tier
+            return _WAIT
+        gate.computes(place, len(wanted))
+        for waiter in waiters:
+            waiter.gated.update(keys)
+        return "gate"
+
+    def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
+        """Get a few of the keys although computing is quicker, where that is due, to learn if it still is."""
+        room = min(len(keys), self._holds.room)
+        if not room or not (count := min(room, self._shared.gate.probe_size(tier, now_s))):
+            return
+        self._shared.evict(count - len(self._shared.table.free))
+        if count := min(count, len(self._shared.table.free)):
+            self._shared.gate.probe_begins(tier, now_s)
+            self._gets.begin(tier, keys[:count], count, {}, now_s).is_probe = True
+
+
+def _by_tier(keys: Keys, located: dict[OffloadKey, int]) -> list[tuple[int, list[OffloadKey]]]:
+    """Return the tiers that keys are in, and which they are, in the tiers' order."""
+    by_tier: dict[int, list[OffloadKey]] = {}
+    for key in keys:
+        by_tier.setdefault(located[key], []).append(key)
+    return sorted(by_tier.items())

@@ -1,0 +1,278 @@
+"""A request waits for chunks that no tier has yet: asked for again now and then, until its time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from kvtier._core.awaited import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_KEYS, Wait
+from kvtier._core.messages import Get, TierDown
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
+from kvtier.keys import OffloadKey
+from tests.unit.core.world import (
+    COPIED,
+    HIT,
+    LOCATED,
+    MISS,
+    MISSING,
+    PENDING,
+    RETRY,
+    answer,
+    ask,
+    fetches,
+    keys,
+    make,
+    step,
+    store,
+    taken,
+)
+
+WAIT_S = 10.0
+STEP_S = FIRST_PAUSE_S / 4
+PROMPT = keys("a", 4)
+
+
+def waiting() -> Request:
+    return Request("decode", wait=Wait(WAIT_S))
+
+
+def poll(core: Tiering, request: Request, prompt: Sequence[OffloadKey], now_s: float) -> tuple[float, Get]:
+    """Go on in steps of the engine until a tier is asked; return when that was, and the get."""
+    while True:
+        now_s += STEP_S
+        if begun := step_as_vllm(core, request, prompt, now_s)[1]:
+            (get,) = begun
+            return now_s, get
+
+
+def step_as_vllm(
+    core: Tiering, request: Request, prompt: Sequence[OffloadKey], now_s: float
+) -> tuple[list[Lookup], list[Get]]:
+    """Ask one round of questions, repeated ones answered as such."""
+    answers = []
+    for key in prompt:
+        repeated = core.repeat_answer(key, request)
+        answers.append(core.lookup(key, request) if repeated is None else repeated)
+        if answers[-1] is MISS:
+            break
+    core.settle(now_s)
+    return answers, fetches(core)
+
+
+def begin(
+    core: Tiering, request: Request, prompt: list[OffloadKey], *found: object, now_s: float = 0.0
+) -> None:
+    """Ask for a prompt; the tier has what is said."""
+    (get,) = step(core, request, prompt, now_s)
+    answer(core, get, list(found), now_s)  # type: ignore[arg-type]
+
+
+def waits(core: Tiering) -> dict[str, float]:
+    return {count[1]: number for count, number in core.take_counts().items() if count[0] == "waits"}
+
+
+def test_what_no_tier_has_yet_is_asked_for_again_in_one_get_and_loaded_when_it_is_there() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [RETRY] * 4
+    when_s, again = poll(core, request, PROMPT, 0.0)
+    assert (list(again.keys), list(again.slots)) == (PROMPT, []), "it takes no slot for what may not come"
+    assert not answer(core, again, [LOCATED] * 4, when_s)
+    assert ask(core, request, PROMPT) == [PENDING] * 4
+    core.settle(when_s)
+    (get,) = fetches(core)
+    assert (list(get.keys), get.located) == (PROMPT, True)
+    answer(core, get, [COPIED] * 4, when_s)
+    assert ask(core, request, PROMPT) == [HIT] * 4
+    core.acquire(PROMPT, request)
+    assert waits(core) == {"arrived": 1}
+
+
+def test_without_a_hint_it_is_a_miss_at_once() -> None:
+    core, request = make(), Request()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [MISS]
+
+
+def test_after_its_time_it_is_a_miss_and_the_deadline_of_tiers_counts_from_there() -> None:
+    core, request = make(request_deadline_s=5.0), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert request.deadline_s == WAIT_S + 5.0
+    core.settle(0.0)
+    step_as_vllm(core, request, PROMPT, WAIT_S)
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(WAIT_S)
+    counts = core.take_counts()
+    assert counts["waits", "in_vain"] == 1
+    assert counts["miss", "not_arrived"] == 1
+    assert ("expired",) not in counts
+    assert request.deadline_s is None
+    assert not core.promotions.holds.pending
+
+
+def test_the_pauses_grow_up_to_a_bound_and_an_arrival_shortens_them() -> None:
+    core, request, now_s = make(), waiting(), 0.0
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    pauses = []
+    for _ in range(8):
+        before_s = now_s
+        now_s, get = poll(core, request, PROMPT, now_s)
+        answer(core, get, [MISSING] * 4, now_s)
+        pauses.append(now_s - before_s)
+    assert all(later >= pause - STEP_S for pause, later in pairwise(pauses))
+    assert pauses[0] >= FIRST_PAUSE_S
+    assert LONGEST_PAUSE_S <= pauses[-1] < 1.1 * LONGEST_PAUSE_S
+    now_s, get = poll(core, request, PROMPT, now_s)
+    answer(core, get, [LOCATED, MISSING, MISSING, MISSING], now_s)
+    _, begun = step_as_vllm(core, request, PROMPT, now_s)
+    assert [list(get.keys) for get in begun] == [PROMPT[1:], PROMPT[:1]], "there may be more by now"
+
+
+def test_a_step_between_two_polls_asks_nobody() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    step(core, request, PROMPT)
+    for _ in range(100):
+        answers, begun = step_as_vllm(core, request, PROMPT, FIRST_PAUSE_S / 2)
+        assert (answers, begun) == ([RETRY, MISS], []), "repeated: it waits on"
+    assert core.next_deadline_s() == pytest.approx(FIRST_PAUSE_S)
+
+
+def test_only_the_first_of_many_chunks_are_asked_for_again() -> None:
+    core, request, prompt = make(), waiting(), keys("a", 3 * MOST_KEYS)
+    begin(core, request, prompt, *[MISSING] * len(prompt))
+    _, get = poll(core, request, prompt, 0.0)
+    assert list(get.keys) == prompt[:MOST_KEYS]
+
+
+def test_what_arrives_early_is_promoted_and_not_held() -> None:
+    core, request = make(budget=0.25), waiting()
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    assert ask(core, request, PROMPT) == [HIT, HIT, RETRY, RETRY]
+    core.settle(0.0)
+    assert not request.held
+    assert not core.holds.promoting
+    when_s, again = poll(core, request, PROMPT, 0.0)
+    assert list(again.keys) == PROMPT[2:]
+    answer(core, again, [LOCATED, MISSING], when_s)
+    _, (next_poll, get) = step_as_vllm(core, request, PROMPT, when_s)
+    assert (list(get.keys), list(next_poll.keys)) == (PROMPT[2:3], PROMPT[3:])
+    answer(core, get, [COPIED], when_s)
+    step_as_vllm(core, request, PROMPT, when_s)
+    assert not core.holds.promoting
+    assert core.table.evictable == 3
+
+
+def test_what_was_evicted_meanwhile_is_promoted_again_only_when_all_the_rest_is_there() -> None:
+    core, request, now_s = make(slots=4, budget=1.0), waiting(), 0.0
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    step_as_vllm(core, request, PROMPT, now_s)
+    store(core, keys("b", 4))
+    for _ in range(20):
+        now_s, get = poll(core, request, PROMPT, now_s)
+        assert list(get.keys) == PROMPT[2:]
+        answer(core, get, [MISSING] * 2, now_s)
+    now_s, get = poll(core, request, PROMPT, now_s)
+    answer(core, get, [LOCATED] * 2, now_s)
+    _, (rest,) = step_as_vllm(core, request, PROMPT, now_s)
+    assert list(rest.keys) == PROMPT[:2]
+
+
+def test_it_takes_no_turn_before_others() -> None:
+    """Its share of the budget goes to a request that came later and does not wait for anybody."""
+    core, request, other, prompt = make(slots=8, budget=0.5), waiting(), Request(), keys("b", 4)
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    ask(core, request, PROMPT)
+    (get,) = step(core, other, prompt)
+    (rest,) = answer(core, get, [COPIED] * 2 + [LOCATED] * 2)
+    assert list(rest.keys) == prompt[2:]
+    answer(core, rest, [COPIED] * 2)
+    ask(core, request, PROMPT)
+    assert not step(core, other, prompt)
+    assert ask(core, other, prompt) == [HIT] * 4
+    assert core.holds.promoting == set(other.held), "the other one holds nothing"
+
+
+@pytest.mark.parametrize("how", ["abort", "reset", "tier", "failure", "computed"])
+def test_it_ends_at_once(how: str) -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    step_as_vllm(core, request, PROMPT, 0.0)
+    now_s, get = poll(core, request, PROMPT, 0.0)
+    if how == "abort":
+        core.close(request)
+        assert waits(core) == {"aborted": 1}
+        assert not answer(core, get, [LOCATED] * 4, now_s)
+        assert not core.holds.pending
+        return
+    if how == "reset":
+        core.reset()
+        taken(core)
+        answer(core, get, [MISSING] * 4, now_s)
+        for more in step(core, request, PROMPT, now_s):
+            answer(core, more, [MISSING] * 4, now_s)
+    elif how == "computed":
+        core.scheduled(request)
+        assert ask(core, request, PROMPT) == [RETRY] * 4, "preempted"
+        (get,) = step(core, request, PROMPT, now_s) or [get]
+        answer(core, get, [MISSING] * 4, now_s)
+    elif how == "tier":
+        answer(core, get, [MISSING] * 4, now_s)
+        core.on_event(TierDown(0, "gone"), now_s)
+        step_as_vllm(core, request, PROMPT, now_s + LONGEST_PAUSE_S)
+    else:
+        answer(core, get, [MISSING] * 4, now_s, connection=4)
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(now_s)
+    assert waits(core) == {"in_vain": 1}
+    assert not core.holds.pending
+
+
+def test_a_tier_that_fails_at_once_is_not_waited_for() -> None:
+    core, request = make(), waiting()
+    (get,) = step(core, request, PROMPT)
+    answer(core, get, [COPIED, MISSING, MISSING, MISSING], checksum=1)
+    assert ask(core, request, PROMPT) == [HIT, MISS]
+
+
+def test_after_a_reset_nobody_waits() -> None:
+    """What other engines store from then on is not for this one."""
+    core, request = make(), waiting()
+    core.reset()
+    taken(core)
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [MISS]
+
+
+def test_a_request_without_a_hint_does_not_wait_with_one_that_shares_its_get() -> None:
+    core, request, other = make(), waiting(), Request()
+    ask(core, request, PROMPT)
+    ask(core, other, PROMPT[:2])
+    core.settle(0.0)
+    (get,) = fetches(core)
+    answer(core, get, [MISSING] * 4)
+    assert ask(core, other, PROMPT) == [MISS]
+    assert ask(core, request, PROMPT) == [RETRY] * 4
+
+
+def test_chunks_that_only_others_want_are_not_waited_for() -> None:
+    core, request, other = make(), waiting(), Request()
+    ask(core, other, PROMPT)
+    ask(core, request, PROMPT[:2])
+    core.settle(0.0)
+    (get,) = fetches(core)
+    answer(core, get, [COPIED, COPIED, MISSING, MISSING])
+    assert ask(core, request, PROMPT[:2]) == [HIT, HIT]
+    core.settle(0.0)
+    assert waits(core) == {}
+
+
+def test_models_with_windows_do_not_wait() -> None:
+    """Of a window's chunks only some are ever stored."""
+    core, request = make(windowed=frozenset({1})), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [MISS]
