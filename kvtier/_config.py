@@ -59,8 +59,8 @@ class TieringConfig(Settings):
     )
     eviction_policy: str = Field(
         default="lru",
-        description="Eviction policy of the primary tier: `lru`, `arc`, `lhd` or the name of an "
-        "installed policy.",
+        description="Eviction policy of the primary tier: `auto`, `lru`, `arc`, `lhd` or the name of "
+        "an installed policy.",
     )
     store_threshold: int = Field(
         default=0,

@@ -23,7 +23,7 @@ import typer
 
 from kvtier import _build as build
 from kvtier import _reasons as reasons
-from kvtier._cli import report
+from kvtier._cli import report, top
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import PRIMARY
 from kvtier._execution.executor import NamedTier
@@ -116,6 +116,13 @@ def command(
             min=_PAGE_BYTES, max=2**30, callback=_whole_pages, help="Length of the chunk, a multiple of 4096."
         ),
     ] = 1_048_576,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL|FILE",
+            help="Metrics of a running engine, as for top: adds what each tier gave back; repeatable.",
+        ),
+    ] = None,
     as_json: report.JsonFlag = False,
 ) -> None:
     """Check a configuration: put a chunk into each tier, get it back and discard it.
@@ -124,14 +131,21 @@ def command(
 
     Example: kvtier doctor --tier '{"type": "fs", "root_dir": "/var/cache/kvtier"}'
     """
+    returns = [found for source in metrics or [] for found in top.returns(source)]
     checks = run(config, tier or [], chunk_bytes)
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
     if as_json:
         found = [asdict(check) for check in checks]
-        typer.echo(json.dumps({"not_well": failed, "checks": found}, indent=2))
+        typer.echo(
+            json.dumps(
+                {"not_well": failed, "checks": found, "returns": [asdict(one) for one in returns]}, indent=2
+            )
+        )
     else:
         rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
         report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
+        for one in returns:
+            report.print_line(str(one))
         report.print_line(f"not well: {', '.join(failed)}" if failed else "all tiers are well")
     raise typer.Exit(report.PROBLEMS if failed else report.OK)
 

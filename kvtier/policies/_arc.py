@@ -31,6 +31,11 @@ class ARC(EvictionPolicy):
         self._pinned: dict[OffloadKey, AgedKeys] = {}
         self._target = 0.0  # how many chunks _recent should have
 
+    @property
+    def target_share(self) -> float:
+        """Share of the slots that chunks seen once should have."""
+        return self._target / self.capacity if self.capacity else 0.0
+
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
         pinned, ghosts_recent, ghosts_frequent = self._pinned, self._ghosts_recent, self._ghosts_frequent
         if all(known.keys().isdisjoint(keys) for known in (pinned, ghosts_recent, ghosts_frequent)):

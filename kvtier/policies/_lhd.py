@@ -20,30 +20,37 @@ _UPDATE_USES = 256  # at least: an update takes 0.3 ms
 _SHARDS = 64  # one dict of all keys would take 50 ms to grow, in one call
 
 
-_TIME_BITS = RECORD_BITS - MAX_USES.bit_length()
-_TIME = (1 << _TIME_BITS) - 1
+_TIME_BITS = RECORD_BITS - MAX_USES.bit_length() - 1
+TIME = (1 << _TIME_BITS) - 1
+_SOON = TIME + 1  # the bit of a record above its time
+_USES_BITS = _TIME_BITS + 1
+_SOON_CAPACITIES = 2.0  # of uses
 
 
-class _Run:
+class Run:
     """Chunks that were used together, as often; a link in the ring of their class.
 
     Attributes:
         keys: in the order of the prompt; keys that have left are among them.
         held: how many have not left.
-        record: number of uses and time of the last, as ghosts remember it.
+        record: as ghosts remember it: number of uses, whether the last one came soon after the one before,
+            and its time.
+        ring: the run that stands for the class; it holds what all runs of the class hold.
     """
 
-    __slots__ = ("held", "keys", "newer", "number", "older", "record")
+    __slots__ = ("held", "keys", "newer", "number", "older", "record", "ring")
 
     def __init__(self, keys: list[OffloadKey], record: int, number: int = 0) -> None:
         self.number = number
         self.keys = keys
         self.held = len(keys)
         self.record = record
-        self.older = self.newer = self
+        self.older = self.newer = self.ring = self
 
-    def link(self, ring: _Run) -> None:
+    def link(self, ring: Run) -> None:
         """Become the newest run of a ring. The ring's own link is between its newest and its oldest run."""
+        self.ring = ring
+        ring.held += self.held
         self.older, self.newer = ring.older, ring
         ring.older.newer = ring.older = self
 
@@ -57,6 +64,7 @@ class LHD(EvictionPolicy):
 
     def __init__(self, capacity: int = 0) -> None:
         self._ghosts = Ghosts()
+        self._model = ReuseModel()
         self.resize(capacity)
         self.clear()
 
@@ -71,10 +79,11 @@ class LHD(EvictionPolicy):
         self._now = self._updated = self._count = 0  # time is counted in uses of chunks
         # Numbers of runs by key: a dict of bytes and integers costs the garbage collector nothing.
         self._homes: list[dict[OffloadKey, int]] = [{} for _ in range(_SHARDS)]
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
         self._made = 0
         self._pinned: dict[OffloadKey, int] = {}  # records: a run would keep its neighbours alive
-        self._rings = [_Run([], 0) for _ in range(CLASSES)]
+        # By number of uses; of those whose last use came late first. LHD makes no difference between the two.
+        self._rings = [Run([], 0) for _ in range(2 * CLASSES)]
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
         pinned, recall = self._pinned, self._ghosts.recall
@@ -89,30 +98,39 @@ class LHD(EvictionPolicy):
             if known != record or is_use != (used or old is None):
                 self._note(record, is_use, len(batch) - begun)
                 record, is_use = known, used or old is None
-                batch = batches.setdefault(min((known >> _TIME_BITS) + is_use, MAX_USES), [])
+                batch = batches.setdefault(self._next(known, used=used, is_use=is_use), [])
                 begun = len(batch)
             batch.append(key)
         self._note(record, is_use, len(batch) - begun)
         self._now += len(keys)
         self._count += len(keys)
-        for uses, batch in batches.items():
+        for known, batch in batches.items():
             batch.reverse()
-            self._link(batch, uses)
+            self._link(batch, known | self._now)
+
+    def _next(self, record: int, *, used: bool, is_use: bool) -> int:
+        """Return a chunk's next record, without a time, after one that may be a use."""
+        uses = record >> _USES_BITS
+        if not is_use:
+            return record & ~TIME
+        age = self._now - (record & TIME)
+        is_soon = used or (uses and age <= _SOON_CAPACITIES * self.capacity)
+        return min(uses + 1, MAX_USES) << _USES_BITS | (_SOON if is_soon else 0)
 
     def _note(self, record: int, is_use: bool, count: int) -> None:
         """Note uses of chunks, for the model."""
         if not is_use:
             return
-        uses, model = record >> _TIME_BITS, self._model
+        uses, model = record >> _USES_BITS, self._model
         model.used[CLASS_OF_USES[min(uses + 1, MAX_USES)]] += count
         if uses:
-            age = (self._now - (record & _TIME)) / self._unit
+            age = (self._now - (record & TIME)) / self._unit
             model.reused[CLASS_OF_USES[uses]][model.bin_of(age)] += count
 
-    def _link(self, batch: list[OffloadKey], uses: int) -> None:
+    def _link(self, batch: list[OffloadKey], record: int) -> None:
         self._made = number = self._made + 1
-        run = self._runs[number] = _Run(batch, uses << _TIME_BITS | self._now, number)
-        run.link(self._rings[CLASS_OF_USES[uses]])
+        run = self._runs[number] = Run(batch, record, number)
+        run.link(self._rings[CLASS_OF_USES[record >> _USES_BITS] + (CLASSES if record & _SOON else 0)])
         homes = self._homes
         for key in batch:
             homes[key[-5] % _SHARDS][key] = number
@@ -123,44 +141,50 @@ class LHD(EvictionPolicy):
             run = runs[homes[key[-5] % _SHARDS].pop(key)]
             pinned[key] = run.record
             run.held -= 1
+            run.ring.held -= 1
             if not run.held:
                 self._drop(run)
             elif run.held * 2 < len(run.keys):
                 run.keys = [key for key in run.keys if homes[key[-5] % _SHARDS].get(key) == run.number]
         self._count -= len(keys)
 
-    def _drop(self, run: _Run) -> None:
+    def _drop(self, run: Run) -> None:
         del self._runs[run.number]
         run.unlink()
 
     def evict(self, count: int) -> list[OffloadKey]:
+        self._learn()
+        evicted: list[OffloadKey] = []
+        count = min(count, self._count)
+        while len(evicted) < count:
+            self._take(self._choose(), count, evicted)
+        self._count -= len(evicted)
+        return evicted
+
+    def _learn(self) -> None:
+        """Update the densities if enough has been noted since they were updated last."""
         elapsed = self._now - self._updated
         if elapsed >= max(_UPDATE_UNITS * self._unit, _UPDATE_USES):
             self._model.update(elapsed / self._unit)
             self._updated = self._now
-        evicted: list[OffloadKey] = []
-        count = min(count, self._count)
-        while len(evicted) < count:
-            self._take(self._least_dense(), count, evicted)
-        self._count -= len(evicted)
-        return evicted
 
-    def _least_dense(self) -> _Run:
+    def _choose(self) -> Run:
         """Return the run to evict from: of each class the oldest and the newest one are considered."""
         density, bin_of, now, unit = self._model.density, self._model.bin_of, self._now, self._unit
         least, chosen = 0.0, None
-        for ring, densities in zip(self._rings, density, strict=True):
+        for ring, densities in zip(self._rings, density * 2, strict=True):
             for run in (ring.newer, ring.older):
                 if run is not ring:
-                    found = densities[bin_of((now - (run.record & _TIME)) / unit)]
+                    found = densities[bin_of((now - (run.record & TIME)) / unit)]
                     if chosen is None or found < least:
                         least, chosen = found, run
         assert chosen is not None
         return chosen
 
-    def _take(self, run: _Run, count: int, evicted: list[OffloadKey]) -> None:
+    def _take(self, run: Run, count: int, evicted: list[OffloadKey]) -> None:
         """Evict keys of a run from its tail until it is empty or so many are evicted."""
         homes, remember, keys, record = self._homes, self._ghosts.remember, run.keys, run.record
+        before = run.held
         while run.held and len(evicted) < count:
             key = keys.pop()
             shard = homes[key[-5] % _SHARDS]
@@ -169,6 +193,7 @@ class LHD(EvictionPolicy):
                 run.held -= 1
                 evicted.append(key)
                 remember(key, record)
+        run.ring.held -= before - run.held
         if not run.held:
             self._drop(run)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._maintenance.ages import BUCKETS, REUSE_WEIGHT, new_histogram, plan, youngest_of
+from kvtier.tiers.fs._maintenance.ages import BUCKETS, bucket_of, new_histogram, plan, rank, youngest_of
 from kvtier.tiers.fs._quota import quota
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger as OneProcessLedger
@@ -301,13 +301,6 @@ def test_a_ledger_is_read_as_it_was_written_and_damage_is_seen(
 # ---------------------------------------------------------------------------------------- ages
 
 
-def bucket_of(age_us: int) -> int:
-    """Return the bucket of an age as scan.c does."""
-    age = min(max(age_us, 0), (1 << 50) - 1)
-    shift = max(0, age.bit_length() - 9)
-    return (shift << 8) + (age >> shift)
-
-
 @given(st.integers(-5, 2**52))
 def test_a_bucket_holds_its_ages_and_is_narrow(age: int) -> None:
     bucket = bucket_of(age)
@@ -338,7 +331,7 @@ def test_a_plan_frees_enough_and_not_a_bucket_too_many(found: list[tuple[int, bo
     assert freed >= min(need, total)
     # Without the bucket that was chosen last it would have been too little.
     weighed = {
-        (bucket_of(age), reused): youngest_of(bucket_of(age)) * (1 if reused else REUSE_WEIGHT)
+        (bucket_of(age), reused): rank(youngest_of(bucket_of(age)), reused=reused)
         for age, reused, _ in leaving
     }
     if weighed:

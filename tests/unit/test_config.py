@@ -47,7 +47,7 @@ def test_tiers_that_are_no_list(tiers):
 
 def test_unknown_policy_lists_those_installed():
     assert refusal(eviction_policy="lur").startswith(
-        "eviction_policy = 'lur': no such eviction policy; installed are: arc, lhd, lru"
+        "eviction_policy = 'lur': no such eviction policy; installed are: arc, auto, lhd, lru"
     )
 
 

@@ -57,7 +57,7 @@ class FsConfig(TierConfig):
     eviction: Literal["reuse", "none"] = Field(
         default="reuse",
         description="Eviction policy. `reuse`: the least recently used chunks leave first; a chunk that was "
-        "reused counts as half as old. `none`: nothing is evicted, and puts are refused when `root_dir` is "
+        "not reused counts as older. `none`: nothing is evicted, and puts are refused when `root_dir` is "
         "full.",
     )
     high_watermark: float = Field(

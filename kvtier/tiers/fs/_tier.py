@@ -25,7 +25,7 @@ from kvtier.tiers._base import (
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, Verb
+from kvtier.tiers.fs._files.call import CORRUPT, THERE, FileCall, Result, Verb
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier.tiers.fs._maintenance.known import KnownChunks
@@ -158,7 +158,10 @@ class FsTier(SecondaryTier[FsConfig]):
         if not len(batch):
             return Outcome(())
         with session.epoch.hold():
-            return outcome_of(await session.puts.put(session.maintenance.known, batch))
+            results = await session.puts.put(session.maintenance.known, batch)
+            there = [key for key, result in zip(batch.keys, results, strict=True) if result in THERE]
+            session.maintenance.note_put(there, self._chunk_bytes)
+        return outcome_of(results)
 
     async def get(self, batch: Batch) -> Outcome:
         """Read and prove chunks. See ``SecondaryTier.get``."""

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from kvtier._cli.main import app
 from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey
-from kvtier.policies import ARC, LHD, LRU
+from kvtier.policies import ARC, LHD, LRU, Auto, EvictionPolicy
 from kvtier_bench.simulate import run
+from kvtier_bench.simulate.files import replay_files
 from kvtier_bench.simulate.generate import TRACES, generate
 from kvtier_bench.simulate.replay import device_hits, optimum, replay
 from kvtier_bench.simulate.trace import sample
@@ -52,16 +53,34 @@ def test_lru_is_a_naive_lru(ids: list[list[int]], capacity: int) -> None:
     assert found == naive_lru(requests, capacity)
 
 
-@pytest.mark.parametrize("policy", [LRU, ARC, LHD])
+@pytest.mark.parametrize("policy", [LRU, ARC, LHD, Auto])
 @some
 @hypothesis.given(ids=prompts, capacity=st.integers(1, 15), device=st.integers(0, 6))
 def test_no_policy_beats_the_optimum(
-    policy: type[LRU | ARC | LHD], ids: list[list[int]], capacity: int, device: int
+    policy: type[EvictionPolicy], ids: list[list[int]], capacity: int, device: int
 ) -> None:
     requests = sample(ids).requests
     hits = device_hits(requests, device)
     loaded = sum(loaded for loaded, _ in replay(policy(), requests, hits, capacity))
     assert loaded <= optimum(requests, hits, capacity)
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(ids=prompts, capacity=st.integers(1, 15), device=st.integers(0, 6))
+def test_files_do_not_beat_it_either(ids: list[list[int]], capacity: int, device: int) -> None:
+    requests = sample(ids).requests
+    hits = device_hits(requests, device)
+    loaded = sum(loaded for loaded, _ in replay_files(requests, hits, capacity))
+    assert loaded <= optimum(requests, hits, capacity)
+
+
+@pytest.mark.parametrize("name", ["heads", "scans", "loops"])
+def test_of_files_what_returns_outlives_what_came_once(name: str) -> None:
+    requests = sample(generate(name, 1500, 0)).requests
+    nothing, capacity = [0] * len(requests), 200
+    files = sum(loaded for loaded, _ in replay_files(requests, nothing, capacity))
+    lru = sum(loaded for loaded, _ in replay(LRU(), requests, nothing, capacity))
+    assert files > 1.2 * lru
 
 
 @pytest.mark.parametrize(("capacity", "loaded"), [(1, 2), (2, 3), (3, 3)])

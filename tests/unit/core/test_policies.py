@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from itertools import count
 from random import Random
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._aged import AgedKeys
 from kvtier.policies._arc import ARC
+from kvtier.policies._auto import Auto
 from kvtier.policies._base import EvictionPolicy
 from kvtier.policies._ghosts import Ghosts
 from kvtier.policies._lhd import LHD
@@ -31,6 +34,10 @@ class TestARC(PolicyConformance):
 
 class TestLHD(PolicyConformance):
     policy = LHD
+
+
+class TestAuto(PolicyConformance):
+    policy = Auto
 
 
 def numbered(first: int, count: int) -> list[OffloadKey]:
@@ -180,3 +187,44 @@ def test_what_never_returns_is_worth_less_the_older_it_is_and_a_loop_more() -> N
     young, old = model.bin_of(0.5), model.bin_of(9.0)
     assert model.density[0][young] > 3 * model.density[0][old]
     assert model.density[1][old] > 3 * model.density[1][young]
+
+
+def loops() -> Iterator[int]:
+    """Go round a set that is a tenth larger than 1,000 slots: LRU hits nothing."""
+    for index in range(30_000):
+        yield index % 1100
+
+
+def windows() -> Iterator[int]:
+    """Use everything twice, soon: LRU hits all, and what was used twice is in the way of the others."""
+    for index in range(15_000):
+        yield index
+        if index >= 450:
+            yield index - 450
+
+
+def scans() -> Iterator[int]:
+    """Use a small set twice between scans of chunks that come once."""
+    once = count(1_000_000)
+    for _ in range(20):
+        for _ in range(2):
+            yield from range(400)
+        for _ in range(1500):
+            yield next(once)
+
+
+def shifts() -> Iterator[int]:
+    """Change from one to another."""
+    for part, trace in enumerate((windows, loops, windows)):
+        for number in trace():
+            yield part * 10_000_000 + number
+
+
+@pytest.mark.parametrize("trace", [loops, windows, scans, shifts])
+def test_auto_is_close_to_the_best_of_the_others(trace: Callable[[], Iterator[int]]) -> None:
+    names = {number: pack_key(blake2b(b"%d" % number, digest_size=16).digest()) for number in set(trace())}
+
+    def hits(policy: EvictionPolicy) -> int:
+        return sum(use(policy, names[number]) for number in trace())
+
+    assert hits(Auto(1000)) >= 0.95 * max(hits(LHD(1000)), hits(ARC(1000)), hits(LRU(1000)))

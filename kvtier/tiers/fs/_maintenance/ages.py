@@ -5,9 +5,10 @@ Their bytes are added up by age instead, in buckets that are a 256th as wide as 
 chunks that were never used again after they were written and once for those that were. A plan is then
 two ages, and all chunks that are older leave.
 
-A chunk that was used again is taken for ``REUSE_WEIGHT`` times younger than it is. That protects
-prompts that come back from those that come once, as the second queue of ARC and S3-FIFO does, and
-is otherwise LRU, which is better for roots that hold much of what there is.
+A chunk that was not used again is taken for ``UNPROVEN_US`` older than it is, and then for ``REUSE_WEIGHT``
+times older. That protects prompts that come back from those that come once, as the second queue of ARC and
+S3-FIFO does: the more, the sooner chunks leave. Where a root holds much of what there is, it comes close to
+LRU, which is better there.
 """
 
 from __future__ import annotations
@@ -19,15 +20,23 @@ from typing import Final, TypeAlias
 NEVER: Final = 2**63 - 1
 """An age that no chunk has."""
 
-REUSE_WEIGHT: Final = 2
+REUSE_WEIGHT: Final = 1.4
+UNPROVEN_US: Final = 200_000_000
 _SUB_BITS: Final = 8
 _SUB: Final = 1 << _SUB_BITS
 _AGE_BITS: Final = 50  # microseconds of 35 years
 BUCKETS: Final = (_AGE_BITS - _SUB_BITS + 1) * _SUB
 
 
+def bucket_of(age_us: int) -> int:
+    """Return the bucket of an age, as scan.c has it."""
+    age = min(max(age_us, 0), (1 << _AGE_BITS) - 1)
+    shift = max(0, age.bit_length() - _SUB_BITS - 1)
+    return (shift << _SUB_BITS) + (age >> shift)
+
+
 def youngest_of(bucket: int) -> int:
-    """Return the least age of a bucket, in microseconds. ``bucket_of`` in scan.c is its inverse."""
+    """Return the least age of a bucket, in microseconds: the inverse of ``bucket_of``."""
     shift = max(0, (bucket >> _SUB_BITS) - 1)
     return (bucket - (shift << _SUB_BITS)) << shift
 
@@ -93,5 +102,10 @@ def _oldest_first(histogram: Histogram) -> list[tuple[int, bool, int]]:
         for index, nbytes in enumerate(histogram)
         if nbytes
     ]
-    found.sort(key=lambda item: item[0] * (1 if item[1] else REUSE_WEIGHT), reverse=True)
+    found.sort(key=lambda item: rank(item[0], reused=item[1]), reverse=True)
     return found
+
+
+def rank(age_us: int, *, reused: bool) -> float:
+    """Return the age that a chunk is taken for: those with the highest leave first."""
+    return age_us if reused else (age_us + UNPROVEN_US) * REUSE_WEIGHT

@@ -121,6 +121,12 @@ class Maintenance:
         """Note that chunks were used. Any thread may call it."""
         self._recency.note(keys)
 
+    def note_put(self, keys: Sequence[OffloadKey], chunk_bytes: int) -> None:
+        """Note that chunks of this length were put. Any thread may call it."""
+        limit = self._quota.known.limit
+        if limit is not None:
+            self._recency.note_put(keys, limit // chunk_bytes)
+
     def make_room_soon(self) -> None:
         """Request an eviction if one is due. Any thread may call it."""
         if not self._is_eviction_paused:

@@ -1,4 +1,8 @@
-"""Which chunks were used, published to all processes through the times of their files, at long intervals."""
+"""Which chunks were used, published to all processes through the times of their files, at long intervals.
+
+A chunk that is put again was evicted in between, and its new file says nothing of its past. So puts are
+remembered, in a table of fixed size, and a chunk that returns counts as used again.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtier.keys import OffloadKey
+from kvtier.policies._ghosts import Ghosts
 
 TOUCH_EVERY_S: Final = 300.0
 """A file's time is set about so often: eviction looks back hours, and each time costs a write."""
 
 REMEMBERED: Final = 65_536
 """Chunks that are remembered, with some 150 bytes for each."""
+
+PUTS_REMEMBERED: Final = 1 << 20
+"""Chunks whose puts are remembered, with 8 bytes for each."""
+
+_WINDOW: Final = 5
+"""So many puts are remembered for each chunk that the root has room for: older ones say little."""
 
 
 class Recency:
@@ -25,6 +36,27 @@ class Recency:
         self._waiting: set[OffloadKey] = set()
         self._noted: set[OffloadKey] = set()
         self._begun_at = clock()
+        self._put_at = Ghosts()
+        self._put_at.resize(PUTS_REMEMBERED)
+        self._puts = 0
+
+    def note_put(self, keys: Sequence[OffloadKey], room: int) -> None:
+        """Note that chunks were put, and that those which were put not long ago are used again.
+
+        Args:
+            keys: in the order of their prompt.
+            room: how many chunks the root has room for.
+        """
+        with self._lock:
+            has_returned = False
+            for key in reversed(keys):
+                self._puts += 1
+                before = self._put_at.recall(key)
+                # A chunk returns whenever one behind it does: this mends what the table has forgotten.
+                has_returned = has_returned or (before > 0 and self._puts - before <= _WINDOW * room)
+                if has_returned and len(self._waiting) < REMEMBERED:
+                    self._waiting.add(key)
+                self._put_at.remember(key, self._puts)
 
     def note(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks were used."""
@@ -49,3 +81,4 @@ class Recency:
         """Forget everything: the chunks are those of another epoch."""
         with self._lock:
             self._waiting, self._noted, self._begun_at = set(), set(), self._clock()
+            self._put_at.clear()

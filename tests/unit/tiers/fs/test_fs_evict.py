@@ -18,7 +18,7 @@ from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
 from kvtier.tiers.fs._maintenance import maintenance, recency
-from kvtier.tiers.fs._maintenance.ages import BUCKETS, Cutoffs, new_histogram
+from kvtier.tiers.fs._maintenance.ages import BUCKETS, Cutoffs, bucket_of, new_histogram
 from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._maintenance.scan import ChunkScan
 from kvtier.tiers.fs._quota import ledger
@@ -66,12 +66,12 @@ def left(world, count):
     return [number for number in range(count) if world.file(number).exists()]
 
 
-async def test_what_was_used_again_counts_from_then_and_twice(world, evictor):
+async def test_what_was_used_again_counts_from_then_and_the_others_as_older(world, evictor):
     ages = [
-        (9 * HOUR, 3 * HOUR),  # used again: as old as what was written 1.5 hours ago
+        (9 * HOUR, 2.5 * HOUR),  # used again: as old as what was written 1.7 hours ago
         (2 * HOUR, None),
         (1 * HOUR, None),
-        (9 * HOUR, 5 * HOUR),  # as old as what was written 2.5 hours ago
+        (9 * HOUR, 5 * HOUR),  # as old as what was written 3.5 hours ago
     ]
     await filled(world, ages)
     one = world.file(0).stat().st_blocks * 512
@@ -163,12 +163,6 @@ async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatc
     stayed = left(world, 400)
     assert 300 <= len(stayed) <= 365  # most chunks are alone in two directories, which go as well
     assert set(range(200)) <= set(stayed)  # the younger half is safe even from a poor sample
-
-
-def bucket_of(age_us):
-    """As scan.c has it."""
-    shift = max(0, age_us.bit_length() - 9)
-    return (shift << 8) + (age_us >> shift)
 
 
 async def test_a_scan_adds_up_bytes_by_age(world):
@@ -359,6 +353,35 @@ def test_a_chunk_is_told_once_in_a_while_and_memory_is_bounded():
     for first in range(0, 4 * recency.REMEMBERED, 1000):
         seen.note([pack_key(b"%d" % number) for number in range(first, first + 1000)])
     assert len(seen.take()) <= recency.REMEMBERED + 1000
+
+
+def test_a_chunk_that_is_put_again_counts_as_used_again():
+    seen = recency.Recency()
+    a, b, c, *others = (pack_key(bytes([number]) * 32) for number in range(200))
+    seen.note_put([a, b], 10)
+    assert seen.take() == []
+    seen.note_put([a], 10)
+    assert seen.take() == [a]
+    seen.note_put(others, 10)
+    seen.note_put([b], 10)
+    assert seen.take() == [], "more was put meanwhile than is remembered of ten chunks' room"
+    seen.note_put([c, b], 10)
+    assert set(seen.take()) == {c, b}, "a chunk was used whenever one behind it was"
+    seen.clear()
+    seen.note_put([b], 10)
+    assert seen.take() == []
+
+
+async def test_the_file_of_a_chunk_that_returns_gets_a_time_of_use(world, monkeypatch):
+    touched = []
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
+    monkeypatch.setattr(maintenance.chunk_files, "touch", lambda call: touched.extend(call.keys))
+    tier = await world.open()
+    await world.put(tier, [1, 2])
+    await tier.discard(world.keys([1]))
+    await world.put(tier, [1])
+    await world.eventually(lambda: touched)
+    assert touched == world.keys([1])
 
 
 async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again(world, monkeypatch, caplog):

@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.policies import EvictionPolicy
 from kvtier_bench.simulate import generate
+from kvtier_bench.simulate.files import FILES, replay_files
 from kvtier_bench.simulate.replay import device_hits, optimum, replay
 from kvtier_bench.simulate.trace import Trace, read, sample
 
@@ -68,8 +69,8 @@ def run(
     Raises:
         KVTierError: the trace cannot be read, a policy is not installed or raises, or a size is wrong.
     """
-    policies = policies or sorted({info.name for info in plugins.installed(plugins.POLICIES)})
-    for policy in policies:
+    policies = policies or [*sorted({info.name for info in plugins.installed(plugins.POLICIES)}), FILES]
+    for policy in set(policies) - {FILES}:
         plugins.load(plugins.POLICIES, policy, EvictionPolicy, "--policy")
     bytes_ = _size(chunk_bytes, "--chunk-bytes")
     if not bytes_:
@@ -130,15 +131,21 @@ def _describe(name: str, trace: Trace, device_hits: float, bytes_: int) -> Sourc
 def _simulate(name: str, capacity: int, requests: list[list[OffloadKey]], hits: list[int]) -> Result:
     if name == OPTIMUM:
         return optimum(requests, hits, capacity), None
+    # With a slot for every chunk nothing leaves, and tables for more slots would only take memory.
+    capacity = min(capacity, len({key for keys in requests for key in keys}))
+    if name == FILES:
+        return _sums(replay_files(requests, hits, capacity))
     policy = plugins.make(
         plugins.POLICIES, name, plugins.load(plugins.POLICIES, name, EvictionPolicy, "--policy")
     )
-    # With a slot for every chunk nothing leaves, and tables for more slots would only take memory.
-    capacity = min(capacity, len({key for keys in requests for key in keys}))
     try:
-        found = list(replay(policy, requests, hits, capacity))
+        return _sums(replay(policy, requests, hits, capacity))
     except Exception as error:  # a plug-in may raise anything
         raise ConfigError(f"--policy {name}: it raised {type(error).__name__}: {error}") from error
+
+
+def _sums(replayed: Iterable[tuple[int, int]]) -> Result:
+    found = list(replayed)
     return sum(loaded for loaded, _ in found), sum(stored for _, stored in found)
 
 

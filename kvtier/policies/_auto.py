@@ -1,0 +1,128 @@
+"""Evicts as LHD, ARC or LRU would, whichever of them hits most in a simulation on a sample of the keys.
+
+The chunks are kept in LHD's order: by number of uses, each class by time of its last use. The order of LRU
+and that of ARC can be read off it, so a change of the rule moves nothing. What a cache with each rule would
+have hit is learned from small caches of keys, as in Waldspurger et al., "Cache Modeling and Optimization
+using Miniature Simulations" (ATC 2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from kvtier.keys import OffloadKey
+from kvtier.policies._arc import ARC
+from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._lhd import LHD, TIME, Run
+from kvtier.policies._lru import LRU
+from kvtier.policies._reuse import CLASSES, ReuseModel
+
+_LHD, _ARC, _LRU = range(3)
+
+_LEAST_SLOTS = 1024  # of a simulated cache; smaller ones say little
+_LEAST_SAMPLED = 4  # of 256 keys: 1 in 64
+_SLACK = 64  # a 64th of the slots is made free at once, since each call costs more than a key
+_REVIEW_USES = 32
+_HALF_LIFE = 4.0  # of hits, in simulated capacities of uses
+_MARGIN = 0.01
+_NOISE = 4.0  # hits
+
+
+class _Follower(LHD):
+    """LHD by what another one learns, which sees all keys."""
+
+    def __init__(self, capacity: int, model: ReuseModel) -> None:
+        super().__init__(capacity)
+        self._model = model
+
+    def _note(self, record: int, is_use: bool, count: int) -> None:
+        pass
+
+    def _learn(self) -> None:
+        pass
+
+
+class _Contest:
+    """A cache of each rule, of as many slots as the sample has of the keys.
+
+    Attributes:
+        chosen: the rule to follow.
+    """
+
+    def __init__(self, capacity: int, model: ReuseModel) -> None:
+        self.chosen = _LHD
+        self._bound = max(_LEAST_SAMPLED, min(256, _LEAST_SLOTS * 256 // max(1, capacity)))
+        self._slots = slots = capacity * self._bound // 256
+        self._arc = ARC(slots)
+        self._policies: tuple[EvictionPolicy, ...] = (_Follower(slots, model), self._arc, LRU(slots))
+        self._hits = [0.0] * len(self._policies)
+        self._uses = 0
+
+    @property
+    def target_share(self) -> float:
+        """Share of the slots that chunks seen once should have, by ARC."""
+        return self._arc.target_share
+
+    def sample(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that are simulated."""
+        bound = self._bound
+        return [key for key in keys if key[-5] < bound]
+
+    def use(self, keys: Sequence[OffloadKey], *, is_use: bool) -> None:
+        """Ask each cache for the keys, and store what it lacks."""
+        for index, policy in enumerate(self._policies):
+            found = [key for key in keys if key in policy]
+            if is_use:
+                self._hits[index] += sum(1 for _ in takewhile(policy.__contains__, keys))
+            policy.pin(found)
+            short = len(policy) + len(keys) - self._slots
+            if short > 0:
+                policy.evict(short + self._slots // _SLACK)
+            if found:
+                policy.add(found, used=is_use)
+            if len(found) < len(keys):
+                policy.add([key for key in keys if key not in policy], used=False)
+        if is_use:
+            self._uses += len(keys)
+            if self._uses >= _REVIEW_USES:
+                self._review()
+
+    def _review(self) -> None:
+        hits = self._hits
+        best = max(hits)
+        if best > hits[self.chosen] * (1 + _MARGIN) + _NOISE:
+            self.chosen = hits.index(best)
+        decay = 0.5 ** (self._uses / (_HALF_LIFE * max(1, self._slots)))
+        self._hits = [hit * decay for hit in hits]
+        self._uses = 0
+
+
+class Auto(LHD):
+    """Least hit density, ARC or least recently used, by what hits most."""
+
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        self._contest = _Contest(capacity, self._model)
+
+    def clear(self) -> None:
+        super().clear()
+        self._contest = _Contest(self.capacity, self._model)
+
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        sampled = self._contest.sample(keys)
+        if sampled:
+            # A chunk that comes back unread from a put was counted when it was stored.
+            self._contest.use(sampled, is_use=used or sampled[0] not in self._pinned)
+        super().add(keys, used=used)
+
+    def _choose(self) -> Run:
+        rule = self._contest.chosen
+        if rule == _LHD:
+            return super()._choose()
+        rings = [ring for ring in self._rings if ring.held]
+        if rule == _ARC:
+            recent = [ring for ring in self._rings[:CLASSES] if ring.held]
+            surplus = sum(ring.held for ring in recent) - self._contest.target_share * self.capacity
+            rings = recent if surplus > 0 else rings[len(recent) :] or recent
+        return min((ring.newer for ring in rings), key=lambda run: run.record & TIME)
