@@ -62,7 +62,7 @@ class Published:
         return self.stream.events(self._core.take_kv_events())
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Take what was counted since the last call, and the gauges that have changed; None if there are none."""
+        """Take what was counted since the last call, and changed gauges; None if there are none."""
         counts = self._take_counts()
         counts.update(self.workers.take_counts())
         gauges = self._gauges.changed(self.workers.gauges)
