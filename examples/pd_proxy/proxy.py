@@ -1,8 +1,8 @@
 """A proxy for prefill and decode engines that share a tier of kvtier: one OpenAI-compatible address.
 
 Each request goes to a prefill engine, for one token, and at the same time to a decode engine, with the hint
-to wait for the chunks of its prompt: they flow while the prefill runs. Where no prefill engine answers, the
-decode engine is asked without the hint, and computes the prompt itself.
+to wait for the chunks of its prompt: they flow while the prefill runs. Where the prefill fails, the decode
+engine is asked without the hint, and computes the prompt itself.
 
     pip install aiohttp
     python examples/pd_proxy/proxy.py --prefill http://p0:8000 http://p1:8000 --decode http://d0:8000
@@ -25,8 +25,12 @@ from aiohttp import web
 
 CHECK_EVERY_S = 2.0
 CONNECT_S = 2.0
+HEALTH_S = 5.0
+KEEP_ALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s; a request on one that closes would fail
+ATTEMPTS = 2  # engines of a role that one request can crash
 ENGINE_ERROR = 500  # from here on the engine is at fault, below it the request
 STREAM_END = (aiohttp.ClientError, asyncio.TimeoutError)
+NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 logger = logging.getLogger("pd_proxy")
 
@@ -34,11 +38,11 @@ Body = dict[str, Any]
 
 
 class NoEngine(Exception):
-    """No engine of a role has answered."""
+    """No engine of a role has answered, or ``ATTEMPTS`` of them have failed at the request."""
 
 
 class Pool:
-    """The engines of one role, used in turn. One that failed is left out until it is healthy again."""
+    """The engines of one role, used in turn. One that failed is left out while another is healthy."""
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
         self.role = role
@@ -47,7 +51,7 @@ class Pool:
 
     def in_turn(self) -> list[str]:
         """Return the engines to try, in this order."""
-        urls = [url for url, is_up in self.up.items() if is_up]
+        urls = [url for url, is_up in self.up.items() if is_up] or list(self.up)
         self._turn += 1
         start = self._turn % len(urls) if urls else 0
         return urls[start:] + urls[:start]
@@ -85,7 +89,7 @@ class Proxy:
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
             checks = asyncio.create_task(self._check())
             yield
@@ -102,7 +106,7 @@ class Proxy:
 
     async def _check_one(self, pool: Pool, url: str) -> None:
         try:
-            async with self._session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(5)) as answer:
+            async with self._session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(HEALTH_S)) as answer:
                 pool.note(url, answer.status < ENGINE_ERROR, answer.status)
         except STREAM_END as error:
             pool.note(url, False, repr(error))
@@ -110,10 +114,9 @@ class Proxy:
     # --- requests --------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        try:
+        body = None
+        with suppress(ValueError):
             body = await request.json()
-        except ValueError:
-            body = None
         if not isinstance(body, dict):
             return _error(400, "the body must be a JSON object")
         prefill = asyncio.create_task(self._prefill(request.path, body))
@@ -129,7 +132,7 @@ class Proxy:
                 answer.close()
 
     async def _begin(
-        self, path: str, body: Body, prefill: asyncio.Task[bool]
+        self, path: str, body: Body, prefill: asyncio.Task[str]
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """Return the answer of a decode engine once it has begun, and its first bytes."""
         if not any(self.prefill.up.values()):
@@ -137,29 +140,28 @@ class Proxy:
         waiting = asyncio.create_task(self._post(self.decode, path, _with_wait(body, self._wait_s)))
         try:
             await asyncio.wait({waiting, prefill}, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done() or prefill.result():
+            if waiting.done() or not prefill.result():
                 return await waiting
         finally:
             waiting.cancel()
-        logger.warning("no prefill engine answers; the prompt is computed where it is decoded")
+        logger.warning("prefill failed (%s); the prompt is computed where it is decoded", prefill.result())
         return await self._post(self.decode, path, body)
 
-    async def _prefill(self, path: str, body: Body) -> bool:
-        """Have a prompt computed; return whether an engine has answered."""
+    async def _prefill(self, path: str, body: Body) -> str:
+        """Have a prompt computed; return why it was not, empty where it was."""
+        if not any(self.prefill.up.values()):
+            return "no prefill engine is up"
         try:
-            await self._post(self.prefill, path, _for_prefill(body), whole=True)
-        except NoEngine:
-            return False
-        return True
+            answer, _ = await self._post(self.prefill, path, _for_prefill(body), whole=True)
+        except NoEngine as error:
+            return str(error)
+        return "" if answer.status == 200 else f"{answer.url.origin()} answers {answer.status}"
 
     async def _post(
         self, pool: Pool, path: str, body: Body, *, whole: bool = False
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Send a request to the first engine that answers; return its answer, and its first bytes or all.
-
-        Raises:
-            NoEngine: none has answered.
-        """
+        """Return the answer of the first engine that has one, and its first bytes or all. Raise NoEngine."""
+        attempts = 0
         for url in pool.in_turn():
             answer, is_good = None, False
             try:
@@ -168,11 +170,15 @@ class Proxy:
                 if is_good := answer.status < ENGINE_ERROR:
                     return answer, first
                 logger.warning("%s engine %s answers %d", pool.role, url, answer.status)
+                attempts += 1
             except STREAM_END as error:
                 pool.note(url, False, repr(error))
+                attempts += not isinstance(error, NOT_SENT)
             finally:
                 if answer is not None and not is_good:
                     answer.close()
+            if attempts == ATTEMPTS:
+                break
         raise NoEngine(f"no {pool.role} engine answers")
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -183,7 +189,7 @@ class Proxy:
         return _error(503, "no decode engine answers")
 
     async def _health(self, _: web.Request) -> web.Response:
-        """Say whether requests can be answered, and which engines are up."""
+        """Return which engines are up; 503 where no decode engine is."""
         pools = {pool.role: pool.up for pool in (self.prefill, self.decode)}
         return web.json_response(pools, status=200 if any(self.decode.up.values()) else 503)
 
@@ -208,7 +214,7 @@ def _object(value: object) -> Body:
 
 
 async def _forward(request: web.Request, answer: aiohttp.ClientResponse, first: bytes) -> web.StreamResponse:
-    """Pass an answer on as it comes. One that breaks off in its midst ends with an error."""
+    """Pass an answer on as it comes. Where it breaks off, a stream ends with an error; others break off."""
     response = web.StreamResponse(status=answer.status)
     response.content_type = answer.content_type
     try:
@@ -220,7 +226,11 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse, first: 
         logger.info("the client has left")
     except STREAM_END as error:
         logger.warning("decode engine %s broke off: %r", answer.url.origin(), error)
-        await response.write(b"data: %s\n\n" % json.dumps(_message("the engine broke off")).encode())
+        if response.content_type == "text/event-stream":
+            with suppress(ConnectionResetError):  # it may have broken off within a line
+                await response.write(b"\n\ndata: %s\n\n" % json.dumps(_message("engine broke off")).encode())
+        elif request.transport is not None:
+            request.transport.abort()
     return response
 
 

@@ -16,7 +16,7 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True}
 
 
@@ -31,6 +31,7 @@ def load() -> Any:
 
 
 proxy = load()
+proxy.CONNECT_S = proxy.HEALTH_S = PATIENCE_S  # an engine that is slow on a busy machine is up
 
 
 class Engine:
@@ -38,42 +39,53 @@ class Engine:
 
     Attributes:
         asked: the bodies of the requests that have come.
+        arrived: set when one has come.
         aborted: set when one has left before its end.
-        goes_on: while it is clear the next piece of every answer is held back.
-        breaks_off: whether an answer ends after its first piece, with the connection.
+        goes_on: while it is clear the next piece of every answer is held back, and so is an error.
+        breaks_off: when it is set an answer ends after its first piece, with the connection; None for never.
+        crashes: whether connections end without an answer.
     """
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self, status: int = 200, content_type: str = "text/event-stream") -> None:
         self.status = status
+        self.content_type = content_type
         self.asked: list[dict[str, Any]] = []
         self.arrived = asyncio.Event()
         self.aborted = asyncio.Event()
         self.goes_on = asyncio.Event()
-        self.breaks_off = False
+        self.breaks_off: asyncio.Event | None = None
+        self.crashes = False
         self.is_healthy = True
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(await request.json())
-        self.arrived.set()
         try:
+            self.asked.append(await request.json())
+            self.arrived.set()
             return await self._answer(request)
         except asyncio.CancelledError:
             self.aborted.set()
             raise
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self.crashes:
+            raise self._end(request)
         if self.status != 200:
+            await self.goes_on.wait()
             return web.json_response({"error": "no"}, status=self.status)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": self.content_type})
         await response.prepare(request)
         for piece in (b"data: one\n\n", b"data: two\n\n", b"data: [DONE]\n\n"):
             await self.goes_on.wait()
             await response.write(piece)
-            if self.breaks_off:
-                assert request.transport is not None
-                request.transport.close()
-                raise asyncio.CancelledError
+            if self.breaks_off is not None:
+                await self.breaks_off.wait()
+                raise self._end(request)
         return response
+
+    def _end(self, request: web.Request) -> BaseException:
+        assert request.transport is not None
+        request.transport.close()
+        return asyncio.CancelledError()
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.is_healthy else 503)
@@ -118,6 +130,15 @@ class World:
     async def text(self, body: Any = BODY) -> tuple[int, str]:
         async with self.post(body) as answer:
             return answer.status, await answer.text()
+
+    async def until_down(self, role: str) -> tuple[int, dict[str, list[bool]]]:
+        """Wait until an engine of a role is known to be down; return the health of all."""
+        while True:
+            async with self.session.get(self.url + "/health") as answer:
+                up = {pool: list(engines.values()) for pool, engines in (await answer.json()).items()}
+            if not all(up[role]):
+                return answer.status, up
+            await asyncio.sleep(0.01)
 
 
 DEAD = "http://127.0.0.1:9"  # discard: nobody listens there
@@ -166,10 +187,20 @@ async def test_both_are_asked_at_once_and_the_answer_is_passed_on_as_it_comes() 
 
 @pytest.mark.anyio
 async def test_engines_are_used_in_turn() -> None:
-    async with world(ready(2), ready(2)) as it:
+    prefill, decode = ready(2), [Engine(), Engine()]
+    prefill[1].arrived = prefill[0].arrived
+    async with world(prefill, decode) as it:
         for _ in range(4):
-            assert await it.text() == (200, ALL)
-        assert [len(engine.asked) for engine in it.prefill + it.decode] == [2, 2, 2, 2]
+            async with asyncio.TaskGroup() as tasks:
+                answering = tasks.create_task(it.text())
+                await prefill[0].arrived.wait()
+                prefill[0].arrived.clear()
+                for engine in decode:
+                    engine.goes_on.set()
+                assert await answering == (200, ALL)
+            for engine in decode:
+                engine.goes_on.clear()
+        assert [len(engine.asked) for engine in prefill + decode] == [2, 2, 2, 2]
 
 
 @pytest.mark.anyio
@@ -189,15 +220,18 @@ async def test_another_prefill_engine_is_asked_where_one_fails(how: str) -> None
 
 
 @pytest.mark.anyio
-async def test_without_prefill_engines_the_prompt_is_computed_where_it_is_decoded() -> None:
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
+async def test_where_a_prefill_fails_the_prompt_is_computed_where_it_is_decoded(status: int) -> None:
     """A request that waits for a prefill that fails does not wait on."""
-    (decode,) = [Engine()]
-    async with world(ready(status=500), [decode]) as it, asyncio.TaskGroup() as tasks:
+    prefill, decode = Engine(status), Engine()
+    async with world([prefill], [decode]) as it, asyncio.TaskGroup() as tasks:
         answering = tasks.create_task(it.text())
+        await decode.arrived.wait()
+        prefill.goes_on.set()
         await decode.aborted.wait()
         decode.goes_on.set()
         assert await answering == (200, ALL)
-        assert "kv_transfer_params" not in decode.asked[-1]
+        assert ["kv_transfer_params" in asked for asked in decode.asked] == [True, False]
 
 
 @pytest.mark.anyio
@@ -221,14 +255,47 @@ async def test_a_client_that_leaves_aborts_both() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_answer_that_breaks_off_ends_with_an_error() -> None:
-    decode = ready()
-    decode[0].breaks_off = True
-    async with world(ready(), decode) as it:
-        status, text = await it.text()
-    assert status == 200
-    assert text.startswith("data: one\n\n")
-    assert "the engine broke off" in text
+async def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+    (decode,) = ready()
+    decode.breaks_off = asyncio.Event()
+    async with world(ready(), [decode]) as it, it.post() as answer:
+        assert answer.status == 200
+        assert await answer.content.readexactly(11) == b"data: one\n\n"
+        decode.breaks_off.set()
+        before, _, error = (await answer.text()).partition("data: ")
+    assert before == "\n\n", "within a line that broke off it would be no event"
+    assert json.loads(error)["error"]["message"] == "engine broke off"
+
+
+@pytest.mark.anyio
+async def test_what_is_no_stream_breaks_off_with_the_engine() -> None:
+    """A client does not take it for complete, nor an error for a part of it."""
+    (decode,) = ready(content_type="application/json")
+    decode.breaks_off = asyncio.Event()
+    async with world(ready(), [decode]) as it, it.post() as answer:
+        assert await answer.content.readexactly(11) == b"data: one\n\n"
+        decode.breaks_off.set()
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
+
+
+@pytest.mark.anyio
+async def test_a_request_that_crashes_engines_is_sent_to_two_of_them() -> None:
+    decode = ready(4)
+    for engine in decode:
+        engine.crashes = True
+    async with world([], decode) as it:
+        assert (await it.text())[0] == 503
+        assert sum(len(engine.asked) for engine in decode) == 2
+
+
+@pytest.mark.anyio
+async def test_decode_engines_are_asked_even_if_all_seem_to_be_down() -> None:
+    (decode,) = ready()
+    decode.is_healthy = False
+    async with world(ready(), [decode]) as it:
+        await it.until_down("decode")
+        assert await it.text() == (200, ALL)
 
 
 @pytest.mark.anyio
@@ -257,10 +324,8 @@ async def test_health_and_models() -> None:
     async with world(ready(), ready(), dead_prefill=1) as it:
         async with it.session.get(it.url + "/v1/models") as answer:
             assert await answer.json() == {"data": ["m"]}
-        up: dict[str, Any] = {}
-        while up.get("prefill", {}).get(DEAD) is not False:
-            async with it.session.get(it.url + "/health") as answer:
-                assert answer.status == 200
-                up = await answer.json()
-            await asyncio.sleep(0.01)
-        assert list(up["decode"].values()) == [True]
+        assert await it.until_down("prefill") == (200, {"prefill": [False, True], "decode": [True]})
+    (decode,) = ready()
+    decode.is_healthy = False
+    async with world(ready(), [decode]) as it:
+        assert await it.until_down("decode") == (503, {"prefill": [True], "decode": [False]})
