@@ -12,14 +12,12 @@ import pytest
 
 from kvtier_bench.engine.compared import BLOCK_TOKENS, EngineError
 from tests.integration.conftest import Ask
-from tests.integration.harness import OUTPUT_TOKENS, PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.harness import OUTPUT_TOKENS, PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
 
 ROLES = "tests.integration.pd_roles"
 PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
 WAIT_S = 120.0  # longer than any machine takes
-SHORT_S = 3.0  # for what never comes
 STEP_TOKENS = BLOCK_TOKENS  # of the prefill engine: it computes a prompt in many steps
-TOLD = {"kvtier": {"wait_s": 30.0}}
 
 
 def settings(root: Path) -> dict[str, Any]:
@@ -60,11 +58,19 @@ class Counts:
         self._before = engine.settled()
 
     def waits(self) -> dict[str, float]:
+        """Return how many waits have ended, by outcome."""
+        return self._by_reason("kvtier_waits")
+
+    def misses(self) -> dict[str, float]:
+        """Return how many chunks were missed, by reason."""
+        return self._by_reason("kvtier_misses")
+
+    def _by_reason(self, name: str) -> dict[str, float]:
         now = self._engine.settled()
+        reasons = {labels["reason"] for found, labels, _ in now.samples if found == f"{name}_total"}
         by = {
-            reason: now.value("kvtier_waits", reason=reason)
-            - self._before.value("kvtier_waits", reason=reason)
-            for reason in ("arrived", "in_vain", "aborted")
+            reason: now.value(name, reason=reason) - self._before.value(name, reason=reason)
+            for reason in reasons
         }
         return {reason: count for reason, count in by.items() if count}
 
@@ -106,7 +112,8 @@ def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
 ) -> None:
     asked, counts = prompt(2), Counts(decode)
     told = prefill.call("prefill", module=ROLES, prompt=asked)["params"]
-    assert told == TOLD
+    assert told == {"kvtier": {"wait_s": told["kvtier"]["wait_s"]}}
+    assert PATIENCE_S <= told["kvtier"]["wait_s"] <= WAIT_S, "a put's deadline has passed by then"
     prefill.settled()
     answers, loaded = decode.served(asked, kv_transfer_params=told)
     assert answers == reference(asked)
@@ -119,16 +126,14 @@ def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
 def test_a_prompt_that_nobody_computes_is_a_miss_after_its_time(decode: Engine, reference: Ask) -> None:
     """A hint that is wrong or stale costs its own request that time. Others are answered meanwhile."""
     stale, others, counts = prompt(3), [prompt(4), prompt(5)], Counts(decode)
-    begun_s = time.monotonic()
-    hint = {"kvtier": {"wait_s": SHORT_S}}
+    hint = {"kvtier": {"wait_s": WAIT_S}}
     answers = decode.call(
         "beside", module=ROLES, prompt=stale, params=hint, others=others, output_tokens=OUTPUT_TOKENS
     )
-    assert time.monotonic() - begun_s >= SHORT_S
     assert answers["order"] == ["other", "other", "waiting"]
     assert answers["answers"] == reference(*others, stale)
     assert counts.waits() == {"in_vain": 1}
-    assert decode.settled().is_idle
+    assert counts.misses()["not_arrived"] >= 1
 
 
 def test_an_aborted_request_waits_no_longer(decode: Engine) -> None:
@@ -136,18 +141,24 @@ def test_an_aborted_request_waits_no_longer(decode: Engine) -> None:
     hint = {"kvtier": {"wait_s": WAIT_S}}
     decode.call("abort", module=ROLES, prompt=prompt(6), params=hint)
     assert counts.waits() == {"aborted": 1}
-    assert decode.settled().is_idle
+    assert "not_arrived" not in counts.misses()
 
 
 def test_a_prefill_engine_is_killed_in_its_midst(
     launcher: Launcher, llama: Path, root: Path, decode: Engine, reference: Ask, tmp_path: Path
 ) -> None:
     asked, counts = prompt(7), Counts(decode)
-    waits, has_some = tmp_path / "waits", tmp_path / "has_some"
-    how = {"output_tokens": OUTPUT_TOKENS, "waits": str(waits), "has_some": str(has_some)}
+    waits, has_some, gone = (tmp_path / name for name in ("waits", "has_some", "gone"))
+    how = {
+        "output_tokens": OUTPUT_TOKENS,
+        "wait_s": WAIT_S,
+        "waits": str(waits),
+        "has_some": str(has_some),
+        "time_is_over": str(gone),
+    }
     with start_prefill(launcher, llama, root) as dying, ThreadPoolExecutor() as threads:
         dying.until_open("fs")
-        answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, wait_s=10.0, **how)
+        answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, **how)
         until(waits.exists, answering.done)
         never = str(tmp_path / "never")
         dead = threads.submit(dying.call, "prefill", module=ROLES, prompt=asked, root=str(root), go_on=never)
@@ -155,6 +166,7 @@ def test_a_prefill_engine_is_killed_in_its_midst(
         dying.kill()
         with pytest.raises((EngineError, OSError, ValueError)):
             dead.result()
+        gone.touch()
         answer = answering.result()
     assert [answer["answer"]] == reference(asked)
     assert 0 < answer["cached"] < PROMPT_CHUNKS * BLOCK_TOKENS, "what had come is used, the rest computed"
