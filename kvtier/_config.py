@@ -125,7 +125,7 @@ class TieringConfig(Settings):
         ge=0,
         le=_LONGEST_WAIT_S,
         description="Longest time that a request may wait for chunks that another engine is still "
-        "computing (`wait_s` in its `kv_transfer_params`), in seconds; `request_deadline_s` begins after it. "
+        "computing (`wait_s` in its `kv_transfer_params`), in seconds; `request_deadline_s` begins when it ends. "
         "0: none waits. Only with vLLM.",
     )
     load_gate: LoadGateMode = Field(

@@ -32,7 +32,7 @@ class Request(Stateful):
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
         absent: keys that no tier has, or could give, or gives sooner than they are computed.
         gated: keys that are computed sooner than a tier gives them.
-        not_arrived: keys that it has waited for in vain.
+        not_arrived: keys that it has waited for until its time was over.
         located: keys that a tier has, and which.
         locates: whether it only asks where chunks are: nothing is promoted for it.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
@@ -86,6 +86,8 @@ class Request(Stateful):
         self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
+        if self.wait is not None:
+            self.wait.has_news, self.wait.leading = True, 0
         if self.record is not None:
             self.record.began(round_)
 
@@ -98,15 +100,16 @@ class Request(Stateful):
         """Answer MISS for ``keys``, which no tier has or could give, unless it waits for them."""
         if self.wait is not None:
             awaited, keys = self.awaits_any, self.wait.take(keys, now_s)
-            if awaited and not self.awaits_any:
+            if awaited and self.wait.outcome == "in_vain":
                 self.not_arrived.update(keys)
         self.mark_absent(keys)
 
-    def end_wait(self) -> None:
+    def end_wait(self, now_s: float) -> None:
         """Answer MISS for what it waits for."""
         if self.wait is not None:
-            left = self.wait.give_up()
-            self.not_arrived.update(left)
+            left = self.wait.give_up(now_s)
+            if self.wait.outcome == "in_vain":
+                self.not_arrived.update(left)
             self.mark_absent(left)
 
     def forget_locations(self) -> None:

@@ -35,7 +35,7 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "waits": Metric(
         "kvtier_waits",
-        "Requests that waited for chunks that no tier had yet (`wait_s`), by what came of it.",
+        "Requests that waited for chunks that no tier had yet (`wait_s`), by how the wait ended.",
         ("reason",),
         reasons.WAITS,
     ),

@@ -81,8 +81,8 @@ MUTATIONS = (
     ),
     Mutation(
         "held_while_another_engine_computes",
-        "kvtier._core.promotion.holds:Holds.release_awaiting",
-        (("if request.awaits_any and request.held:", "if False:"),),
+        "kvtier._core.promotion.waits:Waits.follow",
+        (("if request.held:", "if False:"),),
     ),
     Mutation(
         "reset_does_not_reach_fetches",

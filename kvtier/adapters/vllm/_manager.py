@@ -62,6 +62,9 @@ _OF_NEW_CHUNKS = RequestOffloadingContext()
 _OF_ALL_CHUNKS = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 """vLLM offers chunks to be stored that the request did not compute, too."""
 
+_COPY_S = 1.0
+"""From a response to the puts of its prompt's last chunks: a step, and a copy from the device."""
+
 
 @dataclass
 class _Flushing:
@@ -160,13 +163,17 @@ class KVTierManager(OffloadingManager):
     def params_for_decode(self, params: object) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of the response to a request whose prompt is decoded elsewhere.
 
-        Its last chunks may still be on their way into the tiers: they are there within a put's deadline.
-        None where the request has other ``params``, or there is no tier.
+        Its last chunks may still be on their way into the tiers: their copies begin a step later, and the
+        puts that follow end within their deadline. None where the request has other ``params``, or where
+        nothing of it gets there: no tier takes puts, nothing is stored, or a reset was before.
         """
-        shared = self._core.shared
-        put_s = max((tier.deadline_s for tier in shared.tiers), default=0.0)
+        core, shared = self._core, self._core.shared
+        if core.epoch or core.is_disabled or core.refusal or not is_prefill(params):
+            return None
+        takes_puts = [it for it in shared.tiers if it.disabled_reason is None and it.puts.is_closed]
+        put_s = max((tier.deadline_s + _COPY_S for tier in takes_puts), default=0.0)
         wait_s = min(put_s, shared.limits.max_wait_s)
-        return for_decode(wait_s) if wait_s and is_prefill(params) else None
+        return for_decode(wait_s) if wait_s else None
 
     # --- lookups and loads -----------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import Scenario
 
 _ASK_EVERY_S = 0.002
+_MOST_FULL_STEPS = 40
+_ROUNDING_S = 1e-9  # the core adds up its deadlines in another order
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then
 
 logger = logging.getLogger("kvtier.sim")
@@ -128,6 +130,7 @@ class EngineProcess(Process):
         self._driver = Driver(core, executor, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"engine/{world.process}")
         self._patience = world.chance(f"patience/{world.process}")
+        self._full_steps = 0  # there is room for no request: those that wait are not asked for
         self._jobs: list[Job] = []
         self._requests = 0
         self._epoch = 0
@@ -193,7 +196,8 @@ class EngineProcess(Process):
             job.state = JobState.WAITING
             job.waits_since_s, job.expired = None, False
         started = []
-        for job in [job for job in self._jobs if job.state is JobState.WAITING]:
+        waiting = [job for job in self._jobs if job.state is JobState.WAITING]
+        for job in [] if self._is_full(arriving) else waiting:
             if self._schedule(job):
                 started.append(job)
             await self._breathe()
@@ -208,6 +212,13 @@ class EngineProcess(Process):
         is_busy = bool(self.core.shared.running)
         if arriving and chance.random() < self._scenario.resets * (_RATHER if is_busy else 1):
             self._reset()
+
+    def _is_full(self, arriving: bool) -> bool:
+        if self._full_steps:
+            self._full_steps -= 1
+        elif arriving and max(self._scenario.waits_s) and self._patience.random() < 0.02:
+            self._full_steps = self._patience.randint(1, _MOST_FULL_STEPS)
+        return self._full_steps > 0
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -293,7 +304,7 @@ class EngineProcess(Process):
             return
         if job.waits_since_s is None:
             job.waits_since_s = now_s
-        if now_s >= job.waits_since_s + job.patience_s:
+        if now_s >= job.waits_since_s + job.patience_s + _ROUNDING_S:
             job.expired = True
 
     # --- copies ----------------------------------------------------------------------------------
