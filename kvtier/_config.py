@@ -125,8 +125,8 @@ class TieringConfig(Settings):
         ge=0,
         le=_LONGEST_WAIT_S,
         description="Longest time that a request may wait for chunks that another engine is still "
-        "computing (`wait_s` in its `kv_transfer_params`), in seconds; `request_deadline_s` begins when it ends. "
-        "0: none waits. Only with vLLM.",
+        "computing (`wait_s` in its `kv_transfer_params`), in seconds; `request_deadline_s` begins when it "
+        "ends. 0: none waits. Only with vLLM.",
     )
     load_gate: LoadGateMode = Field(
         default="off",
