@@ -383,7 +383,8 @@ def polls(core: Tiering) -> int:
 
 
 def test_few_polls_are_in_flight_and_each_request_has_its_turn() -> None:
-    core, now_s, asked = make(tiers=[TierStatus("t0", 60.0)]), 0.0, set()
+    core, now_s = make(tiers=[TierStatus("t0", 60.0)]), 0.0
+    asked: set[OffloadKey] = set()
     prompts = {f"a{index}": keys(f"a{index}", 2) for index in range(20)}
     for prompt in prompts.values():
         begin(core, waiting(), prompt, MISSING, MISSING)
@@ -505,3 +506,16 @@ def test_the_place_of_what_is_awaited_is_known_while_what_is_before_it_is_not_he
     assert not request.held
     assert request.wait is not None
     assert request.wait.leading == 2
+
+
+def test_a_wait_that_load_gate_ends_is_not_in_vain() -> None:
+    core, request = make(load_gate="latency"), waiting()  # type: ignore[arg-type]
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    core.shared.gate.compute.note(0, 1, 0.001)
+    core.shared.gate.get_ended(0, 10, 60.0, 0.0)
+    core.shared.gate.get_ended(0, 10, 60.0, 100.0)
+    step_as_vllm(core, request, PROMPT, FIRST_PAUSE_S)
+    core.take_counts()
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(FIRST_PAUSE_S)
+    assert core.take_counts() == {("miss", "gate"): 1, ("waits", "gave_up"): 1}
