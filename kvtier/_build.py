@@ -49,6 +49,7 @@ def make_core(
     statuses = [make_tier_status(name, tier, chunk_bytes, config.max_tracker_size) for name, tier in tiers]
     limits = Limits(
         request_deadline_s=config.request_deadline_s,
+        max_wait_s=config.max_wait_s,
         promotion_budget=config.promotion_budget,
         store_threshold=config.store_threshold,
         max_tracker_size=config.max_tracker_size,

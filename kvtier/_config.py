@@ -120,6 +120,14 @@ class TieringConfig(Settings):
         description="Longest time that a request waits for secondary tiers, in seconds; chunks that are "
         "still pending then are misses. Lower it if computing is faster than waiting.",
     )
+    max_wait_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=_LONGEST_WAIT_S,
+        description="Longest time that a request may wait for chunks that another engine is still "
+        "computing (`wait_s` in its `kv_transfer_params`), in seconds; `request_deadline_s` begins when it "
+        "ends. 0: none waits. Only with vLLM.",
+    )
     load_gate: LoadGateMode = Field(
         default="off",
         description="When to compute chunks although a secondary tier has them. `off`: never. `latency`: if "

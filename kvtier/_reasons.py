@@ -16,10 +16,17 @@ MISS: Mapping[str, str] = {
     "budget": "the chunks to promote for the request exceeded `promotion_budget`",
     "starting": "the primary tier is still being populated and had no slot for a promotion",
     "gate": "computing the chunk is quicker than loading it (`load_gate`)",
+    "not_arrived": "the request waited for the chunk until `wait_s` had passed, and no tier had it",
     "filter": "the request allows no secondary tier (`kv_load_tiers`), and the primary tier does not have it",
     "load_failed": "a load of the request failed; the engine computes it",
     "device_lost": "a worker's device is lost; nothing is loaded until a restart",
     "audit": "an audit found a damaged chunk; nothing is loaded until a restart",
+}
+WAITS: Mapping[str, str] = {
+    "arrived": "all chunks arrived",
+    "in_vain": "`wait_s` passed; the engine computes the rest",
+    "gave_up": "earlier: a get failed, no tier could be asked, `load_gate` chose to compute, or a reset came",
+    "aborted": "the request ended while it waited",
 }
 STORE_REFUSED: Mapping[str, str] = {
     "no_slot": "every slot of the primary tier was pinned or being filled",

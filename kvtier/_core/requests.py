@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvtier._core.awaited import Wait
 from kvtier._core.chunks import Chunk
 from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
@@ -31,10 +32,12 @@ class Request(Stateful):
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
         absent: keys that no tier has, or could give, or gives sooner than they are computed.
         gated: keys that are computed sooner than a tier gives them.
+        not_arrived: keys that it has waited for until its time was over.
         located: keys that a tier has, and which.
         locates: whether it only asks where chunks are: nothing is promoted for it.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
+        wait: its wait for chunks that no tier has yet; None where that is a miss at once.
         record: what becomes of its lookups; None where nobody wants to know.
     """
 
@@ -52,9 +55,11 @@ class Request(Stateful):
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
     gated: set[OffloadKey] = field(default_factory=set)
+    not_arrived: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
     locates: bool = False
     answers_stand: bool = False
+    wait: Wait | None = None
     record: LookupRecord | None = None
 
     def __str__(self) -> str:
@@ -65,6 +70,15 @@ class Request(Stateful):
         """Whether an answer would still be of use."""
         return self.state is RequestState.WAITING
 
+    @property
+    def awaits_any(self) -> bool:
+        """Whether it waits for chunks that no tier has yet."""
+        return self.wait is not None and bool(self.wait.keys)
+
+    def reason_for_absence(self, key: OffloadKey) -> str:
+        """Return why a key that is marked as absent is a miss, in a word of ``reasons.MISS``."""
+        return "gate" if key in self.gated else "not_arrived" if key in self.not_arrived else "absent"
+
     def begin_round(self, round_: object, first: OffloadKey) -> None:
         """Start the answers of a new step."""
         self.round = round_
@@ -72,6 +86,8 @@ class Request(Stateful):
         self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
+        if self.wait is not None:
+            self.wait.has_news, self.wait.leading = True, 0
         if self.record is not None:
             self.record.began(round_)
 
@@ -80,10 +96,27 @@ class Request(Stateful):
         self.absent.update(keys)
         self.answers_stand = False
 
+    def mark_nowhere(self, keys: Sequence[OffloadKey], now_s: float) -> None:
+        """Answer MISS for ``keys``, which no tier has or could give, unless it waits for them."""
+        if self.wait is not None:
+            awaited, keys = self.awaits_any, self.wait.take(keys, now_s)
+            if awaited and self.wait.outcome == "in_vain":
+                self.not_arrived.update(keys)
+        self.mark_absent(keys)
+
+    def end_wait(self, now_s: float) -> None:
+        """Answer MISS for what it waits for."""
+        if self.wait is not None:
+            left = self.wait.give_up(now_s)
+            if self.wait.outcome == "in_vain":
+                self.not_arrived.update(left)
+            self.mark_absent(left)
+
     def forget_locations(self) -> None:
         """Forget which keys are located, or nowhere."""
         self.absent.clear()
         self.gated.clear()
+        self.not_arrived.clear()
         self.located.clear()
 
     def forget_answers(self) -> None:

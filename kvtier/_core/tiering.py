@@ -75,6 +75,7 @@ class Tiering:
         self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
+        self._has_windows = bool(windowed_groups)
         self._asked: list[Request] = []
         self._round: object = object()
         self._has_damage = False
@@ -120,7 +121,7 @@ class Tiering:
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
         if chunk is None and (not self._tiers or key in request.absent):
-            return self._miss(key, request, "gate" if key in request.gated else "absent")
+            return self._miss(key, request, request.reason_for_absence(key))
         if chunk is None and request.tiers is not None and not request.tiers:
             return self._miss(key, request, "filter")
         if request.state is RequestState.EXPIRED:
@@ -149,9 +150,11 @@ class Tiering:
                 self._defer(request, now_s)
             elif request.state is not RequestState.EXPIRED:
                 self.served(request)
-        for request in list(self.holds.pending):
+        for request in [*self.holds.pending, *self.holds.awaiting]:
             if request.deadline_s is not None and request.deadline_s <= now_s:
-                self._expire(request)
+                self._expire(request, now_s)
+        if self.holds.awaiting:
+            asked = list(dict.fromkeys([*asked, *self.promotions.waits.follow(now_s)]))
         for request in asked:  # only now, when what each of them was told is there is pinned
             if request.is_waiting and request.locates:
                 self.promotions.locate_wanted(request, now_s)
@@ -170,7 +173,10 @@ class Tiering:
     def next_deadline_s(self) -> float | None:
         """Return when ``settle`` has to be called at the latest, where anything is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
-        deadlines += [other.deadline_s for other in self.holds.pending if other.deadline_s is not None]
+        waiting = [*self.holds.pending, *self.holds.awaiting]
+        deadlines += [other.deadline_s for other in waiting if other.deadline_s is not None]
+        if (next_s := self.promotions.waits.next_s()) < inf:
+            deadlines.append(next_s)
         if self.holds.pending and self.shared.gate.wait_until_s < inf:
             deadlines.append(self.shared.gate.wait_until_s)
         return min(deadlines, default=None)
@@ -182,6 +188,7 @@ class Tiering:
         wait once more.
         """
         if request.held or request.state is not RequestState.IDLE:
+            self._end_wait(request)
             request.move(RequestEvent.SERVED)
             request.deadline_s = None
             self.holds.unhold(request)
@@ -194,6 +201,7 @@ class Tiering:
         """
         request.wanted.clear()
         self.served(request)
+        request.wait = None
         self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
@@ -211,16 +219,30 @@ class Tiering:
     def close(self, request: Request) -> None:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
+        self._end_wait(request, "aborted")
         self.shared.gate.running.discard(request)
         self.holds.unhold(request)
         request.forget_answers()
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
+        if self.epoch or self._has_windows:
+            # After a reset what others store is not for this engine. Of a window's chunks not all are stored.
+            self._end_wait(request)
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
+        if request.wait is not None:
+            request.wait.begin(now_s)
         self.holds.hold(request)
         self.holds.unpin_unasked(request)
+
+    def _end_wait(self, request: Request, outcome: str = "") -> None:
+        """End a request's wait for other engines' chunks, and count what came of it."""
+        wait, request.wait = request.wait, None
+        if wait is not None and wait.has_waited:
+            lacks_any = any(key not in self._visible for key in wait.keys)
+            known = wait.outcome or ("gave_up" if lacks_any else "arrived")
+            self._counts["waits", outcome or known] += 1
 
     def _hold_hits(self) -> None:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
@@ -228,7 +250,9 @@ class Tiering:
             if request.hits and not request.locates and request.state is not RequestState.CLOSED:
                 self.holds.hold(request)
 
-    def _expire(self, request: Request) -> None:
+    def _expire(self, request: Request, now_s: float) -> None:
+        if request.wait is not None:
+            self.promotions.waits.end(request, now_s)
         if request.state is RequestState.WAITING:
             request.move(RequestEvent.OVERDUE)
             self._counts["expired",] += 1
@@ -424,6 +448,8 @@ class Tiering:
         self.cascades.reused.clear()
         self.cascades.offered_again.clear()
         self._round = object()
+        for request in self.holds.awaiting:  # what others store from now on is not for this engine
+            self._end_wait(request)
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
         self.shared.kv_events.removed(ready)

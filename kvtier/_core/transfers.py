@@ -35,6 +35,7 @@ class Transfer:
         slot_use: of a get, which slots it may use.
         located: of a get, whether its keys were known to be in the tier.
         is_probe: of a get, whether it only shows how fast the tier is; nobody waits for it.
+        is_poll: of a get, whether all who wait for it were told before that no tier has its first key.
         load: of a get, the chunks that gets of the tier were to copy when it began, its own included; 0 where
             nobody wants to know.
         left: keys that have left the tier since it began, by a reset too, where anybody wants to know.
@@ -53,6 +54,7 @@ class Transfer:
     is_overdue: bool = False
     located: bool = False
     is_probe: bool = False
+    is_poll: bool = False
     load: int = 0
     left: frozenset[OffloadKey] = frozenset()
 

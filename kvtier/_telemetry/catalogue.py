@@ -33,6 +33,12 @@ COUNTERS: Mapping[str, Metric] = {
     "expired": Metric(
         "kvtier_expired_requests", "Requests whose `request_deadline_s` passed before the tiers answered."
     ),
+    "waits": Metric(
+        "kvtier_waits",
+        "Requests that waited for chunks that no tier had yet (`wait_s`), by how the wait ended.",
+        ("reason",),
+        reasons.WAITS,
+    ),
     "loaded": Metric(
         "kvtier_loaded_chunks",
         "Hits: chunks loaded to the device, by the tier that had them; `cpu` is the primary tier.",

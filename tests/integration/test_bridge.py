@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
-from kvtier._core.messages import PutEnded, SlotsReady
+from kvtier._core.messages import PutEnded, SlotsReady, TierDown
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
@@ -272,6 +272,35 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     assert len(it.core.table.free) == (0 if is_lost else 8)
     assert it.find(prompt(1, 8), context) == 0
     assert it.core.shared.counts["dropped", "store"] == 8
+
+
+PREFILL = {"do_remote_decode": True}
+
+
+def test_a_decode_engine_is_told_to_wait_as_long_as_puts_may_take(make: Make) -> None:
+    it = make(dummy(), slots=8, limits=Limits(max_wait_s=3600.0))
+    (tier,) = it.core.shared.tiers
+    told = it.manager.params_for_decode(PREFILL)
+    assert told is not None
+    assert told["kvtier"]["wait_s"] > tier.deadline_s, "puts begin after the response"
+    assert it.manager.params_for_decode({}) is None
+    assert make(slots=8).manager.params_for_decode(PREFILL) is None, "there is no tier"
+
+
+@pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled"])
+def test_a_decode_engine_is_not_told_to_wait_for_what_no_tier_gets(make: Make, how: str) -> None:
+    it = make(dummy(), slots=8)
+    if how == "reset":
+        it.manager.reset_cache()
+    elif how == "down":
+        it.core.on_event(TierDown(0, "gone"), 0.0)
+    elif how == "audit":
+        it.core.disable_after_audit(0, "in a test")
+    elif how == "disabled":
+        it.core.disable_after_audit(None, "in a test")
+    else:
+        it.core.refusal = "device_lost"
+    assert it.manager.params_for_decode(PREFILL) is None
 
 
 @pytest.mark.skipif(REPORTS_RESET_FLUSH, reason="this vLLM says when workers are through")

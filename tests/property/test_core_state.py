@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier._core.awaited import Wait
 from kvtier._core.messages import (
     Answer,
     Get,
@@ -115,6 +116,7 @@ class Asker:
         scan: the answers of this round, in the order of the questions; None where it was not asked.
         since_s: when something first stayed pending.
         expired: whether only final answers are allowed from now on.
+        patience_s: how long something may stay pending.
     """
 
     keys: list[OffloadKey]
@@ -123,6 +125,7 @@ class Asker:
     scan: dict[OffloadKey, Lookup] | None = None
     since_s: float | None = None
     expired: bool = False
+    patience_s: float = REQUEST_DEADLINE_S
 
 
 @dataclass(eq=False)
@@ -197,13 +200,25 @@ class CoreMachine(RuleBasedStateMachine):
     # --- what an engine does ---------------------------------------------------------------------
 
     @precondition(lambda self: len(self.askers) < 4)
-    @rule(prompt=prompts, length=lengths, backwards=st.booleans(), allowed=filters)
+    @rule(
+        prompt=prompts,
+        length=lengths,
+        backwards=st.booleans(),
+        allowed=filters,
+        wait_s=st.sampled_from([0.0, 0.0, 1.0, 8.0]),
+    )
     def new_request(
-        self, prompt: list[OffloadKey], length: int, backwards: bool, allowed: frozenset[int] | None
+        self,
+        prompt: list[OffloadKey],
+        length: int,
+        backwards: bool,
+        allowed: frozenset[int] | None,
+        wait_s: float,
     ) -> None:
-        request = Request(tiers=allowed)
+        request = Request(tiers=allowed, wait=Wait(wait_s) if wait_s else None)
         is_windowed = group_index(prompt[0]) in self.windowed
-        self.askers.append(Asker(prompt[:length], backwards and is_windowed, request))
+        patience_s = REQUEST_DEADLINE_S + wait_s
+        self.askers.append(Asker(prompt[:length], backwards and is_windowed, request, patience_s=patience_s))
 
     @precondition(lambda self: self.askers)
     @rule(pick=picks)
@@ -367,7 +382,7 @@ class CoreMachine(RuleBasedStateMachine):
             elif not asker.expired:
                 asker.since_s = None
         asker.scan = None
-        if asker.since_s is not None and self.now_s >= asker.since_s + REQUEST_DEADLINE_S:
+        if asker.since_s is not None and self.now_s >= asker.since_s + asker.patience_s:
             asker.expired = True
             assert asker.request.state is RequestState.EXPIRED
             assert not asker.request.held

@@ -80,6 +80,11 @@ MUTATIONS = (
         (("if sealed.key != key or", "if"),),
     ),
     Mutation(
+        "held_while_another_engine_computes",
+        "kvtier._core.promotion.waits:Waits.follow",
+        (("if request.held:", "if False:"),),
+    ),
+    Mutation(
         "reset_does_not_reach_fetches",
         "kvtier._core.promotion.gets:Gets.reset",
         (("chunk.move(ChunkEvent.DROPPED)", "pass"), ("transfer.waiters.clear()", "pass")),

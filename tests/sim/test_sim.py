@@ -63,6 +63,8 @@ SHOWN = (
     *("open hung", "open failed", "reset hung", "touch failed"),
     *("core loaded cpu", "core loaded", "core evicted", "core backfilled", "core expired", "core tier_down"),
     *("core miss deadline", "core miss budget", "core miss filter", "core miss load_failed"),
+    *("shared by another engine", "core waits arrived", "core waits in_vain", "core waits aborted"),
+    *("core miss not_arrived", "core waits gave_up"),
     *("core get_failed checksum", "core get_failed torn", "core get_failed foreign"),
     *("core put_failed full", "core overdue get", "core overdue put"),
     *("core put_dropped backlog", "core put_dropped back_pressure", "core store_refused no_slot"),

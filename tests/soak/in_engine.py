@@ -52,7 +52,7 @@ def sample(llm: Any) -> dict[str, float]:
         "engine: tasks": _tasks(),
         "core: requests": kinds[Request.__name__],
         "core: transfers": transfers(llm)["transfers"],
-        "core: handles": len(core.handles) + len(list(core.holds.pending)),
+        "core: handles": len(core.handles) + len(core.holds.pending) + len(core.holds.awaiting),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints
+from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints, for_decode, is_prefill
 
 NESTED: list[Any] = []
 for _ in range(100_000):  # deeper than its text could be made
@@ -25,9 +25,9 @@ def test_without_hints_nothing_is_said(reader: HintReader, params: Any, caplog: 
 
 
 def test_all_hints_together(reader: HintReader):
-    hints = {"explain": True, "ttl_s": 60, "pin": "agent 7", "release": "agent 6"}
+    hints = {"explain": True, "ttl_s": 60, "pin": "agent 7", "release": "agent 6", "wait_s": 2.5}
     assert reader.read("a", {"kvtier": hints}) == Hints(
-        explain=True, ttl_s=60, pin="agent 7", release="agent 6"
+        explain=True, ttl_s=60, pin="agent 7", release="agent 6", wait_s=2.5
     )
 
 
@@ -46,7 +46,9 @@ def test_all_hints_together(reader: HintReader):
         ({"pin": ""}, "pin must be a name of 1 to 128 characters"),
         ({"pin": "x" * 5000}, "pin must be a name"),
         ({"release": 7}, "release must be a name"),
-        ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release"),
+        ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release, wait_s"),
+        ({"wait_s": -1}, "wait_s must be a number of seconds above 0"),
+        ({"wait_s": float("inf")}, "wait_s must be a number of seconds above 0"),
     ],
 )
 def test_what_is_wrong_is_ignored_with_a_warning(
@@ -65,3 +67,13 @@ def test_a_client_cannot_flood_the_log(reader: HintReader, caplog: pytest.LogCap
     for index in range(1000):
         reader.read(str(index), {"kvtier": {"ttl_s": -1, "pin": 3}})
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("params", [None, {}, 7, {"do_remote_decode": 1}, {"do_remote_decode": False}])
+def test_an_ordinary_request_is_no_prefill(params: Any):
+    assert not is_prefill(params)
+
+
+def test_what_a_prefill_returns_is_a_hint_for_the_engine_that_decodes(reader: HintReader):
+    assert is_prefill({"do_remote_decode": True, "kvtier": {"explain": True}})
+    assert reader.read("a", for_decode(5.0)) == Hints(wait_s=5.0)

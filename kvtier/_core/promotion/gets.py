@@ -48,6 +48,9 @@ class Gets:
             transfer.load = sum(len(other.chunks) for other in gets)
         if waiters:  # nobody waits for a probe
             transfer.waiters.update(waiters)
+            transfer.is_poll = not located and all(
+                request.wait is not None and keys[0] in request.wait.keys for request in waiters
+            )
             transfer.allowed = allowed_tiers(waiters)
             self.expected[transfer.allowed].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
@@ -65,8 +68,14 @@ class Gets:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
         self._stop_expecting(transfer)
         waiters = waiting(transfer) if in_time else {}
+        is_news = not transfer.is_poll or bool(event.reasons) or any(event.answers)
+        is_news = is_news or any(key in self._shared.table.visible for key in transfer.keys)
         for request in waiters:
-            request.answers_stand = False
+            request.answers_stand = request.answers_stand and not is_news
+            if request.wait is not None:
+                missing = () if transfer.located else select(transfer.keys, event.answers, Answer.MISSING)
+                failed = bool(event.reasons)
+                request.wait.note_answer(transfer.keys, missing, now_s, failed=failed, is_news=is_news)
         if any(request.record for request in waiters):
             self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, loading(waiters))
@@ -74,11 +83,14 @@ class Gets:
         self._count(transfer, event, now_s)
         return transfer, event.answers, waiters, copied
 
-    def give_up(self, transfer: Transfer) -> Waiters:
+    def give_up(self, transfer: Transfer, now_s: float) -> Waiters:
         """Stop waiting for an overdue get; return who waited. Its slots stay out of use until it ends."""
         self._stop_expecting(transfer)
         self._holds.promoting.difference_update(transfer.chunks)
         self.record(transfer.waiters, transfer.tier, transfer.keys, "timeout")
+        for request in transfer.waiters:
+            if request.wait is not None:
+                request.wait.note_answer(transfer.keys, (), now_s, failed=True)
         return waiting(transfer)
 
     def reset(self) -> None:
@@ -135,7 +147,7 @@ class Gets:
             table.visible[chunk.key] = chunk
         for request in waiters:
             request.held.update(dict.fromkeys(copied, request.round))
-            self._holds.pending[request] = None
+            self._holds.enter(request)
         self._holds.free_budget(transfer.chunks)
         self._shared.kv_events.stored([chunk.key for chunk in copied], found=True)
         return copied
@@ -154,9 +166,13 @@ class Gets:
         if transfer.is_probe:
             found = copied or event.health is not TransferHealth.GOOD
             self._shared.gate.probe_ended(transfer.tier, now_s, found_any=bool(found))
+        if transfer.is_poll:  # what it does not find was counted when tiers were asked first
+            missing, asked = 0, len(event.answers) - missing
+        else:
+            asked = len(event.answers)
         if not transfer.located:
-            counts["asked", name] += len(event.answers)
-            counts["found", name] += len(event.answers) - missing
+            counts["asked", name] += asked
+            counts["found", name] += asked - missing
         counts["fetched", name] += copied
         if copied:
             status.writes.fetched(select(transfer.keys, event.answers, Answer.COPIED))

@@ -19,6 +19,7 @@ class Holds:
         promoting: chunks being promoted, or promoted and held for a request. They count against the
             promotion budget.
         pending: requests that wait for an answer, first come first.
+        awaiting: requests that await chunks of other engines. They are not in line and hold nothing.
         budget: slots that promotions may hold in all.
         reserve: slots to keep free, for chunks that a get may find.
     """
@@ -26,6 +27,7 @@ class Holds:
     def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
         self.promoting: set[Chunk] = set()
         self.pending: dict[Request, None] = {}
+        self.awaiting: dict[Request, None] = {}
         self._shared = shared
         self._windowed = windowed_groups
         self.resize(0)
@@ -44,11 +46,29 @@ class Holds:
     @property
     def first(self) -> Request | None:
         """The request that is first in line; one that only locates takes no turn."""
-        return next((request for request in self.pending if not request.locates), None)
+        return next((it for it in self.pending if not it.locates), None)
+
+    def enter(self, request: Request) -> None:
+        """Put a request in line, unless it is there, or awaits chunks."""
+        if request not in self.awaiting:
+            self.pending[request] = None
+
+    def leave_line(self, request: Request, until_s: float) -> None:
+        """Take a request out of the line that awaits chunks until then; its deadline counts from there."""
+        self.pending.pop(request, None)
+        self.awaiting[request] = None
+        request.deadline_s = until_s + self._shared.limits.request_deadline_s
+
+    def rejoin(self, request: Request, now_s: float) -> None:
+        """Put a request in line that awaits chunks no more; its deadline is that of any other."""
+        del self.awaiting[request]
+        self.pending[request] = None
+        deadline_s = now_s + self._shared.limits.request_deadline_s
+        request.deadline_s = min(request.deadline_s or deadline_s, deadline_s)
 
     def hold(self, request: Request) -> None:
         """Pin what a request was told is there, until it is served."""
-        self.pending[request] = None
+        self.enter(request)
         if request.locates:  # it loads nothing
             request.hits.clear()
             return
@@ -62,6 +82,7 @@ class Holds:
     def unhold(self, request: Request) -> None:
         """Unpin what is held for a request."""
         self.pending.pop(request, None)
+        self.awaiting.pop(request, None)
         request.answers_stand = False
         chunks, request.held = request.held, {}
         self._shared.table.unpin(chunks)
@@ -82,6 +103,15 @@ class Holds:
         self._shared.table.unpin(gone)
         self.free_budget(gone)
 
+    def release(self, request: Request) -> None:
+        """Unpin what is held for a request that awaits chunks."""
+        chunks, request.held = request.held, {}
+        if request.wait is not None:
+            wanted = set(request.wanted)
+            request.wait.leading += sum(chunk.key not in wanted for chunk in chunks)
+        self._shared.table.unpin(chunks)
+        self.free_budget(chunks)
+
     def free_budget(self, chunks: Iterable[Chunk]) -> None:
         """Remove from the promotion budget those chunks that nothing pins any more."""
         self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
@@ -93,7 +123,7 @@ class Holds:
         first. Only between two rounds, for what was answered HIT in a round is there to its end.
         """
         table, promoting = self._shared.table, self.promoting
-        behind = [other for other in reversed(self.pending) if other is not first]
+        behind = [*self.awaiting, *(other for other in reversed(self.pending) if other is not first)]
         if count > self.room:
             held = dict.fromkeys(chunk for other in behind for chunk in other.held)
             spare = [chunk for chunk in held if chunk in promoting and chunk not in first.held]
@@ -124,7 +154,9 @@ class Holds:
     def reset(self) -> None:
         """Unpin everything. Requests wait on, and their deadlines go on."""
         waiting = [request for request in self.pending if request.is_waiting]
-        for request in list(self.pending):
+        awaiting = list(self.awaiting)
+        for request in [*self.pending, *awaiting]:
             self.unhold(request)
             request.located.clear()
         self.pending.update(dict.fromkeys(waiting))
+        self.awaiting.update(dict.fromkeys(awaiting))

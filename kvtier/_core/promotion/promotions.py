@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import dropwhile, takewhile
+from itertools import chain, dropwhile, takewhile
 
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Answer, GetEnded
 from kvtier._core.promotion.gets import Gets, select
 from kvtier._core.promotion.holds import Holds
 from kvtier._core.promotion.tier_order import TierOrder
+from kvtier._core.promotion.waits import Waits
 from kvtier._core.promotion.wanted import Waiters, loading, of_use, still_wanted
 from kvtier._core.requests import Request
 from kvtier._core.shared import Keys, SharedState
@@ -22,6 +23,7 @@ class Promotions:
 
     Attributes:
         holds: what is pinned for requests that wait.
+        waits: what requests await that no tier has yet.
     """
 
     def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
@@ -30,6 +32,7 @@ class Promotions:
         self._windowed = windowed_groups
         self._gets = Gets(shared, self.holds)
         self._tiers = TierOrder(shared, self.holds, self._gets, windowed_groups)
+        self.waits = Waits(shared, self.holds, self._gets, self._tiers)
 
     def promote_wanted(self, request: Request, now_s: float) -> None:
         """Start gets of the keys that the request wants, as far as the budget goes.
@@ -37,8 +40,12 @@ class Promotions:
         Nothing is evicted for a key while the location of an earlier one is unknown, and nothing is promoted
         behind a key that no tier has.
         """
+        if request.wait is not None and request.wait.has_news:
+            self.waits.update(request, now_s)
+        elif request.awaits_any and request.answers_stand:
+            return
         expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
-        located = request.located
+        located, wait = request.located, request.wait if request.awaits_any else None
         known: list[OffloadKey] = []
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
@@ -50,6 +57,9 @@ class Promotions:
             transfer = expected.get(key)
             if transfer is not None:
                 transfer.waiters[request] = None
+            elif wait is not None and (key not in located or key in wait.promoted):
+                unsure = True
+                continue
             elif key not in located:
                 unsure_before = unsure_before if unknown else unsure
                 unknown.append(key)
@@ -64,6 +74,8 @@ class Promotions:
             self._tiers.ask(front, {request: None}, now_s, 0, slot_use)
             windowed = [key for key in unknown if self._is_windowed(key)]
             self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
+        if wait is not None:
+            wait.promoted.update(key for key in known if key in expected)
 
     def locate_wanted(self, request: Request, now_s: float) -> None:
         """Look for the keys that the request wants, without bringing any of them."""
@@ -87,7 +99,7 @@ class Promotions:
 
     def give_up(self, transfer: Transfer, now_s: float) -> None:
         """Stop waiting for an overdue get: its keys are looked for elsewhere."""
-        waiters = self._gets.give_up(transfer)
+        waiters = self._gets.give_up(transfer, now_s)
         self._tiers.ask(transfer.keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
 
     def reset(self) -> None:
@@ -111,7 +123,8 @@ class Promotions:
             run = self._tiers.obtainable(of_use(run, waiters, self._windowed), waiters, now_s)
             self._tiers.get_located(run, waiters, now_s)
             first = self.holds.first
-            if first in waiters and not any(other.held for other in self.holds.pending if other is not first):
+            others = chain(self.holds.pending, self.holds.awaiting)
+            if first in waiters and not any(other.held for other in others if other is not first):
                 self._trim_first(first, run)  # nobody can make way for it
 
     def _is_windowed(self, key: OffloadKey) -> bool:
@@ -119,7 +132,7 @@ class Promotions:
 
     def _get_for(self, request: Request, keys: list[OffloadKey], now_s: float) -> None:
         """Get located keys for a request in its turn. Whoever is first in line gets all it can."""
-        is_first = self.holds.first in (None, request)
+        is_first = not request.awaits_any and self.holds.first in (None, request)
         keys = self._tiers.obtainable(keys, {request: None}, now_s)
         if is_first:
             self.holds.free_for_first(request, len(keys))

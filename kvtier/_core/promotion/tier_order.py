@@ -52,7 +52,9 @@ class TierOrder:
                 self.ask(keys, locating(waiters), now_s, tier, SlotUse.NONE)
                 waiters = loading(waiters)
         for request in waiters:
-            request.mark_absent(keys)
+            request.mark_nowhere(keys, now_s)
+            if request.wait is not None and request.wait.keys and request.wait.until_s is not None:
+                self._holds.leave_line(request, request.wait.until_s)
 
     def obtainable(self, keys: list[OffloadKey], waiters: Waiters, now_s: float) -> list[OffloadKey]:
         """Return the located keys whose tiers may be asked now; the others are looked for in later tiers."""
@@ -71,13 +73,19 @@ class TierOrder:
         return [key for key in keys if located[key] not in refused] if refused else keys
 
     def get_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
-        """Get keys that are known to be in a tier; evict for them, within the budget."""
+        """Get keys that are known to be in a tier; evict for them, within the budget.
+
+        Nothing is evicted, and the reserve not used, for requests that await chunks which may never come.
+        """
         if not keys:
             return
         table = self._shared.table
         room = min(len(keys), self._holds.room)
-        self._shared.evict(room - len(table.free))
-        room = min(room, len(table.free))
+        if all(request.awaits_any for request in waiters):
+            room = min(room, max(0, len(table.free) - self._holds.reserve))
+        else:
+            self._shared.evict(room - len(table.free))
+            room = min(room, len(table.free))
         for tier, found in _by_tier(keys[:room], next(iter(waiters)).located):
             if useful := of_use(found, waiters, self._windowed):
                 self._gets.begin(tier, useful, len(useful), waiters, now_s, located=True)
@@ -114,12 +122,14 @@ class TierOrder:
         request = next(iter(waiters))
         asked = {key: index for index, key in enumerate(request.wanted)}
         held = sum(chunk.key not in asked for chunk in request.held)
+        held += 0 if request.wait is None else request.wait.leading
         place = request.base + held + asked.get(keys[0], 0)
         if not gate.is_slower(tier, place, len(wanted), gets, now_s):
             return None
         if may_wait and self._holds.first not in (None, *waiters) and gate.has_to_wait(now_s):
             for waiter in waiters:
-                waiter.deadline_s = None  # it does not wait for a tier
+                if not waiter.awaits_any:
+                    waiter.deadline_s = None  # it does not wait for a tier
             return _WAIT
         gate.computes(place, len(wanted))
         for waiter in waiters:

@@ -38,6 +38,7 @@ class Limits:
 
     Attributes:
         request_deadline_s: how long a request waits for pending answers.
+        max_wait_s: how long a request may wait for chunks that no tier has yet.
         promotion_budget: slots that promotions may hold which no request has loaded yet.
         promotion_reserve: slots kept free, so that a get can copy chunks with its first answer.
         put_backlog: slots that puts may pin. A tier has an equal share of them, and what the others
@@ -50,6 +51,7 @@ class Limits:
     """
 
     request_deadline_s: float = 5.0
+    max_wait_s: float = 30.0
     promotion_budget: float = 0.25
     promotion_reserve: float = 1 / 32
     put_backlog: float = 0.5

@@ -32,12 +32,14 @@ class Hints:
         ttl_s: seconds to keep its chunks in the primary tier after its end.
         pin: a name under which they are kept until it is released, or its last request has ended so long ago.
         release: a name whose chunks need not be kept any more once the request has ended.
+        wait_s: seconds to wait for chunks that no tier has yet: another engine computes them.
     """
 
     explain: bool = False
     ttl_s: float = 0.0
     pin: str = ""
     release: str = ""
+    wait_s: float = 0.0
 
     @property
     def keeps(self) -> bool:
@@ -57,7 +59,7 @@ class Hints:
 NO_HINTS = Hints()
 
 
-def _is_ttl(value: object) -> bool:
+def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LONGEST_TTL_S
 
 
@@ -72,12 +74,24 @@ def _shown(value: object) -> str:
     return repr(value) if is_short else type(value).__name__
 
 
+_A_TIME = f"a number of seconds above 0 and up to {_LONGEST_TTL_S}"
 _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "explain": (lambda value: isinstance(value, bool), "true or false"),
-    "ttl_s": (_is_ttl, f"a number of seconds above 0 and up to {_LONGEST_TTL_S}"),
+    "ttl_s": (_is_time, _A_TIME),
     "pin": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
     "release": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
+    "wait_s": (_is_time, _A_TIME),
 }
+
+
+def is_prefill(params: object) -> bool:
+    """Return whether another engine is to decode the prompt: what vLLM's P/D connectors are told, too."""
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+def for_decode(wait_s: float) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` with which another engine waits for chunks of the same prompt."""
+    return {PARAMS: {"wait_s": wait_s}}
 
 
 class HintReader:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvtier._core.awaited import Wait
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
@@ -34,7 +36,7 @@ from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
-from kvtier.adapters.vllm._hints import ClientHints
+from kvtier.adapters.vllm._hints import ClientHints, for_decode, is_prefill
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.published import Published
@@ -59,6 +61,9 @@ class Slots(LoadStoreSpec):
 _OF_NEW_CHUNKS = RequestOffloadingContext()
 _OF_ALL_CHUNKS = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 """vLLM offers chunks to be stored that the request did not compute, too."""
+
+_COPY_S = 1.0
+"""From a response to the puts of its prompt's last chunks: a step, and a copy from the device."""
 
 
 @dataclass
@@ -136,11 +141,14 @@ class KVTierManager(OffloadingManager):
         """See vLLM."""
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
-        hints = self._hints.begin(req_context.req_id, req_context.kv_transfer_params)
+        params = req_context.kv_transfer_params
+        hints = self._hints.begin(req_context.req_id, params)
+        if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
+            request.wait = Wait(wait_s)
         if hints.explain or self._explainer.is_on:
             self._explainer.begin(req_context, request, is_asked=hints.explain)
         is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
-        return _OF_ALL_CHUNKS if hints.keeps or is_selective else _OF_NEW_CHUNKS
+        return _OF_ALL_CHUNKS if hints.keeps or is_selective or is_prefill(params) else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be under way."""
@@ -151,6 +159,21 @@ class KVTierManager(OffloadingManager):
         self._hints.ended(req_context.req_id)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
+
+    def params_for_decode(self, params: object) -> dict[str, Any] | None:
+        """Return the ``kv_transfer_params`` of the response to a request whose prompt is decoded elsewhere.
+
+        Its last chunks may still be on their way into the tiers: their copies begin a step later, and the
+        puts that follow end within their deadline. None where the request has other ``params``, or where
+        nothing of it gets there: no tier takes puts, nothing is stored, or a reset was before.
+        """
+        core, shared = self._core, self._core.shared
+        if core.epoch or core.is_disabled or core.refusal or not is_prefill(params):
+            return None
+        takes_puts = [it for it in shared.tiers if it.disabled_reason is None and it.puts.is_closed]
+        put_s = max((tier.deadline_s + _COPY_S for tier in takes_puts), default=0.0)
+        wait_s = min(put_s, shared.limits.max_wait_s)
+        return for_decode(wait_s) if wait_s else None
 
     # --- lookups and loads -----------------------------------------------------------------------
 

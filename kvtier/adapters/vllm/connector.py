@@ -1,4 +1,5 @@
-"""``KVTierConnector``: vLLM's ``OffloadingConnector``, which also reports failed loads to the engine.
+"""``KVTierConnector``: vLLM's ``OffloadingConnector``, which also reports failed loads to the engine, and
+tells engines that decode what another one has prefilled to wait for its chunks.
 
 The plain connector asserts that every copy succeeds. vLLM can recompute a request whose load failed if the
 connector names it in ``failed_recving``. It would load the same chunks again in the next step; to prevent
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._worker import KVTierWorker
@@ -68,11 +70,30 @@ class KVTierConnector(OffloadingConnector):
             results.failed_recving |= self._worker.take_failed_requests()
         return results
 
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM: called in the scheduler's process; models with one KV cache group."""
+        return self._with_params(request, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM: called in the scheduler's process."""
+        return self._with_params(request, super().request_finished_all_groups(request, block_ids))
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See vLLM: called in the scheduler's process with what the workers of a step have told."""
         if self._manager is not None and connector_output.failed_recving:
             self._manager.fail_loads(connector_output.failed_recving)
         super().update_connector_output(connector_output)
+
+    def _with_params(
+        self, request: Request, result: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return what vLLM's connector returned, with parameters for the engine that is to decode."""
+        delays_free, params = result
+        if self._manager is None or request.status is RequestStatus.FINISHED_ABORTED:
+            return result
+        return delays_free, params or self._manager.params_for_decode(request.kv_transfer_params)
 
 
 def _require(part: object, kind: type[Any]) -> Any:

@@ -46,8 +46,12 @@ def check(core: Tiering) -> None:
     _require(len(table.policy) == candidates, "the policy knows no more than there is")
     _require(all(chunk.pins for chunk in core.holds.promoting), "what lands is pinned")
     _require(
-        all(request.state.name != "CLOSED" for request in core.holds.pending),
+        all(request.state.name != "CLOSED" for request in [*core.holds.pending, *core.holds.awaiting]),
         "nothing is held for a closed request",
+    )
+    _require(
+        all(request.is_waiting and request not in core.holds.pending for request in core.holds.awaiting),
+        "a request that awaits chunks waits, and is not in line",
     )
     kept = core.retention.pinned
     _require(all(chunk.key == key for key, chunk in kept.items()), "what is kept is what was to be kept")
@@ -63,7 +67,7 @@ def _expected_pins(core: Tiering) -> Counter[Chunk]:
         pins.update(handle.chunks)
     for transfer in core.shared.transfers.values():
         pins.update(transfer.chunks)
-    for request in core.holds.pending:
+    for request in [*core.holds.pending, *core.holds.awaiting]:
         pins.update(list(request.held))
     pins.update(core.retention.pinned.values())
     return pins

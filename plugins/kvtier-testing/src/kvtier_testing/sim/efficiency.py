@@ -35,6 +35,9 @@ class EfficiencyCheckedTiering(Tiering):
             if not transfer.is_overdue:
                 self._tell(transfer, _answered(transfer, event, Answer.MISSING))
             self._found(_answered(transfer, event, Answer.COPIED))
+            for request in transfer.waiters:  # another engine may have stored what a tier did not have before
+                for key in _answered(transfer, event, Answer.LOCATED) if request.wait is not None else ():
+                    self._told.get(request, {}).pop(key, None)
         super().on_event(event, now_s)
 
     def settle(self, now_s: float) -> None:
@@ -117,7 +120,8 @@ class EfficiencyCheckedTiering(Tiering):
 
     def _require_of_use(self, command: Get, transfer: Transfer) -> None:
         for key in command.keys:
-            knowing = [it for it in transfer.waiters if command.tier in self._told.get(it, {}).get(key, ())]
+            told = [it for it in transfer.waiters if command.tier in self._told.get(it, {}).get(key, ())]
+            knowing = [it for it in told if it.wait is None]  # else tiers are asked again on purpose
             assert not knowing or len(knowing) < len(transfer.waiters), (
                 f"tier {command.tier} is asked for {key.hex()} once more, which all who wait for it, "
                 f"{[it.name for it in knowing]}, were told that it does not have"
@@ -141,7 +145,7 @@ class EfficiencyCheckedTiering(Tiering):
         So too where what was there, but not seen by a scan that was repeated, has left at its end.
         """
         first = next(iter(self.holds.pending), None)
-        if first is None or first not in asked or not first.is_waiting:
+        if first is None or first not in asked or not first.is_waiting or first.awaits_any:
             return
         changed = was_there | self.table.visible.keys() | first.absent
         if first.locates:

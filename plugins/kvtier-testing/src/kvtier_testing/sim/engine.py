@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvtier._core.awaited import Wait
 from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
@@ -27,6 +28,8 @@ from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import Scenario
 
 _ASK_EVERY_S = 0.002
+_MOST_FULL_STEPS = 40
+_ROUNDING_S = 1e-9  # the core adds up its deadlines in another order
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then
 
 logger = logging.getLogger("kvtier.sim")
@@ -77,6 +80,7 @@ class Job:
         is_scanned: whether it was looked up in this step.
         was_deferred: whether its last lookup has deferred it.
         keeps_s: how long its chunks are to be kept after its end; 0 where they need not be.
+        patience_s: how long it may be deferred.
     """
 
     request: Request
@@ -88,6 +92,7 @@ class Job:
     is_scanned: bool = False
     was_deferred: bool = False
     keeps_s: float = 0.0
+    patience_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -124,6 +129,8 @@ class EngineProcess(Process):
         self._events = executor.events
         self._driver = Driver(core, executor, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"engine/{world.process}")
+        self._patience = world.chance(f"patience/{world.process}")
+        self._full_steps = 0  # there is room for no request: those that wait are not asked for
         self._jobs: list[Job] = []
         self._requests = 0
         self._epoch = 0
@@ -153,7 +160,7 @@ class EngineProcess(Process):
 
     async def find(self, keys: Sequence[OffloadKey]) -> int:
         """Look a request up until it waits for nothing; return how many of its chunks are there."""
-        job = Job(self._new_request(None), keys)
+        job = Job(self._new_request(None), keys, patience_s=self._scenario.limits.request_deadline_s)
         until_s = self._world.now_s + DRAIN_S
         while True:
             found, waits = self._scan(job)
@@ -189,7 +196,8 @@ class EngineProcess(Process):
             job.state = JobState.WAITING
             job.waits_since_s, job.expired = None, False
         started = []
-        for job in [job for job in self._jobs if job.state is JobState.WAITING]:
+        waiting = [job for job in self._jobs if job.state is JobState.WAITING]
+        for job in [] if self._is_full(arriving) else waiting:
             if self._schedule(job):
                 started.append(job)
             await self._breathe()
@@ -205,6 +213,13 @@ class EngineProcess(Process):
         if arriving and chance.random() < self._scenario.resets * (_RATHER if is_busy else 1):
             self._reset()
 
+    def _is_full(self, arriving: bool) -> bool:
+        if self._full_steps:
+            self._full_steps -= 1
+        elif arriving and max(self._scenario.waits_s) and self._patience.random() < 0.02:
+            self._full_steps = self._patience.randint(1, _MOST_FULL_STEPS)
+        return self._full_steps > 0
+
     # --- lookups ---------------------------------------------------------------------------------
 
     def _new_request(self, tiers: frozenset[int] | None) -> Request:
@@ -219,6 +234,9 @@ class EngineProcess(Process):
             tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
         job = Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))])
         job.keeps_s = chance.choice((0.0, 0.0, 0.1, 1.0))
+        wait_s = self._patience.choice(self._scenario.waits_s)
+        job.request.wait = Wait(wait_s) if wait_s else None
+        job.patience_s = wait_s + self._scenario.limits.request_deadline_s
         self._jobs.append(job)
 
     def _schedule(self, job: Job) -> bool:
@@ -249,7 +267,7 @@ class EngineProcess(Process):
         if waits and job.expired:
             self._world.fail(
                 f"request {job.name} waits since {job.waits_since_s:.4f} s, beyond its deadline of "
-                f"{self._scenario.limits.request_deadline_s} s"
+                f"{job.patience_s} s"
             )
         if job.computed and (hits or waits):
             self._world.fail(f"request {job.name} is told of {hits}, though a load of it has failed")
@@ -286,7 +304,7 @@ class EngineProcess(Process):
             return
         if job.waits_since_s is None:
             job.waits_since_s = now_s
-        if now_s >= job.waits_since_s + self._scenario.limits.request_deadline_s:
+        if now_s >= job.waits_since_s + job.patience_s + _ROUNDING_S:
             job.expired = True
 
     # --- copies ----------------------------------------------------------------------------------

@@ -215,6 +215,9 @@ class CheckedTiering(EfficiencyCheckedTiering):
         """End a round; what is announced must be what can be had."""
         with self._checks("settle"):
             super().settle(now_s)
+        for request in self.holds.awaiting:
+            if request.held:
+                self.world.fail(f"request {request.name} awaits chunks, and holds {request.held}")
         self._follow_announcements()
 
     def close(self, request: Request) -> None:
@@ -290,7 +293,8 @@ class CheckedTiering(EfficiencyCheckedTiering):
             self.is_idle, f"after the last fault there are {self.shared.transfers} {self.shared.commands}"
         )
         require(not self.holds.promoting, f"the budget is not given back: {self.holds.promoting}")
-        require(not self.holds.pending, f"held for {[it.name for it in self.holds.pending]}")
+        waiting = [*self.holds.pending, *self.holds.awaiting]
+        require(not waiting, f"held for {[it.name for it in waiting]}")
         pinned = [chunk for chunk in table.all if chunk.pins]
         require(not pinned, f"pinned by nobody: {pinned}")
         require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")

@@ -41,6 +41,7 @@ class TierScenario:
         preloaded: of each prompt, how many chunks an engine before has left there.
         corrupts_at_s: when some of its chunks are damaged.
         loses_at_s: when some of its chunks leave by themselves.
+        shared_at_s: when another engine stores the chunks of a prompt there: the prompt, and when for each.
     """
 
     config: SimTierConfig
@@ -52,6 +53,7 @@ class TierScenario:
     preloaded: tuple[int, ...]
     corrupts_at_s: tuple[float, ...]
     loses_at_s: tuple[float, ...]
+    shared_at_s: tuple[tuple[int, tuple[float, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Scenario:
         copy_s: how long a device copy takes at most.
         prompts: what requests ask for the beginning of.
         chunk_s: how long computing a chunk takes, as the core is told; 0: it is not, and loads everything.
+        waits_s: how long requests wait for chunks of other engines; each draws one of these.
     """
 
     owner: Owner
@@ -89,11 +92,12 @@ class Scenario:
     copy_s: float
     prompts: tuple[tuple[OffloadKey, ...], ...] = field(repr=False)
     chunk_s: float
+    waits_s: tuple[float, ...]
 
     @staticmethod
     def draw(seed: object) -> Scenario:
         """Draw a run. The same seed draws the same one."""
-        chance = Random(f"{seed}/plan")
+        chance, sharing = Random(f"{seed}/plan"), Random(f"{seed}/sharing")
         faults_end_s = chance.choice((0.3, 1.0, 1.0, 3.0))
         slots = chance.randint(3, 16)
         windowed = chance.random() < 0.15
@@ -104,7 +108,8 @@ class Scenario:
             limits=_limits(chance),
             windowed=windowed,
             tiers=tuple(
-                _tier(chance, slots, faults_end_s) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))
+                _tier(chance, sharing, slots, faults_end_s)
+                for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))
             ),
             process_ends=_process_ends(chance, faults_end_s),
             faults_end_s=faults_end_s,
@@ -115,6 +120,7 @@ class Scenario:
             copy_s=chance.choice((0.0, 0.001, 0.02, 0.1)),
             prompts=_prompts(chance, windowed=windowed),
             chunk_s=chance.choice((0.0, 0.0, 0.0001, 0.002, 0.02)),
+            waits_s=sharing.choice(((0.0,), (0.0, 0.05, 0.5), (0.5, 2.0))),
         )
 
 
@@ -132,7 +138,7 @@ def _limits(chance: Random) -> Limits:
     )
 
 
-def _tier(chance: Random, slots: int, faults_end_s: float) -> TierScenario:
+def _tier(chance: Random, sharing: Random, slots: int, faults_end_s: float) -> TierScenario:
     config = SimTierConfig(
         deadline_s=chance.choice((0.05, 0.3, 1.0)),
         max_concurrency=chance.choice((1, 2, 8)),
@@ -157,11 +163,19 @@ def _tier(chance: Random, slots: int, faults_end_s: float) -> TierScenario:
         preloaded=tuple(chance.choice((0, 2, 20, 20)) for _ in range(_MOST_PROMPTS)),
         corrupts_at_s=_times(chance, faults_end_s, 0.2),
         loses_at_s=_times(chance, faults_end_s, 0.4),
+        shared_at_s=tuple(_shared(sharing, faults_end_s) for _ in range(sharing.choice((0, 2, 4)))),
     )
 
 
 def _times(chance: Random, faults_end_s: float, share: float) -> tuple[float, ...]:
     return tuple(chance.random() * faults_end_s for _ in range(3) if chance.random() < share)
+
+
+def _shared(chance: Random, faults_end_s: float) -> tuple[int, tuple[float, ...]]:
+    """Draw when another engine stores the chunks of a prompt, mostly one after the other."""
+    begin_s, chunk_s = chance.random() * faults_end_s, chance.choice((0.0, 0.01, 0.1))
+    times = tuple(begin_s + chunk_s * index for index in range(chance.choice((2, 20))))
+    return chance.randrange(_MOST_PROMPTS), times if chance.random() < 0.8 else times[::-1]
 
 
 def _fault_schedule(chance: Random, faults_end_s: float) -> tuple[tuple[float, FaultProfile], ...]:

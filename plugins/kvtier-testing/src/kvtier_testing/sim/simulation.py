@@ -306,6 +306,10 @@ class _Run:
                 backend.preload(key)
         for when_s, faults in scenario.fault_schedule:
             self.world.loop.call_at(when_s, backend.set_faults, faults)
+        prompts = dict(enumerate(self._scenario.prompts))
+        for number, times in scenario.shared_at_s:
+            for key, when_s in zip(prompts.get(number, ()), times, strict=False):
+                self.world.loop.call_at(when_s, backend.share, key)
         for when_s in scenario.corrupts_at_s:
             self.world.loop.call_at(when_s, backend.damage)
 

@@ -1,0 +1,182 @@
+"""What prefill and decode engines do in their own processes. See ``Engine.call`` in ``harness``."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvtier._core.states import ChunkState
+from kvtier_bench.engine.process import sampling
+from tests.integration.harness import chunks_in
+
+_NUMBERS = itertools.count()
+_PATIENCE_S = 90.0
+
+
+def prefill(llm: Any, prompt: list[int], root: str = "", go_on: str = "") -> dict[str, Any]:
+    """Compute a prompt. Its last stores need further steps.
+
+    Args:
+        llm: the engine.
+        prompt: token ids.
+        root: directory of the tier. When the first of the prompt's chunks are there the engine is paused
+            until ``go_on`` exists.
+        go_on: a file.
+
+    Returns:
+        ``params``: the ``kv_transfer_params`` of the response; ``paused_at``: tokens computed at the pause.
+    """
+    name, scheduler = _add(llm, prompt, 1, {"do_remote_decode": True}), _scheduler(llm)
+    outputs, paused_at = [], 0
+    before = chunks_in(Path(root)) if root else set()
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        request = scheduler.requests.get(name)
+        if root and not paused_at and request is not None:
+            outputs += _end_stores(llm)
+            if chunks_in(Path(root)) - before:
+                paused_at = request.num_computed_tokens
+                _wait_for(Path(go_on).exists)
+    return {"params": outputs[-1].kv_transfer_params, "paused_at": paused_at}
+
+
+def _end_stores(llm: Any) -> list[Any]:
+    """Do steps that schedule no tokens until no copy and no put is under way; return their outputs."""
+    scheduler, core = _scheduler(llm), _core(llm)
+    step_tokens, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 0
+    outputs: list[Any] = []
+
+    def has_ended() -> bool:
+        outputs.extend(llm.llm_engine.step())
+        is_busy = core.handles or any(transfer.is_put for transfer in core.shared.running)
+        return not is_busy or not llm.llm_engine.has_unfinished_requests()
+
+    _wait_for(has_ended)
+    scheduler.max_num_scheduled_tokens = step_tokens
+    return outputs
+
+
+def decode(
+    llm: Any,
+    prompt: list[int],
+    output_tokens: int,
+    wait_s: float,
+    waits: str,
+    has_some: str,
+    time_is_over: str = "",
+) -> dict[str, Any]:
+    """Answer a prompt whose chunks another engine computes.
+
+    Args:
+        llm: the engine.
+        prompt: token ids.
+        output_tokens: tokens to generate.
+        wait_s: how long to wait for chunks.
+        waits: a file that is made when the request waits.
+        has_some: a file that is made when it waits and some of its chunks are in host memory.
+        time_is_over: a file; when it exists the request waits no longer.
+
+    Returns:
+        ``answer``: token ids; ``cached``: tokens of the prompt that were not computed.
+    """
+    _add(llm, prompt, output_tokens, {"kvtier": {"wait_s": wait_s, "explain": True}})
+    core, outputs = _core(llm), []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        for request in _awaiting(llm):
+            Path(waits).touch()
+            first = core.table.visible.get(request.first)
+            if first is not None and first.state is ChunkState.READY:
+                Path(has_some).touch()
+            if time_is_over and Path(time_is_over).exists():
+                _end_time(request)
+    return {"answer": list(outputs[-1].outputs[0].token_ids), "cached": outputs[-1].num_cached_tokens}
+
+
+def _end_time(request: Any) -> None:
+    """Have the time that a request waits for chunks end now: tests need not guess how long others take."""
+    request.wait.until_s = min(request.wait.until_s, time.monotonic())
+
+
+def plain(llm: Any, prompt: list[int]) -> dict[str, Any]:
+    """Answer a prompt without parameters; return the ``kv_transfer_params`` of the response as ``params``."""
+    _add(llm, prompt, 1, {})
+    outputs = list(_outputs(llm))
+    return {"params": outputs[-1].kv_transfer_params}
+
+
+def beside(
+    llm: Any, prompt: list[int], params: dict[str, Any], others: list[list[int]], output_tokens: int
+) -> dict[str, Any]:
+    """Answer a prompt that waits for what does not come, and others that come after it.
+
+    Its time ends when the others are answered.
+
+    Returns:
+        ``order``: which ended first; ``answers``: of the others, then of the one that waits.
+    """
+    waiting = _add(llm, prompt, output_tokens, params)
+    names = [*(_add(llm, other, output_tokens, {}) for other in others), waiting]
+    ended = []
+    while llm.llm_engine.has_unfinished_requests():
+        ended += [output for output in llm.llm_engine.step() if output.finished]
+        if len(ended) == len(others):
+            for request in _awaiting(llm):
+                _end_time(request)
+    answers = {_name(output.request_id): list(output.outputs[0].token_ids) for output in ended}
+    order = ["waiting" if _name(output.request_id) == _name(waiting) else "other" for output in ended]
+    return {"order": order, "answers": [answers[_name(name)] for name in names]}
+
+
+def abort(llm: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    """Abort a request when it waits."""
+    name = _add(llm, prompt, 1, params)
+    while not _awaiting(llm):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request([_name(name)])
+    list(_outputs(llm))
+    return {}
+
+
+def _outputs(llm: Any) -> Iterator[Any]:
+    while llm.llm_engine.has_unfinished_requests():
+        yield from llm.llm_engine.step()
+
+
+def _name(added: str) -> str:
+    """Return the name that a request was given: vLLM appends to it."""
+    return "-".join(added.split("-")[:2])
+
+
+def _awaiting(llm: Any) -> list[Any]:
+    """Return the requests that await chunks that no tier has yet."""
+    return [request for request in _manager(llm)._requests.values() if request.awaits_any]
+
+
+def _core(llm: Any) -> Any:
+    return _manager(llm)._core
+
+
+def _manager(llm: Any) -> Any:
+    return _scheduler(llm).connector.connector_scheduler.manager
+
+
+def _add(llm: Any, prompt: list[int], output_tokens: int, params: dict[str, Any]) -> str:
+    name = f"pd-{next(_NUMBERS)}"
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling(output_tokens, params))
+    (added,) = [it for it in _scheduler(llm).requests if _name(it) == name]
+    return str(added)
+
+
+def _scheduler(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "nothing came"
+        time.sleep(0.002)

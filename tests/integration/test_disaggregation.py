@@ -1,0 +1,173 @@
+"""Prefill and decode engines over one root: the tokens of a single engine, and only the tail is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier_bench.engine.compared import BLOCK_TOKENS, EngineError
+from tests.integration.conftest import Ask
+from tests.integration.harness import OUTPUT_TOKENS, PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
+
+ROLES = "tests.integration.pd_roles"
+PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
+WAIT_S = 120.0  # longer than any machine takes
+STEP_TOKENS = BLOCK_TOKENS  # of the prefill engine: it computes a prompt in many steps
+
+
+def settings(root: Path) -> dict[str, Any]:
+    tier = {"type": "fs", "root_dir": str(root)}
+    return {"cpu_bytes_to_use": "32MiB", "secondary_tiers": [tier], "max_wait_s": WAIT_S}
+
+
+def start_prefill(launcher: Launcher, llama: Path, root: Path) -> Engine:
+    return launcher.start(
+        llama, settings(root), kv_transfer_config=PREFILL, max_num_batched_tokens=STEP_TOKENS
+    )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pd") / "root"
+
+
+@pytest.fixture(scope="module")
+def prefill(launcher: Launcher, llama: Path, root: Path) -> Iterator[Engine]:
+    with start_prefill(launcher, llama, root) as engine:
+        engine.until_open("fs")
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def decode(launcher: Launcher, llama: Path, root: Path) -> Iterator[Engine]:
+    with launcher.start(llama, settings(root)) as engine:
+        engine.until_open("fs")
+        yield engine
+
+
+class Counts:
+    """What a decode engine has counted since."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = engine.settled()
+
+    def waits(self) -> dict[str, float]:
+        """Return how many waits have ended, by outcome."""
+        return self._by_reason("kvtier_waits")
+
+    def misses(self) -> dict[str, float]:
+        """Return how many chunks were missed, by reason."""
+        return self._by_reason("kvtier_misses")
+
+    def _by_reason(self, name: str) -> dict[str, float]:
+        now = self._engine.settled()
+        reasons = {labels["reason"] for found, labels, _ in now.samples if found == f"{name}_total"}
+        by = {
+            reason: now.value(name, reason=reason) - self._before.value(name, reason=reason)
+            for reason in reasons
+        }
+        return {reason: count for reason, count in by.items() if count}
+
+
+def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its_last_is_computed(
+    prefill: Engine, decode: Engine, reference: Ask, root: Path, tmp_path: Path
+) -> None:
+    asked, counts = prompt(1), Counts(decode)
+    waits, has_some = tmp_path / "waits", tmp_path / "has_some"
+    with ThreadPoolExecutor() as threads:
+        how = {
+            "output_tokens": OUTPUT_TOKENS,
+            "wait_s": WAIT_S,
+            "waits": str(waits),
+            "has_some": str(has_some),
+        }
+        answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, **how)
+        until(waits.exists, answering.done)
+        told = prefill.call("prefill", module=ROLES, prompt=asked, root=str(root), go_on=str(has_some))
+        prefill.settled()
+        answer = answering.result()
+    assert 0 < told["paused_at"] < len(asked)
+    assert has_some.exists(), "nothing had arrived when the prefill had not ended"
+    assert [answer["answer"]] == reference(asked)
+    assert answer["cached"] == PROMPT_CHUNKS * BLOCK_TOKENS, "only the tail is computed"
+    assert counts.waits() == {"arrived": 1}
+
+
+def until(condition: Any, has_ended: Any) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert not has_ended(), "it has ended without"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
+    prefill: Engine, decode: Engine, reference: Ask
+) -> None:
+    asked, counts = prompt(2), Counts(decode)
+    told = prefill.call("prefill", module=ROLES, prompt=asked)["params"]
+    assert told == {"kvtier": {"wait_s": told["kvtier"]["wait_s"]}}
+    assert PATIENCE_S <= told["kvtier"]["wait_s"] <= WAIT_S, "a put's deadline has passed by then"
+    prefill.settled()
+    answers, loaded = decode.served(asked, kv_transfer_params=told)
+    assert answers == reference(asked)
+    assert loaded == {"fs": PROMPT_CHUNKS}
+    assert set(counts.waits()) <= {"arrived"}
+    plain = prefill.call("plain", module=ROLES, prompt=asked)
+    assert plain["params"] is None, "who does not ask for it gets nothing new"
+
+
+def test_a_prompt_that_nobody_computes_is_a_miss_after_its_time(decode: Engine, reference: Ask) -> None:
+    """A hint that is wrong or stale costs its own request that time. Others are answered meanwhile."""
+    stale, others, counts = prompt(3), [prompt(4), prompt(5)], Counts(decode)
+    hint = {"kvtier": {"wait_s": WAIT_S}}
+    answers = decode.call(
+        "beside", module=ROLES, prompt=stale, params=hint, others=others, output_tokens=OUTPUT_TOKENS
+    )
+    assert answers["order"] == ["other", "other", "waiting"]
+    assert answers["answers"] == reference(*others, stale)
+    assert counts.waits() == {"in_vain": 1}
+    assert counts.misses()["not_arrived"] >= 1
+
+
+def test_an_aborted_request_waits_no_longer(decode: Engine) -> None:
+    counts = Counts(decode)
+    hint = {"kvtier": {"wait_s": WAIT_S}}
+    decode.call("abort", module=ROLES, prompt=prompt(6), params=hint)
+    assert counts.waits() == {"aborted": 1}
+    assert "not_arrived" not in counts.misses()
+
+
+def test_a_prefill_engine_is_killed_in_its_midst(
+    launcher: Launcher, llama: Path, root: Path, decode: Engine, reference: Ask, tmp_path: Path
+) -> None:
+    asked, counts = prompt(7), Counts(decode)
+    waits, has_some, gone = (tmp_path / name for name in ("waits", "has_some", "gone"))
+    how = {
+        "output_tokens": OUTPUT_TOKENS,
+        "wait_s": WAIT_S,
+        "waits": str(waits),
+        "has_some": str(has_some),
+        "time_is_over": str(gone),
+    }
+    with start_prefill(launcher, llama, root) as dying, ThreadPoolExecutor() as threads:
+        dying.until_open("fs")
+        answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, **how)
+        until(waits.exists, answering.done)
+        never = str(tmp_path / "never")
+        dead = threads.submit(dying.call, "prefill", module=ROLES, prompt=asked, root=str(root), go_on=never)
+        until(has_some.exists, answering.done)
+        dying.kill()
+        with pytest.raises((EngineError, OSError, ValueError)):
+            dead.result()
+        gone.touch()
+        answer = answering.result()
+    assert [answer["answer"]] == reference(asked)
+    assert 0 < answer["cached"] < PROMPT_CHUNKS * BLOCK_TOKENS, "what had come is used, the rest computed"
+    assert counts.waits() == {"in_vain": 1}

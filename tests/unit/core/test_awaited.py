@@ -1,0 +1,521 @@
+"""A request waits for chunks that no tier has yet: asked for again now and then, until its time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from kvtier._core.awaited import FEW_KEYS, FIRST_PAUSE_S, LAST_S, LONGEST_PAUSE_S, MOST_KEYS, Wait
+from kvtier._core.messages import Get, GetEnded, TierDown
+from kvtier._core.promotion.waits import MOST_POLLS
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import TierStatus
+from kvtier.keys import OffloadKey
+from tests.unit.core.world import (
+    COPIED,
+    HIT,
+    LOCATED,
+    MISS,
+    MISSING,
+    PENDING,
+    RETRY,
+    answer,
+    ask,
+    fetches,
+    keys,
+    make,
+    step,
+    store,
+    taken,
+    there,
+)
+
+WAIT_S = 10.0
+STEP_S = FIRST_PAUSE_S / 4
+PROMPT = keys("a", 4)
+
+
+def waiting() -> Request:
+    return Request("decode", wait=Wait(WAIT_S))
+
+
+def poll(core: Tiering, request: Request, prompt: Sequence[OffloadKey], now_s: float) -> tuple[float, Get]:
+    """Go on in steps of the engine until a tier is asked; return when that was, and the get."""
+    while True:
+        now_s += STEP_S
+        if begun := step_as_vllm(core, request, prompt, now_s)[1]:
+            (get,) = begun
+            return now_s, get
+
+
+def step_as_vllm(
+    core: Tiering, request: Request, prompt: Sequence[OffloadKey], now_s: float
+) -> tuple[list[Lookup], list[Get]]:
+    """Ask one round of questions, repeated ones answered as such."""
+    answers = []
+    for key in prompt:
+        repeated = core.repeat_answer(key, request)
+        answers.append(core.lookup(key, request) if repeated is None else repeated)
+        if answers[-1] is MISS:
+            break
+    core.settle(now_s)
+    return answers, fetches(core)
+
+
+def begin(
+    core: Tiering, request: Request, prompt: list[OffloadKey], *found: object, now_s: float = 0.0
+) -> None:
+    """Ask for a prompt; the tier has what is said."""
+    (get,) = step(core, request, prompt, now_s)
+    answer(core, get, list(found), now_s)  # type: ignore[arg-type]
+
+
+def waits(core: Tiering) -> dict[str, float]:
+    return {count[1]: number for count, number in core.take_counts().items() if count[0] == "waits"}
+
+
+def test_what_no_tier_has_yet_is_asked_for_again_in_one_get_and_loaded_when_it_is_there() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [RETRY] * 4
+    when_s, again = poll(core, request, PROMPT, 0.0)
+    assert (list(again.keys), list(again.slots)) == (PROMPT, []), "it takes no slot for what may not come"
+    assert not answer(core, again, [LOCATED] * 4, when_s)
+    assert ask(core, request, PROMPT) == [PENDING] * 4
+    core.settle(when_s)
+    (get,) = fetches(core)
+    assert (list(get.keys), get.located) == (PROMPT, True)
+    answer(core, get, [COPIED] * 4, when_s)
+    assert ask(core, request, PROMPT) == [HIT] * 4
+    core.acquire(PROMPT, request)
+    assert waits(core) == {"arrived": 1}
+
+
+def test_without_a_hint_it_is_a_miss_at_once() -> None:
+    core, request = make(), Request()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [MISS]
+
+
+def test_after_its_time_it_is_a_miss_and_the_deadline_of_tiers_counts_from_there() -> None:
+    core, request = make(request_deadline_s=5.0), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert request.deadline_s == WAIT_S + 5.0
+    core.settle(0.0)
+    _, (last,) = step_as_vllm(core, request, PROMPT, WAIT_S)
+    answer(core, last, [MISSING] * 4, WAIT_S)
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(WAIT_S)
+    counts = core.take_counts()
+    assert counts["waits", "in_vain"] == 1
+    assert counts["miss", "not_arrived"] == 1
+    assert ("expired",) not in counts
+    assert request.deadline_s is None
+    assert not core.promotions.holds.pending
+
+
+def test_the_pauses_grow_up_to_a_bound_and_an_arrival_shortens_them() -> None:
+    core, request, now_s = make(), waiting(), 0.0
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    pauses = []
+    for _ in range(8):
+        before_s = now_s
+        now_s, get = poll(core, request, PROMPT, now_s)
+        answer(core, get, [MISSING] * 4, now_s)
+        pauses.append(now_s - before_s)
+    assert all(later >= pause - STEP_S for pause, later in pairwise(pauses))
+    assert pauses[0] >= FIRST_PAUSE_S
+    assert LONGEST_PAUSE_S <= pauses[-1] < 1.1 * LONGEST_PAUSE_S
+    now_s, get = poll(core, request, PROMPT, now_s)
+    answer(core, get, [LOCATED, MISSING, MISSING, MISSING], now_s)
+    _, begun = step_as_vllm(core, request, PROMPT, now_s)
+    assert [list(get.keys) for get in begun] == [PROMPT[1:], PROMPT[:1]], "there may be more by now"
+
+
+def test_a_step_between_two_polls_asks_nobody() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    step(core, request, PROMPT)
+    for _ in range(100):
+        answers, begun = step_as_vllm(core, request, PROMPT, FIRST_PAUSE_S / 2)
+        assert (answers, begun) == ([RETRY, MISS], []), "repeated: it waits on"
+    assert core.next_deadline_s() == pytest.approx(FIRST_PAUSE_S)
+
+
+def test_only_the_first_of_many_chunks_are_asked_for_again() -> None:
+    core, request, prompt = make(), waiting(), keys("a", 3 * MOST_KEYS)
+    begin(core, request, prompt, *[MISSING] * len(prompt))
+    now_s, get = poll(core, request, prompt, 0.0)
+    assert list(get.keys) == prompt[:FEW_KEYS]
+    answer(core, get, [LOCATED] * FEW_KEYS, now_s)
+    more = step_as_vllm(core, request, prompt, now_s)[1][0]
+    assert list(more.keys) == prompt[FEW_KEYS:][:MOST_KEYS], "there may be many by now"
+    answer(core, more, [MISSING] * MOST_KEYS, now_s)
+    _, get = poll(core, request, prompt, now_s)
+    assert list(get.keys) == prompt[FEW_KEYS:][:FEW_KEYS]
+
+
+def test_what_arrives_early_is_promoted_and_not_held() -> None:
+    core, request = make(budget=0.25), waiting()
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    assert ask(core, request, PROMPT) == [HIT, HIT, RETRY, RETRY]
+    core.settle(0.0)
+    assert not request.held
+    assert not core.holds.promoting
+    when_s, again = poll(core, request, PROMPT, 0.0)
+    assert list(again.keys) == PROMPT[2:]
+    answer(core, again, [LOCATED, MISSING], when_s)
+    _, (next_poll, get) = step_as_vllm(core, request, PROMPT, when_s)
+    assert (list(get.keys), list(next_poll.keys)) == (PROMPT[2:3], PROMPT[3:])
+    answer(core, get, [COPIED], when_s)
+    step_as_vllm(core, request, PROMPT, when_s)
+    assert not core.holds.promoting
+    assert core.table.evictable == 3
+
+
+def test_what_was_evicted_meanwhile_is_promoted_again_only_when_all_the_rest_is_there() -> None:
+    core, request, now_s = make(slots=4, budget=1.0), waiting(), 0.0
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    step_as_vllm(core, request, PROMPT, now_s)
+    store(core, keys("b", 4))
+    for _ in range(20):
+        now_s, get = poll(core, request, PROMPT, now_s)
+        assert list(get.keys) == PROMPT[2:]
+        answer(core, get, [MISSING] * 2, now_s)
+    now_s, get = poll(core, request, PROMPT, now_s)
+    answer(core, get, [LOCATED] * 2, now_s)
+    _, (rest,) = step_as_vllm(core, request, PROMPT, now_s)
+    assert list(rest.keys) == PROMPT[:2]
+
+
+def test_it_takes_no_turn_before_others() -> None:
+    """Its share of the budget goes to a request that came later and does not wait for anybody."""
+    core, request, other, prompt = make(slots=8, budget=0.5), waiting(), Request(), keys("b", 4)
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    ask(core, request, PROMPT)
+    (get,) = step(core, other, prompt)
+    (rest,) = answer(core, get, [COPIED] * 2 + [LOCATED] * 2)
+    assert list(rest.keys) == prompt[2:]
+    answer(core, rest, [COPIED] * 2)
+    ask(core, request, PROMPT)
+    assert not step(core, other, prompt)
+    assert ask(core, other, prompt) == [HIT] * 4
+    assert core.holds.promoting == set(other.held), "the other one holds nothing"
+
+
+@pytest.mark.parametrize("how", ["abort", "reset", "tier", "failure", "computed"])
+def test_it_ends_at_once(how: str) -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    step_as_vllm(core, request, PROMPT, 0.0)
+    now_s, get = poll(core, request, PROMPT, 0.0)
+    if how == "abort":
+        core.close(request)
+        assert waits(core) == {"aborted": 1}
+        assert not answer(core, get, [LOCATED] * 4, now_s)
+        assert not core.holds.pending
+        assert not core.holds.awaiting
+        return
+    if how == "reset":
+        core.reset()
+        taken(core)
+        answer(core, get, [MISSING] * 4, now_s)
+        for more in step(core, request, PROMPT, now_s):
+            answer(core, more, [MISSING] * 4, now_s)
+    elif how == "computed":
+        core.scheduled(request)
+        assert ask(core, request, PROMPT) == [RETRY] * 4, "preempted"
+        (get,) = step(core, request, PROMPT, now_s) or [get]
+        answer(core, get, [MISSING] * 4, now_s)
+    elif how == "tier":
+        answer(core, get, [MISSING] * 4, now_s)
+        core.on_event(TierDown(0, "gone"), now_s)
+        step_as_vllm(core, request, PROMPT, now_s + LONGEST_PAUSE_S)
+    else:
+        answer(core, get, [MISSING] * 4, now_s, connection=4)
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(now_s)
+    counts = core.take_counts()
+    assert counts["waits", "gave_up"] == 1
+    assert ("miss", "not_arrived") not in counts, "its time was not over"
+    assert not core.holds.pending
+    assert not core.holds.awaiting
+
+
+def test_a_tier_that_fails_at_once_is_not_waited_for() -> None:
+    core, request = make(), waiting()
+    (get,) = step(core, request, PROMPT)
+    answer(core, get, [COPIED, MISSING, MISSING, MISSING], checksum=1)
+    assert ask(core, request, PROMPT) == [HIT, MISS]
+
+
+def test_after_a_reset_nobody_waits() -> None:
+    """What other engines store from then on is not for this one."""
+    core, request = make(), waiting()
+    core.reset()
+    taken(core)
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [MISS]
+
+
+def test_a_request_without_a_hint_does_not_wait_with_one_that_shares_its_get() -> None:
+    core, request, other = make(), waiting(), Request()
+    ask(core, request, PROMPT)
+    ask(core, other, PROMPT[:2])
+    core.settle(0.0)
+    (get,) = fetches(core)
+    answer(core, get, [MISSING] * 4)
+    assert ask(core, other, PROMPT) == [MISS]
+    assert ask(core, request, PROMPT) == [RETRY] * 4
+
+
+def test_chunks_that_only_others_want_are_not_waited_for() -> None:
+    core, request, other = make(), waiting(), Request()
+    ask(core, other, PROMPT)
+    ask(core, request, PROMPT[:2])
+    core.settle(0.0)
+    (get,) = fetches(core)
+    answer(core, get, [COPIED, COPIED, MISSING, MISSING])
+    assert ask(core, request, PROMPT[:2]) == [HIT, HIT]
+    core.settle(0.0)
+    assert waits(core) == {}
+
+
+def test_models_with_windows_do_not_wait() -> None:
+    """Of a window's chunks only some are ever stored."""
+    core, request = make(windowed=frozenset({1})), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    assert ask(core, request, PROMPT) == [MISS]
+
+
+# --- what the engine does not ask for -------------------------------------------------------------
+
+
+def settle_until(core: Tiering, now_s: float) -> tuple[float, Get]:
+    """Go on in steps in which nobody is asked for until a tier is asked; return when, and the get."""
+    while True:
+        now_s += STEP_S
+        core.settle(now_s)
+        if begun := fetches(core):
+            (get,) = begun
+            return now_s, get
+
+
+def test_tiers_are_asked_for_a_request_that_a_full_engine_does_not_ask_for() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    now_s, get = settle_until(core, 0.0)
+    answer(core, get, [LOCATED] * 4, now_s)
+    now_s, get = settle_until(core, now_s)
+    assert (list(get.keys), get.located) == (PROMPT, True)
+    answer(core, get, [COPIED] * 4, now_s)
+    core.settle(WAIT_S + 1.0)
+    assert ask(core, request, PROMPT) == [HIT] * 4
+    core.acquire(PROMPT, request)
+    assert waits(core) == {"arrived": 1}
+
+
+def test_an_engine_that_slept_beyond_the_time_gets_a_last_question() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    now_s = WAIT_S + LAST_S / 2
+    _, (last,) = step_as_vllm(core, request, PROMPT, now_s)
+    answer(core, last, [LOCATED] * 4, now_s)
+    _, (get,) = step_as_vllm(core, request, PROMPT, now_s)
+    answer(core, get, [COPIED] * 4, now_s)
+    assert ask(core, request, PROMPT) == [HIT] * 4
+
+
+def test_chunks_of_the_last_answer_are_loaded_up_to_the_first_that_is_missing() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    _, (last,) = step_as_vllm(core, request, PROMPT, WAIT_S)
+    answer(core, last, [LOCATED, LOCATED, MISSING, LOCATED], WAIT_S)
+    _, (get,) = step_as_vllm(core, request, PROMPT, WAIT_S)
+    assert list(get.keys) == PROMPT[:2]
+    answer(core, get, [COPIED] * 2, WAIT_S)
+    core.take_counts()
+    assert ask(core, request, PROMPT) == [HIT, HIT, MISS]
+    assert core.take_counts() == {("miss", "not_arrived"): 1}
+
+
+def test_it_ends_where_no_tier_can_be_asked_for_the_last_time() -> None:
+    core, request, others = make(), waiting(), [waiting() for _ in range(MOST_POLLS)]
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    for index, other in enumerate(others):
+        begin(core, other, keys(f"b{index}", 2), MISSING, MISSING)
+    for now_s in (WAIT_S - 2.5, WAIT_S - 0.5):  # the polls of the others hang
+        request.wait.again_s = WAIT_S  # type: ignore[union-attr]
+        core.settle(now_s)
+    core.settle(WAIT_S + LAST_S)
+    ended = [it for it in (request, *others) if not it.awaits_any]
+    assert request in ended
+    assert ask(core, request, PROMPT) == [MISS]
+
+
+def test_an_owner_that_sleeps_until_the_next_deadline_never_finds_it_passed() -> None:
+    core, requests, now_s = make(), [waiting() for _ in range(MOST_POLLS + 2)], 0.0
+    for index, request in enumerate(requests):
+        begin(core, request, keys(f"a{index}", 2), MISSING, MISSING)
+    settled_s = 0.0
+    while core.holds.awaiting:
+        core.settle(now_s)
+        settled_s = now_s
+        next_s = core.next_deadline_s()
+        assert next_s is not None
+        assert next_s > now_s
+        for get in fetches(core):
+            core.on_event(GetEnded(get.id, [MISSING] * len(get.keys)), now_s)
+            next_s = now_s
+        now_s = next_s
+    assert settled_s < WAIT_S + LAST_S
+
+
+# --- others ---------------------------------------------------------------------------------------
+
+
+def polls(core: Tiering) -> int:
+    return sum(transfer.is_poll for transfer in core.shared.running)
+
+
+def test_few_polls_are_in_flight_and_each_request_has_its_turn() -> None:
+    core, now_s = make(tiers=[TierStatus("t0", 60.0)]), 0.0
+    asked: set[OffloadKey] = set()
+    prompts = {f"a{index}": keys(f"a{index}", 2) for index in range(20)}
+    for prompt in prompts.values():
+        begin(core, waiting(), prompt, MISSING, MISSING)
+    for _ in range(20 // MOST_POLLS):
+        now_s += LONGEST_PAUSE_S
+        core.settle(now_s)
+        assert polls(core) == MOST_POLLS
+        for get in fetches(core):
+            asked.update(get.keys)
+            answer(core, get, [MISSING] * 2, now_s)
+    assert asked == {key for prompt in prompts.values() for key in prompt}
+
+
+def test_requests_that_await_the_same_chunks_share_a_poll() -> None:
+    core, requests = make(), [waiting() for _ in range(5)]
+    for request in requests:
+        for get in step(core, request, PROMPT):
+            answer(core, get, [MISSING] * 4)
+    core.settle(LONGEST_PAUSE_S)
+    (get,) = fetches(core)
+    answer(core, get, [LOCATED] * 4, LONGEST_PAUSE_S)
+    core.settle(LONGEST_PAUSE_S)
+    assert not core.holds.awaiting, "all of them have heard of it"
+
+
+def test_polls_count_what_they_find_and_what_is_absent_is_counted_once() -> None:
+    core, request, now_s = make(), waiting(), 0.0
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    for _ in range(30):
+        now_s, get = poll(core, request, PROMPT, now_s)
+        answer(core, get, [MISSING] * 4, now_s)
+    now_s, get = poll(core, request, PROMPT, now_s)
+    answer(core, get, [LOCATED, LOCATED, MISSING, MISSING], now_s)
+    counts = core.take_counts()
+    assert [counts[what, "t0"] for what in ("asked", "found", "absent")] == [4 + 2, 2, 4]
+
+
+def test_a_request_that_awaits_nothing_has_the_deadline_of_any_other() -> None:
+    core, request = make(request_deadline_s=5.0), waiting()
+    step(core, request, PROMPT)
+    assert request.deadline_s == 5.0, "nobody has said that they are absent"
+
+
+@pytest.mark.parametrize("how", ["arrived", "reset", "failure"])
+def test_a_request_that_awaits_no_more_has_the_deadline_of_any_other(how: str) -> None:
+    core, request = make(request_deadline_s=5.0), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    now_s, get = poll(core, request, PROMPT, 0.0)
+    if how == "reset":
+        core.reset()
+        taken(core)
+        assert waits(core) == {"gave_up": 1}
+    elif how == "failure":
+        answer(core, get, [MISSING] * 4, now_s, connection=4)
+    else:
+        answer(core, get, [LOCATED] * 4, now_s)
+    core.settle(now_s)
+    assert request.deadline_s == now_s + 5.0
+    assert core.holds.first is request
+
+
+def test_what_arrives_early_evicts_nothing_and_leaves_the_reserve() -> None:
+    core, request = make(slots=8, reserve=0.25, budget=1.0), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    store(core, keys("b", 5))
+    now_s, get = poll(core, request, PROMPT, 0.0)
+    answer(core, get, [LOCATED] * 3 + [MISSING], now_s)
+    _, begun = step_as_vllm(core, request, PROMPT, now_s)
+    (early,) = [get for get in begun if get.located]
+    assert list(early.keys) == PROMPT[:1], "one slot is free, and two are the reserve"
+    assert len(there(core, keys("b", 5))) == 5
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_tier_that_fails_ends_the_wait_whatever_the_other_one_says(failing: int) -> None:
+    core, request = make(tiers=2), waiting()
+    (get,) = step(core, request, PROMPT)
+    (get,) = answer(core, get, [MISSING] * 4)
+    answer(core, get, [MISSING] * 4)
+    assert ask(core, request, PROMPT) == [RETRY] * 4
+    core.settle(0.0)
+    now_s, get = poll(core, request, PROMPT, 0.0)
+    for tier in range(2):
+        assert get.tier == tier
+        reasons = {"connection": 4} if tier == failing else {}
+        begun = answer(core, get, [MISSING] * 4, now_s, **reasons)  # type: ignore[arg-type]
+        get = begun[0] if begun else get
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(now_s)
+    assert waits(core) == {"gave_up": 1}
+
+
+def test_a_poll_past_its_deadline_ends_the_wait() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    now_s, _ = poll(core, request, PROMPT, 0.0)
+    step_as_vllm(core, request, PROMPT, now_s + 3.0)
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(now_s + 3.0)
+    assert waits(core) == {"gave_up": 1}
+
+
+def test_those_that_await_chunks_are_not_in_line() -> None:
+    core, requests, other = make(), [waiting() for _ in range(50)], Request()
+    for index, request in enumerate(requests):
+        begin(core, request, keys(f"a{index}", 2), MISSING, MISSING)
+    step(core, other, PROMPT)
+    assert list(core.holds.pending) == [other]
+    assert core.holds.first is other
+
+
+def test_the_place_of_what_is_awaited_is_known_while_what_is_before_it_is_not_held() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    ask(core, request, PROMPT)
+    core.settle(0.0)
+    for _ in range(3):
+        step_as_vllm(core, request, PROMPT, 0.0)
+    assert not request.held
+    assert request.wait is not None
+    assert request.wait.leading == 2
+
+
+def test_a_wait_that_load_gate_ends_is_not_in_vain() -> None:
+    core, request = make(load_gate="latency"), waiting()  # type: ignore[arg-type]
+    begin(core, request, PROMPT, *[MISSING] * 4)
+    core.shared.gate.compute.note(0, 1, 0.001)
+    core.shared.gate.get_ended(0, 10, 60.0, 0.0)
+    core.shared.gate.get_ended(0, 10, 60.0, 100.0)
+    step_as_vllm(core, request, PROMPT, FIRST_PAUSE_S)
+    core.take_counts()
+    assert ask(core, request, PROMPT) == [MISS]
+    core.settle(FIRST_PAUSE_S)
+    assert core.take_counts() == {("miss", "gate"): 1, ("waits", "gave_up"): 1}
