@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
+import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from kvtier import StateError
+from kvtier_sglang import _loop
 from kvtier_sglang._loop import LoopThread
 
 WAIT_S = 60.0
@@ -85,3 +89,27 @@ def test_calls_after_the_end_are_refused(loop: LoopThread) -> None:
     with pytest.raises(StateError), loop.lend(Block().enter(), WAIT_S):
         pytest.fail("it was given")
     loop.post(lambda: pytest.fail("it was called"))
+
+
+def test_what_was_abandoned_before_it_began_leaves_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_loop, "_CANCEL_S", 0.05)
+    begun: list[asyncio.Task[None]] = []
+
+    async def nothing() -> None:
+        pass
+
+    async def keep_on() -> None:
+        while True:
+            begun[:] = [asyncio.ensure_future(nothing())]
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+
+    loop = LoopThread()
+    loop.start(keep_on())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loop.close()
+        del loop
+        begun.clear()
+        gc.collect()
+    assert [str(one.message) for one in warned if "never awaited" in str(one.message)] == []

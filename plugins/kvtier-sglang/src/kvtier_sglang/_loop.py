@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -99,6 +100,10 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
+            for task in asyncio.all_tasks(self._loop):  # Python warns of those that never began
+                work = task.get_coro()
+                if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                    work.close()
             self._loop.close()
 
     def _run(self) -> None:
