@@ -159,7 +159,7 @@ class Wait:
         return list(islice(self.keys, most))
 
     def postpone(self, now_s: float) -> None:
-        """Have tiers asked again after a pause, or at the end of the time where that is earlier."""
+        """Put the next question off by a pause, or to the end of the time where that is earlier."""
         self.again_s = now_s + self._pause_s
         if self.until_s is not None and now_s < self.until_s:
             self.again_s = min(self.again_s, self.until_s)

@@ -30,7 +30,7 @@ class Waits:
     def follow(self, now_s: float) -> list[Request]:
         """Ask again where that is due; return the requests for which something may be promoted now.
 
-        What those that wait on were told is there is unpinned: nobody knows whether the rest will come.
+        Chunks held for requests that go on waiting are unpinned: nobody knows whether the rest will come.
         """
         news: list[Request] = []
         due: list[Request] = []
@@ -53,7 +53,7 @@ class Waits:
         return news
 
     def update(self, request: Request, now_s: float) -> None:
-        """Have a request wait no longer for what was found; one that awaits nothing gets in line again."""
+        """Stop waiting for what was found; put a request that awaits nothing more in line again."""
         wait = request.wait
         if wait is not None:
             found = (self._shared.table.visible, request.located)

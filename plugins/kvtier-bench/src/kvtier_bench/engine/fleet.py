@@ -84,9 +84,11 @@ def run(root: Path | None, work: Work, tiers: Sequence[str], *, nixl: bool) -> l
     """
     with open_folder(root) as folder, open_folder(None) as logs:
         machine = Machine.here(folder)
-        ways = {FILES: (files_below(folder),) * 2, **dict(map(_way, tiers))}
-        if nixl:
-            ways[NIXL] = _peers(work)
+        ways = {FILES: (files_below(folder),) * 2}
+        for way, pair in [*map(_way, tiers), *([(NIXL, _peers(work))] if nixl else [])]:
+            if way in ways:
+                raise ConfigError(f"--tier: there are two with the type {way!r}; name each type once")
+            ways[way] = pair
         settings = {
             name: _connector(tier, work)
             for way, pair in ways.items()
