@@ -21,6 +21,7 @@ from kvtier._core.messages import Event, SlotsReady, TierDown, TierUp
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
+from kvtier._core.transfers import Reservation
 from kvtier._device.base import TransferEngine
 from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
@@ -210,23 +211,11 @@ class TieringManager:
         place = {key: index for index, key in enumerate(keys)}
         width = self._blocks_per_chunk
         mine = [block for key in reservation.keys for block in blocks[place[key] * width :][:width]]
-        is_settled = False
-        try:
+        with self._filling(reservation):
             try:
                 await self._copies.store(reservation.keys, reservation.slots, mine)
             finally:
                 self._driver.inspect(reservation)
-            self._driver.settle()  # a tier whose puts are overdue is given no more
-            self._driver.commit(reservation)
-            is_settled = True
-        except DeviceStuckError:
-            is_settled = True  # never: whatever came into these slots now could be written over
-            raise
-        finally:
-            if not is_settled:
-                self._core.abort(reservation)
-            self._driver.dispatch()
-            self._notify()
         return 0 if self._core.is_disabled else len(reservation.keys)
 
     @asynccontextmanager
@@ -244,19 +233,11 @@ class TieringManager:
         if self._slot_checksums is not None:
             self._slot_checksums.forget(reservation.slots)  # the caller fills them: no store or get does it
         written = Written(reservation.keys, reservation.slots, self._region)
-        is_filled = False
-        try:
-            yield written
-            self._driver.settle()  # a tier whose puts are overdue is given no more
-            is_filled = True
-        finally:
-            written._give_back()
-            if is_filled:
-                self._driver.commit(reservation)
-            else:
-                self._core.abort(reservation)
-            self._driver.dispatch()
-            self._notify()
+        with self._filling(reservation):
+            try:
+                yield written
+            finally:
+                written._give_back()
 
     def report_computed(self, chunks: int, seconds: float, *, first: int = 0) -> None:
         """Report how long computing took: lookups end before chunks that are computed sooner than loaded.
@@ -353,6 +334,23 @@ class TieringManager:
             self._core.close(request)
             self._driver.settle()
             self._notify()  # what was held for this request is there for others
+
+    @contextmanager
+    def _filling(self, reservation: Reservation) -> Iterator[None]:
+        """Store what the block fills in; if it raises, nothing is stored."""
+        try:
+            yield
+        except DeviceStuckError:
+            raise  # whatever came into these slots now could be written over: they stay out of use
+        except BaseException:
+            self._core.abort(reservation)
+            raise
+        else:
+            self._driver.settle()  # a tier whose puts are overdue is given no more
+            self._driver.commit(reservation)
+        finally:
+            self._driver.dispatch()
+            self._notify()
 
     async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """Look up until nothing is pending; return how many leading keys are HIT in this very round."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final
 
 from kvtier.tiers._base import Batch
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, Verb
+from kvtier.tiers.fs._files.call import FileCall, Result, Verb
 from kvtier.tiers.fs._files.pool import NativePool
-from kvtier.tiers.fs._files.workers import Workers, run
+from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
-from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._outcomes import chunks_with
 from kvtier.tiers.fs._quota.quota import Quota
 
@@ -30,9 +29,10 @@ class Puts:
     """The puts of an open tier. In the event loop.
 
     Args:
-        workers: threads that may block on the quarantine.
-        ledger_worker: a thread that may block on the ledger.
-        quarantine: takes what is in the place of a chunk and is none.
+        set_aside: see ``Session.set_aside``: something else may be where a file should be.
+
+    Attributes:
+        worker: a thread that waits for the ledger, whose lock others may hold.
     """
 
     def __init__(
@@ -40,18 +40,15 @@ class Puts:
         config: FsConfig,
         quota: Quota,
         pool: NativePool,
-        workers: Workers,
-        ledger_worker: Workers,
-        quarantine: Quarantine,
         maintenance: Maintenance,
+        set_aside: Callable[[FileCall], Awaitable[list[int]]],
     ) -> None:
+        self.worker: Final = Workers(f"{config.type}-ledger", 1)
         self._wait_s = _ROOM_SHARE * config.deadline_s
         self._quota = quota
         self._pool = pool
-        self._workers = workers
-        self._ledger_worker = ledger_worker
-        self._quarantine = quarantine
         self._maintenance = maintenance
+        self._set_aside = set_aside
         self._loop = asyncio.get_running_loop()
         self._serial = 0
         self._flush_is_due = False
@@ -67,8 +64,7 @@ class Puts:
         """
         give_up_at = self._loop.time() + self._wait_s
         call = await self._put(known, batch)
-        if corrupt := chunks_with(call.results, CORRUPT):  # something else is where a file should be
-            await run(self._workers, partial(self._quarantine.add_all, call, corrupt))
+        if corrupt := await self._set_aside(call):
             await self._put_again(known, call, batch, corrupt)
         while refused := chunks_with(call.results, _NEEDS_ROOM):
             if not await self._maintenance.room_made(give_up_at):
@@ -101,7 +97,7 @@ class Puts:
         missing = chunks_with(call.results, {Result.ABSENT})
         if not missing:
             return
-        reserving = self._ledger_worker.call(partial(self._reserve, len(missing)))
+        reserving = self.worker.call(partial(self._reserve, len(missing)))
         cancelled = await wait_for_end(reserving)
         granted, reason = reserving.result()
         if cancelled is not None:
@@ -143,4 +139,4 @@ class Puts:
     def _flush_soon(self) -> None:
         self._flush_is_due = False
         if self._quota.has_news:
-            self._ledger_worker.submit(self._quota.flush)
+            self.worker.submit(self._quota.flush)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Final
 
@@ -13,13 +13,14 @@ import anyio
 from kvtier.errors import TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import CORRUPT, FileCall, StopFlag
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
 from kvtier.tiers.fs._layout import max_disk_bytes
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._namespace import Epoch, Namespace, errno_name
+from kvtier.tiers.fs._outcomes import chunks_with
 from kvtier.tiers.fs._puts import Puts
 from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger
 from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
@@ -38,7 +39,6 @@ class Session:
         workers: threads that may block on the quarantine and on discards.
         epoch: the epoch that is read and written; None after a reset that failed, and after closing.
         namespace: the identity's place below the root. It and the other annotated ones are set by ``open``.
-        quarantine: takes files that fail a check.
     """
 
     namespace: Namespace
@@ -54,12 +54,9 @@ class Session:
         self.closing = StopFlag()
         self.workers = Workers(f"{context.name}-io", _THREADS)
         self.epoch: Epoch | None = None
-        self._ledger_worker = Workers(
-            f"{context.name}-ledger", 1
-        )  # where a lock that others hold is waited for
-        self._all_workers: tuple[Workers, ...] = (self.workers, self._ledger_worker)
+        self._all_workers = [self.workers]
+        self._work = AsyncExitStack()  # stops what is under way
         self._resources = ExitStack()  # closed in a thread: that blocks
-        self._has_pool = self._is_working = False
         self._closed: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -86,10 +83,7 @@ class Session:
             self.epoch.retire()
             self.epoch = None
         try:
-            if self._is_working:
-                self.maintenance.stop()
-            if self._has_pool:
-                await self.pool.drain()
+            await self._work.aclose()
         finally:
             for workers in self._all_workers:
                 workers.close()
@@ -98,6 +92,13 @@ class Session:
             closer.close()
             await asyncio.wait((self._closed,))
             self._closed.result()
+
+    async def set_aside(self, call: FileCall) -> list[int]:
+        """Move the files that have failed their checks to the quarantine. Returns whose they are."""
+        corrupt = chunks_with(call.results, CORRUPT)
+        if corrupt:
+            await run(self.workers, partial(self.quarantine.add_all, call, corrupt))
+        return corrupt
 
     def _open_root(self) -> None:
         namespace, self.epoch = Namespace.open(self._config, self._context)
@@ -125,23 +126,16 @@ class Session:
             raise TierError(
                 f"tier {context.name}: {error.strerror} (n_threads={config.n_threads})"
             ) from error
-        self._has_pool = True
+        self._work.push_async_callback(self.pool.drain)
         self._resources.callback(self.pool.close)
         assert self.epoch is not None
         self.maintenance = Maintenance(
             config, self.namespace, self.quota, self.closing, context.removed, context.lost, self.epoch
         )
+        self._work.callback(self.maintenance.stop)
         self._all_workers += self.maintenance.workers
-        self.puts = Puts(
-            config,
-            self.quota,
-            self.pool,
-            self.workers,
-            self._ledger_worker,
-            self.quarantine,
-            self.maintenance,
-        )
-        self._is_working = True
+        self.puts = Puts(config, self.quota, self.pool, self.maintenance, self.set_aside)
+        self._all_workers.append(self.puts.worker)
 
     def _close(self) -> None:
         for workers in self._all_workers:

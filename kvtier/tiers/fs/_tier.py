@@ -25,12 +25,12 @@ from kvtier.tiers._base import (
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import CORRUPT, THERE, FileCall, Result, Verb
+from kvtier.tiers.fs._files.call import THERE, FileCall, Result, Verb
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._namespace import errno_name
-from kvtier.tiers.fs._outcomes import REASONS, chunks_with, outcome_of
+from kvtier.tiers.fs._outcomes import REASONS, outcome_of
 from kvtier.tiers.fs._session import Session
 
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
@@ -174,8 +174,7 @@ class FsTier(SecondaryTier[FsConfig]):
             call = FileCall(place, batch.keys, batch.slots, batch.memory)
             await session.pool.run(call, Verb.GET, known.index)
             session.maintenance.note_used(known.learn(call))
-            if corrupt := chunks_with(call.results, CORRUPT):
-                await run(session.workers, partial(session.quarantine.add_all, call, corrupt))
+            if corrupt := await session.set_aside(call):
                 self._report_removed([call.keys[i] for i in corrupt])
         return outcome_of(call.results)
 
