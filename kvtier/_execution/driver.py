@@ -65,10 +65,7 @@ class Driver:
 
     def on_event(self, event: Event) -> None:
         """Pass an event to the core, and the resulting commands to the executor."""
-        if self.traces is not None:
-            self.traces.ended(event)
-        self._core.on_event(event, self._clock())
-        self.dispatch()
+        self.on_events(deque((event,)))
 
     def on_events(self, events: deque[Event]) -> None:
         """Pass all events of a queue to the core, and the resulting commands to the executor."""

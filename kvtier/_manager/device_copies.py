@@ -33,10 +33,8 @@ class DeviceCopies:
 
     async def store(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy blocks of the device to slots. Raises as ``load`` does."""
-        ids, slots = self._by_group(keys, slots, blocks)
-        self._last_id += 1
-        self._engine.submit_store(self._last_id, ids, slots)
-        await self._ended(self._last_id, len(keys))
+        ids, ordered = self._by_group(keys, slots, blocks)
+        await self._copy(len(keys), lambda copy: self._engine.submit_store(copy, ids, ordered))
 
     async def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy slots to blocks of the device.
@@ -46,10 +44,8 @@ class DeviceCopies:
             ValueError: ``blocks`` does not fit ``keys``.
         """
         self.require_fit(keys, blocks)
-        ids, slots = self._by_group(keys, slots, blocks)
-        self._last_id += 1
-        self._engine.submit_load(self._last_id, slots, ids)
-        await self._ended(self._last_id, len(keys))
+        ids, ordered = self._by_group(keys, slots, blocks)
+        await self._copy(len(keys), lambda copy: self._engine.submit_load(copy, ordered, ids))
 
     def require_fit(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
         """Raise ValueError unless there are as many blocks as keys need, and all groups exist."""
@@ -65,8 +61,10 @@ class DeviceCopies:
         for finished in self._engine.finished():
             self.in_flight[finished.transfer_id].set_result(finished)
 
-    async def _ended(self, copy: int, chunks: int) -> None:
-        """Wait for the true end of a copy, cancelled or not."""
+    async def _copy(self, chunks: int, submit: Callable[[int], None]) -> None:
+        """Submit a copy, and wait for its true end, cancelled or not."""
+        self._last_id = copy = self._last_id + 1
+        submit(copy)
         self.in_flight[copy] = asyncio.get_running_loop().create_future()
         try:
             finished = await until_done(self.in_flight[copy])

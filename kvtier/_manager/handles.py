@@ -10,19 +10,40 @@ from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 
 
-class Acquired:
+class _Lent:
+    """Slots of the primary tier that a caller has until a block ends."""
+
+    _ENDED = ""
+
+    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], region: Region) -> None:
+        self.keys = tuple(keys)
+        self._lent: Sequence[int] | None = slots
+        self._region = region
+
+    @property
+    def _slots(self) -> Sequence[int]:
+        if self._lent is None:
+            raise StateError(self._ENDED)
+        return self._lent
+
+    def _give_back(self) -> None:
+        """Forget the slots, which other chunks may take from now on."""
+        self._lent = None
+
+
+class Acquired(_Lent):
     """Chunks that are pinned in the primary tier inside an ``acquire`` block.
 
     Attributes:
         keys: the leading keys that were found.
     """
 
+    _ENDED = "the chunks were given back: use them inside of the acquire block"
+
     def __init__(
-        self, keys: Sequence[OffloadKey], slots: list[int], region: Region, copies: DeviceCopies
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], region: Region, copies: DeviceCopies
     ) -> None:
-        self.keys = tuple(keys)
-        self._given_slots: list[int] | None = slots
-        self._region = region
+        super().__init__(keys, slots, region)
         self._copies = copies
 
     @property
@@ -47,28 +68,15 @@ class Acquired:
         """
         await self._copies.load(self.keys, self._slots, blocks)
 
-    def _give_back(self) -> None:
-        """Forget the slots, which other chunks may take from now on."""
-        self._given_slots = None
 
-    @property
-    def _slots(self) -> list[int]:
-        if self._given_slots is None:
-            raise StateError("the chunks were given back: use them inside of the acquire block")
-        return self._given_slots
-
-
-class Written:
+class Written(_Lent):
     """Slots of the primary tier, to be filled inside a ``write`` block.
 
     Attributes:
         keys: the keys that were given a slot: those that the primary tier lacks, as far as there is room.
     """
 
-    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], region: Region) -> None:
-        self.keys = tuple(keys)
-        self._slots: Sequence[int] | None = slots
-        self._region = region
+    _ENDED = "the slots were given back: use them inside of the write block"
 
     @property
     def views(self) -> tuple[memoryview, ...]:
@@ -77,10 +85,4 @@ class Written:
         Raises:
             StateError: the ``write`` block has ended.
         """
-        if self._slots is None:
-            raise StateError("the slots were given back: use them inside of the write block")
         return tuple(self._region.view(slot) for slot in self._slots)
-
-    def _give_back(self) -> None:
-        """Forget the slots: what is in them must not change any more."""
-        self._slots = None

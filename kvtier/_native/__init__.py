@@ -17,7 +17,7 @@ import ctypes
 import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -133,10 +133,7 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
     if library is not None:
         library.kvt_copy_batch(src, dst, sizes, count)
         return
-    numbers = ctypes.c_uint64 * count
-    for source, target, size in zip(
-        numbers.from_address(src), numbers.from_address(dst), numbers.from_address(sizes), strict=True
-    ):
+    for source, target, size in _ranges(src, dst, sizes, count):
         ctypes.memmove(target, source, size)
 
 
@@ -154,14 +151,17 @@ def copy_batch_async(function: int, src: int, dst: int, sizes: int, count: int, 
     if library is not None:
         return int(library.kvt_copy_batch_async(function, src, dst, sizes, count, stream))
     copy = _CopyAsync(function)
-    numbers = ctypes.c_uint64 * count
-    for source, target, size in zip(
-        numbers.from_address(src), numbers.from_address(dst), numbers.from_address(sizes), strict=True
-    ):
+    for source, target, size in _ranges(src, dst, sizes, count):
         code = copy(target, source, size, _COPY_EITHER_WAY, stream)
         if code:
             return int(code)
     return 0
+
+
+def _ranges(src: int, dst: int, sizes: int, count: int) -> Iterable[tuple[int, int, int]]:
+    """Return the source, the target and the size of each of the copies in three arrays."""
+    numbers = ctypes.c_uint64 * count
+    return zip(*(numbers.from_address(array) for array in (src, dst, sizes)), strict=True)
 
 
 def crc32c(address: int, length: int, value: int = 0) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, TransferHealth
@@ -60,7 +60,7 @@ class Traces:
         self._shared = shared
         self._transfers: dict[int, Span] = {}
         self._loads: dict[Handle, Span] = {}
-        self._guard = _Guard()
+        self._has_failed = False
 
     def submitted(self, commands: Iterable[Command], request: str = "") -> None:
         """Begin the spans of puts and gets.
@@ -69,7 +69,7 @@ class Traces:
             commands: the commands.
             request: the request whose chunks are put; a get is for the requests that wait for it.
         """
-        with self._guard:
+        with self._guarded():
             for command in commands:
                 if isinstance(command, Get | Put) and (transfer := self._shared.transfers.get(command.id)):
                     names = [waiter.name for waiter in transfer.waiters] or [request]
@@ -81,7 +81,7 @@ class Traces:
         """End the span of a put or get."""
         if not isinstance(event, GetEnded | PutEnded):
             return
-        with self._guard:
+        with self._guarded():
             if (span := self._transfers.pop(event.id, None)) is None:
                 return
             results = event.kept if isinstance(event, PutEnded) else [it == it.COPIED for it in event.answers]
@@ -93,14 +93,14 @@ class Traces:
 
     def load_began(self, pinned: Pinned, request: str) -> None:
         """Begin the span of a load."""
-        with self._guard:
+        with self._guarded():
             span = self._loads[pinned] = self._begin("kvtier.load", [request], len(pinned.chunks))
             for tier in set(pinned.origins):
                 span.set_attribute(f"kvtier.chunks.{self._name(tier)}", pinned.origins.count(tier))
 
     def load_ended(self, pinned: Pinned, *, is_failed: bool) -> None:
         """End the span of a load."""
-        with self._guard:
+        with self._guarded():
             if (span := self._loads.pop(pinned, None)) is not None:
                 _end(span, is_failed=is_failed)
 
@@ -112,7 +112,7 @@ class Traces:
             seconds: how long they took.
             is_explained: whether to add an event, as for a line in the log.
         """
-        with self._guard:
+        with self._guarded():
             now_ns = time.time_ns()
             span = self._tracer.start_span(
                 "kvtier.lookup", start_time=now_ns - int(seconds * 1e9), attributes=attributes
@@ -125,8 +125,18 @@ class Traces:
         """End the spans of what has not ended and never will, as failed ones."""
         for open_spans in (self._transfers, self._loads):
             while open_spans:
-                with self._guard:
+                with self._guarded():
                     _end(open_spans.popitem()[1], is_failed=True)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Log the first exception of the tracer provider, and let none reach the engine's thread."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("the tracer provider failed, spans are lost: %r", error)
 
     def _begin(self, name: str, requests: Sequence[str], chunks: int) -> Span:
         """Start a span for requests; the first of several stands for all in vLLM's attribute."""
@@ -145,23 +155,3 @@ def _end(span: Span, *, is_failed: bool) -> None:
     if is_failed:
         span.set_status(StatusCode.ERROR)
     span.end()
-
-
-class _Guard:
-    """Logs the first exception of a tracer provider, and lets none reach the engine's thread."""
-
-    def __init__(self) -> None:
-        self._has_failed = False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        if not self._has_failed:
-            self._has_failed = True
-            logger.warning("the tracer provider failed, spans are lost: %r", error)
-        return True

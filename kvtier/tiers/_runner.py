@@ -117,7 +117,8 @@ class TierRunner:
     def _usage(self) -> Usage | None:
         """Return how full the tier is; None where it does not know, or fails to say."""
         try:
-            return _in_integers(self._tier.usage())
+            usage = self._tier.usage()
+            return usage and Usage(_integer(usage.used_bytes), _integer(usage.capacity_bytes))
         except BaseException as error:
             require_fault(error)
             self._warn("usage", f"usage() failed, so its used bytes are unknown: {self._words(error)}")
@@ -394,11 +395,6 @@ class _NotBegunError(Exception):
     """A command was not begun; the text is the reason that is counted."""
 
 
-def _in_integers(usage: Usage | None) -> Usage | None:
-    """Return the usage in Python's integers, none below zero: a tier may give numpy's or pydantic's."""
-    if usage is None:
-        return None
-    used, capacity = (
-        None if nbytes is None else max(0, int(nbytes)) for nbytes in (usage.used_bytes, usage.capacity_bytes)
-    )
-    return Usage(used, capacity)
+def _integer(nbytes: int | None) -> int | None:
+    """Return bytes as an integer of Python's, not below zero: a tier may give numpy's or pydantic's."""
+    return None if nbytes is None else max(0, int(nbytes))

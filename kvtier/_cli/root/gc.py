@@ -217,10 +217,8 @@ class _Collection:
 
     def estimate(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
         """Add up what a run would remove now, about: going by the last use alone."""
-        left, files = (
-            list[str](),
-            list[tuple[float, int]](),
-        )  # of the files, when they were used and their bytes
+        left: list[str] = []
+        files: list[tuple[float, int]] = []  # when each was used, and its bytes
         is_limited = max_bytes is not None or older_than_s is not None
         for one in self._root.namespaces():
             left += (f"{one.name}/.tmp/{name}" for name, alive in one.writers().items() if alive is False)

@@ -83,7 +83,7 @@ class WriteAdmission:
         if not self.is_selective:
             return chunks, _NONE
         self._refill(now_s)
-        once = set() if reused else self._asked_once(chunks)
+        once = set() if reused else {chunk.key for chunk in chunks if chunk.key not in self.skipped}
         wanted = chunks
         if once and self._policy != "all" and not (self._policy == "adaptive" and self.pays):
             wanted = [
@@ -133,9 +133,6 @@ class WriteAdmission:
         if self.skipped:
             for key in keys:
                 self.skipped.pop(key, None)
-
-    def _asked_once(self, chunks: Sequence[Chunk]) -> set[OffloadKey]:
-        return {chunk.key for chunk in chunks if chunk.key not in self.skipped}
 
     def _is_in_trial(self, place: int) -> bool:
         """Return whether the chunk at this place of all that were offered is put, to see if that pays."""

@@ -200,8 +200,7 @@ class KVTierManager(OffloadingManager):
             self._steps.loaded(req_context, keys)
         if self._driver.traces is not None:
             self._driver.traces.load_began(pinned, req_context.req_id)
-        if self._explainer.tracked:
-            self._explainer.loaded(req_context.req_id, keys, pinned.origins)
+        self._explainer.loaded(req_context.req_id, keys, pinned.origins)
         if self._sources:
             origins = zip(keys, pinned.origins, strict=True)
             self._load_sources = {key: self._sources[tier] for key, tier in origins if tier is not None}
@@ -241,7 +240,7 @@ class KVTierManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
         if self._core.refusal:
-            return self._nothing_stored()
+            return _nothing_stored()
         keys = list(keys)
         reservation = self._core.reserve(keys)
         request = self._requests.get(req_context.req_id)
@@ -251,7 +250,7 @@ class KVTierManager(OffloadingManager):
             return None
         self._hints.keep(req_context.req_id, keys)
         if reservation is None:
-            return self._nothing_stored()
+            return _nothing_stored()
         stored = list(reservation.keys)
         if stored:
             self._stores[stored[0]] = reservation
@@ -282,9 +281,9 @@ class KVTierManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """See vLLM. Called in each step, before or after its stores, by version."""
-        run = [self._requests[req_id] for req_id in context.new_req_ids if req_id in self._requests]
-        for request in run:
-            self._core.scheduled(request)
+        for req_id in context.new_req_ids:
+            if req_id in self._requests:
+                self._core.scheduled(self._requests[req_id])
         for req_id in context.preempted_req_ids:
             if req_id in self._requests:
                 self._core.restart(self._requests[req_id])
@@ -296,7 +295,7 @@ class KVTierManager(OffloadingManager):
             self._steps.begin()
         if self._explainer.tracked:
             self._explainer.step_ended(context.new_req_ids)
-        if self._flushing:
+        if not REPORTS_RESET_FLUSH:
             self._count_down()
         if self._core.is_disabled:
             self._stop_copying("audit", "a chunk was damaged")
@@ -360,11 +359,6 @@ class KVTierManager(OffloadingManager):
 
     # --- inside ----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _nothing_stored() -> PrepareStoreOutput:
-        """Return the answer that stores nothing, after which vLLM does not offer the chunks again."""
-        return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
-
     def _stop_copying(self, reason: str, text: str) -> None:
         """Submit no more copies to the workers. The engine itself continues."""
         if self._core.refusal is None:
@@ -391,8 +385,6 @@ class KVTierManager(OffloadingManager):
             self._core.abort(reservation)
 
     def _count_down(self) -> None:
-        if REPORTS_RESET_FLUSH:
-            return
         for flushing in self._flushing:
             flushing.steps_left -= 1
         while self._flushing and self._flushing[0].steps_left <= 0:
@@ -403,3 +395,8 @@ class KVTierManager(OffloadingManager):
             self._end_store(reservation, success=False)
         for pinned in flushing.loads:
             self._driver.end_load(pinned)
+
+
+def _nothing_stored() -> PrepareStoreOutput:
+    """Return the answer that stores nothing, after which vLLM does not offer the chunks again."""
+    return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])

@@ -103,7 +103,7 @@ class Evictor:
         """Remove what nobody can use any more, and of the quarantine what is beyond its bound."""
         with Root.at(self._root_fd, self._only) as root:
             sweeper = Sweeper(root, self._removal, self._ours)
-            removed = sweeper.sweep() + sweeper.sweep_orphans(lambda _: False)
+            removed = sweeper.sweep() + sweeper.sweep_orphans()
         return Evicted(True, removed, failures=self._removal.take_failures())
 
     def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted:
@@ -153,11 +153,10 @@ class Evictor:
 
     def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
         sweeper = Sweeper(root, self._removal, self._ours)
-        removed = sweeper.sweep_orphans(lambda done: done >= need_bytes)
+        removed = sweeper.sweep_orphans(need_bytes)
         if removed < need_bytes:
             removed += sweeper.sweep()
-        left = need_bytes - removed
-        return removed + sweeper.sweep_quarantines(lambda done: done >= left)
+        return removed + sweeper.sweep_quarantines(need_bytes - removed)
 
     def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
         scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))

@@ -6,8 +6,8 @@ it is behind and nobody holds its users' lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import StopFlag
@@ -106,20 +106,20 @@ class Sweeper:
                     removed += self._removal.tree(layout.data_dir(namespace.name, number))
         return removed
 
-    def sweep_orphans(self, is_enough: Callable[[int], bool]) -> int:
-        """Remove chunks of which nothing says whose they are, until it is enough."""
+    def sweep_orphans(self, want_bytes: float = inf) -> int:
+        """Remove chunks of which nothing says whose they are, until so many bytes are removed."""
         removed = 0
         for namespace in self._root.namespaces():
-            if not is_enough(removed) and namespace.is_orphaned:
+            if removed < want_bytes and namespace.is_orphaned:
                 removed += sum(self._removal.tree(found.name) for found in namespace.data_dirs)
         return removed
 
-    def sweep_quarantines(self, is_enough: Callable[[int], bool]) -> int:
-        """Remove what failed a check, the oldest first in each namespace, until it is enough."""
+    def sweep_quarantines(self, want_bytes: int) -> int:
+        """Remove what failed a check, the oldest first in each namespace, until so many bytes are removed."""
         removed = 0
         for namespace in self._root.namespaces():
             for name in by_age(namespace.quarantine()):
-                if self._stop or is_enough(removed):
+                if self._stop or removed >= want_bytes:
                     return removed
                 with suppress(OSError):
                     removed += self._removal.entry(f"{namespace.name}/quarantine/{name}")
