@@ -39,29 +39,19 @@ POLICIES = Group("kvtier.policies", "eviction policy", ConfigError)
 COMMANDS = Group("kvtier.commands", "command", KVTierError)
 
 
-@dataclass(frozen=True, slots=True)
-class PluginInfo:
-    """A plug-in as its distribution announces it; nothing of it was imported.
-
-    Attributes:
-        name: the entry point's name, which a configuration uses.
-        target: what the entry point names, as ``module:attribute``.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    target: str
-
-    @property
-    def origin(self) -> str:
-        """Distribution, version and target in one line, for messages."""
-        return f"{self.distribution} {self.version} ({self.target})"
-
-
-def installed(group: Group) -> list[PluginInfo]:
+def installed(group: Group) -> list[EntryPoint]:
     """Return the plug-ins of ``group``, sorted by name. A name that two distributions claim appears twice."""
-    return sorted((_info(entry) for entry in entry_points(group=group.name)), key=lambda info: info.name)
+    return sorted(entry_points(group=group.name), key=lambda entry: entry.name)
+
+
+def distribution_of(plugin: EntryPoint) -> tuple[str, str]:
+    """Return the name and the version of the distribution that a plug-in comes with."""
+    return (plugin.dist.name, plugin.dist.version) if plugin.dist else ("an unknown distribution", "?")
+
+
+def origin(plugin: EntryPoint) -> str:
+    """Return a plug-in's distribution, version and target in one line, for messages."""
+    return f"{' '.join(distribution_of(plugin))} ({plugin.value})"
 
 
 def require(group: Group, name: str, field: str) -> list[EntryPoint]:
@@ -133,7 +123,7 @@ def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: obje
 
 
 def _title(group: Group, name: str) -> str:
-    origins = " and ".join(info.origin for info in installed(group) if info.name == name)
+    origins = " and ".join(origin(entry) for entry in installed(group) if entry.name == name)
     return f"the {group.noun} {name!r} of {origins}"
 
 
@@ -142,10 +132,3 @@ def _shape_problem(plugin: object, base: type) -> str:
         return f"{plugin!r} is not a subclass of {base.__name__}"
     missing = ", ".join(sorted(getattr(plugin, "__abstractmethods__", ())))
     return f"{plugin.__qualname__} does not define {missing}" if missing else ""
-
-
-def _info(entry: EntryPoint) -> PluginInfo:
-    distribution = entry.dist
-    if distribution is None:
-        return PluginInfo(entry.name, "an unknown distribution", "?", entry.value)
-    return PluginInfo(entry.name, distribution.name, distribution.version, entry.value)

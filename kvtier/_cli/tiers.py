@@ -77,8 +77,8 @@ def _show(found: Installed) -> None:
 
 def _listed(group: Group) -> list[Plugin]:
     return [
-        Plugin(info.name, info.distribution, info.version, _problem(group, info.name))
-        for info in plugins.installed(group)
+        Plugin(entry.name, *plugins.distribution_of(entry), _problem(group, entry.name))
+        for entry in plugins.installed(group)
     ]
 
 

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from importlib_metadata import EntryPoint
+
 from kvtier import _plugins as plugins
-from kvtier._plugins import PluginInfo
 from kvtier._settings import validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers._base import SecondaryTier, TierConfig
 
 
-def installed() -> list[PluginInfo]:
+def installed() -> list[EntryPoint]:
     """List the installed tiers by name, without importing any."""
     return plugins.installed(plugins.TIERS)
 
@@ -30,7 +31,7 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
     """
     tier = plugins.load(plugins.TIERS, name, SecondaryTier, field)
     if problem := _config_problem(tier):
-        origin = next(info.origin for info in installed() if info.name == name)
+        origin = next(plugins.origin(entry) for entry in installed() if entry.name == name)
         raise TierError(f"the tier {name!r} of {origin} cannot be used: {problem}")
     return tier
 

@@ -234,9 +234,7 @@ class KVTierManager(OffloadingManager):
     # --- stores ----------------------------------------------------------------------------------
 
     def prepare_store(
-        self,
-        keys: Collection[OffloadKey],
-        req_context: ReqContext,
+        self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
         if self._core.refusal:
@@ -333,8 +331,7 @@ class KVTierManager(OffloadingManager):
         dropped = DroppedPuts(self._core, self._drain_s, logger)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
-                "shutdown: %d chunks were still being copied from the device; they are lost",
-                unconfirmed,
+                "shutdown: %d chunks were still being copied from the device; they are lost", unconfirmed
             )
         self._on_shutdown()
         self._driver.on_events(self._events)

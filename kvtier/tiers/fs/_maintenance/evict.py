@@ -169,7 +169,7 @@ class Evictor:
             cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
             if cutoffs == ages.NOTHING:
                 break
-            scan.cutoffs = cutoffs
+            scan.remove_older(cutoffs)
             self._carry_out(parts, scan, freed)
         return scan
 
@@ -182,14 +182,14 @@ class Evictor:
         scan.failures |= before
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
-        sample, scanned = ChunkScan(now_ns, ages.new_histogram()), 0
+        histogram = ages.new_histogram()
+        sample, scanned = ChunkScan(now_ns, histogram), 0
         for part in parts:
             if sample.seen >= SAMPLE_FILES or self._stop:
                 break
             self._scan_parts((part,), sample)
             scanned += 1
-        assert sample.histogram is not None
-        return ages.plan(sample.histogram, scanned / max(1, len(parts)), need_bytes)
+        return ages.plan(histogram, scanned / max(1, len(parts)), need_bytes)
 
     def _scan_parts(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
         for data_dir, part in parts:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier import _plugins as plugins
 from kvtier._cli.report import JsonFlag
 from kvtier.errors import ConfigError
 from kvtier.tiers import _registry as registry
@@ -79,7 +80,7 @@ def _require_name(name: str) -> None:
         )
     for info in registry.installed():
         if info.name == name:
-            raise ConfigError(f"NAME = {name!r}: the tier of this name is that of {info.origin}")
+            raise ConfigError(f"NAME = {name!r}: the tier of this name is that of {plugins.origin(info)}")
 
 
 def _files(folder: Traversable, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:

@@ -70,9 +70,7 @@ class PolicyConformance(LimitedSuite):
         )
 
     def test_an_entry_point_names_it(self) -> None:
-        names = [
-            info.name for info in installed(POLICIES) if info.target.endswith(f":{self.policy.__name__}")
-        ]
+        names = [info.name for info in installed(POLICIES) if info.value.endswith(f":{self.policy.__name__}")]
         found = [load(POLICIES, name, EvictionPolicy, "eviction_policy") for name in names]
         assert self.policy in found, f"no entry point in the group kvtier.policies names {self.policy!r}"
 
