@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+from msgspec.structs import asdict
 
 from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
 from kvtier._execution.executor import LAST_STEP_S, Executor, TierActivity
@@ -87,7 +88,8 @@ class TierServer:
         identity = Identity(self._hello.model, json.loads(self._hello.manifest))
         # Resets of before this process, done or not: what is put after a reset is for its opener alone.
         resets = [Reset(tier, epoch) for tier, epoch in enumerate(self._hello.epochs) if epoch]
-        checksums = _slot_checksums(self._hello, self.memory)
+        shape = self._hello.slot_checksums
+        checksums = SlotChecksums.shared(self.memory, **asdict(shape)) if shape else None
         async with Executor(tiers, identity, self.memory, self._post, slot_checksums=checksums) as executor:
             self._activity = executor.activity
             executor.submit(resets)
@@ -235,13 +237,6 @@ def _shrink_stacks() -> None:
     libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_BYTES))
     with suppress(AttributeError):  # other C libraries have small ones anyway
         libc.pthread_setattr_default_np(attributes)
-
-
-def _slot_checksums(hello: Hello, region: Region) -> SlotChecksums | None:
-    text = hello.slot_checksums
-    if text is None:
-        return None
-    return SlotChecksums.shared(region, text.rate, text.areas, text.area_bytes, is_shared=text.is_shared)
 
 
 if __name__ == "__main__":

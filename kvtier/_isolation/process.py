@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
+from msgspec import convert
+
 from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset, TierDown
 from kvtier._core.tiers.backoff import Backoff, RandomSource
 from kvtier._execution.executor import CLOSE_S, ExecutorThread, NamedTier, failure_of
@@ -98,7 +100,7 @@ class ExecutorProcess:
         chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
-        self._slot_checksums = None if slot_checksums is None else _checksums_layout(slot_checksums)
+        self._slot_checksums = slot_checksums
         self._decoder = MessageDecoder(tiers, self._decide_first_start)
         self.events: deque[Event] = self._decoder.events
         self.activity = self._decoder.activity
@@ -162,13 +164,12 @@ class ExecutorProcess:
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._fail_pending(link, "process")
 
-    def close(self, drain_s: float, close_s: float | None = None) -> bool:
+    def close(self, drain_s: float, close_s: float = CLOSE_S) -> bool:
         """Drain for at most ``drain_s`` seconds, close the tiers, end the process.
 
         Args:
             drain_s: seconds for what is in flight.
-            close_s: seconds after these for everything else, at whose end the process is killed; default
-                ``CLOSE_S``.
+            close_s: seconds after these for everything else, at whose end the process is killed.
 
         Returns:
             Whether it has ended. Where it is false the system does not let go of it, and it may still
@@ -176,7 +177,6 @@ class ExecutorProcess:
         """
         if self._thread.is_alive():
             self.submit(())  # resets that it may have missed
-            close_s = CLOSE_S if close_s is None else close_s
             self._drain_by_s = time.monotonic() + drain_s
             self._end_by_s = self._drain_by_s + close_s
             self._leave_by_s = self._end_by_s - _KILL_SHARE * close_s
@@ -248,7 +248,7 @@ class ExecutorProcess:
             slots=self._region.slots,
             chunk_bytes=self._region.chunk_bytes,
             metadata_bytes=len(self._region.metadata),
-            slot_checksums=self._slot_checksums,
+            slot_checksums=convert(self._slot_checksums, SlotChecksumsLayout | None, from_attributes=True),
             epochs=list(self._epochs),
             cpus=sorted(_cpus()),
             memory_limit_bytes=self._memory_limit_bytes,
@@ -373,10 +373,6 @@ class ExecutorProcess:
 
 AnyExecutor = ExecutorThread | ExecutorProcess
 """An executor beside its owner."""
-
-
-def _checksums_layout(checksums: SlotChecksums) -> SlotChecksumsLayout:
-    return SlotChecksumsLayout(checksums.rate, checksums.areas, checksums.area_bytes, checksums.is_shared)
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -22,6 +21,7 @@ from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
 from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
+from kvtier.tiers.fs._namespace import errno_name
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, UnknownEntry
 
 _FILES_A_JOB: Final = 64
@@ -244,5 +244,5 @@ class _Check:
 
     def _list(self, path: str, finding: Integrity, number: int, set_aside: bool = False) -> None:
         if len(self._damaged) < MOST_LISTED:
-            name = errno.errorcode.get(number, str(number)).lower() if number else ""
+            name = errno_name(number) if number else ""
             self._damaged.append(DamagedFile(path, finding, name, set_aside))
