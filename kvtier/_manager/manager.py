@@ -340,13 +340,13 @@ class TieringManager:
         """Store what the block fills in; if it raises, nothing is stored."""
         try:
             yield
+            self._driver.settle()  # a tier whose puts are overdue is given no more
         except DeviceStuckError:
             raise  # whatever came into these slots now could be written over: they stay out of use
         except BaseException:
             self._core.abort(reservation)
             raise
         else:
-            self._driver.settle()  # a tier whose puts are overdue is given no more
             self._driver.commit(reservation)
         finally:
             self._driver.dispatch()

@@ -23,7 +23,7 @@ import secrets
 import stat
 import struct
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,18 +165,16 @@ def _remove_if_stale(fd: int, path: Path) -> bool:
 
 def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
     """Take the shared lock on an existing file; None where it vanished or must be tried again."""
-    keep = False
-    try:
+    with ExitStack() as undo:
+        undo.callback(os.close, fd)
         _require_own_file(fd, path)
         if _try_lock(fd, fcntl.LOCK_EX):  # its last holder died since the sweep
             _unlink_if_named(fd, path)
         elif _try_lock(fd, fcntl.LOCK_SH) and _is_named(fd, path):
             _require_same(fd, path, nbytes, note)
-            keep = True
-    finally:
-        if not keep:
-            os.close(fd)
-    return fd if keep else None
+            undo.pop_all()
+            return fd
+    return None
 
 
 def _create(path: Path, nbytes: int, note: bytes) -> int | None:

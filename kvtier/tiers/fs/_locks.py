@@ -60,6 +60,16 @@ def open_lock(root_fd: int, path: str, *, create: bool) -> int:
     return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
 
 
+@contextmanager
+def opened_lock(root_fd: int, path: str, *, create: bool) -> Iterator[int]:
+    """Yield a lock file, open as by ``open_lock``, and close it in the end."""
+    fd = open_lock(root_fd, path, create=create)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def is_current(root_fd: int, path: str, fd: int) -> bool:
     """Return whether an open lock file is still the one at its path, where others look for it.
 
@@ -114,13 +124,10 @@ def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
     Raises:
         TimeoutError: somebody held it for seconds: a process that is stopped, or a share that hangs.
     """
-    fd = open_lock(root_fd, path, create=create)
-    try:
+    with opened_lock(root_fd, path, create=create) as fd:
         if not lock_with_timeout(fd, path):
             _log.warning(
                 "%s: the file system has no locks, so resets by two engines may collide: reset one by one",
                 path,
             )
         yield
-    finally:
-        os.close(fd)

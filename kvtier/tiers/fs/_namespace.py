@@ -19,7 +19,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
@@ -109,21 +109,18 @@ class Namespace:
         try:
             _make_folder(root)
             root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with ExitStack() as undo:
+                namespace = Namespace(config, context, root_fd)
+                undo.callback(namespace.close)
+                epoch = namespace._join()
+                undo.callback(epoch.retire)
+                namespace._agree_on_identity()
+                undo.pop_all()
         except OSError as error:
-            raise _cannot_open(context, root, error) from error
-        namespace = Namespace(config, context, root_fd)
-        epoch = None
-        try:
-            epoch = namespace._join()
-            namespace._agree_on_identity()
-            return namespace, epoch
-        except BaseException as error:
-            if epoch is not None:
-                epoch.retire()
-            namespace.close()
-            if isinstance(error, OSError):
-                raise _cannot_open(context, root, error) from error
-            raise
+            name = errno_name(error.errno or 0)
+            why = f"{root} cannot be used: {error.strerror or error} ({name})"
+            raise TierError(f"tier {context.name}: {why}") from error
+        return namespace, epoch
 
     @property
     def read_only(self) -> str | None:
@@ -384,8 +381,3 @@ def _make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=layout.DIRECTORY_MODE, exist_ok=True)
-
-
-def _cannot_open(context: TierContext, root: Path, error: OSError) -> TierError:
-    name = errno_name(error.errno or 0)
-    return TierError(f"tier {context.name}: {root} cannot be used: {error.strerror or error} ({name})")

@@ -25,7 +25,7 @@ from typing import Any, Final
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._locks import open_lock, try_lock, wait_for_lock
+from kvtier.tiers.fs._locks import opened_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs._quota import ledger
 
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9.-]+_([0-9a-f]{16})")
@@ -284,18 +284,13 @@ class Root:
     def is_locked(self, path: str) -> bool | None:
         """Return whether a living process holds a lock file; None where that is unknown."""
         try:
-            fd = open_lock(self.fd, path, create=False)
+            with opened_lock(self.fd, path, create=False) as fd:
+                free = try_lock(fd)
         except FileNotFoundError:
             return False
         except OSError:
             return None
-        try:
-            free = try_lock(fd)
-            return None if free is None else not free
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
+        return None if free is None else not free
 
     # ------------------------------------------------------------------------------ looking
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_remove
-from kvtier.tiers.fs._locks import open_lock, try_lock
+from kvtier.tiers.fs._locks import opened_lock, try_lock
 
 
 class Removal:
@@ -65,14 +65,11 @@ class Removal:
     @contextmanager
     def alone(self, lock: str, *, create: bool) -> Iterator[bool]:
         """Hold a lock file if nobody else does, and remove it in the end. Yields whether it is held."""
-        fd = open_lock(self._root_fd, lock, create=create)
-        try:
+        with opened_lock(self._root_fd, lock, create=create) as fd:
             is_held = try_lock(fd) is True
             yield is_held
             if is_held:
                 os.unlink(lock, dir_fd=self._root_fd)
-        finally:
-            os.close(fd)
 
     def take_failures(self) -> Failures:
         """Return the failures since the last call, and forget them."""

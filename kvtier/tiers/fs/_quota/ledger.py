@@ -38,6 +38,7 @@ from kvtier.tiers.fs._locks import (
     lock_with_timeout,
     make_writer_lock,
     open_lock,
+    opened_lock,
     try_lock,
 )
 from kvtier.tiers.fs._quota.accounts import MAX_STORED, Accounts, FileSystem
@@ -170,18 +171,12 @@ class SharedLedger(Ledger):
         if writer == self.writer:
             return True
         path = f"{FOLDER}/{writer}.lock"
-        try:
-            fd = open_lock(self._root_fd, path, create=False)
-        except FileNotFoundError:
-            return False
-        try:
+        with suppress(FileNotFoundError), opened_lock(self._root_fd, path, create=False) as fd:
             if not try_lock(fd):
                 return True
             with suppress(OSError):
                 os.unlink(path, dir_fd=self._root_fd)
-            return False
-        finally:
-            os.close(fd)
+        return False
 
 
 @contextmanager
