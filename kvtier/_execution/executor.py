@@ -141,6 +141,17 @@ class Executor:
         for runner in self._runners:
             await runner.supervisor.resets_ended()
 
+    async def finish(self, drain_by_s: float, end_by_s: float) -> None:
+        """Wait for what is under way, before the executor is left; both times on ``time.monotonic``.
+
+        Args:
+            drain_by_s: until when to wait.
+            end_by_s: by when all has to have ended, the closing of the tiers included.
+        """
+        with anyio.move_on_after(max(0.0, drain_by_s - time.monotonic())):
+            await self.drained()
+        self.end_by_s = end_by_s - LAST_STEP_S
+
     def _posted(self, event: Event) -> None:
         self._post(event)
         progress, self._progress = self._progress, anyio.Event()
@@ -239,9 +250,7 @@ class ExecutorThread:
                 self._woken = False
                 while self._inbox:
                     executor.submit(self._inbox.popleft())
-            with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
-                await executor.drained()
-            executor.end_by_s = self._end_by_s - LAST_STEP_S
+            await executor.finish(self._drain_by_s, self._end_by_s)
 
     def _refuse_inbox(self) -> None:
         """Fail the commands left in the inbox. Both threads may do this: a command is popped once."""

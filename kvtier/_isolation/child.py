@@ -27,7 +27,7 @@ import anyio
 from msgspec.structs import asdict
 
 from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
-from kvtier._execution.executor import LAST_STEP_S, Executor, TierActivity
+from kvtier._execution.executor import Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
@@ -95,9 +95,7 @@ class TierServer:
             executor.submit(resets)
             self._loop.add_reader(self._sock, self._receive, executor)
             await self._leaving.wait()
-            with anyio.move_on_after(max(0.0, self._drain_by_s - time.monotonic())):
-                await executor.drained()
-            executor.end_by_s = self._end_by_s - LAST_STEP_S
+            await executor.finish(self._drain_by_s, self._end_by_s)
         self._loop.remove_reader(self._sock)
         self._flush()
 

@@ -25,7 +25,7 @@ from msgspec import convert
 
 from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset, TierDown
 from kvtier._core.tiers.backoff import Backoff, RandomSource
-from kvtier._execution.executor import CLOSE_S, ExecutorThread, NamedTier, failure_of
+from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, ExecutorThread, NamedTier, failure_of
 from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
 from kvtier._isolation.decoder import MessageDecoder
@@ -39,7 +39,6 @@ from kvtier.errors import IsolationError, StateError
 logger = logging.getLogger("kvtier.executor")
 
 _KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
-_LAST_STEP_S = 0.2  # of these, for what follows
 _START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 _WARN_S = 5.0
 _LOOK_S = 0.05
@@ -315,7 +314,7 @@ class ExecutorProcess:
         warn_s = time.monotonic() + _WARN_S
         while not link.is_gone(_LOOK_S):
             now_s = time.monotonic()
-            gives_up = self._closing and now_s > self._end_by_s - _LAST_STEP_S
+            gives_up = self._closing and now_s > self._end_by_s - LAST_STEP_S
             if now_s > warn_s or gives_up:
                 warn_s = inf
                 logger.error(

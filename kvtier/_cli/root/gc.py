@@ -134,7 +134,7 @@ def collect(
     """
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
-        with Root.at(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
+        with Root(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
             found = _Collection(narrow, only, tick)
             run = found.estimate if dry_run else found.run
             swept, expired, evicted = run(max_bytes, older_than_s)

@@ -199,31 +199,22 @@ class Namespace:
 class Root:
     """A root directory, open for looking. A context manager.
 
+    Args:
+        root: its path; or a descriptor of it, which stays the caller's, whatever is at its path now.
+        only: names of the namespaces that are there for who looks; None for all.
+
     Raises:
         TierError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._only: Container[str] | None = None
+    def __init__(self, root: Path | int, only: Container[str] | None = None) -> None:
+        self.path = root if isinstance(root, Path) else Path(".")
+        self._only = only
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.fd = os.open(root, flags) if isinstance(root, Path) else os.dup(root)
         except OSError as error:
-            raise TierError(f"{path} cannot be read: {error.strerror}") from error
-
-    @classmethod
-    def at(cls, fd: int, only: Container[str] | None = None) -> Root:
-        """Look at a root that is open already, whatever is at its path now.
-
-        Args:
-            fd: the directory, open; it stays the caller's.
-            only: names of the namespaces that are there for who looks; None for all.
-        """
-        root = cls.__new__(cls)
-        root._only = only
-        root.path = Path(".")
-        root.fd = os.dup(fd)
-        return root
+            raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def __enter__(self) -> Root:
         return self

@@ -101,14 +101,14 @@ class Evictor:
 
     def sweep(self) -> Evicted:
         """Remove what nobody can use any more, and of the quarantine what is beyond its bound."""
-        with Root.at(self._root_fd, self._only) as root:
+        with Root(self._root_fd, self._only) as root:
             sweeper = Sweeper(root, self._removal, self._ours)
             removed = sweeper.sweep() + sweeper.sweep_orphans()
         return Evicted(True, removed, failures=self._removal.take_failures())
 
     def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted:
         """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``."""
-        with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
+        with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)
             leftover = self._remove_leftovers(root, need_bytes)
@@ -118,7 +118,7 @@ class Evictor:
 
     def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted:
         """Remove what was not used for ``ttl_s``, and report to ``freed``."""
-        with self._elected() as now_ns, Root.at(self._root_fd, self._only) as root:
+        with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
                 return Evicted(is_mine=False)
             scan = ChunkScan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)

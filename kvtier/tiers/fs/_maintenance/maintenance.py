@@ -230,7 +230,7 @@ class Maintenance:
         return chunk_files.tree_bytes(self._namespace.root_fd, ".", self._closing)
 
     def _sweep(self) -> None:
-        with Root.at(self._namespace.root_fd) as root:
+        with Root(self._namespace.root_fd) as root:
             ours = frozenset({self._namespace.writer})
             freed = self._count_freed()
             removal = Removal(root.fd, self._closing)
