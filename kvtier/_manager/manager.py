@@ -337,12 +337,15 @@ class TieringManager:
 
     @contextmanager
     def _filling(self, reservation: Reservation) -> Iterator[None]:
-        """Store what the block fills in; if it raises, nothing is stored."""
+        """Store what the block fills in; if it raises, nothing is stored.
+
+        After DeviceStuckError a copy may still write to the slots, so they stay out of use.
+        """
         try:
             yield
             self._driver.settle()  # a tier whose puts are overdue is given no more
         except DeviceStuckError:
-            raise  # whatever came into these slots now could be written over: they stay out of use
+            raise
         except BaseException:
             self._core.abort(reservation)
             raise
