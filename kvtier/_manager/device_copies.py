@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvtier._device.base import Blocks, Finished, TransferEngine
 from kvtier.errors import DeviceStuckError, TransferError
 from kvtier.keys import OffloadKey, group_index
-from kvtier.tiers._drain import until_done
+from kvtier.tiers._drain import wait_for_end
 
 
 class DeviceCopies:
@@ -19,12 +19,14 @@ class DeviceCopies:
 
     Attributes:
         in_flight: the copies that have not ended, by id.
+        stuck_slots: slots that copies which were given up may still write to.
     """
 
     def __init__(
         self, engine: TransferEngine, blocks_per_chunk: int, groups: int, on_end: Callable[[], object]
     ) -> None:
         self.in_flight: dict[int, asyncio.Future[Finished]] = {}
+        self.stuck_slots: set[int] = set()
         self._engine = engine
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = groups
@@ -34,7 +36,7 @@ class DeviceCopies:
     async def store(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy blocks of the device to slots. Raises as ``load`` does."""
         ids, ordered = self._by_group(keys, slots, blocks)
-        await self._copy(len(keys), lambda copy: self._engine.submit_store(copy, ids, ordered))
+        await self._copy(len(keys), lambda copy: self._engine.submit_store(copy, ids, ordered), written=slots)
 
     async def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy slots to blocks of the device.
@@ -61,18 +63,21 @@ class DeviceCopies:
         for finished in self._engine.finished():
             self.in_flight[finished.transfer_id].set_result(finished)
 
-    async def _copy(self, chunks: int, submit: Callable[[int], None]) -> None:
-        """Submit a copy, and wait for its true end, cancelled or not."""
+    async def _copy(self, chunks: int, submit: Callable[[int], None], *, written: Sequence[int] = ()) -> None:
+        """Submit a copy, and wait until it has ended or was given up, cancelled or not."""
         self._last_id = copy = self._last_id + 1
         submit(copy)
         self.in_flight[copy] = asyncio.get_running_loop().create_future()
-        try:
-            finished = await until_done(self.in_flight[copy])
-        finally:
-            del self.in_flight[copy]  # only now: what follows it at once is part of what drain() waits for
-            self._on_end()
+        cancelled = await wait_for_end(self.in_flight[copy])
+        finished = self.in_flight.pop(copy).result()  # only now: drain() waits for what follows it at once
+        is_stuck = isinstance(finished.error, DeviceStuckError)
+        if is_stuck:
+            self.stuck_slots.update(written)
+        self._on_end()
+        if cancelled is not None:
+            raise cancelled
         if finished.error is not None:
-            kind = DeviceStuckError if isinstance(finished.error, DeviceStuckError) else TransferError
+            kind = DeviceStuckError if is_stuck else TransferError
             raise kind(f"a copy of {chunks} chunks failed: {finished.error}") from finished.error
 
     def _by_group(

@@ -33,7 +33,7 @@ from kvtier._manager.statistics import Statistics
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.errors import DeviceStuckError, StateError
+from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import until_done
 
@@ -339,15 +339,16 @@ class TieringManager:
     def _filling(self, reservation: Reservation) -> Iterator[None]:
         """Store what the block fills in; if it raises, nothing is stored.
 
-        After DeviceStuckError a copy may still write to the slots, so they stay out of use.
+        Slots that a copy may still write to, because it was given up, stay out of use.
         """
         try:
             yield
             self._driver.settle()  # a tier whose puts are overdue is given no more
-        except DeviceStuckError:
-            raise
         except BaseException:
-            self._core.abort(reservation)
+            if self._copies.stuck_slots.isdisjoint(reservation.slots):
+                self._core.abort(reservation)
+            else:
+                self._core.note_failed_store(reservation)
             raise
         else:
             self._driver.commit(reservation)

@@ -118,7 +118,9 @@ class TierRunner:
         """Return how full the tier is; None where it does not know, or fails to say."""
         try:
             usage = self._tier.usage()
-            return usage and Usage(_integer(usage.used_bytes), _integer(usage.capacity_bytes))
+            if usage is None:
+                return None
+            return Usage(_integer(usage.used_bytes), _integer(usage.capacity_bytes))
         except BaseException as error:
             require_fault(error)
             self._warn("usage", f"usage() failed, so its used bytes are unknown: {self._words(error)}")

@@ -387,6 +387,25 @@ async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> N
     gate.opened.set()
 
 
+async def test_so_are_those_of_a_cancelled_one_but_not_those_that_the_caller_fills() -> None:
+    gate, keys = Gate(), prompt(1, 2)
+    async with opened(copy=gate, copy_deadline_s=0.2, limits=Limits(request_deadline_s=0.2)) as it:
+        free = it.manager.statistics().free_slots
+        with anyio.CancelScope() as scope:
+            async with it.manager.write(prompt(2, 3)):
+                store = asyncio.ensure_future(it.store(keys))
+                await gate.begun()
+                store.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await store
+                scope.cancel()
+                await anyio.lowlevel.checkpoint()
+        assert it.manager.statistics().free_slots == free - len(keys)
+        assert it.manager.statistics().counts["dropped", "store"] == len(keys)
+        it.check()
+    gate.opened.set()
+
+
 # --- reset ---------------------------------------------------------------------------------------
 
 

@@ -197,12 +197,9 @@ class Namespace:
             if error.errno not in _READ_ONLY:
                 raise
             self._accept_read_only(error)
-        with self._epoch_lock():
-            epoch = self._enter(self._current_epoch())
         self.direct = self._probe_direct()
-        if self.direct:
-            epoch.place = self._place(epoch.number)
-        return epoch
+        with self._epoch_lock():
+            return self._enter(self._current_epoch())
 
     def _agree_on_identity(self) -> None:
         """Compare the manifest with the identity; write it where there is none."""
@@ -282,9 +279,12 @@ class Namespace:
         writable = self.read_only is None
         with nullcontext() if writable else suppress(FileNotFoundError):
             lock_fd = open_lock(self.root_fd, layout.users_lock(self.name, number), create=writable)
-            if try_lock(lock_fd, shared=True) is False:
+            try:
+                if try_lock(lock_fd, shared=True) is False:
+                    raise OSError(errno.EAGAIN, "the current epoch is locked by a sweep", self.name)
+            except OSError:
                 os.close(lock_fd)
-                raise OSError(errno.EAGAIN, "the current epoch is locked by a sweep", self.name)
+                raise
         return Epoch(number, self._place(number), lock_fd)
 
     def _place(self, epoch: int) -> Place:

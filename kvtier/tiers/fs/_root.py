@@ -208,13 +208,14 @@ class Root:
     """
 
     def __init__(self, root: Path | int, only: Container[str] | None = None) -> None:
-        self.path = root if isinstance(root, Path) else Path(".")
+        self.path = Path(".") if isinstance(root, int) else root
         self._only = only
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         try:
-            self.fd = os.open(root, flags) if isinstance(root, Path) else os.dup(root)
+            self.fd = os.dup(root) if isinstance(root, int) else os.open(root, flags)
         except OSError as error:
-            raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
+            what = "the root" if isinstance(root, int) else root
+            raise TierError(f"{what} cannot be read: {error.strerror}") from error
 
     def __enter__(self) -> Root:
         return self

@@ -27,6 +27,7 @@ class ChunkScan(layouts.ChunkScan):
     Args:
         now_ns: what ages are counted from, by the file system's clock.
         histogram: gets the files' bytes by age; None: they are not added up.
+        cutoffs: ages from which on files are removed.
         want_bytes: removing stops when so many bytes were removed.
 
     Attributes:

@@ -78,9 +78,9 @@ def _require_name(name: str) -> None:
         raise ConfigError(
             f"NAME = {name!r}: {_PREFIX} is put in front anyway; try {name.removeprefix(_PREFIX)}"
         )
-    for info in registry.installed():
-        if info.name == name:
-            raise ConfigError(f"NAME = {name!r}: the tier of this name is that of {plugins.origin(info)}")
+    for entry in registry.installed():
+        if entry.name == name:
+            raise ConfigError(f"NAME = {name!r}: the tier of this name is that of {plugins.origin(entry)}")
 
 
 def _files(folder: Traversable, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:

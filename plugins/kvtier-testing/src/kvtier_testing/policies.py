@@ -70,7 +70,8 @@ class PolicyConformance(LimitedSuite):
         )
 
     def test_an_entry_point_names_it(self) -> None:
-        names = [info.name for info in installed(POLICIES) if info.value.endswith(f":{self.policy.__name__}")]
+        end = f":{self.policy.__name__}"
+        names = [entry.name for entry in installed(POLICIES) if entry.value.endswith(end)]
         found = [load(POLICIES, name, EvictionPolicy, "eviction_policy") for name in names]
         assert self.policy in found, f"no entry point in the group kvtier.policies names {self.policy!r}"
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import anyio
 import pytest
@@ -81,6 +82,8 @@ async def test_direct_io_always_is_refused_where_there_is_none(world, monkeypatc
     monkeypatch.delattr(os, "O_DIRECT")
     with pytest.raises(TierError, match="direct_io is 'always'"):
         await world.open(direct_io="always")
+    opened = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if path.startswith(str(world.root))], "each attempt would keep some"
     tier = await world.open(direct_io="auto")
     assert tier.statistics().direct_io is False
 
