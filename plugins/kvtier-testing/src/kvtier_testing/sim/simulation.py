@@ -92,6 +92,7 @@ class _Run:
         self.world = World(seed, trace)
         self._given = given
         self._scenario = scenario
+        self._outliving: set[asyncio.Task[Any]] = set()  # calls that nothing cancels, of ended processes
         self._backends = [
             Backend(self.world, f"tier{index}", tier.capacity) for index, tier in enumerate(scenario.tiers)
         ]
@@ -108,6 +109,8 @@ class _Run:
         for until_s, end in scenario.process_ends:
             await self._run_process(until_s, end)
         await self._run_last_process()
+        if self._outliving:
+            await asyncio.wait(self._outliving, timeout=DRAIN_S)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         world.require(not left, f"tasks are left behind: {left}")
         return Result(+world.seen)
@@ -120,6 +123,7 @@ class _Run:
             await task
             await process.aclose()
             self._count(process)
+            self._outliving |= asyncio.all_tasks() - {asyncio.current_task()}
             return
         await asyncio.wait([task], timeout=max(0.0, until_s - self.world.now_s))
         if task.done():
