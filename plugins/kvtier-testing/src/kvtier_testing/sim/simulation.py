@@ -26,7 +26,8 @@ from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
 
-_RECOVERY_S = 600.0  # in which a tier has to be used again after it
+_RECOVERY_S = 1800.0
+"""In which all tiers have to be used again: each may need two puts, and bounded writes are minutes apart."""
 
 _POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
 
