@@ -1,9 +1,11 @@
-"""Distributions made on the fly, as a third party's would be installed."""
+"""Distributions made on the fly, as a third party's would be installed; file systems in memory."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -96,3 +98,18 @@ class Tier(DummyTier):
 def acme(install_distribution: InstallDistribution) -> None:
     """A third party's tier ``acme`` of good quality, with settings of every kind."""
     install_distribution("acme-tiers", GOOD_TIER, {"acme": "Tier"})
+
+
+@contextmanager
+def mounted_tmpfs(point: Path, options: str) -> Iterator[Path]:
+    """Mount a file system in memory for a while; skip where that is not allowed."""
+    point.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", options, "kvtier-test", str(point)]
+    try:
+        subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "--lazy", str(point)], check=False, capture_output=True)
