@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_testing.tiers.servers import absent
+from kvtier_testing.tiers._servers import absent
 from tests.common import load_file
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, prompt, redis_servers

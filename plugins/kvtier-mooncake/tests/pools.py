@@ -18,7 +18,7 @@ from kvtier import Identity
 from kvtier.tiers import TierContext
 from kvtier_mooncake import MooncakeConfig, MooncakeTier
 from kvtier_testing.tiers import TierRig
-from kvtier_testing.tiers.servers import absent, stopped
+from kvtier_testing.tiers._servers import absent, stopped
 
 START_S = 60.0
 GENEROUS_S = 30.0  # a deadline that a busy machine keeps

@@ -22,7 +22,7 @@ from kvtier._settings import validation
 from kvtier.tiers import Status
 from kvtier_nixl import NixlConfig, NixlTier
 from kvtier_testing.tiers import TierRig
-from kvtier_testing.tiers.servers import absent
+from kvtier_testing.tiers._servers import absent
 
 CHUNK_BYTES = 256 * 1024
 GENEROUS_S = 30.0  # a deadline that a busy machine keeps

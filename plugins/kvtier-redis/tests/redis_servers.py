@@ -23,7 +23,7 @@ from redis.retry import Retry
 from kvtier import Identity
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_testing.tiers import TierRig
-from kvtier_testing.tiers.servers import absent, stopped
+from kvtier_testing.tiers._servers import absent, stopped
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_S = 60.0

@@ -11,7 +11,7 @@ import pytest
 from proxy import Faults, Proxy
 from rigs import Place
 
-from kvtier_testing.tiers.servers import absent
+from kvtier_testing.tiers._servers import absent
 
 
 @pytest.fixture(scope="session")
