@@ -77,9 +77,9 @@ class Config(TierConfig):
 
     @field_validator("password", mode="before")
     @classmethod
-    def _is_long(cls, value):
-        if value is not None and len(value) < 8:
-            raise ValueError(f"{value} is too short")
+    def _is_short(cls, value):
+        if value is not None and len(value) > 40:
+            raise ValueError(f"{value} is too long")
         return value
 
     @model_validator(mode="after")

@@ -162,6 +162,7 @@ def test_a_secret_is_in_no_text_of_the_configuration(secret_tier: None) -> None:
         {"type": "secret", "password": "x", "url": f"redis://me:a/b?{SECRET}@host/1"},
         {"type": "secret", "password": "x", "url": f"https://host/a?sig={SECRET}"},
         {"type": "secret", "password": "x", "more": {"a": [SECRET], "b": SECRET}},
+        {"type": "acme", "root_dir": "/x", "password": 2 * SECRET},  # the field's validator shows it
         {"type": "acme", "root_dir": "nowhere", "password": SECRET},  # the model's validator shows it
         {"type": "acme", "root_dir": "/x", "logins": [{"token": {SECRET: SECRET}}]},
         {"type": "acme", "root_dir": "/x", "logins": [{"tokken": SECRET}]},
