@@ -25,7 +25,6 @@ from aiohttp import web
 
 CHECK_EVERY_S = 2.0
 CONNECT_S = 2.0
-HEALTH_S = 5.0
 KEEP_ALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s; a request on one that closes would fail
 ATTEMPTS = 2  # engines of a role that one request can crash
 ENGINE_ERROR = 500  # from here on the engine is at fault, below it the request
@@ -70,12 +69,16 @@ class Proxy:
         prefill: addresses of the engines that compute prompts; there may be none.
         decode: addresses of the engines that answer.
         wait_s: how long a decode engine waits for the chunks of a prompt before it computes it.
+        health_s: how long an engine may take to say that it is healthy.
     """
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], wait_s: float = 30.0) -> None:
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], wait_s: float = 30.0, health_s: float = 5.0
+    ) -> None:
         self.prefill = Pool("prefill", prefill)
         self.decode = Pool("decode", decode)
         self._wait_s = wait_s
+        self._health_s = aiohttp.ClientTimeout(health_s)
 
     def app(self) -> web.Application:
         """Return the application. Serve it with ``handler_cancellation``: clients that leave abort."""
@@ -106,7 +109,7 @@ class Proxy:
 
     async def _check_one(self, pool: Pool, url: str) -> None:
         try:
-            async with self._session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(HEALTH_S)) as answer:
+            async with self._session.get(f"{url}/health", timeout=self._health_s) as answer:
                 pool.note(url, answer.status < ENGINE_ERROR, answer.status)
         except STREAM_END as error:
             pool.note(url, False, repr(error))
@@ -250,9 +253,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--wait-s", type=float, default=30.0, help="time for a prefill")
+    parser.add_argument("--health-s", type=float, default=5.0, help="time for an engine's /health")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    app = Proxy(given.prefill, given.decode, given.wait_s).app()
+    app = Proxy(given.prefill, given.decode, given.wait_s, given.health_s).app()
     web.run_app(app, host=given.host, port=given.port, handler_cancellation=True)
 
 

@@ -160,6 +160,9 @@ class Tiering:
                 self.promotions.locate_wanted(request, now_s)
             elif request.is_waiting:
                 self.promotions.promote_wanted(request, now_s)
+        for request in self.holds.awaiting:
+            if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
+                self.holds.release(request)
         self.holds.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
         if self._tiers:
             self.holds.evict_to_reserve()

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -34,13 +34,6 @@ def from_vllm(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
 def in_full(*values: Any) -> ParameterSet:
     """Return parameters of a test that not every commit runs."""
     return pytest.param(*values, marks=pytest.mark.full)
-
-
-def absent(what: str) -> NoReturn:
-    """Skip where something is not installed; on CI it has to be."""
-    if os.environ.get("CI", "").lower() == "true":
-        pytest.fail(what)
-    pytest.skip(what)
 
 
 VLLM_LINE = re.compile(r"\(\w+ pid=\d+\) (INFO|WARNING)|\s*$|Loading safetensors|.*(Warning: |dispatcher)")

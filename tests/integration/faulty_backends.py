@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.integration.conftest import absent
+from kvtier_testing.tiers._servers import absent
 
 FAULTS = ("slow", "hang", "error", "corrupt", "vanish", "fill up")
 DAMAGE = {"checksum", "torn", "foreign"}

@@ -33,6 +33,7 @@ from kvtier_bench.engine.compared import (
     engine_arguments,
     make_prompt,
 )
+from tests.common import load_file
 from tests.integration.fork_server import STACKS
 
 PROJECT = Path(__file__).parents[2]
@@ -524,17 +525,6 @@ def misplace_chunks(engine: Engine) -> None:
         held = file.read(nbytes)
         file.seek(0)
         file.write(held[-chunk_bytes:] + held[:-chunk_bytes])
-
-
-def load_file(name: str, path: Path) -> Any:
-    """Import a file that is in no package, under this name."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def redis_servers() -> Any:

@@ -101,9 +101,9 @@ def _end_time(request: Any) -> None:
     request.wait.until_s = min(request.wait.until_s, time.monotonic())
 
 
-def plain(llm: Any, prompt: list[int]) -> dict[str, Any]:
-    """Answer a prompt without parameters; return the ``kv_transfer_params`` of the response as ``params``."""
-    _add(llm, prompt, 1, {})
+def respond(llm: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    """Answer a prompt; return the ``kv_transfer_params`` of the response as ``params``."""
+    _add(llm, prompt, 1, params)
     outputs = list(_outputs(llm))
     return {"params": outputs[-1].kv_transfer_params}
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.integration.conftest import absent
+from kvtier_testing.tiers._servers import absent
 
 MONITORING = Path(__file__).parents[2] / "docs" / "assets" / "monitoring"
 _READY_S = 60.0

@@ -280,11 +280,11 @@ PREFILL = {"do_remote_decode": True}
 def test_a_decode_engine_is_told_to_wait_as_long_as_puts_may_take(make: Make) -> None:
     it = make(dummy(), slots=8, limits=Limits(max_wait_s=3600.0))
     (tier,) = it.core.shared.tiers
-    told = it.manager.params_for_decode(PREFILL)
+    told = it.manager.response_params("a", PREFILL)
     assert told is not None
     assert told["kvtier"]["wait_s"] > tier.deadline_s, "puts begin after the response"
-    assert it.manager.params_for_decode({}) is None
-    assert make(slots=8).manager.params_for_decode(PREFILL) is None, "there is no tier"
+    assert it.manager.response_params("a", {}) is None
+    assert make(slots=8).manager.response_params("a", PREFILL) is None, "there is no tier"
 
 
 @pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled"])
@@ -300,7 +300,7 @@ def test_a_decode_engine_is_not_told_to_wait_for_what_no_tier_gets(make: Make, h
         it.core.disable_after_audit(None, "in a test")
     else:
         it.core.refusal = "device_lost"
-    assert it.manager.params_for_decode(PREFILL) is None
+    assert it.manager.response_params("a", PREFILL) is None
 
 
 @pytest.mark.skipif(REPORTS_RESET_FLUSH, reason="this vLLM says when workers are through")

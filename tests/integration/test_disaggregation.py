@@ -119,8 +119,16 @@ def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
     assert answers == reference(asked)
     assert loaded == {"fs": PROMPT_CHUNKS}
     assert set(counts.waits()) <= {"arrived"}
-    plain = prefill.call("plain", module=ROLES, prompt=asked)
+    plain = prefill.call("respond", module=ROLES, prompt=asked, params={})
     assert plain["params"] is None, "who does not ask for it gets nothing new"
+
+
+def test_a_response_explains_what_was_found_of_its_prompt(prefill: Engine) -> None:
+    asked, explain = prompt(20), {"kvtier": {"explain": True}}
+    prefill.served(asked)
+    prefill.reset(connector=False)
+    told = prefill.call("respond", module=ROLES, prompt=asked, params=explain)["params"]
+    assert told["kvtier"]["explained"]["tokens"] == {"cpu": PROMPT_CHUNKS * BLOCK_TOKENS}
 
 
 def test_a_prompt_that_nobody_computes_is_a_miss_after_its_time(decode: Engine, reference: Ask) -> None:

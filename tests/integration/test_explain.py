@@ -140,6 +140,21 @@ def test_a_line_says_what_was_found_where_and_why_not_more(make: Make, tmp_path:
     assert [cold, warm, restarted] == expected
 
 
+def test_a_response_has_the_explanation_that_was_asked_for(make: Make, lines: Lines) -> None:
+    it, keys = make(rate=1.0), prompt(1, 4)
+    it.serves("cold", keys)
+    for name, params in (("asked", ASKED), ("drawn", None)):
+        it.loads(keys, it.arrives(name, keys, params))
+        assert it.manager.response_params(name, params) is None, "it is not scheduled yet"
+        it.step(new=[name])
+    told = it.manager.response_params("asked", ASKED)
+    assert told is not None
+    assert Explanation(**told["kvtier"]["explained"]) == lines()[1]
+    assert it.manager.response_params("drawn", None) is None, "its client would not know what that is"
+    it.manager.on_request_finished(ReqContext(req_id="asked"))
+    assert it.manager.response_params("asked", ASKED) is None
+
+
 def test_a_prompt_that_is_all_there_has_no_reason(make: Make, lines: Lines) -> None:
     it, keys = make(), prompt(1, 4)
     it.serves("cold", keys)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Ask, absent
-from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, load_file, prompt, redis_servers
+from kvtier_testing.tiers._servers import absent
+from tests.common import load_file
+from tests.integration.conftest import Ask
+from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, prompt, redis_servers
 
 PROMPTS = [prompt(seed) for seed in (1, 2, 3)]
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS

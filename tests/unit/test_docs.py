@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import importlib.util
 import inspect
 import itertools
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 from kvtier.errors import KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers.fs import FsTier
+from tests.common import load_file
 
 ROOT = Path(__file__).parents[2]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
@@ -140,20 +139,10 @@ def test_excerpts_of_a_page_are_in_their_files(page: Path) -> None:
 # --- what the site generates --------------------------------------------------------------------------
 
 
-def loaded(name: str) -> Any:
-    """Return a module of ``docs/mkdocs``."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / "mkdocs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def hooks() -> Any:
     """The module that the site is built with."""
-    return loaded("hooks")
+    return load_file("hooks", DOCS / "mkdocs" / "hooks.py")
 
 
 def generated(page: str, hooks: Any) -> str:
@@ -174,7 +163,7 @@ def test_the_error_page_has_every_error() -> None:
 
 
 def test_the_charts_are_those_of_their_data() -> None:
-    charts = loaded("charts")
+    charts = load_file("charts", DOCS / "mkdocs" / "charts.py")
     drawn = {path.with_suffix(".svg"): charts.draw(json.loads(path.read_text())) for path in CHARTS}
     assert drawn
     assert [path.name for path, svg in drawn.items() if path.read_text() != svg] == [], (

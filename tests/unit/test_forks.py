@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._memory._locked_file import remove_stale_files
-
-PATIENCE_S = 60.0
+from tests.common import wait_until
 
 PARENT = """
 import asyncio, os, signal, sys, time
@@ -83,13 +81,6 @@ def child(tmp_path: Path) -> Iterator[tuple[int, list[str]]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def is_free(lock: Path) -> bool:
     with lock.open() as file, suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,9 +94,9 @@ def test_a_forked_child_holds_no_lock_no_memory_and_no_socket_of_its_parent(
     pid, sockets = child
     locks = [path for path in (tmp_path / "root").rglob("*.lock*") if path.is_file()]
     assert any(path.parent.name == ".kvtier" for path in locks)
-    eventually(lambda: remove_stale_files(tmp_path / "shm"))  # the tier process ends a moment later
+    wait_until(lambda: remove_stale_files(tmp_path / "shm"))  # the tier process ends a moment later
     for path in locks:
-        eventually(partial(is_free, path))
+        wait_until(partial(is_free, path))
     assert str(tmp_path / "shm") not in Path(f"/proc/{pid}/maps").read_text()
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     assert {link for link in links if "socket:" in link} <= set(sockets)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints, for_decode, is_prefill
+from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints, is_prefill
 
 NESTED: list[Any] = []
 for _ in range(100_000):  # deeper than its text could be made
@@ -76,4 +76,4 @@ def test_an_ordinary_request_is_no_prefill(params: Any):
 
 def test_what_a_prefill_returns_is_a_hint_for_the_engine_that_decodes(reader: HintReader):
     assert is_prefill({"do_remote_decode": True, "kvtier": {"explain": True}})
-    assert reader.read("a", for_decode(5.0)) == Hints(wait_s=5.0)
+    assert reader.read("a", {"kvtier": {"wait_s": 5.0, "explained": {"tokens": {}}}}) == Hints(wait_s=5.0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.common import load_file
 
 SOURCE = Path(__file__).parents[2] / ".ci/lanes.py"
 
@@ -52,12 +52,7 @@ Run = Callable[..., tuple[list[str], str]]
 @pytest.fixture
 def lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The runner, in a project of its own."""
-    spec = importlib.util.spec_from_file_location("lanes", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "lanes", module)
-    spec.loader.exec_module(module)
+    module: ModuleType = load_file("lanes", SOURCE)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/nox.py").write_text(NOX)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib.util
 import mmap
 import random
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import crc32c as reference
@@ -17,19 +15,15 @@ import pytest
 
 from kvtier import _native as native
 from kvtier._native import build
+from tests.common import load_file
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine compiles for minutes
 needs_library = pytest.mark.skipif(native.library is None, reason="the native library is not built")
 
 
-def load_from(folder: Path) -> ModuleType:
+def load_from(folder: Path) -> Any:
     """Import a second copy of the module, beside whatever library is in ``folder``."""
-    spec = importlib.util.spec_from_file_location("second_native", folder / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file("second_native", folder / "__init__.py")
 
 
 @pytest.fixture(params=["native", "python"])

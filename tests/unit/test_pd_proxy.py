@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.common import load_file
 
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
@@ -20,17 +20,7 @@ PATIENCE_S = 60.0
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True}
 
 
-def load() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "pd_proxy" / "proxy.py"
-    spec = importlib.util.spec_from_file_location("pd_proxy_example", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-proxy = load()
+proxy = load_file("pd_proxy_example", Path(__file__).parents[2] / "examples" / "pd_proxy" / "proxy.py")
 proxy.CONNECT_S = proxy.HEALTH_S = PATIENCE_S  # an engine that is slow on a busy machine is up
 
 

@@ -137,7 +137,10 @@ class SecretTier(Scripted):
 
 @pytest.fixture
 def secret_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "load", lambda name, field="type": SecretTier)
+    load: Any = registry.load
+    monkeypatch.setattr(
+        registry, "load", lambda name, *field: SecretTier if name == "secret" else load(name, *field)
+    )
 
 
 def test_a_secret_is_in_no_text_of_the_configuration(secret_tier: None) -> None:
@@ -159,10 +162,18 @@ def test_a_secret_is_in_no_text_of_the_configuration(secret_tier: None) -> None:
         {"type": "secret", "password": "x", "url": f"redis://me:a/b?{SECRET}@host/1"},
         {"type": "secret", "password": "x", "url": f"https://host/a?sig={SECRET}"},
         {"type": "secret", "password": "x", "more": {"a": [SECRET], "b": SECRET}},
+        {"type": "acme", "root_dir": "/x", "password": 2 * SECRET},  # the field's validator shows it
+        {"type": "acme", "root_dir": "nowhere", "password": SECRET},  # the model's validator shows it
+        {"type": "acme", "root_dir": "/x", "logins": [{"token": {SECRET: SECRET}}]},
+        {"type": "acme", "root_dir": "/x", "logins": [{"tokken": SECRET}]},
+        {"type": "acme", "root_dir": "/x", "logins": {"token": SECRET}},
+        {"type": "acme", "root_dir": "/x", "logins": SECRET},
     ],
 )
-def test_a_secret_is_in_no_error_of_the_configuration(secret_tier: None, wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_secret_is_in_no_error_of_the_configuration(
+    secret_tier: None, acme: None, wrong: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]") as caught:
         TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [wrong]})
     assert_hidden(caught.value)
 

@@ -16,6 +16,10 @@ logger = logging.getLogger("kvtier.vllm")
 PARAMS = "kvtier"
 """The key of ``kv_transfer_params`` that is kvtier's."""
 
+EXPLAINED = "explained"
+"""The key below it of the answer to ``explain`` in a response, which may come back as a hint: a router hands
+the parameters of a prefill engine's response to a decode engine."""
+
 _LONGEST_TTL_S = 86_400
 _LONGEST_NAME = 128
 _WARN_EVERY_S = 30.0
@@ -89,11 +93,6 @@ def is_prefill(params: object) -> bool:
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
-def for_decode(wait_s: float) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` with which another engine waits for chunks of the same prompt."""
-    return {PARAMS: {"wait_s": wait_s}}
-
-
 class HintReader:
     """Reads hints. What is wrong is ignored, with a warning now and then: a client cannot flood the log.
 
@@ -113,7 +112,7 @@ class HintReader:
         if not isinstance(ours, dict):
             self._warn(req_id, f"it must be an object, not {type(ours).__name__}")
             return NO_HINTS
-        unknown = (key for key in ours if key not in _CHECKS)
+        unknown = (key for key in ours if key not in _CHECKS and key != EXPLAINED)
         if (first := next(unknown, None)) is not None:
             self._warn(req_id, f"unknown key {_shown(first)}")
         good = {}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -36,7 +37,7 @@ from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
-from kvtier.adapters.vllm._hints import ClientHints, for_decode, is_prefill
+from kvtier.adapters.vllm._hints import EXPLAINED, PARAMS, ClientHints, is_prefill
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.published import Published
@@ -160,20 +161,31 @@ class KVTierManager(OffloadingManager):
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
 
-    def params_for_decode(self, params: object) -> dict[str, Any] | None:
-        """Return the ``kv_transfer_params`` of the response to a request whose prompt is decoded elsewhere.
+    def response_params(self, req_id: str, params: object) -> dict[str, Any] | None:
+        """Return the ``kv_transfer_params`` of the response to a request that had ``params``, if any.
 
-        Its last chunks may still be on their way into the tiers: their copies begin a step later, and the
-        puts that follow end within their deadline. None where the request has other ``params``, or where
-        nothing of it gets there: no tier takes puts, nothing is stored, or a reset was before.
+        That is what explains its prefix, where its client asked for that, and how long an engine that
+        decodes its prompt is to wait for its chunks, where another one is to do that.
+        """
+        ours: dict[str, Any] = {}
+        if (explained := self._explainer.answer(req_id)) is not None:
+            ours[EXPLAINED] = msgspec.to_builtins(explained)
+        if is_prefill(params) and (wait_s := self._wait_for_decode_s()):
+            ours["wait_s"] = wait_s
+        return {PARAMS: ours} if ours else None
+
+    def _wait_for_decode_s(self) -> float:
+        """Return how long after a response the last chunks of its prompt may take to get into the tiers.
+
+        Their copies begin a step later, and the puts that follow end within their deadline. 0 where nothing
+        of it gets there: no tier takes puts, nothing is stored, or a reset was before.
         """
         core, shared = self._core, self._core.shared
-        if core.epoch or core.is_disabled or core.refusal or not is_prefill(params):
-            return None
+        if core.epoch or core.is_disabled or core.refusal:
+            return 0.0
         takes_puts = [it for it in shared.tiers if it.disabled_reason is None and it.puts.is_closed]
         put_s = max((tier.deadline_s + _COPY_S for tier in takes_puts), default=0.0)
-        wait_s = min(put_s, shared.limits.max_wait_s)
-        return for_decode(wait_s) if wait_s else None
+        return min(put_s, shared.limits.max_wait_s)
 
     # --- lookups and loads -----------------------------------------------------------------------
 

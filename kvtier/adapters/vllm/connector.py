@@ -1,5 +1,5 @@
 """``KVTierConnector``: vLLM's ``OffloadingConnector``, which also reports failed loads to the engine, and
-tells engines that decode what another one has prefilled to wait for its chunks.
+returns in responses what explains a prefix, and how long a decode engine is to wait for its chunks.
 
 The plain connector asserts that every copy succeeds. vLLM can recompute a request whose load failed if the
 connector names it in ``failed_recving``. It would load the same chunks again in the next step; to prevent
@@ -89,11 +89,12 @@ class KVTierConnector(OffloadingConnector):
     def _with_params(
         self, request: Request, result: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return what vLLM's connector returned, with parameters for the engine that is to decode."""
+        """Return what vLLM's connector returned, with kvtier's parameters of the response."""
         delays_free, params = result
         if self._manager is None or request.status is RequestStatus.FINISHED_ABORTED:
             return result
-        return delays_free, params or self._manager.params_for_decode(request.kv_transfer_params)
+        ours = self._manager.response_params(request.request_id, request.kv_transfer_params)
+        return delays_free, params or ours
 
 
 def _require(part: object, kind: type[Any]) -> Any:

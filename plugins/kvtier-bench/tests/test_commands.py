@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,11 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from kvtier.tiers import TierConfig
-from kvtier_bench import commands, figures
+from kvtier_bench import commands
 from kvtier_bench.machine import Machine
 from kvtier_bench.managers import core
 from kvtier_bench.managers.core import Case, Cost
@@ -172,14 +170,3 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     result = run("fs", str(tmp_path), "--chunk-bytes", str(SIZE))
     assert "GiB are free: name a directory" in str(result.exception)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("width", [20, 200])
-def test_a_table_shows_every_figure(width: int) -> None:
-    rows = [Cost("lru", "none", "reserve", "us", 1234.5, None, None)]
-    console = Console(file=io.StringIO(), width=width)
-    figures.show(rows, console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "1,234" in text
-    assert "vllm" not in text

@@ -323,17 +323,3 @@ def test_what_cannot_be_replayed_is_named(
     (path := tmp_path / "trace.jsonl").write_text(line)
     with pytest.raises(KVTierError, match=words):
         replayed(str(path), *arguments)
-
-
-def test_the_chart_shows_servers_side_by_side() -> None:
-    course = [
-        records.Interval("a", 2.0, 3, 1, 50.0, 200.0),
-        records.Interval("b", 2.0, 3, 1, None, None),
-        records.Interval("a", 4.0, 5, 0, 100.0, 1000.0),
-    ]
-    table = records.chart(course)
-    cells = [list(map(str, column.cells)) for column in table.columns]
-    assert cells[0] == ["2", "4"]
-    assert [cell.split() for cell in cells[1]] == [["█" * 5, "50"], ["█" * 10, "100"]]
-    assert [cell.split() for cell in cells[2]] == [["█" * 4, "200"], ["█" * 20, "1,000"]]
-    assert cells[3] == cells[4] == ["-", ""]

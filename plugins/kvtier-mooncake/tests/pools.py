@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
-
-import pytest
+from typing import Any
 
 from kvtier import Identity
 from kvtier.tiers import TierContext
 from kvtier_mooncake import MooncakeConfig, MooncakeTier
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers._servers import absent, stopped
 
 START_S = 60.0
 GENEROUS_S = 30.0  # a deadline that a busy machine keeps
@@ -39,19 +36,12 @@ store.close()
 """
 
 
-def cannot(why: str) -> NoReturn:
-    """Skip; on CI fail."""
-    if os.environ.get("CI", "").lower() == "true":
-        pytest.fail(why)
-    pytest.skip(why)
-
-
 def program() -> Path:
     """Return the master's program. Skip if there is none."""
     try:
         import mooncake.store as store
     except ImportError as error:
-        cannot(f"Mooncake's client cannot be imported: {error}")
+        absent(f"Mooncake's client cannot be imported: {error}")
     return Path(store.__file__).with_name("mooncake_master")
 
 
@@ -127,15 +117,8 @@ class Pool:
         """Stop the master or the client, as on a machine that hangs, for the context or a shorter time."""
         process = self._client if client else self._master
         assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        timer = threading.Timer(min(seconds, 3600.0), process.send_signal, (signal.SIGCONT,))
-        timer.start()
-        try:
+        with stopped(process, seconds):
             yield
-        finally:
-            timer.cancel()
-            timer.join()
-            process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Pool:
         self.start_master()

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
+from anyio import to_thread
 from pools import IDENTITY, Pool, free_port, opened
 
-from kvtier import Identity
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status, TierContext
 from kvtier_mooncake import MooncakeConfig, MooncakeTier
-from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.rig import keys
 
 pytestmark = pytest.mark.anyio
-
-
-async def put(it: TierRig, numbers: range) -> Outcome:
-    batch, _ = it.filled(numbers)
-    outcome = await it.tier.put(batch)
-    it.check_outcome(outcome, batch, "put")
-    return outcome
-
-
-async def get(it: TierRig, numbers: range) -> Outcome:
-    """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
-    batch, slots = it.empty(numbers)
-    outcome = await it.tier.get(batch)
-    it.check_outcome(outcome, batch, "get")
-    it.check_given(list(numbers), batch, outcome, (0,))
-    slots.reuse()
-    return outcome
 
 
 async def until(call: Callable[[], Awaitable[Outcome]], *statuses: Status) -> None:
@@ -44,22 +25,18 @@ async def until(call: Callable[[], Awaitable[Outcome]], *statuses: Status) -> No
             await anyio.sleep(0.05)
 
 
-async def in_thread(function: Any, *arguments: Any) -> Any:
-    return await anyio.to_thread.run_sync(function, *arguments)
-
-
 async def test_a_killed_master_is_a_miss_and_is_used_again_after_a_restart(own_pool: Pool) -> None:
     async with opened(own_pool) as it:
-        await put(it, range(8))
-        await in_thread(own_pool.kill_master)
-        assert (await get(it, range(8))).reasons == {"connection": 8}
-        assert (await put(it, range(8))).reasons == {"connection": 8}
+        await it.outcome_of_put(range(8))
+        await to_thread.run_sync(own_pool.kill_master)
+        assert (await it.outcome_of_get(range(8))).reasons == {"connection": 8}
+        assert (await it.outcome_of_put(range(8))).reasons == {"connection": 8}
         assert not any(await it.tier.contains(keys(range(8))))
         await it.tier.discard(keys(range(8)))
         with pytest.raises(TierError, match="the reset could not be stored"):
             await it.tier.reset()
-        assert set((await get(it, range(8))).statuses) == {Status.ABSENT}
-        await in_thread(own_pool.start_master)
+        assert set(await it.get(range(8))) == {Status.ABSENT}
+        await to_thread.run_sync(own_pool.start_master)
         with anyio.fail_after(60):
             while True:
                 try:
@@ -67,14 +44,14 @@ async def test_a_killed_master_is_a_miss_and_is_used_again_after_a_restart(own_p
                     break
                 except TierError:  # the client that has the memory has not come back yet
                     await anyio.sleep(0.05)
-        await until(lambda: put(it, range(100, 108)), Status.OK)
-        assert set((await get(it, range(100, 108))).statuses) == {Status.OK}
+        await until(lambda: it.outcome_of_put(range(100, 108)), Status.OK)
+        assert set(await it.get(range(100, 108))) == {Status.OK}
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["master", "client"])
 async def test_who_hangs_holds_calls_until_it_answers(own_pool: Pool, client: bool) -> None:
     async with opened(own_pool) as it:
-        await put(it, range(4))
+        await it.outcome_of_put(range(4))
         batch, slots = it.empty(range(4))
         async with anyio.create_task_group() as tasks:
             with own_pool.stopped(client=client):
@@ -83,7 +60,7 @@ async def test_who_hangs_holds_calls_until_it_answers(own_pool: Pool, client: bo
                 tasks.cancel_scope.cancel()
         slots.reuse()
         slots.check_reused("a get from a pool that hung")
-        assert set((await get(it, range(4))).statuses) == {Status.OK}
+        assert set(await it.get(range(4))) == {Status.OK}
 
 
 async def test_a_master_that_hangs_at_the_start_is_said_at_once(own_pool: Pool) -> None:
@@ -111,23 +88,23 @@ async def test_a_pool_that_nobody_contributes_to_is_said_with_the_setting(tmp_pa
             async with opened(pool):
                 pass
         async with opened(pool, segment_bytes=64 << 20) as it:
-            assert set((await put(it, range(8))).statuses) == {Status.OK}
-            assert set((await get(it, range(8))).statuses) == {Status.OK}
+            assert set(await it.put(range(8))) == {Status.OK}
+            assert set(await it.get(range(8))) == {Status.OK}
 
 
 async def test_a_killed_client_takes_its_chunks_along_and_the_pool_is_used_again(tmp_path: Path) -> None:
     with Pool(tmp_path, 128 << 20, "--client_ttl", "5") as pool:
         async with opened(pool, segment_bytes=0) as it:
-            await put(it, range(8))
-            await in_thread(pool.kill_client)
-            outcome = await get(it, range(8))
+            await it.outcome_of_put(range(8))
+            await to_thread.run_sync(pool.kill_client)
+            outcome = await it.outcome_of_get(range(8))
             assert set(outcome.statuses) <= {Status.FAILED, Status.ABSENT}
             assert set(outcome.reasons) <= {"transfer"}
-            await until(lambda: get(it, range(8)), Status.ABSENT)
-            assert set((await put(it, range(8))).statuses) == {Status.REFUSED}
-            await in_thread(pool.start_client)
-            await until(lambda: put(it, range(8)), Status.OK)
-            assert set((await get(it, range(8))).statuses) == {Status.OK}
+            await until(lambda: it.outcome_of_get(range(8)), Status.ABSENT)
+            assert set(await it.put(range(8))) == {Status.REFUSED}
+            await to_thread.run_sync(pool.start_client)
+            await until(lambda: it.outcome_of_put(range(8)), Status.OK)
+            assert set(await it.get(range(8))) == {Status.OK}
 
 
 async def test_a_full_pool_evicts_and_refuses_what_leases_leave_no_room_for(tmp_path: Path) -> None:
@@ -136,26 +113,13 @@ async def test_a_full_pool_evicts_and_refuses_what_leases_leave_no_room_for(tmp_
             there = [
                 number
                 for number in range(24)
-                if (await put(it, range(number, number + 1))).statuses[0] is Status.OK
+                if (await it.outcome_of_put(range(number, number + 1))).statuses[0] is Status.OK
             ]
             assert 8 <= len(there) <= 24
-            await get(it, range(24))  # leases on all that is there
-            refused = await put(it, range(100, 132))
+            await it.outcome_of_get(range(24))  # leases on all that is there
+            refused = await it.outcome_of_put(range(100, 132))
             assert Status.REFUSED in refused.statuses
             assert set(refused.reasons) == {"full"}
-
-
-async def test_what_is_put_by_one_is_got_by_another_and_no_chunk_of_another_cache(pool: Pool) -> None:
-    async with opened(pool, key_prefix="shared") as one, opened(pool, key_prefix="shared") as two:
-        await put(one, range(100))
-        assert set((await get(two, range(100))).statuses) == {Status.OK}
-        other = Identity.make("tests", {"dtype": "bfloat16"})
-        async with opened(pool, key_prefix="shared", identity=other) as three:
-            assert set((await get(three, range(100))).statuses) == {Status.ABSENT}
-        await one.tier.reset()
-        assert set((await get(one, range(100))).statuses) == {Status.ABSENT}
-        async with opened(pool, key_prefix="shared") as later:
-            assert set((await get(later, range(100))).statuses) == {Status.ABSENT}
 
 
 @pytest.mark.parametrize("master", ["", "host", "host:", ":50051", "host:0", "host:70000", "http://host"])

@@ -12,10 +12,9 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import anyio
-import pytest
 from anyio.abc import TaskGroup
 
 from kvtier import Identity
@@ -23,6 +22,7 @@ from kvtier._settings import validation
 from kvtier.tiers import Status
 from kvtier_nixl import NixlConfig, NixlTier
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers._servers import absent
 
 CHUNK_BYTES = 256 * 1024
 GENEROUS_S = 30.0  # a deadline that a busy machine keeps
@@ -31,17 +31,10 @@ os.environ.setdefault("UCX_LOG_LEVEL", "error")
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 
 
-def cannot(why: str) -> NoReturn:
-    """Skip; on CI fail."""
-    if os.environ.get("CI", "").lower() == "true":
-        pytest.fail(why)
-    pytest.skip(why)
-
-
 def require_nixl() -> None:
     """Skip where NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
-        cannot("NIXL is not installed: pip install --no-deps 'nixl>=1.5.1' 'nixl-cu12>=1.5.1'")
+        absent("NIXL is not installed: pip install --no-deps 'nixl>=1.5.1' 'nixl-cu12>=1.5.1'")
 
 
 def free_port() -> int:

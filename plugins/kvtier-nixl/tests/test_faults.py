@@ -21,7 +21,7 @@ from engines import CHUNK_BYTES, Holder, config, free_port, identity, opened, un
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers import Outcome, Status
+from kvtier.tiers import Status
 from kvtier_nixl import NixlTier, _agent, _peers, _server
 from kvtier_nixl import _protocol as protocol
 from kvtier_nixl._peers import Peer, Peers
@@ -56,20 +56,6 @@ async def pair(**settings: Any) -> AsyncIterator[tuple[TierRig, TierRig]]:
             yield near, it
 
 
-async def get(it: TierRig, numbers: range = EIGHT) -> Outcome:
-    """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
-    batch, slots = it.empty(numbers)
-    outcome = await it.tier.get(batch)
-    it.check_outcome(outcome, batch, "get")
-    it.check_given(list(numbers), batch, outcome, (0,))
-    slots.reuse()
-    return outcome
-
-
-async def in_thread(function: Any, *arguments: Any) -> Any:
-    return await anyio.to_thread.run_sync(function, *arguments)
-
-
 def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Awaitable[None]]) -> None:
     """Do something each time that chunks are leased and about to be read."""
     agent = tier_of(it)._opened
@@ -85,12 +71,12 @@ def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[],
 async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: Holder) -> None:
     async with opened(holder.address, holder.address.replace("127.0.0.1", "localhost")) as it:
         await until_found(it, EIGHT)
-        assert set((await get(it)).statuses) == {Status.OK}
+        assert set(await it.get(EIGHT)) == {Status.OK}
         await it.put(range(100, 104))
-        mixed = await get(it, range(4, 12))
+        mixed = await it.outcome_of_get(range(4, 12))
         assert list(mixed.statuses) == 4 * [Status.OK] + 4 * [Status.ABSENT]
         await it.tier.discard(keys(EIGHT))  # of its own it has none: the peer's stay
-        assert set((await get(it)).statuses) == {Status.OK}
+        assert set(await it.get(EIGHT)) == {Status.OK}
 
 
 @pytest.mark.full  # as where a get waits for receiving memory
@@ -100,7 +86,7 @@ async def test_more_chunks_than_there_is_memory_to_receive_come_one_after_the_ot
         async with anyio.create_task_group() as tasks:
             for _ in range(4):
                 tasks.start_soon(it.get, EIGHT)
-        assert set((await get(it)).statuses) == {Status.OK}
+        assert set(await it.get(EIGHT)) == {Status.OK}
 
 
 @pytest.mark.full  # the next two cover a loss and a return
@@ -110,13 +96,13 @@ async def test_a_peer_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back
     async with opened(holder.address) as it:
         await it.put(range(100, 104))
         await until_found(it, EIGHT)
-        await in_thread(holder.kill)
-        assert set((await get(it)).statuses) <= {Status.ABSENT, Status.FAILED}
-        assert set((await get(it)).statuses) == {Status.ABSENT}
-        assert set((await get(it, range(100, 104))).statuses) == {Status.OK}
+        await anyio.to_thread.run_sync(holder.kill)
+        assert set(await it.get(EIGHT)) <= {Status.ABSENT, Status.FAILED}
+        assert set(await it.get(EIGHT)) == {Status.ABSENT}
+        assert set(await it.get(range(100, 104))) == {Status.OK}
         with Holder(tmp_path / "again.log", {"listen": holder.address}):
             await until_found(it, EIGHT)
-            assert set((await get(it)).statuses) == {Status.OK}
+            assert set(await it.get(EIGHT)) == {Status.OK}
 
 
 async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
@@ -124,7 +110,7 @@ async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
 ) -> None:
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
-        await get(it)
+        await it.outcome_of_get(EIGHT)
 
         async def stop() -> None:
             holder.stop()  # so that the transfer is under way for certain when it is killed
@@ -132,7 +118,7 @@ async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
         before_reads(it, monkeypatch, stop)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_kill_when_in_flight, it, holder)
-            outcome = await get(it)
+            outcome = await it.outcome_of_get(EIGHT)
         # The bytes may have come before the end, and then the lease cannot be ended.
         assert outcome.reasons in ({"transfer": 8}, {"connection": 8})
 
@@ -165,7 +151,7 @@ async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late
         agent = tier_of(it)._opened
         assert agent._reads  # the transfer itself goes on
         assert lost  # and holds all receiving memory: kvtier would open the tier anew
-        assert set((await get(it)).statuses) == {Status.ABSENT}
+        assert set(await it.get(EIGHT)) == {Status.ABSENT}
         monkeypatch.undo()
         holder.resume()
         with anyio.fail_after(60):
@@ -173,17 +159,17 @@ async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late
                 await anyio.sleep(0.01)
         slots.check_reused("a read that was given up")
         await until_found(it, EIGHT)
-        assert set((await get(it)).statuses) == {Status.OK}
+        assert set(await it.get(EIGHT)) == {Status.OK}
 
 
 async def test_a_peer_is_not_dropped_while_a_get_waits_for_receiving_memory() -> None:
     async with pair(deadline_s=4.0, answer_timeout_s=3.0, receive_bytes=2 * CHUNK_BYTES) as (_, it):
         agent = tier_of(it)._opened
         rows = await agent.take_rows(2)
-        assert (await get(it)).reasons == {"timeout": 8}
+        assert (await it.outcome_of_get(EIGHT)).reasons == {"timeout": 8}
         assert first_peer(it).is_connected
         agent.free_rows(rows)
-        assert set((await get(it)).statuses) == {Status.OK}
+        assert set(await it.get(EIGHT)) == {Status.OK}
 
 
 async def test_a_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +214,7 @@ async def test_a_stopped_peer_does_not_keep_the_tier_from_closing(
         getting.cancel()
         await asyncio.wait((getting,))
         assert agent._reads  # it cannot be stopped
-    await in_thread(agent._thread.join, 60)
+    await anyio.to_thread.run_sync(agent._thread.join, 60)
     assert not agent._thread.is_alive()
     holder.resume()
 
@@ -245,7 +231,7 @@ async def test_a_holder_serves_again_after_a_reader_was_killed_in_mid_transfer(
     async with opened(holder.address) as it:
         with ExitStack() as stack, anyio.fail_after(60):
             ended = False
-            while not all(await it.contains(EIGHT)) or set((await get(it)).statuses) != {Status.OK}:
+            while not all(await it.contains(EIGHT)) or set(await it.get(EIGHT)) != {Status.OK}:
                 if not ended and holder.process.poll() is not None:
                     assert holder.process.returncode == -signal.SIGABRT
                     stack.enter_context(Holder(tmp_path / "again.log", {"listen": holder.address}))
@@ -265,7 +251,7 @@ async def test_chunks_whose_lease_ran_out_are_never_given(
 
         async def reuse() -> None:
             await anyio.sleep(0.2)
-            await in_thread(holder.tell, "put", *range(200, 216))
+            await anyio.to_thread.run_sync(holder.tell, "put", *range(200, 216))
 
         rig = TierRig(NixlTier(config(holder.address, retry_share=0.0)), identity(), CHUNK_BYTES)
         driver = Driver(rig, 32)
@@ -291,26 +277,26 @@ async def test_a_holder_that_is_reset_gives_nothing_of_before(
         await until_found(it, EIGHT)
 
         async def reset() -> None:
-            await in_thread(holder.tell, "reset")
+            await anyio.to_thread.run_sync(holder.tell, "reset")
 
         before_reads(it, monkeypatch, reset)
-        outcome = await get(it)  # leased before, read after the reset
+        outcome = await it.outcome_of_get(EIGHT)  # leased before, read after the reset
         assert Status.OK not in outcome.statuses
         holder.tell("put", *EIGHT)  # of the new weights, for that engine alone
-        assert set((await get(it)).statuses) == {Status.ABSENT}
+        assert set(await it.get(EIGHT)) == {Status.ABSENT}
     async with opened(holder.address) as later:
         assert not first_peer(later).is_connected
-        assert set((await get(later)).statuses) == {Status.ABSENT}
+        assert set(await later.get(EIGHT)) == {Status.ABSENT}
 
 
 async def test_a_reader_that_is_reset_gets_nothing_of_before() -> None:
     async with pair() as (_, it):
         await it.put(range(100, 104))
         await it.tier.reset()
-        assert set((await get(it)).statuses) == {Status.ABSENT}
+        assert set(await it.get(EIGHT)) == {Status.ABSENT}
         assert not any(await it.contains(range(100, 104)))
         await it.put(range(100, 104))
-        assert set((await get(it, range(100, 104))).statuses) == {Status.OK}
+        assert set(await it.get(range(100, 104))) == {Status.OK}
 
 
 async def test_a_reset_that_is_cut_off_serves_nobody_and_can_be_repeated(
@@ -357,7 +343,7 @@ async def test_engines_that_share_a_secret_serve_each_other(tmp_path: Path) -> N
     with Holder(tmp_path / "log", {"secret_file": str(path)}) as holder:
         async with opened(holder.address, secret_file=path) as it:
             await until_found(it, EIGHT)
-            assert set((await get(it)).statuses) == {Status.OK}
+            assert set(await it.get(EIGHT)) == {Status.OK}
 
 
 async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: Holder) -> None:
@@ -368,7 +354,7 @@ async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: H
         strangers[-1].sendall(sent)
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
-        assert set((await get(it)).statuses) == {Status.OK}
+        assert set(await it.get(EIGHT)) == {Status.OK}
     for stranger in strangers:
         stranger.close()
 
@@ -392,7 +378,7 @@ async def test_a_nixl_thread_that_hangs_keeps_neither_a_connection_nor_the_tier_
     assert "its thread and memory are abandoned" in caplog.text
     assert agent._thread.is_alive()
     goes_on.set()
-    await in_thread(agent._thread.join, 30)
+    await anyio.to_thread.run_sync(agent._thread.join, 30)
     assert not agent._thread.is_alive()
     assert agent._agent is None
 
@@ -407,7 +393,7 @@ async def test_those_that_prove_nothing_do_not_take_all_connections(monkeypatch:
                 reader, writer = await asyncio.open_connection(*address)
                 stack.enter_context(closing(writer))
                 answers.append(type(await protocol.receive(reader)))
-            assert set((await get(it)).statuses) == {Status.OK}
+            assert set(await it.get(EIGHT)) == {Status.OK}
         assert answers == 2 * [protocol.Challenge] + [protocol.Refused]
 
 

@@ -7,18 +7,15 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -26,6 +23,7 @@ from redis.retry import Retry
 from kvtier import Identity
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers._servers import absent, stopped
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_S = 60.0
@@ -41,16 +39,9 @@ def program() -> str:
     """Return the server program: ``KVTIER_REDIS_SERVER``, or the installed one. Skip if there is none."""
     chosen = os.environ.get("KVTIER_REDIS_SERVER")
     found = next(filter(shutil.which, [chosen] if chosen else PROGRAMS), None)
-    return found or cannot(
+    return found or absent(
         f"{chosen or PROGRAMS[0]} is not installed: apt-get install redis-server, or set KVTIER_REDIS_SERVER"
     )
-
-
-def cannot(why: str) -> NoReturn:
-    """Skip; on CI fail."""
-    if os.environ.get("CI", "").lower() == "true":
-        pytest.fail(why)
-    pytest.skip(why)
 
 
 def free_port() -> int:
@@ -119,20 +110,9 @@ class Server:
     @contextmanager
     def stopped(self, seconds: float = inf) -> Iterator[None]:
         """Stop the process, as on a machine that hangs, until the context is left or the time is over."""
-        self.send(signal.SIGSTOP)
-        timer = threading.Timer(min(seconds, 3600.0), self.send, (signal.SIGCONT,))
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
-            self.send(signal.SIGCONT)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send its process a signal."""
         assert self._process is not None
-        self._process.send_signal(number)
+        with stopped(self._process, seconds):
+            yield
 
     def __enter__(self) -> Server:
         return self.start()
@@ -195,7 +175,7 @@ class TlsServer:
             self.server.start()
         except AssertionError as error:
             if "Failed finding TLS support" in str(error):
-                cannot(f"{program()} was built without TLS")
+                absent(f"{program()} was built without TLS")
             raise
         self.server.add_user("kv", self.PASSWORD)
         return self

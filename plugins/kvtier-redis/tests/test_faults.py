@@ -31,23 +31,6 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds
 
 
-async def put(it: TierRig, numbers: range) -> Outcome:
-    batch, _ = it.filled(numbers)
-    outcome = await it.tier.put(batch)
-    it.check_outcome(outcome, batch, "put")
-    return outcome
-
-
-async def get(it: TierRig, numbers: Sequence[int]) -> tuple[Outcome, Slots]:
-    """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
-    batch, slots = it.empty(numbers)
-    outcome = await it.tier.get(batch)
-    it.check_outcome(outcome, batch, "get")
-    it.check_given(list(numbers), batch, outcome, (0,))
-    slots.reuse()
-    return outcome, slots
-
-
 async def until_ok(call: Callable[[], Awaitable[Outcome]], seconds: float = 20.0) -> None:
     """Repeat a put or a get until all chunks are OK."""
     deadline = time.monotonic() + seconds
@@ -57,11 +40,7 @@ async def until_ok(call: Callable[[], Awaitable[Outcome]], seconds: float = 20.0
 
 
 async def all_ok(it: TierRig, numbers: Sequence[int]) -> bool:
-    return set((await get(it, numbers))[0].statuses) == {Status.OK}
-
-
-async def in_thread(function: Any, *arguments: Any) -> Any:
-    return await anyio.to_thread.run_sync(function, *arguments)
+    return set(await it.get(numbers)) == {Status.OK}
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
@@ -69,13 +48,15 @@ async def test_a_hanging_server_is_a_miss_by_the_deadline_and_the_slots_are_free
     own_server: Server, verb: str
 ) -> None:
     async with opened(own_server, **HANGING) as it:
-        await put(it, range(16))
+        await it.outcome_of_put(range(16))
         slots: Slots | None = None
         with own_server.stopped(), within(DEADLINE_S + GRACE_S):
             if verb == "put":
-                outcome = await put(it, range(100, 116))
+                outcome = await it.outcome_of_put(range(100, 116))
             else:
-                outcome, slots = await get(it, range(16))
+                batch, slots = it.empty(range(16))
+                outcome = await it.tier.get(batch)
+                slots.reuse()
         assert set(outcome.statuses) == {Status.FAILED}
         assert outcome.reasons == {"timeout": 16}
         await anyio.sleep(0.3)
@@ -86,9 +67,9 @@ async def test_a_hanging_server_is_a_miss_by_the_deadline_and_the_slots_are_free
                 for call in (it.tier.touch, it.tier.discard):
                     tasks.start_soon(call, keys(range(4)))
                 assert not any(await it.tier.contains(keys(range(4))))
-        await until_ok(lambda: put(it, range(200, 204)))
+        await until_ok(lambda: it.outcome_of_put(range(200, 204)))
     async with opened(own_server) as it:
-        stored, _ = await get(it, range(100, 116))
+        stored = await it.outcome_of_get(range(100, 116))
         assert set(stored.statuses) <= {Status.OK, Status.ABSENT}
 
 
@@ -96,25 +77,25 @@ async def test_closing_does_not_wait_for_a_hanging_server(own_server: Server) ->
     tier = opened(own_server)
     it = await tier.__aenter__()
     await it.tier.reset()
-    await put(it, range(4))  # to be removed when the tier is closed
+    await it.outcome_of_put(range(4))  # to be removed when the tier is closed
     with own_server.stopped(), within(GENEROUS_S / 3):
         await tier.__aexit__(None, None, None)
 
 
 async def test_a_killed_server_is_a_miss_and_is_used_again_after_a_restart(own_server: Server) -> None:
     async with opened(own_server) as it:
-        await put(it, range(8))
-        await in_thread(own_server.kill)
-        outcome, _ = await get(it, range(8))
+        await it.outcome_of_put(range(8))
+        await anyio.to_thread.run_sync(own_server.kill)
+        outcome = await it.outcome_of_get(range(8))
         assert outcome.reasons == {"connection": 8}
-        assert (await put(it, range(8))).reasons == {"connection": 8}
+        assert (await it.outcome_of_put(range(8))).reasons == {"connection": 8}
         assert not any(await it.tier.contains(keys(range(8))))
-        await in_thread(own_server.start)
-        await until_ok(lambda: put(it, range(8)))
+        await anyio.to_thread.run_sync(own_server.start)
+        await until_ok(lambda: it.outcome_of_put(range(8)))
         assert await all_ok(it, range(8))
-        await in_thread(own_server.kill)
-        await in_thread(own_server.start)  # between two calls, which is no failure
-        assert set((await put(it, range(8))).statuses) == {Status.OK}
+        await anyio.to_thread.run_sync(own_server.kill)
+        await anyio.to_thread.run_sync(own_server.start)  # between two calls, which is no failure
+        assert set(await it.put(range(8))) == {Status.OK}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +110,7 @@ async def test_a_full_server_refuses_puts_and_serves_gets(
         async with opened(server, **settings) as it:
             statuses: list[Status] = []
             for first in range(0, 64, 8):
-                outcome = await put(it, range(first, first + 8))
+                outcome = await it.outcome_of_put(range(first, first + 8))
                 statuses += outcome.statuses
                 assert set(outcome.reasons) <= {"full"}
             assert statuses[0] is Status.OK
@@ -145,14 +126,14 @@ async def test_a_full_server_refuses_puts_and_serves_gets(
 
 async def test_puts_and_touches_restart_the_expiry(own_server: Server) -> None:
     async with opened(own_server, ttl_s=1000) as it:
-        await put(it, range(3))
+        await it.outcome_of_put(range(3))
         with own_server.client() as client:
             names = {number: client.keys(f"*{key(number).hex()}*")[0] for number in range(3)}
             for name in names.values():
                 assert 990 <= client.ttl(name) <= 1000
                 client.expire(name, 100)
             await it.tier.touch(keys([0]))
-            await put(it, range(1, 2))
+            await it.outcome_of_put(range(1, 2))
             assert [client.ttl(names[number]) > 900 for number in range(3)] == [True, True, False]
 
 
@@ -168,12 +149,12 @@ async def test_a_server_that_takes_no_writes_fails_puts_until_it_does(
     own_server: Server, refuse: str, reason: str, accept: str
 ) -> None:
     async with opened(own_server) as it:
-        await put(it, range(2))
+        await it.outcome_of_put(range(2))
         with own_server.client() as client:
             client.execute_command(*refuse.split())
-            assert (await put(it, range(10, 12))).reasons == {reason: 2}
+            assert (await it.outcome_of_put(range(10, 12))).reasons == {reason: 2}
             client.execute_command(*accept.split())
-        await until_ok(lambda: put(it, range(10, 12)))
+        await until_ok(lambda: it.outcome_of_put(range(10, 12)))
 
 
 async def test_a_user_who_loses_permissions_or_the_password_is_denied(
@@ -183,14 +164,14 @@ async def test_a_user_who_loses_permissions_or_the_password_is_denied(
     own_server.add_user("kv", "hunter2")
     with own_server.client() as client:
         async with opened(own_server, username="kv", password="hunter2") as it:
-            await put(it, range(2))
+            await it.outcome_of_put(range(2))
             client.execute_command("ACL", "SETUSER", "kv", "-set", "-get", "-exists")
-            assert (await put(it, range(4, 6))).reasons == {"denied": 2}
-            assert (await get(it, range(2)))[0].reasons == {"denied": 2}
+            assert (await it.outcome_of_put(range(4, 6))).reasons == {"denied": 2}
+            assert (await it.outcome_of_get(range(2))).reasons == {"denied": 2}
             assert not any(await it.tier.contains(keys(range(2))))
             client.execute_command("ACL", "SETUSER", "kv", ">other", "<hunter2")
             client.execute_command("CLIENT", "KILL", "USER", "kv")
-            assert (await get(it, range(2)))[0].reasons == {"denied": 2}
+            assert (await it.outcome_of_get(range(2))).reasons == {"denied": 2}
     assert "denied" in caplog.text
     assert "hunter2" not in caplog.text + repr(it.tier.config)
 
@@ -203,7 +184,7 @@ def own_cluster(tmp_path: Path) -> Iterator[list[Server]]:
 
 async def test_keys_moved_to_another_server_are_found_there(own_cluster: list[Server]) -> None:
     async with opened(own_cluster[0], mode="cluster") as it:
-        await put(it, range(24))
+        await it.outcome_of_put(range(24))
         where = {}
         for server in own_cluster:
             with server.client() as client:
@@ -221,24 +202,20 @@ async def test_keys_moved_to_another_server_are_found_there(own_cluster: list[Se
             source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
             # The source has it no more, and the target serves it only after ASKING.
             source.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", name)
-            outcome, _ = await get(it, range(24))
+            outcome = await it.outcome_of_get(range(24))
             assert outcome.statuses[0] is Status.FAILED
             assert outcome.reasons == {"moved": 1}
             assert set(outcome.statuses[1:]) == {Status.OK}
             for client in (other, source):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
-
-        async def get_all() -> Outcome:
-            return (await get(it, range(24)))[0]
-
-        await until_ok(get_all)
+        await until_ok(lambda: it.outcome_of_get(range(24)))
 
 
 async def test_a_cluster_that_loses_a_server_serves_what_the_others_have(own_cluster: list[Server]) -> None:
     async with opened(*own_cluster, mode="cluster") as it:
-        await put(it, range(48))
-        await in_thread(own_cluster[1].kill)
-        outcome, _ = await get(it, range(48))
+        await it.outcome_of_put(range(48))
+        await anyio.to_thread.run_sync(own_cluster[1].kill)
+        outcome = await it.outcome_of_get(range(48))
         assert set(outcome.statuses) == {Status.OK, Status.FAILED}
         assert set(outcome.reasons) <= {"connection", "timeout"}
         found = await it.tier.contains(keys(range(48)))
@@ -253,12 +230,12 @@ async def test_the_tier_follows_a_failover(tmp_path: Path) -> None:
     ):
         addresses = [f"127.0.0.1:{port}" for port in ports]
         async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
-            assert set((await put(it, range(8))).statuses) == {Status.OK}
+            assert set(await it.put(range(8))) == {Status.OK}
             with one.client(socket_timeout=30.0) as client:
                 assert client.wait(1, 20_000) == 1
-            await in_thread(one.kill)
-            await in_thread(redis_servers.mark_down_soon, ports)
-            await until_ok(lambda: put(it, range(100, 104)), 80.0)
+            await anyio.to_thread.run_sync(one.kill)
+            await anyio.to_thread.run_sync(redis_servers.mark_down_soon, ports)
+            await until_ok(lambda: it.outcome_of_put(range(100, 104)), 80.0)
             assert await all_ok(it, range(8))  # the replica has them
             with two.client() as client:
                 assert client.role()[0] == b"master"

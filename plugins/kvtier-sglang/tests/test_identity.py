@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,68 +105,42 @@ def test_a_name_without_weights_behind_it_is_refused(attach: Attach, tmp_path: P
         stored_with(attach, tmp_path / "root", model_path="nobody/nothing")
 
 
-ADAPTER_FORMS = {
-    "path": lambda path: [path],
-    "name=path": lambda path: [f"sql={path}"],
-    "mapping": lambda path: {"sql": path},
-    "mappings": lambda path: [{"lora_name": "sql", "lora_path": path, "pinned": True}],
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Settings that name an adapter's folder, as SGLang is given them or has resolved them. The ids of adapters
+# that a program makes are random.
+NAMING: dict[str, Callable[[str], dict[str, Any]]] = {
+    "path": lambda path: {"lora_paths": [path]},
+    "name=path": lambda path: {"lora_paths": [f"sql={path}"]},
+    "mapping": lambda path: {"lora_paths": {"sql": path}},
+    "mappings": lambda path: {"lora_paths": [{"lora_name": "sql", "lora_path": path, "pinned": True}]},
+    "resolved": lambda path: {"resolved": {"lora_paths": [LoRARef(lora_name="sql", lora_path=path)]}},
+    "uno": lambda path: {"uno_lora_path": path},
+    "kt": lambda path: {"kt_weight_path": path},
+    "file": lambda path: {"quantization_param_path": f"{path}/{WEIGHTS}"},
+    "draft": lambda path: {"speculative_draft_model_path": path},
+    "inside": lambda path: {"model_loader_extra_config": json.dumps({"qlora_adapter_name_or_path": path})},
 }
 
 
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(bytes(5000))
-    (folder / "adapter_config.json").write_text('{"r": 8}')
-    return folder
-
-
-@pytest.mark.parametrize("form", ADAPTER_FORMS.values(), ids=ADAPTER_FORMS)
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_an_adapter_that_was_replaced_in_its_folder_gets_nothing(
-    attach: Attach, model: Path, adapter: Path, tmp_path: Path, form: Any, name: str
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [*((how, WEIGHTS) for how in NAMING), *((how, CONFIG) for how in list(NAMING)[:4])],
+)
+def test_files_behind_a_setting_count(
+    attach: Attach, model: Path, tmp_path: Path, how: str, name: str
 ) -> None:
-    given = {"model_path": str(model), "lora_paths": form(str(adapter))}
-    stored_with(attach, tmp_path / "root", **given)
-    assert loaded_with(attach, tmp_path / "root", **given)
-    (adapter / name).write_bytes(b"{ }")
-    assert not loaded_with(attach, tmp_path / "root", **given)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / WEIGHTS).write_bytes(bytes(5000))
+    (adapter / CONFIG).write_text('{"r": 8}')
 
-
-def test_adapters_as_sglang_resolves_them(attach: Attach, model: Path, adapter: Path, tmp_path: Path) -> None:
-    def given() -> dict[str, Any]:  # their ids are random where a program makes them
-        adapters = [LoRARef(lora_name="sql", lora_path=str(adapter))]
-        return {"model_path": str(model), "resolved": {"lora_paths": adapters}}
+    def given() -> dict[str, Any]:
+        return {"model_path": str(model), **NAMING[how](str(adapter))}
 
     stored_with(attach, tmp_path / "root", **given())
     assert loaded_with(attach, tmp_path / "root", **given())
-    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    (adapter / name).write_bytes(b"{ }")
     assert not loaded_with(attach, tmp_path / "root", **given())
-
-
-@pytest.mark.parametrize(
-    "field", ["uno_lora_path", "kt_weight_path", "quantization_param_path", "speculative_draft_model_path"]
-)
-def test_files_behind_a_setting_count(
-    attach: Attach, model: Path, adapter: Path, tmp_path: Path, field: str
-) -> None:
-    path = adapter / "adapter_model.safetensors"
-    given = {"model_path": str(model), field: str(path if field.startswith("quantization") else adapter)}
-    stored_with(attach, tmp_path / "root", **given)
-    assert loaded_with(attach, tmp_path / "root", **given)
-    path.write_bytes(b"other")
-    assert not loaded_with(attach, tmp_path / "root", **given)
-
-
-def test_a_file_that_is_named_inside_of_a_setting_counts(
-    attach: Attach, model: Path, adapter: Path, tmp_path: Path
-) -> None:
-    config = '{"qlora_adapter_name_or_path": "%s"}' % adapter  # noqa: UP031
-    given = {"model_path": str(model), "model_loader_extra_config": config}
-    stored_with(attach, tmp_path / "root", **given)
-    (adapter / "adapter_model.safetensors").write_bytes(b"other")
-    assert not loaded_with(attach, tmp_path / "root", **given)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -147,29 +146,6 @@ def test_a_damaged_file_is_a_miss(attach: Attach, tmp_path: Path) -> None:
     second = attach(pool)
     assert load(second, pool) == [True] * 3 + [False] * 5
     assert load(second, pool, range(16, 19)) == [True] * 3
-
-
-def test_a_page_of_another_name_in_its_place_is_a_miss(attach: Attach, tmp_path: Path) -> None:
-    pool = pools.mha()
-    first = attach(pool)
-    store(first, pool)
-    first.close()
-    one, two = (next(it for it in files(tmp_path / "root") if hashes()[n] in it.name) for n in (0, 1))
-    os.replace(two, one)
-    assert load(attach(pool), pool) == [False] * 8
-
-
-def test_the_disk_stays_within_its_quota(attach: Attach, tmp_path: Path) -> None:
-    pool = pools.mha()
-    extra = settings(tmp_path / "root")
-    extra["kvtier"]["secondary_tiers"][0]["max_bytes"] = "256KiB"  # type: ignore[index]
-    storage = attach(pool, extra)
-    for prompt in range(16):
-        assert store(storage, pool, prompt=f"p{prompt}") == [True] * 8
-    storage.close()
-    used = sum(path.stat().st_blocks * 512 for path in files(tmp_path / "root"))
-    assert 0 < used <= 256 * 1024 < 16 * 8 * 16384
-    assert load(attach(pool, extra), pool, prompt="p0") == [False] * 8  # the oldest had to go
 
 
 @pytest.mark.parametrize("chance", [1.0, 0.5])

@@ -519,3 +519,17 @@ def test_a_wait_that_load_gate_ends_is_not_in_vain() -> None:
     assert ask(core, request, PROMPT) == [MISS]
     core.settle(FIRST_PAUSE_S)
     assert core.take_counts() == {("miss", "gate"): 1, ("waits", "gave_up"): 1}
+
+
+def test_nothing_is_held_for_a_wait_that_begins_since_the_tier_that_has_the_rest_may_not_be_asked() -> None:
+    core, first, request = make(tiers=2, budget=0.125), Request("first"), waiting()
+    step(core, first, keys("b", 1))
+    store(core, PROMPT[:1])
+    (get,) = step(core, request, PROMPT)
+    (next_get,) = answer(core, get, [MISSING] * 3)
+    answer(core, next_get, [LOCATED] * 3)
+    assert ask(core, request, PROMPT) == [HIT, *[PENDING] * 3]
+    core.shared.tiers[1].gets.late(99, 0.0)  # another get does not end
+    core.settle(0.0)  # there was room for a get of one of the chunks
+    assert list(core.holds.awaiting) == [request]
+    assert not request.held

@@ -23,6 +23,7 @@ from kvtier._device._runtime import Runtime
 from kvtier._device.plan import CopyPlan
 from kvtier._native import build
 from kvtier_testing.device import EngineFactory, Gate, Shape
+from tests.common import wait_until
 
 STUB = """
 #include <stddef.h>
@@ -244,10 +245,3 @@ def engine_on(
         return engine
 
     return factory
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)

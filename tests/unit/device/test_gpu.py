@@ -26,7 +26,8 @@ from kvtier._device.base import Blocks
 from kvtier._device.plan import CopyPlan
 from kvtier.errors import TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, Rig, Shape, rig
-from tests.unit.device.conftest import engine_on, gate_copies, wait_until
+from tests.common import wait_until
+from tests.unit.device.conftest import engine_on, gate_copies
 
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = FOUND.type if FOUND is not None else "none"

@@ -34,7 +34,8 @@ from kvtier_testing.device import (
     Shape,
     rig,
 )
-from tests.unit.device.conftest import engine_on, wait_until
+from tests.common import wait_until
+from tests.unit.device.conftest import engine_on
 
 CHUNK = Shape().layout.chunk_bytes
 SLOTS = Shape().slots

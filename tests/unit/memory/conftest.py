@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+
+from tests.unit.conftest import mounted_tmpfs
 
 PAGE = 4096
 
@@ -118,28 +121,10 @@ def _running(holder: Holder) -> Iterator[Holder]:
                 pipe.close()
 
 
-class Mounted(Protocol):
-    """Mounts a file system in memory with the given options, for a while."""
-
-    def __call__(self, options: str) -> AbstractContextManager[Path]: ...
+Mounted = Callable[[str], AbstractContextManager[Path]]
 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Mounted:
-    """What mounts file systems in memory."""
-
-    @contextmanager
-    def mount(options: str) -> Iterator[Path]:
-        command = ["mount", "-t", "tmpfs", "-o", options, "kvtier-test", str(tmp_path)]
-        try:
-            made = subprocess.run(command, capture_output=True, check=False)
-        except FileNotFoundError:
-            pytest.skip("there is no mount command")
-        if made.returncode:
-            pytest.skip("file systems cannot be mounted here")
-        try:
-            yield tmp_path
-        finally:
-            subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-    return mount
+    """What mounts file systems in memory, with the given options, for a while."""
+    return partial(mounted_tmpfs, tmp_path)

@@ -6,16 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvtier._memory import guard
 from kvtier._memory.region import Region
-
-PATIENCE_S = 60.0
+from tests.common import wait_until
 
 ENGINE = """
 import sys, time
@@ -30,13 +27,6 @@ if sys.stdin.read() == "close":
     print("closed", flush=True)
     time.sleep(1000)
 """
-
-
-def until(holds: Callable[[], object]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def guards(folder: Path) -> list[int]:
@@ -75,8 +65,8 @@ def test_an_engine_that_is_killed_with_all_its_descendants_leaves_no_file(tmp_pa
         assert os.listdir(tmp_path) == ["kvtier_engine"]
         for pid in [*descendants(engine.pid), engine.pid]:
             os.kill(pid, signal.SIGKILL)
-    until(lambda: os.listdir(tmp_path) == [])
-    until(lambda: guards(tmp_path) == [])
+    wait_until(lambda: os.listdir(tmp_path) == [])
+    wait_until(lambda: guards(tmp_path) == [])
 
 
 def test_a_worker_that_does_not_end_keeps_its_memory_but_not_the_file(tmp_path: Path) -> None:
@@ -85,9 +75,9 @@ def test_a_worker_that_does_not_end_keeps_its_memory_but_not_the_file(tmp_path: 
         engine.kill()
         engine.wait()
         worker.view(1)[:2] = b"ok"
-        until(lambda: os.listdir(tmp_path) == [])
+        wait_until(lambda: os.listdir(tmp_path) == [])
         assert bytes(worker.view(1)[:2]) == b"ok"
-    until(lambda: guards(tmp_path) == [])
+    wait_until(lambda: guards(tmp_path) == [])
 
 
 def test_a_guard_ends_when_the_region_is_closed_in_order(tmp_path: Path) -> None:
@@ -99,7 +89,7 @@ def test_a_guard_ends_when_the_region_is_closed_in_order(tmp_path: Path) -> None
         engine.stdin.close()
         assert engine.stdout.readline() == "closed\n"
         assert os.listdir(tmp_path) == []
-        until(lambda: guards(tmp_path) == [])
+        wait_until(lambda: guards(tmp_path) == [])
         engine.kill()
 
 

@@ -57,25 +57,18 @@ def test_there_are_not_too_many_files_and_none_is_too_long(
     assert "is full, empty it" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.parametrize("home", ["a file", "none"])
 def test_without_a_home_that_can_be_written_it_is_kept_among_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    damage_dump.write("it differs", {})
-    (folder,) = tmp_path.glob("kvtier-evidence-*")
-    assert len(list(folder.glob("*.json"))) == 1
-
-
-def test_without_any_home_it_is_kept_among_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def homeless(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setattr(Path, "expanduser", homeless)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    if home == "none":
+        monkeypatch.delenv("XDG_STATE_HOME")
+        monkeypatch.setattr(Path, "expanduser", homeless)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     damage_dump.write("it is so", {})
     (kept,) = tmp_path.glob("kvtier-evidence-*/*.json")

@@ -107,13 +107,6 @@ def test_no_line_stops_the_reader(lines: list[bytes]) -> None:
         assert (one is None) == (b"kvtier.explain: {" not in line)
 
 
-def test_lines_cut_short_are_damaged() -> None:
-    line = line_of(explained(tokens={"fs": 64}, prefix_end=64, reason="absent")).encode()
-    for end in range(len(line)):
-        (one,) = read([line[:end]])
-        assert one is None or isinstance(one, DamagedLine)
-
-
 def test_fields_of_later_versions_are_ignored() -> None:
     line = line_of(explained()).replace("{", '{"new": 1, ', 1)
     (one,) = read([line.encode()])

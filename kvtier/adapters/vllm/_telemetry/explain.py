@@ -30,6 +30,7 @@ class _Tracked:
     request: Request
     record: LookupRecord
     is_explained: bool
+    is_asked: bool = False  # by its client
     has_loaded: bool = False
     tokens: dict[str, int] = field(default_factory=dict)
     end: int | None = None  # of what was loaded
@@ -74,6 +75,7 @@ class Explainer:
         self.tracked: dict[str, _Tracked] = {}
         self.traces: Traces | None = None
         self._asked: set[str] = set()  # requests that were looked up anew in this step
+        self._answers: dict[str, Explanation] = {}  # of requests that have not ended, whose clients asked
         self._rate = rate
         self._tiers = tiers
         self._chunk_tokens = chunk_tokens or {}
@@ -94,7 +96,7 @@ class Explainer:
             explanation.enable()
         if is_explained or self.traces is not None:
             request.record = LookupRecord(context.req_id, self._asked)
-            self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained)
+            self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained, is_asked)
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
         """Note what a request loads, from which tiers."""
@@ -132,10 +134,17 @@ class Explainer:
     def ended(self, req_id: str) -> None:
         """Stop following a request that has ended."""
         self.tracked.pop(req_id, None)
+        self._answers.pop(req_id, None)
         self._asked.discard(req_id)
+
+    def answer(self, req_id: str) -> Explanation | None:
+        """Return the explanation of a request that has not ended, if its client asked for one."""
+        return self._answers.get(req_id)
 
     def _tell(self, done: _Tracked, now_s: float) -> None:
         explained = self._explained(done)
+        if done.is_asked:
+            self._answers[done.context.req_id] = explained
         if done.is_explained:
             explanation.write(explained)
         if self.traces is not None and done.asked_s is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -21,6 +22,7 @@ from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs import _session as session_module
 from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from tests.unit.conftest import mounted_tmpfs
 from tests.unit.tiers.fs.library import Gate, patch_library
 
 MEMORY = Path("/dev/shm")
@@ -164,22 +166,6 @@ def hung_count(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts file systems in memory; skips where that is not allowed."""
-    points: list[Path] = []
-
-    def mount(options: str) -> Path:
-        point = tmp_path / f"mounted{len(points)}"
-        point.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        points.append(point)
-        return point
-
-    yield mount
-    for point in points:
-        subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
+    points = (tmp_path / f"mounted{number}" for number in itertools.count())
+    with ExitStack() as stack:
+        yield lambda options: stack.enter_context(mounted_tmpfs(next(points), options))

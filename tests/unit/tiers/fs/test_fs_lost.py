@@ -13,6 +13,7 @@ from kvtier.tiers._base import Status
 from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota.quota import Quota
+from tests.unit.conftest import mounted_tmpfs
 
 OK = Status.OK
 
@@ -73,14 +74,8 @@ def run(*command):
 @pytest.fixture
 def mounted(world):
     """A file system of its own, mounted above the root."""
-    point = world.root = world.root.with_name("mounted")
-    point.mkdir()
-    try:
-        run("mount", "-t", "tmpfs", "kvtier-test", str(point))
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("nothing can be mounted here")
-    yield point
-    subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
+    with mounted_tmpfs(world.root.with_name("mounted"), "size=64m") as world.root:
+        yield world.root
 
 
 @pytest.mark.parametrize("below", ["", "kvtier/cache"], ids=["at the mount point", "below it"])

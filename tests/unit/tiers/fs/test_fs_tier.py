@@ -40,19 +40,9 @@ async def test_what_is_put_is_got(world, chunk_bytes, direct_io):
 
 async def test_short_hashes_have_files_too(world):
     tier = await world.open()
-    keys = [
-        pack_key(b"\xab"),
-        pack_key(b"\xab\x00"),
-        pack_key(b"\xab\xcd", 2**32 - 1),
-        pack_key(b"\xff" * 64),
-    ]
-    memory = HeapMemory(4, world.chunk_bytes)
-    for slot in range(4):
-        memory.view(slot)[:] = world.content(slot)
-    assert (await tier.put(Batch(keys, range(4), memory))).statuses == (OK,) * 4
-    batch = Batch(keys, range(4), HeapMemory(4, world.chunk_bytes))
-    assert (await tier.get(batch)).statuses == (OK,) * 4
-    assert world.got(batch) == [world.content(slot) for slot in range(4)]
+    keys = [pack_key(b"\xab"), pack_key(b"\xab\xcd", 2**32 - 1)]
+    memory = HeapMemory(2, world.chunk_bytes)
+    assert (await tier.put(Batch(keys, range(2), memory))).statuses == (OK,) * 2
     folder = world.root / f"{world.identity.namespace}_r0"
     assert (folder / "ab0" / "00_g0" / "ab.bin").exists()
     assert (folder / "abc" / "d0_g4294967295" / "abcd.bin").exists()

@@ -26,7 +26,8 @@ from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
 
-_RECOVERY_S = 600.0  # in which a tier has to be used again after it
+_RECOVERY_S = 1800.0
+"""In which all tiers have to be used again: each may need two puts, and bounded writes are minutes apart."""
 
 _POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
 
@@ -92,6 +93,7 @@ class _Run:
         self.world = World(seed, trace)
         self._given = given
         self._scenario = scenario
+        self._outliving: set[asyncio.Task[Any]] = set()  # calls that nothing cancels, of ended processes
         self._backends = [
             Backend(self.world, f"tier{index}", tier.capacity) for index, tier in enumerate(scenario.tiers)
         ]
@@ -108,6 +110,8 @@ class _Run:
         for until_s, end in scenario.process_ends:
             await self._run_process(until_s, end)
         await self._run_last_process()
+        if self._outliving:
+            await asyncio.wait(self._outliving, timeout=DRAIN_S)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         world.require(not left, f"tasks are left behind: {left}")
         return Result(+world.seen)
@@ -120,6 +124,7 @@ class _Run:
             await task
             await process.aclose()
             self._count(process)
+            self._outliving |= asyncio.all_tasks() - {asyncio.current_task()}
             return
         await asyncio.wait([task], timeout=max(0.0, until_s - self.world.now_s))
         if task.done():

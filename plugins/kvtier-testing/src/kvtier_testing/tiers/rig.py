@@ -193,6 +193,23 @@ class TierRig:
         slots.check_unused("a get")
         return list(outcome.statuses)
 
+    async def outcome_of_put(self, numbers: Iterable[int]) -> Outcome:
+        """Put chunks, and check the answer; for those who want the reasons, too."""
+        batch, _ = self.filled(numbers)
+        outcome = await self.tier.put(batch)
+        self.check_outcome(outcome, batch, "put")
+        return outcome
+
+    async def outcome_of_get(self, numbers: Iterable[int]) -> Outcome:
+        """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
+        wanted = list(numbers)
+        batch, slots = self.empty(wanted)
+        outcome = await self.tier.get(batch)
+        self.check_outcome(outcome, batch, "get")
+        self.check_given(wanted, batch, outcome, (0,))
+        slots.reuse()
+        return outcome
+
     def check_given(
         self, numbers: Sequence[int], batch: Batch, outcome: Outcome, versions: Sequence[int]
     ) -> None:

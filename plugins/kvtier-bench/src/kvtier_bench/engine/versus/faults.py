@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import PLAIN, EngineError, make_model, make_prompt, say
-from kvtier_bench.engine.versus.systems import NotRun, System
+from kvtier_bench.engine.versus.systems import NATIVE, NotRun, System
 from kvtier_bench.machine import drop_from_page_cache
 
 CONTROL, FLIPPED, CUT, ZEROED = "none (control)", "one bit flipped", "file cut in half", "second half zeros"
@@ -102,6 +102,7 @@ def _later(prompts: str) -> list[str]:
 
 
 _DAMAGED = (CONTROL, FLIPPED, CUT, ZEROED)
+_BY_ONE, _BY_TWO = f"{TENSORS}, stored by one rank", f"{TENSORS}, stored by two"
 _RUNS = tuple(_run_of(fault, number) for fault in PROCESS for number in range(RUNS))
 _OF_PROCESS = (*_RUNS, *(prompts for one in _RUNS for prompts in _later(one)))
 
@@ -152,7 +153,7 @@ class Faults:
 
     def run(self, names: Sequence[str]) -> Generator[Record]:
         """Yield what was found."""
-        self._refer((*_DAMAGED, *_OF_PROCESS, FULL), self._old)
+        self._refer((*_DAMAGED, *_OF_PROCESS, FULL, _BY_ONE, _BY_TWO), self._old)
         self._refer((WEIGHTS,), self._new)
         for name in names:
             self._replace_model(self._old)
@@ -162,7 +163,7 @@ class Faults:
             finally:
                 system.stop()
             yield from self._fill_disk(name)
-        yield NotRun("all", f"{TENSORS}: the engines of this benchmark have one rank")
+            yield from self._share_directory(name)
 
     def _attempt(
         self, system: System, fault: str, go: Callable[[System], Iterator[Record]]
@@ -296,6 +297,32 @@ class Faults:
             stack.callback(system.stop)
             self._replace_model(self._old)
             yield from self._attempt(system, FULL, partial(self._overfill, folder))
+
+    def _share_directory(self, name: str) -> Iterator[Record]:
+        if name == NATIVE:
+            reason = "vLLM shares chunks between sizes, which is meant for the layouts of its own workers"
+            yield NotRun(name, f"{TENSORS}: {reason}")
+            return
+        (folder := self._folder / "ranks").mkdir(exist_ok=True)
+        system = self._make(name, folder)
+        system.is_canonical = True
+        self._replace_model(self._old)
+        try:
+            yield from self._attempt(system, TENSORS, self._change_ranks)
+        finally:
+            system.stop()
+
+    def _change_ranks(self, system: System) -> Iterator[Record]:
+        """Ask two ranks for what one has stored, then one for what two have."""
+        seen = []
+        for prompts, ranks in ((_BY_ONE, 2), (_BY_TWO, 1)):
+            self._start(system)
+            if not self._fill(system, prompts):
+                raise EngineError("no file holds chunks of its prompts")
+            system.stop()
+            system.ranks = ranks
+            seen.append(self._ask(system, prompts))
+        yield _outcome(TENSORS, system, seen)
 
     def _overfill(self, folder: Path, system: System) -> Iterator[Record]:
         """Store more than a file system holds, and ask for the last of it after a restart."""
