@@ -129,7 +129,8 @@ def fleet(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         port = free_port()
         urls = [server.url for server in servers]
         command = [sys.executable, str(PROJECT / "examples/pd_proxy/proxy.py"), "--port", str(port)]
-        command += ["--wait-s", str(WAIT_S), "--health-s", str(WAIT_S), "--prefill", *urls[:2], "--decode", *urls[2:]]
+        command += ["--wait-s", str(WAIT_S), "--health-s", str(WAIT_S)]
+        command += ["--prefill", *urls[:2], "--decode", *urls[2:]]
         process = stack.enter_context(subprocess.Popen(command))
         stack.callback(process.terminate)
         url = f"http://127.0.0.1:{port}"
