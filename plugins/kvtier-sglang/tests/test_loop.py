@@ -6,8 +6,9 @@ import asyncio
 import gc
 import threading
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -98,9 +99,12 @@ def test_what_was_abandoned_before_it_began_leaves_no_warning(monkeypatch: pytes
     async def nothing() -> None:
         pass
 
+    async def wrapped(work: Coroutine[Any, Any, None]) -> None:  # as anyio's task groups do
+        await work
+
     async def keep_on() -> None:
         while True:
-            begun[:] = [asyncio.ensure_future(nothing())]
+            begun[:] = [asyncio.ensure_future(wrapped(nothing()))]
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
 

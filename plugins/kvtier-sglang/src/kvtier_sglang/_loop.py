@@ -100,10 +100,8 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
-            for task in asyncio.all_tasks(self._loop):  # Python warns of those that never began
-                work = task.get_coro()
-                if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                    work.close()
+            for task in asyncio.all_tasks(self._loop):
+                _close_new(task.get_coro())
             self._loop.close()
 
     def _run(self) -> None:
@@ -111,10 +109,18 @@ class LoopThread:
         self._loop.run_forever()
 
 
+def _close_new(work: object) -> None:
+    """Close a coroutine that never began, and those that it was given: Python warns of them, too."""
+    if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+        for argument in work.cr_frame.f_locals.values():
+            _close_new(argument)
+        work.close()
+
+
 async def _cancel_others() -> None:
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:
-            task.cancel()
+        for task in others:  # each begins before: what is cancelled earlier never awaits what it was given
+            asyncio.get_running_loop().call_soon(task.cancel)
         await asyncio.wait(others, timeout=_CANCEL_S)
 
 
