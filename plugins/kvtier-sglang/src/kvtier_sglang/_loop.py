@@ -112,7 +112,7 @@ class LoopThread:
 def _close_new(work: object) -> None:
     """Close a coroutine that never began, and those that it was given: Python warns of them, too."""
     if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-        for argument in work.cr_frame.f_locals.values():
+        for argument in inspect.getcoroutinelocals(work).values():
             _close_new(argument)
         work.close()
 
