@@ -159,9 +159,9 @@ def _parameter(one: Any) -> str:
     return f"| `{f'{names} {value}'.strip()}` | {'required' if one.required else default} | {meaning} |"
 
 
-def speed(_rest: str) -> str:
+def speed(name: str) -> str:
     """Return the table of the times in what ``kvtier bench versus --json`` wrote: a line for each measure."""
-    rows = _versus()["Speed"]
+    rows = _versus(name)["Speed"]
     systems = list(dict.fromkeys(row["system"] for row in rows))
     lines = [f"| measure | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
     for measure in dict.fromkeys(row["measure"] for row in rows):
@@ -180,9 +180,9 @@ def _compared(row: dict[str, Any]) -> str:
     return f"{value} ({row['ratio']:.2f}{other}{bounds})"
 
 
-def faults(_rest: str) -> str:
+def faults(name: str) -> str:
     """Return the table of the faults in what ``kvtier bench versus --json`` wrote."""
-    data = _versus()
+    data = _versus(name)
     names = list(dict.fromkeys(row["fault"] for row in data["Outcome"]))
     words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")
     lines = ["| fault | system | wrong | failed | longest wait, s | tokens from the cache | recovers |"]
@@ -194,8 +194,8 @@ def faults(_rest: str) -> str:
     return "\n".join(lines)
 
 
-def _versus() -> Any:
-    return json.loads((ROOT / "docs/assets/versus.json").read_text(encoding="utf-8"))
+def _versus(name: str) -> Any:
+    return json.loads((ROOT / f"docs/assets/{name}.json").read_text(encoding="utf-8"))
 
 
 GENERATORS: dict[str, Callable[[str], str]] = {
