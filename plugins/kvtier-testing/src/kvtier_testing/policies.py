@@ -7,6 +7,7 @@ class TestSecondChance(PolicyConformance):
 
 from __future__ import annotations
 
+import math
 import time
 import tracemalloc
 from typing import ClassVar
@@ -30,7 +31,7 @@ from kvtier_testing.limits import LimitedSuite
 _VERBS = ("resize", "add", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
 _MOST_TIMES_AS_LONG = 8  # where a call walked over all candidates it would be some 16 times
-_ATTEMPTS = 3
+_ATTEMPTS = 10
 
 
 def keys(first: int, count: int) -> list[OffloadKey]:
@@ -89,7 +90,12 @@ class PolicyConformance(LimitedSuite):
         )
 
     def test_a_call_takes_no_longer_with_more_candidates(self) -> None:
-        few, many = (min(self._seconds_of_calls(count) for _ in range(_ATTEMPTS)) for count in (_FEW, _MANY))
+        few = min(self._seconds_of_calls(_FEW) for _ in range(_ATTEMPTS))
+        many = math.inf
+        for _ in range(_ATTEMPTS):  # other processes may take the processor's caches: the best one counts
+            many = min(many, self._seconds_of_calls(_MANY))
+            if many < _MOST_TIMES_AS_LONG * few:
+                break
         assert many < _MOST_TIMES_AS_LONG * few, (
             f"with {_MANY} candidates add(), pin() and evict() take {many / few:.0f} times as long "
             f"as with {_FEW}: their cost must not depend on the number of candidates"
