@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -17,29 +16,26 @@ from kvtier_redis._protocol import RespSocket
 
 T = TypeVar("T")
 
-_MAX_THREADS = 4096  # never reached: the number of connections bounds the threads
-
 
 class WorkerThreads:
-    """The worker threads of a tier. The event loop's own may all be in use by others."""
+    """The worker threads of a tier, as many as calls run. The event loop's limit may be reached by others."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(_MAX_THREADS, "kvtier-redis")
-        self._running: set[Future[Any]] = set()
+        self._no_limit = anyio.CapacityLimiter(math.inf)
+        self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a blocking call. Cancelling the future does not stop the thread."""
-        future = self._executor.submit(call)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return asyncio.wrap_future(future)
+        thread = anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._no_limit)
+        task: asyncio.Task[T] = asyncio.ensure_future(thread)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return asyncio.shield(task)
 
     async def close(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for calls that nobody awaits any more, and end the idle threads."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        running = [asyncio.wrap_future(future) for future in self._running.copy()]
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), timeout_s)
+        """Wait up to ``timeout_s`` for calls that nobody awaits any more."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
 
 
 class Connections:
