@@ -129,35 +129,6 @@ def device(
 
 
 @bench.command()
-def overhead(
-    root: RootOption = None,
-    model: ModelOption = engines.Size.MEDIUM,
-    rounds: RoundsOption = 10,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts per round, all different.")] = 16,
-    control: Annotated[
-        bool, typer.Option("--control", help="Also measure a second engine without a connector: the noise.")
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Throughput lost to kvtier when no prompt is reused; real engines."""
-    measure = _lazy("engine.overhead")
-    figures.report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
-
-
-@bench.command()
-def convoy(
-    root: RootOption = None,
-    model: ModelOption = engines.Size.SMALL,
-    rounds: RoundsOption = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 50,
-    as_json: JsonFlag = False,
-) -> None:
-    """Many concurrent requests whose prefixes are in files, with a small primary tier; real engines."""
-    measure = _lazy("engine.convoy")
-    figures.report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
-
-
-@bench.command()
 def fleet(
     tier: Annotated[
         list[str] | None,

@@ -16,8 +16,8 @@ from kvtier_bench.engine.compared import (
     PLAIN,
     Settings,
     block_bytes,
-    connectors,
     make_model,
+    over_files,
     say,
 )
 from kvtier_bench.engine.server import Server, add_tokenizer, free_port
@@ -76,8 +76,7 @@ def _settings(configs: Sequence[str], folder: Path, work: Workload, model: str) 
     """Return the settings of each server's connector, by the server's name; None for no connector."""
     if not configs:
         primary_bytes = int(PRIMARY_SHARE * _blocks(work) * block_bytes(model))
-        found = connectors(primary_bytes, folder)
-        return {PLAIN: None, FS: found[FS]}
+        return {PLAIN: None, FS: over_files(primary_bytes, folder / "files")}
     settings: dict[str, Settings | None] = {}
     for config in configs:
         name = Path(config).stem
