@@ -66,7 +66,7 @@ def bars_of(data: dict[str, Any]) -> Iterator[Bar]:
             text = f"{cost['kvtier']:.2f} / {cost['vllm']:.2f} µs"
             yield Bar(call, f"tier: {cost['tier']}", cost["ratio"], None, None, text)
     for row in data.get("Throughput", ()):
-        if row["ratio"] is not None and not row["busy"]:
+        if row["ratio"] is not None:
             kib, text = row["chunk_bytes"] // 1024, f"{row['gb_s']:.2f} / {row['reference_gb_s']:.2f} GB/s"
             label = f"{row['verb']}, " + (f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB")
             yield Bar(label, row["subject"], row["ratio"], row["ratio_low"], row["ratio_high"], text)
