@@ -55,10 +55,7 @@ def raw_disk(root: Path) -> Iterator[Disk]:
     fill(memory)
     path = root / "raw-limit"
     try:
-        try:
-            fd = _write(path, memory)
-        except OSError as error:
-            raise KVTierError(f"{path} could not be written ({error.strerror}): {machine.REMEDY}") from error
+        fd = _write(path, memory)
         try:
             yield Disk(fd, memory)
         finally:
@@ -69,14 +66,21 @@ def raw_disk(root: Path) -> Iterator[Disk]:
 
 def _write(path: Path, memory: HeapMemory) -> int:
     """Write all of the file. Returns it, open."""
+    try:
+        fd = _open(path)
+        for block in range(memory.slots):
+            os.pwritev(fd, [memory.view(block)], block * BLOCK_BYTES)
+    except OSError as error:
+        raise KVTierError(f"{path} could not be written ({error.strerror}): {machine.REMEDY}") from error
+    return fd
+
+
+def _open(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
     except OSError:
-        fd = os.open(path, flags, 0o600)
-    for block in range(memory.slots):
-        os.pwritev(fd, [memory.view(block)], block * BLOCK_BYTES)
-    return fd
+        return os.open(path, flags, 0o600)
 
 
 def fill(memory: HeapMemory) -> None:
