@@ -39,6 +39,20 @@ def run(folder: Path, *arguments: str) -> Report:
     return found
 
 
+def test_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier_bench.managers import core
+
+    monkeypatch.setattr(
+        core, "CASES", [core.Case("arc", tier, 12_288, 1) for tier in ("none", "memory", "fs")]
+    )
+    costs = [cost for cost in core.run() if isinstance(cost, core.Cost)]
+    calls = [(cost.tier, cost.call) for cost in costs]
+    assert len(set(calls)) == len(calls)
+    assert ("none", "reserve 8,192, full") in calls
+    assert {("memory", call := "secondary hit, until it is pinned for its load"), ("fs", call)} < set(calls)
+    assert all(cost.kvtier > 0 and cost.vllm > 0 for cost in costs)
+
+
 def test_replay(tmp_path: Path) -> None:
     """On servers of its own, one after the other."""
     lines = [

@@ -17,8 +17,6 @@ from typer.testing import CliRunner, Result
 from kvtier.tiers import TierConfig
 from kvtier_bench import commands
 from kvtier_bench.machine import Machine
-from kvtier_bench.managers import core
-from kvtier_bench.managers.core import Case, Cost
 from kvtier_bench.storage import disk
 from kvtier_bench.storage import tier as tier_bench
 from kvtier_bench.storage.bare import BareClient
@@ -59,8 +57,6 @@ class Bare(BareClient[TierConfig]):
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "FILE_BYTES", 8 * 2**20)
     monkeypatch.setattr(tier_bench, "SINGLES", 4)
-    monkeypatch.setattr(core, "CASES", (Case("arc", "memory", 12_288, 1),))
-    monkeypatch.setattr(core, "_vllm_bench", lambda: None)
 
 
 @pytest.fixture
@@ -83,14 +79,6 @@ def tier_file(folder: Path, **settings: Any) -> str:
     path = folder / "tier.json"
     path.write_text(json.dumps({"type": "dummy", **settings}))
     return str(path)
-
-
-def test_core(run: Run) -> None:
-    costs = records(run("core", "--json"), Cost, Machine)["Cost"]
-    calls = [cost["call"] for cost in costs]
-    assert len(set(calls)) == len(calls)
-    assert {"reserve 8,192, full", "secondary hit, until it is pinned for its load"} < set(calls)
-    assert all(cost["kvtier"] > 0 and cost["vllm"] is None for cost in costs)
 
 
 def test_fs(run: Run, tmp_path: Path) -> None:

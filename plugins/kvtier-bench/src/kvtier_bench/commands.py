@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +82,7 @@ def simulate(
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
     """Time per chunk that the scheduler's thread spends in kvtier, beside vLLM's own tiering."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     figures.report(_lazy("managers.core").run(), as_json)
 
 
