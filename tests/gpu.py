@@ -72,8 +72,8 @@ def steps(root: Path, device: str) -> list[Step]:
         Step("sanitizer", (*sanitizer, *PYTEST, *kernel), ("compute-sanitizer", "triton"), 300, counts),
         Step("engine", (*KVTIER, "demo", "--json"), ("vllm",), 300, json.loads),
         Step(
-            "overhead",
-            (*KVTIER, "bench", "overhead", "--root", str(root), "--rounds", "3", "--json"),
+            "versus",
+            (*KVTIER, "bench", "versus", "--only", "speed", "--root", str(root), "--rounds", "3", "--json"),
             ("vllm",),
             500,
             json.loads,
@@ -119,7 +119,7 @@ def tables(found: dict[str, Any]) -> str:
     copies = found["copies"]["result"]
     cores, device = found["machine"]["cores"], copies["Machine"][0]["device"]
     lines = [f"{device}; a virtual machine with {cores} processor cores.", "", *_table("what", "outcome")]
-    for name in ("conformance", "transformers", "sanitizer", "overhead"):
+    for name in ("conformance", "transformers", "sanitizer"):
         outcome = found[name].get("result", {})
         counted = ", ".join(f"{count} {word}" for word, count in outcome.items() if count)
         lines.append(f"| {name} | {counted or 'skipped: ' + found[name]['skipped']} |")

@@ -30,7 +30,7 @@ INCLUDED = re.compile(r"^<!-- include: (?P<path>\S+) -->$", re.MULTILINE)
 _DIAGRAM = re.compile(r"^```mermaid\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARKED = re.compile(r"^( *```\w+) [^\n`]+$", re.MULTILINE)  # with a word for the tests
 _PICTURE = re.compile(  # those that follow the page's light or dark scheme
-    r"^!\[(?P<label>[^]]*)\]\((?P<path>[\w./-]*(?:architecture|benchmarks/\w+)\.svg)\)$", re.MULTILINE
+    r"^!\[(?P<label>[^]]*)\]\((?P<path>[\w./-]*architecture\.svg)\)$", re.MULTILINE
 )
 _ABSOLUTE_SOURCE = re.compile(r'<(?:script|link|img|iframe)[^>]*\s(?:src|href)="(?:https?:)?//')
 

@@ -39,35 +39,18 @@ def run(folder: Path, *arguments: str) -> Report:
     return found
 
 
-def test_overhead(tmp_path: Path) -> None:
-    small = ("--model", "tiny", "--rounds", "2", "--prompts", "2")
-    report = run(tmp_path, "overhead", *small, "--control")
-    losses = {loss["connector"]: loss for loss in report["Loss"]}
-    assert set(losses) == {"kvtier cpu", "kvtier cpu+fs", "none again"}
-    for loss in losses.values():
-        assert loss["rounds"] == 2
-        assert loss["tokens_s"] > 0
-        assert loss["low"] <= loss["lost_percent"] <= loss["high"] < 100
-        assert loss["cpu_low"] <= loss["cpu_percent"] <= loss["cpu_high"]
-    parts = {share["part"] for share in report["Share"] if share["connector"] == "kvtier cpu+fs"}
-    assert parts >= {"copies", "engine thread", "executor", "tiers' process"}
-    assert all(share["percent"] >= 0 for share in report["Share"])
-    (machine,) = report["Machine"]
-    assert machine["vllm"] != "not installed"
+def test_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier_bench.managers import core
 
-
-def test_convoy(tmp_path: Path) -> None:
-    report = run(tmp_path, "convoy", "--model", "tiny", "--rounds", "1", "--requests", "10")
-    convoys = {(row["scenario"], row["connector"]): row for row in report["Convoy"]}
-    connectors = ("none", "kvtier cpu", "kvtier cpu+fs", "vllm cpu+fs")
-    assert set(convoys) == {(scenario, name) for scenario in ("distinct", "shared") for name in connectors}
-    assert {row["wrong"] for row in convoys.values()} == {"0 of 10"}
-    assert all(row["seconds"] > 0 and row["requests_s"] > 0 for row in convoys.values())
-    traffic = {(row["scenario"], row["connector"]): row for row in report["Traffic"]}
-    distinct = traffic["distinct", "kvtier cpu+fs"]
-    assert distinct["in_files"] == 160
-    assert distinct["loaded_fs"] > 0, "prefixes come from files"
-    assert distinct["fetched"] == distinct["loaded_fs"] + distinct["in_vain"]
+    monkeypatch.setattr(
+        core, "CASES", [core.Case("arc", tier, 12_288, 1) for tier in ("none", "memory", "fs")]
+    )
+    costs = [cost for cost in core.run() if isinstance(cost, core.Cost)]
+    calls = [(cost.tier, cost.call) for cost in costs]
+    assert len(set(calls)) == len(calls)
+    assert ("none", "reserve 8,192, full") in calls
+    assert {("memory", call := "secondary hit, until it is pinned for its load"), ("fs", call)} < set(calls)
+    assert all(cost.kvtier > 0 and cost.vllm > 0 for cost in costs)
 
 
 def test_replay(tmp_path: Path) -> None:
@@ -101,3 +84,10 @@ def test_versus_without_lmcache(tmp_path: Path) -> None:
             assert (row["n"], row["from_cache"]) == (1, "3840 of 3840")  # of the round that counts
             assert row["value"] > 0
         assert found["until ready, s", system]["n"] == 2
+        for measure in ("nothing reused, s", "nothing reused, processor s"):
+            row = found[measure, system]
+            assert (row["against"], row["ratio"] > 0) == ("none", True)
+        convoy = found["convoy from storage, s", system]
+        assert convoy["from_cache"] == "8192 of 8192", "prefixes come from files"
+    (machine,) = report["Machine"]
+    assert machine["vllm"] != "not installed"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_testing.tiers._servers import absent
+from kvtier_testing.tiers._servers import absent, free_port
 from tests.common import load_file
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROJECT, PROMPT_CHUNKS, Launcher, prompt, redis_servers
@@ -117,7 +117,7 @@ def test_an_engine_is_served_from_the_memory_of_another_one_and_goes_on_when_tha
 def test_an_engine_is_served_from_the_host_memory_of_another_one_by_nixl_and_goes_on_when_that_is_killed(
     nixl: Any, launcher: Launcher, llama: Path, reference: Ask
 ) -> None:
-    addresses = [f"127.0.0.1:{nixl.free_port()}" for _ in range(2)]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     common = {"serve_bytes": "64MiB", "receive_bytes": "16MiB", "answer_timeout_s": 10.0, "deadline_s": 30.0}
 
     def start(address: str) -> Any:

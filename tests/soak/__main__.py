@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from kvtier_bench import figures
 from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import ENVIRONMENT, LLAMA, VLLM_LINE
 from tests.integration.harness import Engine, Launcher
@@ -62,19 +62,12 @@ class Report:
         except ValueError as error:
             self.fail(part, error)
             return
-        minutes = samples[-1].at_s / 60
-        table = Table(title=f"{part}: {len(samples)} samples in {minutes:.1f} minutes", title_justify="left")
-        for column in ("figure", "2nd third", "last third", "peak", "may grow", "would find", "flat"):
-            table.add_column(column, justify="left" if column == "figure" else "right")
         for trend in trends:
-            figures = (trend.second, trend.last, trend.peak, trend.allowed)
-            finds = f"{trend.visible:,.2g} each of {bounds[trend.name].event}" if trend.visible else "-"
-            cells = [f"{figure:,.4g}" if abs(figure) < 10_000 else f"{figure:,.0f}" for figure in figures]
-            table.add_row(trend.name, *cells, finds, "yes" if trend.is_flat else "NO")
             if not trend.is_flat:
                 grown = trend.last - trend.second
                 self.fail(part, f"{trend.name} has grown by {grown:,.4g}, peak {trend.peak:,.4g}")
-        self._console.print(table)
+        self._console.print(f"{len(samples)} samples in {samples[-1].at_s / 60:.1f} minutes")
+        figures.show(trends, self._console)
 
     def end(self) -> int:
         """Print what has failed, and how to repeat it; return the exit status."""

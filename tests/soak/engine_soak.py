@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -229,10 +229,10 @@ class EngineSoak:
     # --- faults ----------------------------------------------------------------------------------
 
     def _faults(self) -> list[Fault]:
-        server = self._server
+        server, stopped = self._server, ExitStack()
         faults: list[Fault] = [
             ("redis killed", self._kill_redis, server.start),
-            ("redis stopped", partial(server.send, signal.SIGSTOP), partial(server.send, signal.SIGCONT)),
+            ("redis stopped", lambda: stopped.enter_context(server.stopped()), stopped.close),
         ]
         for pid in self._tiers_processes():
             kill, stop, go_on = (partial(_send, pid, number) for number in _SIGNALS)

@@ -56,7 +56,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Trend:
-    """What became of one figure.
+    """Figures, by their level in the second and the last third of the samples
 
     Attributes:
         name: of the figure.

@@ -32,7 +32,6 @@ from tests.common import load_file
 ROOT = Path(__file__).parents[2]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-CHARTS = sorted(DOCS.glob("assets/benchmarks/*.json"))
 
 TELEMETRY = {
     name
@@ -160,15 +159,6 @@ def test_the_error_page_has_every_error() -> None:
     page = (DOCS / "reference" / "errors.md").read_text()
     public = {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
     assert set(re.findall(r"^## (\w+)", page, re.MULTILINE)) == public - {"KVTierError"}
-
-
-def test_the_charts_are_those_of_their_data() -> None:
-    charts = load_file("charts", DOCS / "mkdocs" / "charts.py")
-    drawn = {path.with_suffix(".svg"): charts.draw(json.loads(path.read_text())) for path in CHARTS}
-    assert drawn
-    assert [path.name for path, svg in drawn.items() if path.read_text() != svg] == [], (
-        "python docs/mkdocs/charts.py"
-    )
 
 
 # --- names --------------------------------------------------------------------------------------------

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from kvtier import Identity
-from kvtier.tiers import TierContext
 from kvtier_mooncake import MooncakeConfig, MooncakeTier
 from kvtier_testing.tiers import TierRig
-from kvtier_testing.tiers._servers import absent, stopped
+from kvtier_testing.tiers._servers import absent, free_port, stopped
 
 START_S = 60.0
 GENEROUS_S = 30.0  # a deadline that a busy machine keeps
 IDENTITY = Identity.make("tests", {"dtype": "float16"})
-_given: set[int] = set()
 os.environ.setdefault("GLOG_minloglevel", "2")  # read when the client is imported
 _CLIENT = """
 import sys
@@ -43,17 +40,6 @@ def program() -> Path:
     except ImportError as error:
         absent(f"Mooncake's client cannot be imported: {error}")
     return Path(store.__file__).with_name("mooncake_master")
-
-
-def free_port() -> int:
-    """Return a port that is free, above those of Mooncake's clients, below the ephemeral ones, and new."""
-    while True:
-        port = random.SystemRandom().randrange(18_000, 30_000)
-        with closing(socket.socket()) as one, suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
-                return port
 
 
 class Pool:
@@ -140,17 +126,12 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         process.wait()
 
 
-@asynccontextmanager
-async def opened(
+def opened(
     pool: Pool, *, identity: Identity = IDENTITY, chunk_bytes: int = 256 * 1024, **settings: Any
-) -> AsyncIterator[TierRig]:
+) -> AbstractAsyncContextManager[TierRig]:
     """Open a tier on a pool, and close it at the end."""
     tier = MooncakeTier(MooncakeConfig(**{"master": pool.address, "deadline_s": GENEROUS_S, **settings}))
-    await tier.open(TierContext("pool", identity, chunk_bytes))
-    try:
-        yield TierRig(tier, identity, chunk_bytes, is_lossy=False)
-    finally:
-        await tier.aclose()
+    return TierRig(tier, identity, chunk_bytes).opened(name="pool")
 
 
 @contextmanager

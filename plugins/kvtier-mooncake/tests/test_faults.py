@@ -8,11 +8,12 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import to_thread
-from pools import IDENTITY, Pool, free_port, opened
+from pools import IDENTITY, Pool, opened
 
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status, TierContext
 from kvtier_mooncake import MooncakeConfig, MooncakeTier
+from kvtier_testing.tiers._servers import free_port
 from kvtier_testing.tiers.rig import keys
 
 pytestmark = pytest.mark.anyio

@@ -6,11 +6,10 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvtier._settings import validation
 from kvtier.tiers import Status
 from kvtier_nixl import NixlConfig, NixlTier
 from kvtier_testing.tiers import TierRig
-from kvtier_testing.tiers._servers import absent
+from kvtier_testing.tiers._servers import absent, free_port
 
 CHUNK_BYTES = 256 * 1024
 GENEROUS_S = 30.0  # a deadline that a busy machine keeps
@@ -35,13 +34,6 @@ def require_nixl() -> None:
     """Skip where NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
         absent("NIXL is not installed: pip install --no-deps 'nixl>=1.5.1' 'nixl-cu12>=1.5.1'")
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def identity(name: str = "tests") -> Identity:

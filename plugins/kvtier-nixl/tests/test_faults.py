@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
-from engines import CHUNK_BYTES, Holder, config, free_port, identity, opened, until_found
+from engines import CHUNK_BYTES, Holder, config, identity, opened, until_found
 
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
@@ -27,6 +27,7 @@ from kvtier_nixl import _protocol as protocol
 from kvtier_nixl._peers import Peer, Peers
 from kvtier_nixl.config import parse_address
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers._servers import free_port
 from kvtier_testing.tiers.driver import Driver
 from kvtier_testing.tiers.rig import keys
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from redis.retry import Retry
 from kvtier import Identity
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_testing.tiers import TierRig
-from kvtier_testing.tiers._servers import absent, stopped
+from kvtier_testing.tiers._servers import absent, free_port, stopped
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_S = 60.0
@@ -32,7 +30,7 @@ IDENTITY = Identity.make("tests", {"dtype": "float16"})
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 (ACL,) = re.findall(r"^```\n(\+get .*)\n```", README, re.MULTILINE)
 """Permissions of the tier's user that the README lists."""
-_given: set[int] = set()
+CLUSTER_BUS = 10_000  # so far above its own port a server of a cluster has another one
 
 
 def program() -> str:
@@ -42,22 +40,6 @@ def program() -> str:
     return found or absent(
         f"{chosen or PROGRAMS[0]} is not installed: apt-get install redis-server, or set KVTIER_REDIS_SERVER"
     )
-
-
-def free_port() -> int:
-    """Return a port that is free, as is that of the cluster bus above it.
-
-    It is below the ephemeral ports, and was not returned before: its server may not listen yet.
-    """
-    while True:
-        port = random.SystemRandom().randrange(12_000, 20_000)
-        if port in _given:
-            continue
-        with closing(socket.socket()) as one, closing(socket.socket()) as other, suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            other.bind(("127.0.0.1", port + 10_000))
-            _given.add(port)
-            return port
 
 
 class Server:
@@ -70,7 +52,7 @@ class Server:
 
     def __init__(self, directory: Path, options: str = "", *, port: int | None = None, **login: Any) -> None:
         self.directory = directory
-        self.port = port or free_port()
+        self.port = port or free_port(CLUSTER_BUS)
         self._login = login
         listen = f"--port 0 --tls-port {self.port}" if "ssl" in login else f"--port {self.port}"
         defaults = "--save '' --appendonly no --repl-diskless-sync-delay 0"

@@ -6,15 +6,12 @@ It runs in a fresh directory on the loopback interface, without root. S3 request
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -22,11 +19,12 @@ from urllib.request import Request, urlopen
 import obstore
 from obstore.store import S3Store
 
+from kvtier_testing.tiers._servers import free_port
+
 PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-common")
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 START_S = 60.0
 STOP_S = 5.0
-PORTS = 20_000, 22_000
 POOLS = (
     ".rgw.root",
     *(f"default.rgw.{name}" for name in ("log", "control", "meta")),
@@ -90,7 +88,7 @@ class Ceph:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mon_port, self._port = free_ports(2)
+        self._mon_port, self._port = free_port(), free_port()
         self._settings = directory / "ceph.conf"
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.endpoint = f"http://127.0.0.1:{self._port}"
@@ -234,13 +232,3 @@ rgw dns name = localhost
     def _logs(self) -> str:
         logs = sorted((self._directory / "log").glob("*.log"))
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports below the ephemeral ones."""
-    while True:
-        ports = random.SystemRandom().sample(range(*PORTS), count)
-        with ExitStack() as stack, suppress(OSError):
-            for port in ports:
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return ports

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +82,7 @@ def simulate(
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
     """Time per chunk that the scheduler's thread spends in kvtier, beside vLLM's own tiering."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     figures.report(_lazy("managers.core").run(), as_json)
 
 
@@ -126,35 +128,6 @@ def device(
 ) -> None:
     """Copies between device and primary tier: throughput, host time, and compute lost."""
     figures.report(_lazy("device").run(backend, mib), as_json)
-
-
-@bench.command()
-def overhead(
-    root: RootOption = None,
-    model: ModelOption = engines.Size.MEDIUM,
-    rounds: RoundsOption = 10,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts per round, all different.")] = 16,
-    control: Annotated[
-        bool, typer.Option("--control", help="Also measure a second engine without a connector: the noise.")
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Throughput lost to kvtier when no prompt is reused; real engines."""
-    measure = _lazy("engine.overhead")
-    figures.report(measure.run(root, measure.Work(model.value, rounds, prompts), control=control), as_json)
-
-
-@bench.command()
-def convoy(
-    root: RootOption = None,
-    model: ModelOption = engines.Size.SMALL,
-    rounds: RoundsOption = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 50,
-    as_json: JsonFlag = False,
-) -> None:
-    """Many concurrent requests whose prefixes are in files, with a small primary tier; real engines."""
-    measure = _lazy("engine.convoy")
-    figures.report(measure.run(root, measure.Work(model.value, rounds, requests)), as_json)
 
 
 @bench.command()
@@ -225,8 +198,7 @@ def replay(
     """
     measure = _lazy("replay.run")
     scale = measure.Scale(speed, tokens_per_chunk, seed)
-    records = measure.run(trace, scale, requests, url, config or (), root, model.value)
-    measure.report(records, as_json)
+    figures.report(measure.run(trace, scale, requests, url, config or (), root, model.value), as_json)
 
 
 @bench.command()

@@ -34,9 +34,7 @@ END_LINES = 150
 RESAMPLES = 2000
 
 PLAIN = "none"
-PRIMARY = "kvtier cpu"
 FS = "kvtier cpu+fs"
-NATIVE_FS = "vllm cpu+fs"
 
 Settings = Mapping[str, Any]
 """Of a connector, its ``spec_name`` among them."""
@@ -98,27 +96,14 @@ def make_prompt(seed: int | str, tokens: int, shared: Sequence[int] = ()) -> lis
     return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
 
 
-def connectors(primary_bytes: int, folder: Path, *, native: bool = False) -> dict[str, Settings | None]:
-    """Return the connectors that are compared: none, kvtier without and with files, and vLLM's own tiering.
-
-    Args:
-        native: whether vLLM's own tiering, over a CPU worker, is among them.
-    """
-    sizes = {"cpu_bytes_to_use": primary_bytes, "block_size": BLOCK_TOKENS}
-    kvtier = {**sizes, "spec_name": "KVTierOffloadingSpec"}
-    found: dict[str, Settings | None] = {
-        PLAIN: None,
-        PRIMARY: kvtier,
-        FS: {**kvtier, "secondary_tiers": [files_below(folder / "kvtier")]},
+def over_files(primary_bytes: int, folder: Path) -> Settings:
+    """Return the settings of kvtier's connector with files below ``folder``, a chunk for each block."""
+    return {
+        "spec_name": "KVTierOffloadingSpec",
+        "cpu_bytes_to_use": primary_bytes,
+        "block_size": BLOCK_TOKENS,
+        "secondary_tiers": [files_below(folder)],
     }
-    if native:
-        found[NATIVE_FS] = {
-            **sizes,
-            "spec_name": "NativeTieringSpec",
-            "spec_module_path": "kvtier_bench.managers.vllm_tiering",
-            "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "native")}],
-        }
-    return found
 
 
 @dataclass(frozen=True)
@@ -127,22 +112,15 @@ class Sample:
 
     Attributes:
         wall_s: seconds until the last token.
-        threads: processor seconds by the name of the thread.
         ttft_s: seconds until the first token of each request.
         answers: token ids of each request.
         counts: chunks by what was done with them.
     """
 
     wall_s: float
-    threads: Mapping[str, float]
     ttft_s: Sequence[float] = ()
     answers: Sequence[Sequence[int]] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor seconds of all threads."""
-        return sum(self.threads.values())
 
 
 def measure(
@@ -155,7 +133,7 @@ def measure(
         generator.shuffle(order)
         for name in order:
             sample = ask(name, engines[name], number)
-            say(f"round {number}: {name}: {sample.wall_s:.2f} s, cpu {sample.cpu_s:.2f} s")
+            say(f"round {number}: {name}: {sample.wall_s:.2f} s")
             if number >= 0:
                 samples[name].append(sample)
     return samples

@@ -17,12 +17,10 @@ from rich.console import Console
 from kvtier_bench import figures
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
-    FS,
-    PLAIN,
     Engine,
-    connectors,
     make_prompt,
     open_engines,
+    over_files,
     say,
 )
 from kvtier_bench.machine import Machine, open_folder
@@ -113,15 +111,15 @@ def find_problems(phases: Sequence[Phase]) -> list[str]:
 
 
 def _run_engines(folder: Path) -> dict[str, Round]:
-    settings = connectors(PRIMARY_BYTES, folder)
+    kvtier = over_files(PRIMARY_BYTES, folder / "files")
     rounds: dict[str, Round] = {}
-    for title, connector, prompts in (
-        ("engine without a connector", PLAIN, {"reference": PROMPTS}),
-        ("engine over kvtier", FS, {"cold": PROMPTS, "fill": FILLERS, "cpu_hit": PROMPTS}),
-        ("new engine on the same root", FS, {"restart_fs_hit": PROMPTS}),
+    for title, settings, prompts in (
+        ("engine without a connector", None, {"reference": PROMPTS}),
+        ("engine over kvtier", kvtier, {"cold": PROMPTS, "fill": FILLERS, "cpu_hit": PROMPTS}),
+        ("new engine on the same root", kvtier, {"restart_fs_hit": PROMPTS}),
     ):
         arguments = {"num_gpu_blocks_override": DEVICE_BLOCKS, "max_model_len": 4096}
-        with open_engines(folder, MODEL, {title: settings[connector]}, **arguments) as engines:
+        with open_engines(folder, MODEL, {title: settings}, **arguments) as engines:
             _ask(engines[title], WARM_UP, 2 * BLOCK_TOKENS, Round())
             for name, seeds in prompts.items():
                 rounds[name] = Round()

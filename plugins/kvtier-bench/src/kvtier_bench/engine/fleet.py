@@ -116,7 +116,7 @@ def _ask(
     for engine in (first, second):
         answer = engine.ask("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=False)
         counts = {"cached": sum(answer["cached"])}
-        sample = Sample(answer["wall_s"], answer["threads"], answer["ttft_s"], answer["answers"], counts)
+        sample = Sample(answer["wall_s"], answer["ttft_s"], answer["answers"], counts)
         found.append(sample)
         engine.ask("settle")
     pairs.append((found[0], found[1]))

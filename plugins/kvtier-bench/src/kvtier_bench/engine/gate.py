@@ -150,7 +150,7 @@ def _ask(engine: Engine, work: Work, number: int) -> Answered:
     answer = engine.ask("generate", prompts=[work.prompt(number)], output_tokens=work.output_tokens)
     engine.ask("settle")
     counts = {"loaded": _loaded(engine) - before}
-    return Answered(answer["wall_s"], answer["threads"], answer["ttft_s"], answer["answers"], counts)
+    return Answered(answer["wall_s"], answer["ttft_s"], answer["answers"], counts)
 
 
 def _loaded(engine: Engine) -> float:

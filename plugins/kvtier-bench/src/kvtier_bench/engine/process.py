@@ -14,9 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +35,6 @@ _HEAVY = (
     "kvtier._config",
     "kvtier._execution.executor",
 )
-_MANAGER_CALLS = (
-    "on_new_request",
-    "on_request_finished",
-    "lookup",
-    "prepare_load",
-    "get_load_source",
-    "complete_load",
-    "prepare_store",
-    "complete_store",
-    "touch",
-    "on_schedule_end",
-    "has_pending_work",
-    "take_events",
-    "get_stats",
-)
-_WORKER_CALLS = ("submit_store", "submit_load", "get_finished", "wait")
 _METRICS = ("kvtier_", "vllm:kv_offload", "vllm:num_preemptions", "vllm:spec_decode")
 _USAGE = "vllm:kv_offload_cpu_cache_usage_perc"
 _STEP = [2, 3]  # a prompt that fills no block: nothing of it is stored
@@ -95,7 +77,6 @@ class Engine:
 
     def __init__(self) -> None:
         self._llm: Any = None
-        self._spent: Counter[str] = Counter()
 
     def make_model(self, order: Order) -> Answer:
         """Make a random model with classes of transformers. Nothing is downloaded."""
@@ -130,18 +111,17 @@ class Engine:
 
         Returns:
             ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; ``cached``, tokens of each prompt
-            that were not computed; processor seconds by thread; ``logprobs`` of the tokens, if asked for.
+            that were not computed; ``logprobs`` of the tokens, if asked for.
         """
         salt = {"cache_salt": order["salt"]} if order.get("salt") else {}
         prompts = [{"prompt_token_ids": prompt, **salt} for prompt in order["prompts"]]
         how = sampling(order["output_tokens"], order.get("kv_transfer_params"), order.get("logprobs"))
         batches = [prompts] if order.get("together", True) else [[prompt] for prompt in prompts]
-        threads, started = _thread_seconds(), time.perf_counter()
+        started = time.perf_counter()
         outputs = [output for batch in batches for output in self._llm.generate(batch, how, use_tqdm=False)]
         wall_s = time.perf_counter() - started
         return {
             "wall_s": wall_s,
-            "threads": _spent_since(threads),
             "ttft_s": [output.metrics.first_token_latency for output in outputs],
             "answers": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
@@ -149,38 +129,19 @@ class Engine:
         }
 
     def settle(self, order: Order) -> Answer:  # noqa: ARG002
-        """Have the engine step until all stores, puts and fetches have ended; report what it took."""
-        threads, started = _thread_seconds(), time.perf_counter()
+        """Have the engine step until all stores, puts and fetches have ended."""
+        started = time.perf_counter()
         while True:
             self._llm.generate([{"prompt_token_ids": _STEP}], sampling(2), use_tqdm=False)
             if self._is_idle():
                 break
             if time.perf_counter() - started > _SETTLE_S:
                 raise TimeoutError(f"transfers do not end within {_SETTLE_S:g} s")
-        return {"wall_s": time.perf_counter() - started, "threads": _spent_since(threads)}
+        return {}
 
     def metrics(self, order: Order) -> Answer:  # noqa: ARG002
         """Return the samples of the metrics that concern offloading, as an endpoint shows them."""
         return {"samples": [[name, labels, value] for name, labels, value in _samples()]}
-
-    def watch(self, order: Order) -> Answer:  # noqa: ARG002
-        """Measure from now on what the engine's thread spends in the connector's manager and worker."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-
-        connector = self._connector()
-        if connector is not None:
-            self._time(connector.connector_scheduler.manager, _MANAGER_CALLS)
-            worker_side = get_kv_transfer_group()
-            assert isinstance(worker_side, OffloadingConnector)
-            self._time(worker_side.connector_worker.worker, _WORKER_CALLS)
-        return {}
-
-    def spent(self, order: Order) -> Answer:  # noqa: ARG002
-        """Take the seconds that were measured since the last time, by call."""
-        spent = dict(self._spent)
-        self._spent.clear()
-        return {"seconds": spent}
 
     def call(self, order: Order) -> Answer:
         """Call a function with the engine: ``module`` and ``function`` name it."""
@@ -208,23 +169,6 @@ class Engine:
             return len(self._llm.llm_engine.engine_core.engine_core.scheduler.requests) <= 1
         used = [value for name, _, value in _samples() if name == _USAGE]
         return not connector.connector_scheduler.has_pending_push_work() and not any(used)
-
-    def _time(self, target: Any, names: tuple[str, ...]) -> None:
-        for name in names:
-            if hasattr(target, name):
-                setattr(target, name, self._timed(name, getattr(target, name)))
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        clock = time.thread_time
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = clock()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._spent[name] += clock() - started  # type: ignore[assignment]
-
-        return timed
 
 
 def _wait_for_slots() -> None:
@@ -273,45 +217,6 @@ def sampling(output_tokens: int, kv_transfer_params: Any = None, logprobs: int |
         logprobs=logprobs,
         **extra,
     )
-
-
-def _thread_seconds() -> dict[int, tuple[str, float]]:
-    """Return the name and the processor time of each thread, by its kernel id: of this process, and of that
-    of the tiers where there is one."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    names[os.getpid()] = "engine"  # after a fork Python still has the parent's id of it
-    found = {}
-    for task in _tasks_of("self"):
-        with suppress(OSError):  # it has ended
-            found[int(task.name)] = (names.get(int(task.name)) or _name_of_foreign(task), _seconds_of(task))
-            for child in (task / "children").read_text().split():
-                if b"kvtier._isolation" in Path("/proc", child, "cmdline").read_bytes():
-                    for other in _tasks_of(child):
-                        found[int(other.name)] = ("tiers-process", _seconds_of(other))
-    return found
-
-
-def _tasks_of(process: str) -> Iterator[Path]:
-    return Path("/proc", process, "task").iterdir()
-
-
-def _seconds_of(task: Path) -> float:
-    return int((task / "schedstat").read_text().split()[0]) / 1e9
-
-
-def _name_of_foreign(task: Path) -> str:
-    """Name a thread that Python did not start: kvtier's helper blocks all signals in its own."""
-    for line in (task / "status").read_text().splitlines():
-        if line.startswith("SigBlk:"):
-            return "kvtier-files" if int(line.split()[1], 16) & 1 else "compute"
-    return "compute"
-
-
-def _spent_since(earlier: Mapping[int, tuple[str, float]]) -> dict[str, float]:
-    spent: Counter[str] = Counter()
-    for task, (name, seconds) in _thread_seconds().items():
-        spent[name] += seconds - earlier.get(task, ("", 0.0))[1]  # type: ignore[assignment]
-    return dict(spent)
 
 
 def _samples() -> Iterator[tuple[str, dict[str, str], float]]:

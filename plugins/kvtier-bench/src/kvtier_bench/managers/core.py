@@ -1,16 +1,12 @@
 """What tiering costs the thread that owns it: microseconds a chunk, beside vLLM's own managers.
 
-Where vLLM is installed both are called through vLLM's interface, in turns in one process; otherwise
-kvtier's core is called directly. All times are processor time of the calling thread: what other threads
-and processes do meanwhile does not count.
+Both are called through vLLM's interface, in turns in one process. All times are processor time of the calling
+thread: what other threads and processes do meanwhile does not count.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
-import logging
 import os
 import time
 from collections import deque
@@ -19,20 +15,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 from kvtier import Identity, TieringConfig
 from kvtier._build import make_core, make_tiers
 from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, SlotsReady
-from kvtier._core.requests import Request
-from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.transfers import Pinned, Reservation
-from kvtier._execution.driver import Driver
 from kvtier._execution.executor import Executor, ExecutorThread, TierActivity
 from kvtier._memory.region import Region
 from kvtier.keys import OffloadKey
 from kvtier_bench.machine import Machine, files_below, open_folder
+from kvtier_bench.managers.vllm import ManagerDriver, open_kvtier, open_vllm
 
 CHUNK_BYTES = 4096  # the smallest slot: what is measured does not depend on it
 BATCH = 64
@@ -51,8 +43,8 @@ class Cost:
     call: str
     unit: str
     kvtier: float
-    vllm: float | None
-    ratio: float | None
+    vllm: float
+    ratio: float
 
 
 class MemoryTier:
@@ -87,58 +79,6 @@ class MemoryTier:
         return answers
 
 
-class CoreDriver:
-    """Drives the core directly, as the bridges do; ``vllm_managers.ManagerDriver`` has the same methods.
-
-    ``begin`` starts a request, ``load`` pins chunks that were hits, ``reserve`` says whether each chunk got
-    a slot, ``collect`` takes the statistics as an engine does now and then.
-    """
-
-    hit: object = Lookup.HIT
-    miss: object = Lookup.MISS
-
-    def __init__(self, core: Tiering, executor: MemoryTier | ExecutorThread) -> None:
-        self.lookup: Callable[[OffloadKey, Any], object] = core.lookup
-        self._core = core
-        self._driver = Driver(core, executor, logging.getLogger("kvtier.bench"))
-        self._events = executor.events
-        self._stores: dict[OffloadKey, Reservation] = {}
-        self._loads: dict[Request, Pinned] = {}
-
-    def begin(self) -> Request:
-        return Request()
-
-    def finish(self, request: Request) -> None:
-        self._core.close(request)
-
-    def load(self, keys: Sequence[OffloadKey], request: Request) -> object:
-        pinned = self._loads[request] = self._core.acquire(keys, request)
-        return pinned.slots
-
-    def loaded(self, keys: Sequence[OffloadKey], request: Request) -> None:  # noqa: ARG002
-        self._core.release(self._loads.pop(request))
-
-    def reserve(self, keys: Sequence[OffloadKey], request: Request) -> bool:  # noqa: ARG002
-        reservation = self._core.reserve(keys)
-        if reservation is None or len(reservation.keys) < len(keys):
-            return False
-        self._stores[keys[0]] = reservation
-        return True
-
-    def commit(self, keys: Sequence[OffloadKey], request: Request) -> None:  # noqa: ARG002
-        self._driver.commit(self._stores.pop(keys[0]))
-
-    def end_step(self) -> None:
-        self._core.settle(time.monotonic())
-        self._driver.on_events(self._events)
-
-    def is_quiet(self) -> bool:
-        return self._core.is_idle
-
-    def collect(self) -> None:
-        self._core.take_counts()
-
-
 @dataclass(frozen=True)
 class Case:
     """What is measured together.
@@ -164,31 +104,20 @@ CASES = (
 
 
 def run() -> list[Cost | Machine]:
-    """Measure ``CASES``; vLLM's managers too, where there is vLLM."""
-    beside = _vllm_bench()
+    """Measure ``CASES``."""
     costs: list[Cost | Machine] = []
     for case in CASES:
-        costs += _measure_case(case, beside)
+        costs += _measure_case(case)
     return [*costs, Machine.here()]
 
 
-def _vllm_bench() -> Any:
-    """Return the module that drives vLLM's managers, or None where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        return None
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return importlib.import_module("kvtier_bench.managers.vllm")
-
-
-def _measure_case(case: Case, beside: Any) -> list[Cost]:
+def _measure_case(case: Case) -> list[Cost]:
     with ExitStack() as stack:
-        drivers: list[Any] = [_open_kvtier(case, beside, stack)]
-        if beside is not None:
-            folder = stack.enter_context(open_folder(None))
-            theirs = beside.open_vllm(case.policy, case.tier, case.slots, CHUNK_BYTES, folder)
-            stack.callback(theirs.close)
-            drivers.append(theirs)
-        subjects = [_Subject(driver, case) for driver in drivers]
+        folder = stack.enter_context(open_folder(None))
+        ours = _open_kvtier(case, stack)
+        theirs = open_vllm(case.policy, case.tier, case.slots, CHUNK_BYTES, folder)
+        stack.callback(theirs.close)
+        subjects = [_Subject(driver, case) for driver in (ours, theirs)]
         for index in range(case.rounds):
             for subject in subjects[:: 1 if index % 2 else -1]:
                 subject.fill()
@@ -203,16 +132,15 @@ def _costs(case: Case, subjects: Sequence[_Subject]) -> list[Cost]:
     for (call, unit), samples in subjects[0].samples.items():
         summary = max if unit == "ms, longest" else median
         ours = float(summary(samples))
-        theirs = float(summary(subjects[1].samples[call, unit])) if len(subjects) > 1 else None
-        ratio = ours / theirs if theirs else None
-        costs.append(Cost(case.policy, case.tier, call, unit, ours, theirs, ratio))
+        theirs = float(summary(subjects[1].samples[call, unit]))
+        costs.append(Cost(case.policy, case.tier, call, unit, ours, theirs, ours / theirs))
     return costs
 
 
 class _Subject:
     """A driver, the keys it has been given, and what was measured of it."""
 
-    def __init__(self, driver: Any, case: Case) -> None:
+    def __init__(self, driver: ManagerDriver, case: Case) -> None:
         self.samples: dict[tuple[str, str], list[float]] = {}
         self._driver = driver
         self._case = case
@@ -337,7 +265,7 @@ def _new_keys(count: int) -> list[OffloadKey]:
     return [OffloadKey(os.urandom(32) + b"\0\0\0\0") for _ in range(count)]
 
 
-def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Any:
+def _open_kvtier(case: Case, stack: ExitStack) -> ManagerDriver:
     core, executor = _open_parts(case, stack)
     events = executor.events
     ready = 0
@@ -349,9 +277,7 @@ def _open_kvtier(case: Case, beside: Any, stack: ExitStack) -> Any:
             core.on_event(event, time.monotonic())
             ready += len(event.slots) if isinstance(event, SlotsReady) else 0
         time.sleep(0.001)
-    if beside is None:
-        return CoreDriver(core, executor)
-    return beside.open_kvtier(core, executor)
+    return open_kvtier(core, executor)
 
 
 def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | ExecutorThread]:

@@ -58,7 +58,11 @@ def open_vllm(policy: str, tier: str, slots: int, chunk_bytes: int, folder: Path
 
 
 class ManagerDriver:
-    """Calls a manager as vLLM's scheduler does. See ``kvtier_bench.managers.core.Driver``."""
+    """Calls a manager as vLLM's scheduler does.
+
+    ``begin`` starts a request, ``load`` pins chunks that were hits, ``reserve`` says whether each chunk got
+    a slot, ``collect`` takes the statistics as an engine does now and then.
+    """
 
     hit: object = LookupResult.HIT
     miss: object = LookupResult.MISS

@@ -16,18 +16,18 @@ from kvtier_bench.engine.compared import (
     PLAIN,
     Settings,
     block_bytes,
-    connectors,
     make_model,
+    over_files,
     say,
 )
 from kvtier_bench.engine.server import Server, add_tokenizer, free_port
 from kvtier_bench.machine import Machine, open_folder
-from kvtier_bench.replay.records import Record, report
+from kvtier_bench.replay.records import Record
 from kvtier_bench.replay.send import replay, too_long
 from kvtier_bench.replay.workload import Request, Scale, Workload
 from kvtier_bench.simulate.trace import TimedLine, read_lines
 
-__all__ = ["Scale", "report", "run"]
+__all__ = ["Scale", "run"]
 
 DEVICE_SHARE, PRIMARY_SHARE = 0.1, 0.3  # of all different tokens
 
@@ -76,8 +76,7 @@ def _settings(configs: Sequence[str], folder: Path, work: Workload, model: str) 
     """Return the settings of each server's connector, by the server's name; None for no connector."""
     if not configs:
         primary_bytes = int(PRIMARY_SHARE * _blocks(work) * block_bytes(model))
-        found = connectors(primary_bytes, folder)
-        return {PLAIN: None, FS: found[FS]}
+        return {PLAIN: None, FS: over_files(primary_bytes, folder / "files")}
     settings: dict[str, Settings | None] = {}
     for config in configs:
         name = Path(config).stem

@@ -1,7 +1,7 @@
 """Benchmark of the file tier: put and get through its public interface, beside what its disk can do.
 
 The disk is measured with a large file on the same file system, written before, read and overwritten with
-direct I/O by several threads of another process. Where vLLM is installed the compiled path of its own fs tier
+direct I/O by several threads. Where vLLM is installed the compiled path of its own fs tier
 is measured in the same rounds. See ``throughput`` for how.
 """
 
@@ -18,8 +18,7 @@ from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier_bench.machine import Machine, open_folder, require_room
 from kvtier_bench.storage import disk
-from kvtier_bench.storage.busy import BusyProcess
-from kvtier_bench.storage.disk import RawLimit, raw_limit
+from kvtier_bench.storage.disk import Disk, raw_disk
 from kvtier_bench.storage.movers import BATCHES_IN_FLIGHT, SIZES, Contestant
 from kvtier_bench.storage.throughput import Throughput, compare
 from kvtier_bench.storage.tier import opened
@@ -29,16 +28,6 @@ KVTIER: Final = "kvtier"
 VLLM: Final = "vllm"
 
 _UNBOUNDED: Final = 2**62
-
-
-class Disk(Contestant):
-    """What the disk does without files."""
-
-    def __init__(self, limit: RawLimit) -> None:
-        self._limit = limit
-
-    async def move(self, verb: str, nbytes: float) -> int:
-        return await asyncio.to_thread(self._limit.measure, verb, nbytes)
 
 
 def run(
@@ -59,15 +48,13 @@ def run(
     points: list[Throughput] = []
     with open_folder(root) as folder:
         require_room(root, disk.FILE_BYTES + chunks, "chunks, and the file that shows the disk's rate")
-        with raw_limit(folder) as limit, BusyProcess() as engine:
+        with raw_disk(folder) as limit:
             for size in sizes:
-                points += asyncio.run(_measure_size(folder, size, nbytes, rounds, Disk(limit), engine))
+                points += asyncio.run(_measure_size(folder, size, nbytes, rounds, limit))
         return [Machine.here(root), *points]
 
 
-async def _measure_size(
-    root: Path, size: int, nbytes: int, rounds: int, limit: Disk, engine: BusyProcess
-) -> list[Throughput]:
+async def _measure_size(root: Path, size: int, nbytes: int, rounds: int, limit: Disk) -> list[Throughput]:
     unbounded = {"max_bytes": _UNBOUNDED, "min_free_bytes": 0, "eviction": "none"}
     config = FsConfig.model_validate({"root_dir": root / KVTIER, **unbounded})
     async with AsyncExitStack() as stack:
@@ -79,4 +66,4 @@ async def _measure_size(
             )
             stack.callback(vllm.close)
             subjects[VLLM] = vllm
-        return await compare(subjects, limit, engine, size, nbytes, rounds)
+        return await compare(subjects, limit, size, nbytes, rounds)

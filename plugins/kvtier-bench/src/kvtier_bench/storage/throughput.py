@@ -1,24 +1,20 @@
 """The measuring loop of ``kvtier bench fs`` and ``kvtier bench tier``.
 
 Each round measures the reference (a disk, or a tier's bare client), the subject and the reference again, so
-that a noisy machine changes both alike: trust the ratios and their spread. Each point is measured twice:
-idle, and beside a process that computes in pure Python without a pause, as an engine does.
+that a noisy machine changes both alike: trust the ratios and their spread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from kvtier_bench.storage.busy import BusyProcess
 from kvtier_bench.storage.movers import Contestant
 
-ALONE_S: Final = 0.25  # for which the computing process is measured by itself
 _WARM_UP_BYTES: Final = 2**25
 
 
@@ -29,20 +25,17 @@ class Throughput:
     Attributes:
         subject: what was measured: the tier, or vLLM's path for files.
         verb: ``"put"`` or ``"get"``.
-        busy: whether a process computed in pure Python meanwhile.
         gb_s, reference_gb_s: what subject and reference did, several batches at once.
         ratio, ratio_low, ratio_high: the rounds' ratios of the two: median, least and greatest.
         goal: whether the median ratio reaches the goal, where there is one.
         cpu_us_chunk, reference_cpu_us_chunk: processor time of this process for each chunk. That of a
-            server, or of the process that measures a disk, is not in it.
+            server is not in it.
         without_checksum_us: the subject's without computing checksums, whose time is measured apart.
-        slowdown, reference_slowdown: by what share the computing process got slower.
     """
 
     subject: str
     chunk_bytes: int
     verb: str
-    busy: bool
     gb_s: float
     reference_gb_s: float | None
     ratio: float | None
@@ -52,8 +45,6 @@ class Throughput:
     cpu_us_chunk: float
     reference_cpu_us_chunk: float | None
     without_checksum_us: float
-    slowdown: float | None
-    reference_slowdown: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +54,6 @@ class Stretch:
     nbytes: int
     wall_s: float
     cpu_s: float
-    loops: int
 
     @property
     def gb_s(self) -> float:
@@ -74,23 +64,13 @@ class Stretch:
         """Processor time for each chunk, in microseconds."""
         return self.cpu_s / self.nbytes * chunk_bytes * 1e6
 
-    def slowdown(self, alone: float | None) -> float | None:
-        """Return by what share the computing process was slower than ``alone``, its loops a second."""
-        return 1 - self.loops / self.wall_s / alone if alone else None
-
     def __add__(self, other: Stretch) -> Stretch:
-        return Stretch(
-            self.nbytes + other.nbytes,
-            self.wall_s + other.wall_s,
-            self.cpu_s + other.cpu_s,
-            self.loops + other.loops,
-        )
+        return Stretch(self.nbytes + other.nbytes, self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
 
 async def compare(
     subjects: Mapping[str, Contestant],
     reference: Contestant | None,
-    engine: BusyProcess,
     chunk_bytes: int,
     nbytes: float,
     rounds: int,
@@ -99,35 +79,32 @@ async def compare(
     """Measure subjects beside a reference.
 
     Args:
-        engine: computes in half of the rounds.
         goal: the ratio that a subject should reach.
     """
-    found: dict[tuple[str, str, bool], list[_Round]] = {}
+    found: dict[tuple[str, str], list[_Round]] = {}
     for subject in subjects.values():
         async with _emptied(subject, reference):  # connects, makes directories, starts threads
             for verb in ("put", "get"):
-                await _round(subject, reference, verb, min(nbytes, _WARM_UP_BYTES), None)
-    for number in range(2 * rounds):
-        busy = number % 2 == 1
+                await _round(subject, reference, verb, min(nbytes, _WARM_UP_BYTES))
+    for _ in range(rounds):
         for name, subject in subjects.items():
             async with _emptied(subject, reference):
                 for verb in ("put", "get"):
-                    row = await _round(subject, reference, verb, nbytes, engine if busy else None)
-                    found.setdefault((name, verb, busy), []).append(row)
+                    row = await _round(subject, reference, verb, nbytes)
+                    found.setdefault((name, verb), []).append(row)
                 subject.check()
     return [
-        _throughput(name, chunk_bytes, verb, busy, rows, subjects[name].checksum_us, goal)
-        for (name, verb, busy), rows in sorted(found.items())
+        _throughput(name, chunk_bytes, verb, rows, subjects[name].checksum_us, goal)
+        for (name, verb), rows in sorted(found.items())
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What was measured together; ``alone`` is the computing process's loops a second by itself."""
+    """What was measured together."""
 
     subject: Stretch
     reference: Stretch | None
-    alone: float | None
 
 
 @asynccontextmanager
@@ -139,42 +116,30 @@ async def _emptied(*contestants: Contestant | None) -> AsyncIterator[None]:
             await contestant.discard()
 
 
-async def _round(
-    subject: Contestant, reference: Contestant | None, verb: str, nbytes: float, engine: BusyProcess | None
-) -> _Round:
+async def _round(subject: Contestant, reference: Contestant | None, verb: str, nbytes: float) -> _Round:
     """Measure the reference, the subject and the reference again: rates change within seconds."""
     halves = [] if reference is None else [reference, reference]
     if verb == "put":
         for half in halves:
             half.prepare(nbytes / 2)
         subject.prepare(nbytes)
-    with engine.computing() if engine is not None else nullcontext():
-        alone = None
-        if engine is not None:
-            loops, started_s = engine.loops, time.perf_counter()
-            await asyncio.sleep(ALONE_S)
-            while engine.loops == loops:  # noqa: ASYNC110 - others have the processors
-                await asyncio.sleep(ALONE_S)
-            alone = (engine.loops - loops) / (time.perf_counter() - started_s)
-        before = [await _stretch(half, verb, nbytes / 2, engine) for half in halves[:1]]
-        own = await _stretch(subject, verb, nbytes, engine)
-        after = [await _stretch(half, verb, nbytes / 2, engine) for half in halves[1:]]
-        return _Round(own, before[0] + after[0] if before else None, alone)
+    before = [await _stretch(half, verb, nbytes / 2) for half in halves[:1]]
+    own = await _stretch(subject, verb, nbytes)
+    after = [await _stretch(half, verb, nbytes / 2) for half in halves[1:]]
+    return _Round(own, before[0] + after[0] if before else None)
 
 
-async def _stretch(contestant: Contestant, verb: str, nbytes: float, engine: BusyProcess | None) -> Stretch:
-    loops = engine.loops if engine is not None else 0
+async def _stretch(contestant: Contestant, verb: str, nbytes: float) -> Stretch:
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     moved = await contestant.move(verb, nbytes)
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-    return Stretch(moved, wall_s, cpu_s, engine.loops - loops if engine is not None else 0)
+    return Stretch(moved, wall_s, cpu_s)
 
 
 def _throughput(
     name: str,
     chunk_bytes: int,
     verb: str,
-    busy: bool,
     rows: Sequence[_Round],
     checksum_us: float,
     goal: float | None,
@@ -187,7 +152,6 @@ def _throughput(
         subject=name,
         chunk_bytes=chunk_bytes,
         verb=verb,
-        busy=busy,
         gb_s=median(row.subject.gb_s for row in rows),
         reference_gb_s=_median(reference.gb_s for _, reference in pairs),
         ratio=ratio,
@@ -197,11 +161,9 @@ def _throughput(
         cpu_us_chunk=cpu_us,
         reference_cpu_us_chunk=_median(reference.cpu_us(chunk_bytes) for _, reference in pairs),
         without_checksum_us=cpu_us - checksum_us,
-        slowdown=_median(row.subject.slowdown(row.alone) for row in rows),
-        reference_slowdown=_median(row.reference.slowdown(row.alone) for row in rows if row.reference),
     )
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
     return median(known) if known else None

@@ -26,7 +26,6 @@ from kvtier.tiers import _registry as registry
 from kvtier.tiers._faults import words_of
 from kvtier_bench.machine import Machine
 from kvtier_bench.storage.bare import BareClient
-from kvtier_bench.storage.busy import BusyProcess
 from kvtier_bench.storage.disk import fill
 from kvtier_bench.storage.movers import BATCHES_IN_FLIGHT, SIZES, BatchMover, TierMover
 from kvtier_bench.storage.throughput import Throughput, compare
@@ -110,17 +109,16 @@ def run(
     settings = read_config(config)
     machine = Machine.here()
     result: list[Throughput | Latency | Machine] = []
-    with BusyProcess() as engine:
-        for size in sizes:
-            result += asyncio.run(_measure_size(settings, size, mib * 2**20, rounds, engine))
+    for size in sizes:
+        result += asyncio.run(_measure_size(settings, size, mib * 2**20, rounds))
     return [*result, machine.again()]
 
 
 async def _measure_size(
-    settings: TierConfig, size: int, nbytes: int, rounds: int, engine: BusyProcess
+    settings: TierConfig, size: int, nbytes: int, rounds: int
 ) -> list[Throughput | Latency]:
     async with opened(settings, size, BATCH_CHUNKS) as (tier, bare):
-        points = await compare({settings.type: tier}, bare, engine, size, nbytes, rounds, GOAL)
+        points = await compare({settings.type: tier}, bare, size, nbytes, rounds, GOAL)
         return [*points, *await _latencies(size, tier, bare, rounds)]
 
 

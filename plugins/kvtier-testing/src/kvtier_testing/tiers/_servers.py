@@ -1,17 +1,22 @@
-"""What tests of a tier do with its server: skip where there is none, and stop it as if its machine hung."""
+"""What tests of a tier do with its server: skip where there is none, find it a port, stop it as if hung."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from math import inf
 from typing import Any, NoReturn
 
 import pytest
+
+_PORTS = range(18_000, 22_000)
+_given: set[int] = set()
 
 
 def absent(why: str) -> NoReturn:
@@ -19,6 +24,22 @@ def absent(why: str) -> NoReturn:
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(why)
     pytest.skip(why)
+
+
+def free_port(*beside: int) -> int:
+    """Return a port that is free on loopback, as are those so far above it.
+
+    It is below the ephemeral ports, and was not returned before: its server may not listen yet.
+    """
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        if port in _given:
+            continue
+        with ExitStack() as stack, suppress(OSError):
+            for distance in (0, *beside):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + distance))
+            _given.add(port)
+            return port
 
 
 @contextmanager

@@ -191,10 +191,10 @@ class System:
         assert self.engine is not None
         return self.engine.ask("generate", prompts=prompts, output_tokens=output_tokens, logprobs=0, **order)
 
-    def settle(self) -> dict[str, Any]:
-        """Wait until everything is stored, in files too; return what the engine's threads spent on it."""
+    def settle(self) -> None:
+        """Wait until everything is stored, in files too."""
         assert self.engine is not None
-        answer = self.engine.ask("settle")
+        self.engine.ask("settle")
         deadline, last, since = time.monotonic() + _SETTLE_S, self._state(), time.monotonic()
         while time.monotonic() - since < _STEADY_S and self.name != PLAIN:
             if time.monotonic() > deadline:
@@ -202,7 +202,6 @@ class System:
             time.sleep(_POLL_S)
             if (now := self._state()) != last:
                 last, since = now, time.monotonic()
-        return answer
 
     def forget(self) -> None:
         """Have the engine's own cache forget everything."""
