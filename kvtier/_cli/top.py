@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -26,6 +25,9 @@ from kvtier._cli import report
 from kvtier._cli.report import Bytes, JsonFlag
 
 _TIMEOUT_S: Final = 5.0
+_PIECE_BYTES: Final = 2**16
+_MAX_PAGE_BYTES: Final = 2**26
+_LARGEST: Final = 2.0**63
 _REASONS: Final = 6
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _HOST_PORT: Final = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]+")
@@ -214,7 +216,7 @@ def returns(source: str) -> list[Return]:
     """
     view = _view(source, {})
     if view.error is not None:
-        raise typer.BadParameter(f"{source}: {view.error}", param_hint="--metrics")
+        raise typer.BadParameter(f"{view.source}: {view.error}", param_hint="--metrics")
     return [
         Return(source, tier.tier, tier.read_per_written)
         for tier in view.tiers
@@ -227,7 +229,7 @@ def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
     try:
         now = Snapshot(time.monotonic(), parse(_read(source)))
     except (OSError, ValueError, OverflowError, HTTPException) as error:
-        return EngineView(source, error=f"cannot be read: {str(error) or type(error).__name__}")
+        return EngineView(_named(source), error=f"cannot be read: {str(error) or type(error).__name__}")
     if not any(name.startswith("kvtier_") for name, _, _ in now.samples):
         return EngineView(source, error="has no metrics of kvtier: is KVTierOffloadingSpec configured?")
     before = earlier.get(source) if _is_url(source) else None
@@ -235,7 +237,14 @@ def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
     return view_of(source, now, before)
 
 
+def _named(source: str) -> str:
+    """Return a source as it may be shown: without credentials."""
+    return re.sub(r"(?<=://)[^/?#]*@", "", source)
+
+
 def _read(source: str) -> str:
+    if _named(source) != source:
+        raise ValueError("credentials in a URL are not supported: save the page, and name the file")
     if not _is_url(source):
         return Path(source).read_text(encoding="utf-8")
     url = source if "://" in source else f"http://{source}"
@@ -243,19 +252,31 @@ def _read(source: str) -> str:
         raise ValueError("neither a file nor a URL of http or https")
     if urlsplit(url).path in ("", "/"):
         url = f"{url.rstrip('/')}/metrics"
+    page, end_s = bytearray(), time.monotonic() + _TIMEOUT_S
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        return str(response.read(), "utf-8")
+        while piece := response.read1(
+            _PIECE_BYTES
+        ):  # each in time: a server that dribbles would take for ever
+            page += piece
+            if len(page) > _MAX_PAGE_BYTES:
+                raise ValueError(f"the page has more than {Bytes(_MAX_PAGE_BYTES)}")
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"the page has not ended within {_TIMEOUT_S:g} s")
+    return str(page, "utf-8")
 
 
 def parse(text: str) -> Samples:
-    """Return the finite samples of a page in Prometheus' text format. Lines that are none are left out."""
+    """Return the samples of a page in Prometheus' text format. Lines that are none are left out.
+
+    So are values that no engine has: NaN, infinity, and what would become infinite when added up.
+    """
     samples = []
     for line in text.splitlines():
         if (found := _SAMPLE.match(line)) is not None:
             labels = {name: re.sub(r"\\(.)", r"\1", value) for name, value in _LABEL.findall(found[2] or "")}
             with suppress(ValueError):
                 value = float(found[3])
-                if isfinite(value):
+                if abs(value) <= _LARGEST:
                     samples.append((found[1], labels, value))
     return samples
 

@@ -63,7 +63,7 @@ class Request(Stateful):
     record: LookupRecord | None = None
 
     def __str__(self) -> str:
-        return f"request {self.name}"
+        return f"request {self.name!r}"
 
     @property
     def is_waiting(self) -> bool:

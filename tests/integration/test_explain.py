@@ -112,6 +112,16 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[Explanation]]:
 Lines = Callable[[], list[Explanation]]
 
 
+@pytest.mark.parametrize("call", ["complete_load", "complete_store"])
+def test_a_request_s_id_does_not_forge_lines_of_the_log(
+    make: Make, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = make()
+    getattr(it.manager, call)(set(), ReqContext(req_id="a\nERROR forged"))
+    assert "ignored" in caplog.text
+    assert "\nERROR forged" not in caplog.text
+
+
 def test_a_line_says_what_was_found_where_and_why_not_more(make: Make, tmp_path: Path, lines: Lines) -> None:
     before, keys = make(files(tmp_path)), prompt(1, 6)
     before.serves("cold", keys[:4])

@@ -99,13 +99,14 @@ def impatient() -> Iterator[Bench]:
     bench.close()
 
 
-def test_a_failed_load_is_told_of_once_and_by_request(it: Bench) -> None:
+def test_a_failed_load_is_told_of_once_and_by_request(it: Bench, caplog: pytest.LogCaptureFixture) -> None:
     it.worker.report_failed_loads()
     it.failures = 2
-    it.load(1, request="first")
+    it.load(1, request="first\nERROR forged")
     it.load(2, request="second")
     assert it.finish() == [True, True]
-    assert it.worker.take_failed_requests() == {"first"}
+    assert it.worker.take_failed_requests() == {"first\nERROR forged"}
+    assert "load of request 'first\\nERROR forged' failed" in caplog.text
     assert it.worker.take_failed_requests() == set()
     assert it.counts() == {("copy_failed", "load", "recomputed"): 1}
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints, is_prefill
+from kvtier.adapters.vllm._hints import NO_HINTS, ClientHints, HintReader, Hints, is_prefill
+from tests.unit.core import world
+from tests.unit.core.world import keys
 
 NESTED: list[Any] = []
 for _ in range(100_000):  # deeper than its text could be made
@@ -77,3 +79,45 @@ def test_an_ordinary_request_is_no_prefill(params: Any):
 def test_what_a_prefill_returns_is_a_hint_for_the_engine_that_decodes(reader: HintReader):
     assert is_prefill({"do_remote_decode": True, "kvtier": {"explain": True}})
     assert reader.read("a", {"kvtier": {"wait_s": 5.0, "explained": {"tokens": {}}}}) == Hints(wait_s=5.0)
+
+
+class Session:
+    """Requests that pin the same chunks for 10 seconds under one name, at a test's times."""
+
+    def __init__(self) -> None:
+        self.core = world.make(16, 0)
+        self.now_s = 0.0
+        self._hints = ClientHints(self.core.retention, lambda: self.now_s)
+        world.store(self.core, keys("a", 3))
+
+    def begin(self, req_id: str) -> None:
+        self._hints.begin(req_id, {"kvtier": {"pin": "agent", "ttl_s": 10}})
+
+    def offer(self, req_id: str) -> None:
+        self._hints.keep(req_id, keys("a", 3))
+
+    def end(self, req_id: str) -> None:
+        self._hints.ended(req_id)
+
+    def kept_at(self, now_s: float) -> int:
+        self.now_s = now_s
+        self.core.settle(now_s)
+        return len(self.core.retention.pinned)
+
+
+def test_the_time_of_a_name_does_not_end_while_one_of_its_requests_waits_or_runs():
+    session = Session()
+    session.begin("first")
+    session.offer("first")
+    session.end("first")
+    assert session.kept_at(5) == 3
+    session.begin("second")
+    assert session.kept_at(11) == 3, "it waits for its turn"
+    session.begin("third")
+    session.offer("second")
+    session.end("third")
+    assert session.kept_at(60) == 3, "it generates for long"
+    session.end("second")
+    assert session.kept_at(69) == 3
+    assert session.kept_at(70) == 0
+    assert session.core.retention.is_empty

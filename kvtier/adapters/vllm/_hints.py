@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from kvtier._core.retention import Retention
@@ -149,12 +151,17 @@ class ClientHints:
         self._clock = clock
         self._reader = HintReader(clock)
         self._followed: dict[str, Hints] = {}
+        self._followed_names: Counter[str] = Counter()  # how many of them keep chunks under each name
 
     def begin(self, req_id: str, params: object) -> Hints:
         """Return the hints of a request that has arrived."""
         hints = self._reader.read(req_id, params)
         if hints.keeps or hints.release:
             self._followed[req_id] = hints
+        if hints.keeps:
+            name = hints.name(req_id)
+            self._followed_names[name] += 1
+            self._retention.expire(name, inf)  # its time counts from the end of its last request
         return hints
 
     def keep(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
@@ -167,6 +174,10 @@ class ClientHints:
         if (hints := self._followed.pop(req_id, None)) is None:
             return
         if hints.keeps:
-            self._retention.expire(hints.name(req_id), self._clock() + hints.kept_s)
+            name = hints.name(req_id)
+            self._followed_names[name] -= 1
+            if not self._followed_names[name]:
+                del self._followed_names[name]
+                self._retention.expire(name, self._clock() + hints.kept_s)
         if hints.release:
             self._retention.release(Hints(pin=hints.release).name(req_id))

@@ -227,7 +227,7 @@ class KVTierManager(OffloadingManager):
         pinned = self._loads.pop(req_context.req_id, None)
         if pinned is None:
             logger.error(
-                "complete_load(%s) ignored: no load of %d chunks is in flight", req_context.req_id, len(keys)
+                "complete_load(%r) ignored: no load of %d chunks is in flight", req_context.req_id, len(keys)
             )
             return
         failed = req_context.req_id in self._failed_loads
@@ -280,7 +280,7 @@ class KVTierManager(OffloadingManager):
         reservation = next((stores.pop(key) for key in keys if key in stores), None)
         if reservation is None:
             logger.error(
-                "complete_store(%s) ignored: no store of %d chunks is in flight",
+                "complete_store(%r) ignored: no store of %d chunks is in flight",
                 req_context.req_id,
                 len(keys),
             )

@@ -223,7 +223,7 @@ class KVTierWorker(OffloadingWorker):
             self._drop(job.slots)
         elif not job.is_expedited and self._failed_requests is not None:
             logger.error(
-                "a load of request %s failed, the engine computes it instead: %s", job.slots.request, error
+                "a load of request %r failed, the engine computes it instead: %s", job.slots.request, error
             )
             self._failed_requests.add(job.slots.request)
             self._row.count(StatusField.LOADS_RECOMPUTED)

@@ -88,6 +88,8 @@ def test_two_samples_give_shares_and_rates_of_the_time_between(kvtier, serve):
 def test_a_saved_page_gives_sums_since_the_start(kvtier, tmp_path):
     page = tmp_path / "page"
     page.write_text(FIRST)
+    with page.open("a") as file:
+        file.write('kvtier_tier_up{tier="fs"} 1\n')
     said = kvtier("top", page)
     assert said.status == 0
     assert "100 chunks looked up since it started, 30.0 % hits" in said.out
@@ -141,6 +143,46 @@ def test_what_cannot_be_read_is_said_and_ends_with_status_1(kvtier, tmp_path):
     said = kvtier("top", tmp_path / "missing")  # ends: a file is read once
     assert said.status == 1
     assert "missing: cannot be read: " in said.out
+
+
+def test_a_server_that_dribbles_or_never_ends_does_not_hold_up_the_others(kvtier, serve, monkeypatch):
+    monkeypatch.setattr("kvtier._cli.top._MAX_PAGE_BYTES", len(FIRST) - 1)
+    said = kvtier("top", serve(FIRST), "--once")
+    assert "cannot be read: the page has more than " in said.out
+    monkeypatch.undo()
+    times = iter(range(1000))
+    monkeypatch.setattr("kvtier._cli.top.time.monotonic", lambda: 10.0 * next(times))
+    said = kvtier("top", serve(FIRST), "--once")
+    assert "cannot be read: the page has not ended within 5 s" in said.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["top", "--once"], ["doctor", "--tier", '{"type": "dummy"}', "--metrics"]]
+)
+def test_credentials_in_a_url_are_refused_and_not_shown(kvtier, arguments):
+    said = kvtier(*arguments, "http://me:hidden@localhost:1/metrics")
+    assert said.status != 0
+    assert "credentials in a URL are not supported" in " ".join(
+        (said.out + said.err).replace("│", " ").split()
+    )
+    assert "hidden" not in said.out + said.err
+
+
+def test_values_that_no_engine_has_are_left_out(kvtier, tmp_path):
+    page = tmp_path / "page"
+    names = (
+        "kvtier_loaded_chunks_total",
+        "kvtier_tier_used_bytes",
+        "vllm:kv_offload_tiering_read_bytes_total",
+    )
+    page.write_text(
+        "".join(f'{name}{{tier="cpu",engine="{rank}"}} 1e308\n' for name in names for rank in "01")
+    )
+    with page.open("a") as file:
+        file.write('kvtier_tier_up{tier="fs"} 1\n')
+    said = kvtier("top", page)
+    assert said.status == 0
+    assert "0 chunks looked up since it started" in said.out
 
 
 def test_labels_do_not_command_the_terminal(kvtier, tmp_path):

@@ -260,7 +260,7 @@ def test_a_transfer_and_a_request_end_once() -> None:
     with pytest.raises(StateError, match=f"transfer {fetch.id} has ended"):
         answer(core, fetch, [COPIED])
     core.close(request)
-    with pytest.raises(StateError, match="request r is CLOSED"):
+    with pytest.raises(StateError, match="request 'r' is CLOSED"):
         core.close(request)
 
 

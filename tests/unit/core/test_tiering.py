@@ -7,6 +7,7 @@ import pytest
 from kvtier._core.kv_events import KVEvent, KVEventLog
 from kvtier._core.messages import PutEnded, SlotsReady, Touch
 from kvtier._core.requests import Request
+from kvtier._core.states import RequestEvent
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits
 from kvtier.errors import StateError
@@ -119,3 +120,10 @@ def test_nothing_is_announced_where_nobody_wants_to_know() -> None:
     announcements = KVEventLog(1, 3, enabled=False)
     announcements.stored(keys("a", 2), 0)
     assert announcements.take() == []
+
+
+def test_a_request_s_id_does_not_forge_lines_of_the_log():
+    request = Request("a\nERROR forged")
+    request.move(RequestEvent.ENDED)
+    with pytest.raises(StateError, match=r"request 'a\\nERROR forged' is CLOSED"):
+        request.move(RequestEvent.ENDED)
