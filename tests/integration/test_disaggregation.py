@@ -1,9 +1,9 @@
-"""Prefill and decode engines over one root: the tokens of a single engine, and only the tail is computed."""
+"""Prefill and decode engines over one tier: the tokens of a single engine, and only the tail is computed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from kvtier_bench.engine.compared import BLOCK_TOKENS, EngineError
-from tests.integration.conftest import Ask
+from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import OUTPUT_TOKENS, PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.shared_tiers import SharedTier, shared_tier
+from tests.integration.test_parallel import ROOM, TWO_RANKS
 
 ROLES = "tests.integration.pd_roles"
 PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -20,33 +22,44 @@ WAIT_S = 120.0  # longer than any machine takes
 STEP_TOKENS = BLOCK_TOKENS  # of the prefill engine: it computes a prompt in many steps
 
 
-def settings(root: Path) -> dict[str, Any]:
-    tier = {"type": "fs", "root_dir": str(root)}
-    return {"cpu_bytes_to_use": "32MiB", "secondary_tiers": [tier], "max_wait_s": WAIT_S}
+def start(
+    launcher: Launcher,
+    llama: Path,
+    shared: SharedTier,
+    number: int,
+    environment: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Engine:
+    """Start an engine, and have its tier keep chunks of a prompt of its own: it can be used."""
+    settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": [shared.of(number)], "max_wait_s": WAIT_S}
+    variables = {**shared.environment, **(environment or {})}
+    engine = launcher.start(llama, {**settings, **(more or {})}, environment=variables, **arguments)
+    engine.served(prompt(100 + number))
+    assert engine.metrics().value("kvtier_put_chunks", tier=shared.name) == PROMPT_CHUNKS
+    return engine
 
 
-def start_prefill(launcher: Launcher, llama: Path, root: Path) -> Engine:
-    return launcher.start(
-        llama, settings(root), kv_transfer_config=PREFILL, max_num_batched_tokens=STEP_TOKENS
-    )
+def start_prefill(launcher: Launcher, llama: Path, shared: SharedTier, number: int, **how: Any) -> Engine:
+    how |= {"kv_transfer_config": PREFILL, "max_num_batched_tokens": STEP_TOKENS}
+    return start(launcher, llama, shared, number, **how)
+
+
+@pytest.fixture(scope="module", params=["fs", "redis", in_full("mooncake"), in_full("nixl")])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedTier]:
+    with shared_tier(request.param, tmp_path_factory.mktemp("pd")) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pd") / "root"
-
-
-@pytest.fixture(scope="module")
-def prefill(launcher: Launcher, llama: Path, root: Path) -> Iterator[Engine]:
-    with start_prefill(launcher, llama, root) as engine:
-        engine.until_open("fs")
+def decode(launcher: Launcher, llama: Path, shared: SharedTier) -> Iterator[Engine]:
+    with start(launcher, llama, shared, 0) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def decode(launcher: Launcher, llama: Path, root: Path) -> Iterator[Engine]:
-    with launcher.start(llama, settings(root)) as engine:
-        engine.until_open("fs")
+def prefill(launcher: Launcher, llama: Path, shared: SharedTier) -> Iterator[Engine]:
+    with start_prefill(launcher, llama, shared, 1) as engine:
         yield engine
 
 
@@ -76,10 +89,30 @@ class Counts:
 
 
 def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its_last_is_computed(
-    prefill: Engine, decode: Engine, reference: Ask, root: Path, tmp_path: Path
+    decode: Engine, prefill: Engine, reference: Ask, tmp_path: Path
 ) -> None:
+    hand_over(prefill, decode, reference, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["fs", "redis", "mooncake", "nixl"])
+def test_a_decode_engine_of_two_ranks_waits_for_a_prefill_engine_of_one_worker(
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path, name: str
+) -> None:
+    canonical = {"canonical_layout": True}
+    with (
+        shared_tier(name, tmp_path) as shared,
+        start(launcher, llama, shared, 0, more=canonical, **TWO_RANKS) as decode,
+        start_prefill(launcher, llama, shared, 1, more=canonical, **ROOM) as prefill,
+    ):
+        hand_over(prefill, decode, reference, tmp_path)
+
+
+def hand_over(prefill: Engine, decode: Engine, reference: Ask, directory: Path) -> None:
+    """Have a prompt computed by one engine, which is paused half-way, while the other one waits for it."""
     asked, counts = prompt(1), Counts(decode)
-    waits, has_some = tmp_path / "waits", tmp_path / "has_some"
+    waits, has_some = directory / "waits", directory / "has_some"
     with ThreadPoolExecutor() as threads:
         how = {
             "output_tokens": OUTPUT_TOKENS,
@@ -89,7 +122,7 @@ def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its
         }
         answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, **how)
         until(waits.exists, answering.done)
-        told = prefill.call("prefill", module=ROLES, prompt=asked, root=str(root), go_on=str(has_some))
+        told = prefill.call("prefill", module=ROLES, prompt=asked, go_on=str(has_some))
         prefill.settled()
         answer = answering.result()
     assert 0 < told["paused_at"] < len(asked)
@@ -108,7 +141,7 @@ def until(condition: Any, has_ended: Any) -> None:
 
 
 def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
-    prefill: Engine, decode: Engine, reference: Ask
+    decode: Engine, prefill: Engine, reference: Ask, shared: SharedTier
 ) -> None:
     asked, counts = prompt(2), Counts(decode)
     told = prefill.call("prefill", module=ROLES, prompt=asked)["params"]
@@ -117,7 +150,7 @@ def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
     prefill.settled()
     answers, loaded = decode.served(asked, kv_transfer_params=told)
     assert answers == reference(asked)
-    assert loaded == {"fs": PROMPT_CHUNKS}
+    assert loaded == {shared.name: PROMPT_CHUNKS}
     assert set(counts.waits()) <= {"arrived"}
     plain = prefill.call("respond", module=ROLES, prompt=asked, params={})
     assert plain["params"] is None, "who does not ask for it gets nothing new"
@@ -153,7 +186,7 @@ def test_an_aborted_request_waits_no_longer(decode: Engine) -> None:
 
 
 def test_a_prefill_engine_is_killed_in_its_midst(
-    launcher: Launcher, llama: Path, root: Path, decode: Engine, reference: Ask, tmp_path: Path
+    launcher: Launcher, llama: Path, shared: SharedTier, decode: Engine, reference: Ask, tmp_path: Path
 ) -> None:
     asked, counts = prompt(7), Counts(decode)
     waits, has_some, gone = (tmp_path / name for name in ("waits", "has_some", "gone"))
@@ -164,12 +197,11 @@ def test_a_prefill_engine_is_killed_in_its_midst(
         "has_some": str(has_some),
         "time_is_over": str(gone),
     }
-    with start_prefill(launcher, llama, root) as dying, ThreadPoolExecutor() as threads:
-        dying.until_open("fs")
+    with start_prefill(launcher, llama, shared, 2) as dying, ThreadPoolExecutor() as threads:
         answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, **how)
         until(waits.exists, answering.done)
         never = str(tmp_path / "never")
-        dead = threads.submit(dying.call, "prefill", module=ROLES, prompt=asked, root=str(root), go_on=never)
+        dead = threads.submit(dying.call, "prefill", module=ROLES, prompt=asked, go_on=never)
         until(has_some.exists, answering.done)
         dying.kill()
         with pytest.raises((EngineError, OSError, ValueError)):
