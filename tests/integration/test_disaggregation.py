@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from kvtier_bench.engine.compared import BLOCK_TOKENS, EngineError
 from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import OUTPUT_TOKENS, PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
 from tests.integration.shared_tiers import SharedTier, shared_tier
-from tests.integration.test_parallel import ROOM, TWO_RANKS
 
 ROLES = "tests.integration.pd_roles"
 PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -22,27 +21,18 @@ WAIT_S = 120.0  # longer than any machine takes
 STEP_TOKENS = BLOCK_TOKENS  # of the prefill engine: it computes a prompt in many steps
 
 
-def start(
-    launcher: Launcher,
-    llama: Path,
-    shared: SharedTier,
-    number: int,
-    environment: Mapping[str, str] | None = None,
-    more: Mapping[str, Any] | None = None,
-    **arguments: Any,
-) -> Engine:
+def start(launcher: Launcher, llama: Path, shared: SharedTier, number: int, **arguments: Any) -> Engine:
     """Start an engine, and have its tier keep chunks of a prompt of its own: it can be used."""
     settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": [shared.of(number)], "max_wait_s": WAIT_S}
-    variables = {**shared.environment, **(environment or {})}
-    engine = launcher.start(llama, {**settings, **(more or {})}, environment=variables, **arguments)
+    engine = launcher.start(llama, settings, environment=shared.environment, **arguments)
     engine.served(prompt(100 + number))
     assert engine.metrics().value("kvtier_put_chunks", tier=shared.name) == PROMPT_CHUNKS
     return engine
 
 
-def start_prefill(launcher: Launcher, llama: Path, shared: SharedTier, number: int, **how: Any) -> Engine:
-    how |= {"kv_transfer_config": PREFILL, "max_num_batched_tokens": STEP_TOKENS}
-    return start(launcher, llama, shared, number, **how)
+def start_prefill(launcher: Launcher, llama: Path, shared: SharedTier, number: int) -> Engine:
+    arguments = {"kv_transfer_config": PREFILL, "max_num_batched_tokens": STEP_TOKENS}
+    return start(launcher, llama, shared, number, **arguments)
 
 
 @pytest.fixture(scope="module", params=["fs", "redis", in_full("mooncake"), in_full("nixl")])
@@ -91,28 +81,8 @@ class Counts:
 def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its_last_is_computed(
     decode: Engine, prefill: Engine, reference: Ask, tmp_path: Path
 ) -> None:
-    hand_over(prefill, decode, reference, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["fs", "redis", "mooncake", "nixl"])
-def test_a_decode_engine_of_two_ranks_waits_for_a_prefill_engine_of_one_worker(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path, name: str
-) -> None:
-    canonical = {"canonical_layout": True}
-    with (
-        shared_tier(name, tmp_path) as shared,
-        start(launcher, llama, shared, 0, more=canonical, **TWO_RANKS) as decode,
-        start_prefill(launcher, llama, shared, 1, more=canonical, **ROOM) as prefill,
-    ):
-        hand_over(prefill, decode, reference, tmp_path)
-
-
-def hand_over(prefill: Engine, decode: Engine, reference: Ask, directory: Path) -> None:
-    """Have a prompt computed by one engine, which is paused half-way, while the other one waits for it."""
     asked, counts = prompt(1), Counts(decode)
-    waits, has_some = directory / "waits", directory / "has_some"
+    waits, has_some = tmp_path / "waits", tmp_path / "has_some"
     with ThreadPoolExecutor() as threads:
         how = {
             "output_tokens": OUTPUT_TOKENS,
