@@ -10,37 +10,39 @@ from typing import Any
 
 from kvtier._core.states import ChunkState
 from kvtier_bench.engine.process import sampling
-from tests.integration.harness import chunks_in
 
 _NUMBERS = itertools.count()
 _PATIENCE_S = 90.0
 
 
-def prefill(llm: Any, prompt: list[int], root: str = "", go_on: str = "") -> dict[str, Any]:
+def prefill(llm: Any, prompt: list[int], go_on: str = "") -> dict[str, Any]:
     """Compute a prompt. Its last stores need further steps.
 
     Args:
         llm: the engine.
         prompt: token ids.
-        root: directory of the tier. When the first of the prompt's chunks are there the engine is paused
-            until ``go_on`` exists.
-        go_on: a file.
+        go_on: a file. When a tier has the first of the prompt's chunks the engine is paused until it exists.
 
     Returns:
         ``params``: the ``kv_transfer_params`` of the response; ``paused_at``: tokens computed at the pause.
     """
     name, scheduler = _add(llm, prompt, 1, {"do_remote_decode": True}), _scheduler(llm)
     outputs, paused_at = [], 0
-    before = chunks_in(Path(root)) if root else set()
+    before = _put_chunks(llm)
     while llm.llm_engine.has_unfinished_requests():
         outputs += llm.llm_engine.step()
         request = scheduler.requests.get(name)
-        if root and not paused_at and request is not None:
+        if go_on and not paused_at and request is not None:
             outputs += _end_stores(llm)
-            if chunks_in(Path(root)) - before:
+            if _put_chunks(llm) > before:
                 paused_at = request.num_computed_tokens
                 _wait_for(Path(go_on).exists)
     return {"params": outputs[-1].kv_transfer_params, "paused_at": paused_at}
+
+
+def _put_chunks(llm: Any) -> int:
+    """Return how many chunks tiers have kept so far."""
+    return sum(status.writes.put_chunks for status in _core(llm).shared.tiers)
 
 
 def _end_stores(llm: Any) -> list[Any]:
@@ -99,6 +101,21 @@ def decode(
 def _end_time(request: Any) -> None:
     """Have the time that a request waits for chunks end now: tests need not guess how long others take."""
     request.wait.until_s = min(request.wait.until_s, time.monotonic())
+
+
+def computed(llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    """Answer prompts, one after the other.
+
+    Returns:
+        ``answers``: token ids of each; ``computed``: how many tokens of the prompts were computed, in all.
+    """
+    answers, tokens = [], 0
+    for prompt in prompts:
+        _add(llm, prompt, output_tokens, {})
+        last = list(_outputs(llm))[-1]
+        answers.append(list(last.outputs[0].token_ids))
+        tokens += len(prompt) - last.num_cached_tokens
+    return {"answers": answers, "computed": tokens}
 
 
 def respond(llm: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prefill and decode engines over one root: the tokens of a single engine, and only the tail is computed."""
+"""Prefill and decode engines over one tier: the tokens of a single engine, and only the tail is computed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvtier_bench.engine.compared import BLOCK_TOKENS, EngineError
-from tests.integration.conftest import Ask
+from tests.integration.conftest import Ask, in_full
 from tests.integration.harness import OUTPUT_TOKENS, PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.shared_tiers import SharedTier, shared_tier
 
 ROLES = "tests.integration.pd_roles"
 PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -20,33 +21,35 @@ WAIT_S = 120.0  # longer than any machine takes
 STEP_TOKENS = BLOCK_TOKENS  # of the prefill engine: it computes a prompt in many steps
 
 
-def settings(root: Path) -> dict[str, Any]:
-    tier = {"type": "fs", "root_dir": str(root)}
-    return {"cpu_bytes_to_use": "32MiB", "secondary_tiers": [tier], "max_wait_s": WAIT_S}
+def start(launcher: Launcher, llama: Path, shared: SharedTier, number: int, **arguments: Any) -> Engine:
+    """Start an engine, and have its tier keep chunks of a prompt of its own: it can be used."""
+    settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": [shared.of(number)], "max_wait_s": WAIT_S}
+    engine = launcher.start(llama, settings, environment=shared.environment, **arguments)
+    engine.served(prompt(100 + number))
+    assert engine.metrics().value("kvtier_put_chunks", tier=shared.name) == PROMPT_CHUNKS
+    return engine
 
 
-def start_prefill(launcher: Launcher, llama: Path, root: Path) -> Engine:
-    return launcher.start(
-        llama, settings(root), kv_transfer_config=PREFILL, max_num_batched_tokens=STEP_TOKENS
-    )
+def start_prefill(launcher: Launcher, llama: Path, shared: SharedTier, number: int) -> Engine:
+    arguments = {"kv_transfer_config": PREFILL, "max_num_batched_tokens": STEP_TOKENS}
+    return start(launcher, llama, shared, number, **arguments)
+
+
+@pytest.fixture(scope="module", params=["fs", "redis", in_full("mooncake"), in_full("nixl")])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedTier]:
+    with shared_tier(request.param, tmp_path_factory.mktemp("pd")) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pd") / "root"
-
-
-@pytest.fixture(scope="module")
-def prefill(launcher: Launcher, llama: Path, root: Path) -> Iterator[Engine]:
-    with start_prefill(launcher, llama, root) as engine:
-        engine.until_open("fs")
+def decode(launcher: Launcher, llama: Path, shared: SharedTier) -> Iterator[Engine]:
+    with start(launcher, llama, shared, 0) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def decode(launcher: Launcher, llama: Path, root: Path) -> Iterator[Engine]:
-    with launcher.start(llama, settings(root)) as engine:
-        engine.until_open("fs")
+def prefill(launcher: Launcher, llama: Path, shared: SharedTier) -> Iterator[Engine]:
+    with start_prefill(launcher, llama, shared, 1) as engine:
         yield engine
 
 
@@ -76,7 +79,7 @@ class Counts:
 
 
 def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its_last_is_computed(
-    prefill: Engine, decode: Engine, reference: Ask, root: Path, tmp_path: Path
+    decode: Engine, prefill: Engine, reference: Ask, tmp_path: Path
 ) -> None:
     asked, counts = prompt(1), Counts(decode)
     waits, has_some = tmp_path / "waits", tmp_path / "has_some"
@@ -89,7 +92,7 @@ def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its
         }
         answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, **how)
         until(waits.exists, answering.done)
-        told = prefill.call("prefill", module=ROLES, prompt=asked, root=str(root), go_on=str(has_some))
+        told = prefill.call("prefill", module=ROLES, prompt=asked, go_on=str(has_some))
         prefill.settled()
         answer = answering.result()
     assert 0 < told["paused_at"] < len(asked)
@@ -108,7 +111,7 @@ def until(condition: Any, has_ended: Any) -> None:
 
 
 def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
-    prefill: Engine, decode: Engine, reference: Ask
+    decode: Engine, prefill: Engine, reference: Ask, shared: SharedTier
 ) -> None:
     asked, counts = prompt(2), Counts(decode)
     told = prefill.call("prefill", module=ROLES, prompt=asked)["params"]
@@ -117,7 +120,7 @@ def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
     prefill.settled()
     answers, loaded = decode.served(asked, kv_transfer_params=told)
     assert answers == reference(asked)
-    assert loaded == {"fs": PROMPT_CHUNKS}
+    assert loaded == {shared.name: PROMPT_CHUNKS}
     assert set(counts.waits()) <= {"arrived"}
     plain = prefill.call("respond", module=ROLES, prompt=asked, params={})
     assert plain["params"] is None, "who does not ask for it gets nothing new"
@@ -153,7 +156,7 @@ def test_an_aborted_request_waits_no_longer(decode: Engine) -> None:
 
 
 def test_a_prefill_engine_is_killed_in_its_midst(
-    launcher: Launcher, llama: Path, root: Path, decode: Engine, reference: Ask, tmp_path: Path
+    launcher: Launcher, llama: Path, shared: SharedTier, decode: Engine, reference: Ask, tmp_path: Path
 ) -> None:
     asked, counts = prompt(7), Counts(decode)
     waits, has_some, gone = (tmp_path / name for name in ("waits", "has_some", "gone"))
@@ -164,12 +167,11 @@ def test_a_prefill_engine_is_killed_in_its_midst(
         "has_some": str(has_some),
         "time_is_over": str(gone),
     }
-    with start_prefill(launcher, llama, root) as dying, ThreadPoolExecutor() as threads:
-        dying.until_open("fs")
+    with start_prefill(launcher, llama, shared, 2) as dying, ThreadPoolExecutor() as threads:
         answering = threads.submit(decode.call, "decode", module=ROLES, prompt=asked, **how)
         until(waits.exists, answering.done)
         never = str(tmp_path / "never")
-        dead = threads.submit(dying.call, "prefill", module=ROLES, prompt=asked, root=str(root), go_on=never)
+        dead = threads.submit(dying.call, "prefill", module=ROLES, prompt=asked, go_on=never)
         until(has_some.exists, answering.done)
         dying.kill()
         with pytest.raises((EngineError, OSError, ValueError)):
@@ -178,4 +180,5 @@ def test_a_prefill_engine_is_killed_in_its_midst(
         answer = answering.result()
     assert [answer["answer"]] == reference(asked)
     assert 0 < answer["cached"] < PROMPT_CHUNKS * BLOCK_TOKENS, "what had come is used, the rest computed"
-    assert counts.waits() == {"in_vain": 1}
+    # The second one where the death of its holder fails a get that is in flight.
+    assert counts.waits() in ({"in_vain": 1}, {"gave_up": 1})
