@@ -254,9 +254,8 @@ def _read(source: str) -> str:
         url = f"{url.rstrip('/')}/metrics"
     page, end_s = bytearray(), time.monotonic() + _TIMEOUT_S
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        while piece := response.read1(
-            _PIECE_BYTES
-        ):  # each in time: a server that dribbles would take for ever
+        # In pieces: each may come in time, and a server that dribbles would still take for ever.
+        while piece := response.read1(_PIECE_BYTES):
             page += piece
             if len(page) > _MAX_PAGE_BYTES:
                 raise ValueError(f"the page has more than {Bytes(_MAX_PAGE_BYTES)}")
