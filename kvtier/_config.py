@@ -58,7 +58,7 @@ class TieringConfig(Settings):
         default=None, ge=1, description="Engine blocks per chunk, instead of `block_size`. Set at most one."
     )
     eviction_policy: str = Field(
-        default="lru",
+        default="auto",
         description="Eviction policy of the primary tier: `auto`, `lru`, `arc`, `lhd` or the name of "
         "an installed policy.",
     )
