@@ -71,13 +71,6 @@ def steps(root: Path, device: str) -> list[Step]:
         Step("prefill", (*example, *options), ("transformers",), 200, first_tokens, gib=60),
         Step("sanitizer", (*sanitizer, *PYTEST, *kernel), ("compute-sanitizer", "triton"), 300, counts),
         Step("engine", (*KVTIER, "demo", "--json"), ("vllm",), 300, json.loads),
-        Step(
-            "versus",
-            (*KVTIER, "bench", "versus", "--only", "speed", "--root", str(root), "--rounds", "3", "--json"),
-            ("vllm",),
-            500,
-            json.loads,
-        ),
     ]
 
 

@@ -239,7 +239,7 @@ def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
 
 def _named(source: str) -> str:
     """Return a source as it may be shown: without credentials."""
-    return re.sub(r"(?<=://)[^/?#]*@", "", source)
+    return re.sub(r"(?<=://)[^/?#]*@|^[^/?#]*:[^/?#]*@", "", source)
 
 
 def _read(source: str) -> str:
@@ -254,13 +254,15 @@ def _read(source: str) -> str:
         url = f"{url.rstrip('/')}/metrics"
     page, end_s = bytearray(), time.monotonic() + _TIMEOUT_S
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        # In pieces: each may come in time, and a server that dribbles would still take for ever.
+        # In pieces: each may come in time, and a server that dribbles its page would still take for ever.
         while piece := response.read1(_PIECE_BYTES):
             page += piece
             if len(page) > _MAX_PAGE_BYTES:
                 raise ValueError(f"the page has more than {Bytes(_MAX_PAGE_BYTES)}")
             if time.monotonic() > end_s:
                 raise TimeoutError(f"the page has not ended within {_TIMEOUT_S:g} s")
+        if response.length:  # read1() does not tell
+            raise ValueError(f"the page has ended {response.length} bytes early")
     return str(page, "utf-8")
 
 

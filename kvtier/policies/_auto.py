@@ -101,28 +101,31 @@ class _Contest:
 class Auto(LHD):
     """Least hit density, ARC or least recently used, by what hits most."""
 
+    _contest: _Contest | None = None  # made when it is needed: memory comes in many pieces, each a resize
+
     def resize(self, capacity: int) -> None:
         super().resize(capacity)
-        self._contest = _Contest(capacity, self._model)
+        self._contest = None
 
     def clear(self) -> None:
         super().clear()
-        self._contest = _Contest(self.capacity, self._model)
+        self._contest = None
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
-        sampled = self._contest.sample(keys)
+        contest = self._contest = self._contest or _Contest(self.capacity, self._model)
+        sampled = contest.sample(keys)
         if sampled:
             # A chunk that comes back unread from a put was counted when it was stored.
-            self._contest.use(sampled, is_use=used or sampled[0] not in self._pinned)
+            contest.use(sampled, is_use=used or sampled[0] not in self._pinned)
         super().add(keys, used=used)
 
     def _choose(self) -> Run:
-        rule = self._contest.chosen
-        if rule == _LHD:
+        contest = self._contest
+        if contest is None or contest.chosen == _LHD:
             return super()._choose()
         rings = [ring for ring in self._rings if ring.held]
-        if rule == _ARC:
+        if contest.chosen == _ARC:
             recent = [ring for ring in self._rings[:CLASSES] if ring.held]
-            surplus = sum(ring.held for ring in recent) - self._contest.target_share * self.capacity
+            surplus = sum(ring.held for ring in recent) - contest.target_share * self.capacity
             rings = recent if surplus > 0 else rings[len(recent) :] or recent
         return min((ring.newer for ring in rings), key=lambda run: run.record & TIME)

@@ -56,8 +56,10 @@ def _end_stores(llm: Any) -> list[Any]:
         is_busy = core.handles or any(transfer.is_put for transfer in core.shared.running)
         return not is_busy or not llm.llm_engine.has_unfinished_requests()
 
-    _wait_for(has_ended)
-    scheduler.max_num_scheduled_tokens = step_tokens
+    try:
+        _wait_for(has_ended)
+    finally:
+        scheduler.max_num_scheduled_tokens = step_tokens
     return outputs
 
 
@@ -152,6 +154,7 @@ def abort(llm: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]
     """Abort a request when it waits."""
     name = _add(llm, prompt, 1, params)
     while not _awaiting(llm):
+        assert llm.llm_engine.has_unfinished_requests(), "it has ended without waiting"
         llm.llm_engine.step()
     llm.llm_engine.abort_request([_name(name)])
     list(_outputs(llm))

@@ -27,6 +27,7 @@ def start(launcher: Launcher, llama: Path, tmp_path: Path) -> Start:
     """Return what starts an engine that audits every chunk, over a file tier; of each test the same one."""
     files = {"type": "fs", "root_dir": str(tmp_path / "root")}
     settings = {"cpu_bytes_to_use": "16MiB", "audit_rate": 1, "secondary_tiers": [files]}
+    settings["eviction_policy"] = "lru"  # others would keep what was used twice
     state = {"XDG_STATE_HOME": str(tmp_path)}
     return partial(launcher.start, llama, settings, environment=state, kv_transfer_config=RECOMPUTING)
 

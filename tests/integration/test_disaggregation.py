@@ -17,7 +17,7 @@ from tests.integration.shared_tiers import SharedTier, shared_tier
 
 ROLES = "tests.integration.pd_roles"
 PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
-WAIT_S = 120.0  # longer than any machine takes
+WAIT_S = 100.0  # longer than any machine takes, shorter than an engine is waited for
 STEP_TOKENS = BLOCK_TOKENS  # of the prefill engine: it computes a prompt in many steps
 
 

@@ -107,9 +107,9 @@ def test_nothing_comes_by_nixl_from_an_engine_that_was_reset_nor_from_one_with_o
         with launcher.start(other_model, settings, environment=shared.environment) as stranger:
             other.served(prompt(13))
             said_by_stranger = stranger.served(before, prompt(13))
-            log = stranger.log()
+            refusal = "another identity: model, settings or namespace differ"
+            stranger.until(lambda _: refusal in stranger.log(), "its log says why it is refused")
 
     assert served == (reference(before, after), {})
     assert (of_new == reference(after)) is not has_new_weights
     assert said_by_stranger[1] == {}
-    assert "another identity: model, settings or namespace differ" in log

@@ -121,3 +121,14 @@ def test_the_time_of_a_name_does_not_end_while_one_of_its_requests_waits_or_runs
     assert session.kept_at(69) == 3
     assert session.kept_at(70) == 0
     assert session.core.retention.is_empty
+
+
+def test_a_request_that_begins_twice_keeps_its_chunks_no_longer():
+    session = Session()
+    session.begin("same")
+    session.begin("same")
+    session.offer("same")
+    session.end("same")
+    assert session.kept_at(9) == 3
+    assert session.kept_at(10) == 0
+    assert session.core.retention.is_empty

@@ -155,6 +155,7 @@ class ClientHints:
 
     def begin(self, req_id: str, params: object) -> Hints:
         """Return the hints of a request that has arrived."""
+        self.ended(req_id)  # should an earlier request of this id not have ended yet
         hints = self._reader.read(req_id, params)
         if hints.keeps or hints.release:
             self._followed[req_id] = hints

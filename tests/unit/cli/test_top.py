@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -146,21 +149,52 @@ def test_what_cannot_be_read_is_said_and_ends_with_status_1(kvtier, tmp_path):
 
 
 def test_a_server_that_dribbles_or_never_ends_does_not_hold_up_the_others(kvtier, serve, monkeypatch):
-    monkeypatch.setattr("kvtier._cli.top._MAX_PAGE_BYTES", len(FIRST) - 1)
-    said = kvtier("top", serve(FIRST), "--once")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier._cli.top._MAX_PAGE_BYTES", len(FIRST) - 1)
+        said = kvtier("top", serve(FIRST), "--once")
     assert "cannot be read: the page has more than " in said.out
-    monkeypatch.undo()
-    times = iter(range(1000))
-    monkeypatch.setattr("kvtier._cli.top.time.monotonic", lambda: 10.0 * next(times))
-    said = kvtier("top", serve(FIRST), "--once")
-    assert "cannot be read: the page has not ended within 5 s" in said.out
+    monkeypatch.setattr("kvtier._cli.top._TIMEOUT_S", 0.2)
+    said = asked_of(dribble, kvtier)
+    assert "cannot be read: the page has not ended within 0.2 s" in said.out
+
+
+def test_a_page_that_ends_early_is_not_taken_for_a_whole_one(kvtier):
+    said = asked_of(lambda connection: connection.send(b"Content-Length: 100\r\n\r\nkvtier_x 12"), kvtier)
+    assert "cannot be read: the page has ended 89 bytes early" in said.out
+
+
+def dribble(connection: socket.socket) -> None:
+    """Send a byte at a time, until the other side has enough."""
+    with suppress(OSError):
+        connection.send(b"\r\n")
+        while True:
+            connection.send(b"#")
+            time.sleep(0.01)
+
+
+def asked_of(answer: Callable[[socket.socket], object], kvtier: Any) -> Any:
+    """Return what ``kvtier top`` says of a server that answers 200, and then as it is told."""
+
+    def serve_one(server: socket.socket) -> None:
+        with server.accept()[0] as connection:
+            connection.recv(65536)
+            connection.send(b"HTTP/1.1 200 OK\r\n")
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        serving = threading.Thread(target=serve_one, args=(server,))
+        serving.start()
+        said = kvtier("top", f"127.0.0.1:{server.getsockname()[1]}", "--once")
+        serving.join()
+    return said
 
 
 @pytest.mark.parametrize(
     "arguments", [["top", "--once"], ["doctor", "--tier", '{"type": "dummy"}', "--metrics"]]
 )
-def test_credentials_in_a_url_are_refused_and_not_shown(kvtier, arguments):
-    said = kvtier(*arguments, "http://me:hidden@localhost:1/metrics")
+@pytest.mark.parametrize("source", ["http://me:hidden@localhost:1/metrics", "me:hidden@localhost:1"])
+def test_credentials_in_a_url_are_refused_and_not_shown(kvtier, arguments, source):
+    said = kvtier(*arguments, source)
     assert said.status != 0
     assert "credentials in a URL are not supported" in " ".join(
         (said.out + said.err).replace("│", " ").split()

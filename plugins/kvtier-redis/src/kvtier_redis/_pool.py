@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 import redis
@@ -15,27 +18,74 @@ from kvtier.tiers import wait_for_end
 from kvtier_redis._protocol import RespSocket
 
 T = TypeVar("T")
+_Jobs: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 
 
 class WorkerThreads:
-    """The worker threads of a tier, as many as calls run. The event loop's limit may be reached by others."""
+    """The worker threads of a tier, as many as calls have run at once.
+
+    Since Python 3.12 a ``ThreadPoolExecutor`` loses count of its idle threads and starts others, up to its
+    bound.
+    """
 
     def __init__(self) -> None:
-        self._no_limit = anyio.CapacityLimiter(math.inf)
-        self._running: set[asyncio.Task[Any]] = set()
+        self._idle: deque[_Jobs] = deque()
+        self._running: set[Future[Any]] = set()
+        self._is_closed = False
 
     def start(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Start a blocking call. Cancelling the future does not stop the thread."""
-        thread = anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._no_limit)
-        task: asyncio.Task[T] = asyncio.ensure_future(thread)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return asyncio.shield(task)
+        """Start a blocking call. Cancelling the future does not stop the thread.
+
+        Raises:
+            RuntimeError: after ``close``, or where the system has no more threads.
+        """
+        if self._is_closed:
+            raise RuntimeError("the worker threads of this tier have ended")
+        jobs = self._idle.pop() if self._idle else self._new_thread()
+        future: Future[T] = Future()
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        jobs.put((future, call))
+        return asyncio.wrap_future(future)
 
     async def close(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for calls that nobody awaits any more."""
-        if self._running:
-            await asyncio.wait(self._running, timeout=timeout_s)
+        """Wait up to ``timeout_s`` for calls that nobody awaits any more, and end the idle threads."""
+        self._is_closed = True
+        self._end_idle()
+        running = [asyncio.wrap_future(future) for future in self._running.copy()]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), timeout_s)
+
+    def _new_thread(self) -> _Jobs:
+        jobs: _Jobs = SimpleQueue()
+        threading.Thread(target=self._work, args=(jobs,), name="kvtier-redis", daemon=True).start()
+        return jobs
+
+    def _end_idle(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().put(None)
+
+    def _work(self, jobs: _Jobs) -> None:
+        while (job := jobs.get()) is not None:
+            self._run(jobs, *job)
+            del job  # what it holds may be large
+            if self._is_closed:
+                self._end_idle()
+
+    def _run(self, jobs: _Jobs, future: Future[Any], call: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            self._idle.append(jobs)
+            return
+        try:
+            result = call()
+        except BaseException as error:
+            self._idle.append(jobs)  # first: whoever gets the answer may want a thread again
+            future.set_exception(error)
+            del future  # the error knows this frame: they would keep each other
+        else:
+            self._idle.append(jobs)
+            future.set_result(result)
 
 
 class Connections:

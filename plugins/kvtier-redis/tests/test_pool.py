@@ -1,0 +1,68 @@
+"""The worker threads: as many as calls run at once, and none after closing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvtier_redis._pool import WorkerThreads
+
+
+def thread() -> threading.Thread:
+    return threading.current_thread()
+
+
+async def test_calls_one_after_the_other_share_a_thread() -> None:
+    threads = WorkerThreads()
+    assert len({await threads.start(thread) for _ in range(500)}) == 1
+    await threads.close(1)
+
+
+async def test_calls_at_once_have_a_thread_each_and_closing_ends_them() -> None:
+    threads, all_there = WorkerThreads(), threading.Barrier(3)
+
+    def meet() -> threading.Thread:
+        all_there.wait(30)
+        return thread()
+
+    used: list[threading.Thread] = []
+    for _ in range(3):
+        used = await asyncio.gather(*(threads.start(meet) for _ in range(3)))
+        assert len(set(used)) == 3
+    await threads.close(1)
+    for one in used:
+        one.join(30)
+        assert not one.is_alive()
+    with pytest.raises(RuntimeError, match="have ended"):
+        threads.start(thread)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_call_that_nobody_awaits_any_more_is_waited_for_and_its_failure_is_no_news(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = WorkerThreads()
+    begun, go_on, ended = (threading.Event() for _ in range(3))
+
+    def call() -> None:
+        begun.set()
+        try:
+            go_on.wait(30)
+            if fails:
+                raise ConnectionError("AUTH hidden refused")
+        finally:
+            ended.set()
+
+    running = threads.start(call)
+    while not begun.is_set():  # noqa: ASYNC110 - a thread tells
+        await asyncio.sleep(0.001)
+    running.cancel()
+    closing = asyncio.ensure_future(threads.close(30))
+    await asyncio.sleep(0)
+    assert not closing.done()
+    go_on.set()
+    await closing
+    assert ended.is_set()
+    assert not caplog.records
