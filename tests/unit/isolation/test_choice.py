@@ -16,7 +16,7 @@ import torch
 
 from kvtier import KVCaches, PageRef, TieringConfig, open_manager
 from kvtier._build import make_tiers, start_executor
-from kvtier._core.messages import Event, Get, GetEnded, Put, PutEnded
+from kvtier._core.messages import Event, Get, GetEnded, Put, PutEnded, TierUp
 from kvtier._execution.executor import ExecutorThread, NamedTier
 from kvtier._isolation import link as links
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
@@ -176,12 +176,9 @@ def test_a_slow_start_is_not_waited_for(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_slow")
     it: Harness = launch(make_tier("dummy", deadline_s=600), start_wait_s=0.05)
-    put = it.put([1])
-    assert not it.ends_of(put)
-    (tmp_path / "go").touch()
-    end = it.end_of(put)
-    assert isinstance(end, PutEnded)
-    assert list(end.kept) == [True]
+    (tmp_path / "go").touch()  # never, had that waited
+    it.until(lambda: TierUp(0, 0) in it.received, "the tier")
+    it.hold([1])
     assert it.endings == []
 
 
