@@ -198,7 +198,8 @@ def replay(
     """
     measure = _lazy("replay.run")
     scale = measure.Scale(speed, tokens_per_chunk, seed)
-    figures.report(measure.run(trace, scale, requests, url, config or (), root, model.value), as_json)
+    records = measure.run(trace, scale, requests, url, config or (), root, model.value)
+    measure.report(records, as_json)
 
 
 @bench.command()
