@@ -35,6 +35,7 @@ class Request(Stateful):
         not_arrived: keys that it has waited for until its time was over.
         located: keys that a tier has, and which.
         locates: whether it only asks where chunks are: nothing is promoted for it.
+        is_prefetch: whether no client waits for it: it makes way for all others.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
         wait: its wait for chunks that no tier has yet; None where that is a miss at once.
@@ -58,6 +59,7 @@ class Request(Stateful):
     not_arrived: set[OffloadKey] = field(default_factory=set)
     located: dict[OffloadKey, int] = field(default_factory=dict)
     locates: bool = False
+    is_prefetch: bool = False
     answers_stand: bool = False
     wait: Wait | None = None
     record: LookupRecord | None = None

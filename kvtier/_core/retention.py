@@ -6,14 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import Final
 
 from kvtier._core.chunks import Chunk
 from kvtier._core.shared import SharedState
 from kvtier._core.states import ChunkState
 from kvtier.keys import OffloadKey
 
-_MOST_PER_SLOT = 16  # chunks of names, for each slot
-_SPARE_ENTRIES = 64
+MOST_PER_SLOT: Final = 16
+"""Keys that all names together may have, for each slot."""
+
+SPARE_ENTRIES: Final = 64
+"""Entries that a heap may have beside those that count."""
 
 
 @dataclass(slots=True)
@@ -47,10 +51,17 @@ class Retention:
         """Whether nothing is kept, or remembered."""
         return not (self._kept or self._holders or self._waiting or self.pinned or self._size)
 
+    @property
+    def room(self) -> int:
+        """How many chunks more may be kept."""
+        shared = self._shared
+        budget = int(len(shared.table.all) * shared.limits.pin_budget)
+        return max(0, budget - len(self.pinned) - len(self._waiting))
+
     def keep(self, name: str, keys: Iterable[OffloadKey]) -> None:
         """Keep chunks that are there or being stored, until ``expire`` or ``release`` of this name."""
         kept = self._kept.get(name) or _Kept()
-        most = _MOST_PER_SLOT * len(self._shared.table.all)
+        most = MOST_PER_SLOT * len(self._shared.table.all)
         for key in keys:
             if key in kept.keys:
                 continue
@@ -70,7 +81,7 @@ class Retention:
         if (kept := self._kept.get(name)) is not None:
             kept.until_s = until_s
             heappush(self._ends, (until_s, name))
-            if len(self._ends) > 2 * len(self._kept) + _SPARE_ENTRIES:
+            if len(self._ends) > 2 * len(self._kept) + SPARE_ENTRIES:
                 self._ends = [(kept.until_s, name) for name, kept in self._kept.items()]
                 heapify(self._ends)
 

@@ -19,6 +19,7 @@ from kvtier._core import messages
 from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import Chunk, ChunkTable
 from kvtier._core.kv_events import KVEvent
+from kvtier._core.prefetch import Prefetches
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.retention import Retention
@@ -70,6 +71,9 @@ class Tiering:
         self.holds = self.promotions.holds
         self.cascades = Cascades(self.shared)
         self.retention = Retention(self.shared)
+        self.prefetches = Prefetches(
+            self.shared, self.holds, self.retention, windowed_groups, self.lookup, self.close
+        )
         self.epoch = 0
         self.handles: set[Handle] = set()
         self._tiers = self.shared.tiers
@@ -130,13 +134,15 @@ class Tiering:
         return _PENDING if chunk is not None or key in request.located else _RETRY
 
     def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
-        self._counts["miss", reason] += 1
+        if not request.is_prefetch:
+            self._counts["miss", reason] += 1
         if request.record is not None:
             request.record.missed(self._round, key, reason)
         return _MISS
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
+        self.prefetches.ask(now_s)
         asked, self._asked = self._asked, []
         self.shared.gate.begin_round()
         self._round = object()
@@ -453,6 +459,7 @@ class Tiering:
         self._round = object()
         for request in self.holds.awaiting:  # what others store from now on is not for this engine
             self._end_wait(request)
+        self.prefetches.clear()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
         self.shared.kv_events.removed(ready)

@@ -77,6 +77,10 @@ COUNTERS: Mapping[str, Metric] = {
         ("reason",),
         reasons.KEEP_REFUSED,
     ),
+    "prefetched": Metric(
+        "kvtier_prefetched_chunks",
+        "Chunks promoted because a client had announced their next use.",
+    ),
     "put": Metric("kvtier_put_chunks", "Chunks put into a tier.", ("tier",)),
     "put_seconds": Metric(
         "vllm:kv_offload_tiering_write_time", "Seconds spent in puts, summed over concurrent ones.", ("tier",)

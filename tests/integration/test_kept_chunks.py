@@ -52,3 +52,22 @@ def test_a_session_is_kept_until_it_is_released_or_its_time_is_over(
         engine.reset()
         assert _kept(engine) == 0
         assert engine.served(SESSION) == ([right], {})
+
+
+def test_a_session_is_back_in_host_memory_when_its_client_comes_back(
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
+) -> None:
+    (right,) = reference(SESSION)
+    settings = {**SETTINGS, "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+    with launcher.start(llama, settings, num_gpu_blocks_override=24, max_model_len=640) as engine:
+        engine.generate(SESSION, **_hints(next_use_s=4))
+        engine.generate(*OTHERS)
+        engine.until(
+            lambda it: it.value("kvtier_prefetched_chunks") == PROMPT_CHUNKS, "it was evicted, and is back"
+        )
+        fetched = engine.settled().value("kvtier_fetched_chunks")
+        assert fetched == PROMPT_CHUNKS
+        answers, loaded = engine.served(SESSION)
+        assert answers == [right]
+        assert sum(loaded.values()) == PROMPT_CHUNKS
+        assert engine.settled().value("kvtier_fetched_chunks") == fetched, "nothing had to be fetched for it"

@@ -400,6 +400,15 @@ class CoreMachine(RuleBasedStateMachine):
     def release_kept(self, name: str) -> None:
         self.core.retention.release(name)
 
+    @rule(name=st.sampled_from("ab"), prompt=prompts, length=lengths, from_s=st.sampled_from([0.0, 0.5, 4.0]))
+    def announce(self, name: str, prompt: list[OffloadKey], length: int, from_s: float) -> None:
+        """A client says when it needs chunks again."""
+        self.core.prefetches.announce(name, prompt[:length], self.now_s + from_s, self.now_s + from_s + 4.0)
+
+    @rule(name=st.sampled_from("ab"))
+    def cancel_announced(self, name: str) -> None:
+        self.core.prefetches.cancel(name)
+
     @rule(place=st.sampled_from([0, 3, 20]), chunk_s=st.sampled_from([0.0001, 0.01, 10.0]))
     def compute(self, place: int, chunk_s: float) -> None:
         self.core.note_computed(place, 1, chunk_s)
@@ -643,6 +652,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.close(0)
         for name in "ab":
             self.core.retention.release(name)
+            self.core.prefetches.cancel(name)
         self.settle(0.0)
         while self.jobs:
             job = self.jobs[0]
@@ -655,6 +665,7 @@ class CoreMachine(RuleBasedStateMachine):
         invariants.check(self.core)
         assert self.core.is_idle
         assert self.core.retention.is_empty
+        assert self.core.prefetches.is_empty
         assert self.core.next_deadline_s() is None
         assert not self.core.holds.promoting
         assert sum(chunk.pins for chunk in table.all) == 0

@@ -48,7 +48,7 @@ def test_all_hints_together(reader: HintReader):
         ({"pin": ""}, "pin must be a name of 1 to 128 characters"),
         ({"pin": "x" * 5000}, "pin must be a name"),
         ({"release": 7}, "release must be a name"),
-        ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release, wait_s"),
+        ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release, wait_s, next_use_s"),
         ({"wait_s": -1}, "wait_s must be a number of seconds above 0"),
         ({"wait_s": float("inf")}, "wait_s must be a number of seconds above 0"),
     ],
@@ -87,7 +87,7 @@ class Session:
     def __init__(self) -> None:
         self.core = world.make(16, 0)
         self.now_s = 0.0
-        self._hints = ClientHints(self.core.retention, lambda: self.now_s)
+        self._hints = ClientHints(self.core.retention, self.core.prefetches, lambda: self.now_s)
         world.store(self.core, keys("a", 3))
 
     def begin(self, req_id: str) -> None:

@@ -45,8 +45,8 @@ class Holds:
 
     @property
     def first(self) -> Request | None:
-        """The request that is first in line; one that only locates takes no turn."""
-        return next((it for it in self.pending if not it.locates), None)
+        """The request that is first in line; one that only locates, or prefetches, takes no turn."""
+        return next((it for it in self.pending if not (it.locates or it.is_prefetch)), None)
 
     def enter(self, request: Request) -> None:
         """Put a request in line, unless it is there, or awaits chunks."""
@@ -124,6 +124,7 @@ class Holds:
         """
         table, promoting = self._shared.table, self.promoting
         behind = [*self.awaiting, *(other for other in reversed(self.pending) if other is not first)]
+        behind.sort(key=lambda other: not other.is_prefetch)
         if count > self.room:
             held = dict.fromkeys(chunk for other in behind for chunk in other.held)
             spare = [chunk for chunk in held if chunk in promoting and chunk not in first.held]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier._core.promotion.gets import Gets
 from kvtier._core.promotion.holds import Holds
-from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, locating, of_use
+from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, locating, of_use, served
 from kvtier._core.shared import Keys, SharedState
 from kvtier._core.transfers import SlotUse
 from kvtier.keys import OffloadKey
@@ -112,11 +112,11 @@ class TierOrder:
             keys: what the tier is to give, ``wanted`` or a part of it.
             wanted: all that the waiters may get with them, however few slots there are.
             gets: how many gets that takes, one after the other.
-            waiters: the requests. Those that only locate are not decided about.
+            waiters: the requests. Those that only locate, or prefetch, are not decided about.
             now_s: the time.
             may_wait: whether "wait" may be returned: that is to be decided in the next round.
         """
-        gate, waiters = self._shared.gate, loading(waiters)
+        gate, waiters = self._shared.gate, served(waiters)
         if not gate.is_active or self._windowed or not waiters:
             return None
         request = next(iter(waiters))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from kvtier._core.prefetch import Prefetches
 from kvtier._core.retention import Retention
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
@@ -24,6 +25,7 @@ the parameters of a prefill engine's response to a decode engine."""
 
 _LONGEST_TTL_S = 86_400
 _LONGEST_NAME = 128
+_LEAD_S = 10.0  # from the start of a prefetch to the announced use; half the time, if that is less
 _WARN_EVERY_S = 30.0
 _SHOWN = 80
 _SHOWN_BELOW = 10**12
@@ -39,6 +41,7 @@ class Hints:
         pin: a name under which they are kept until it is released, or its last request has ended so long ago.
         release: a name whose chunks need not be kept any more once the request has ended.
         wait_s: seconds to wait for chunks that no tier has yet: another engine computes them.
+        next_use_s: seconds from its end until its chunks are needed again; 0 where nobody knows.
     """
 
     explain: bool = False
@@ -46,11 +49,17 @@ class Hints:
     pin: str = ""
     release: str = ""
     wait_s: float = 0.0
+    next_use_s: float = 0.0
 
     @property
     def keeps(self) -> bool:
-        """Whether chunks are to be kept."""
+        """Whether chunks are to be kept from now on."""
         return bool(self.pin or self.ttl_s)
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether all chunks of the request count, those too that it does not compute."""
+        return self.keeps or bool(self.next_use_s)
 
     @property
     def kept_s(self) -> float:
@@ -87,6 +96,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "pin": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
     "release": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
     "wait_s": (_is_time, _A_TIME),
+    "next_use_s": (_is_time, _A_TIME),
 }
 
 
@@ -139,36 +149,47 @@ class HintReader:
 
 
 class ClientHints:
-    """Follows the hints of requests that have not ended, and keeps their chunks.
+    """Follows the hints of requests that have not ended; keeps their chunks, and announces their next use.
 
     Args:
         retention: what keeps them.
+        prefetches: what brings them back.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, retention: Retention, clock: Callable[[], float]) -> None:
+    def __init__(self, retention: Retention, prefetches: Prefetches, clock: Callable[[], float]) -> None:
         self._retention = retention
+        self._prefetches = prefetches
         self._clock = clock
         self._reader = HintReader(clock)
         self._followed: dict[str, Hints] = {}
+        self._used: dict[str, dict[OffloadKey, None]] = {}  # chunks of those that are needed again
         self._followed_names: Counter[str] = Counter()  # how many of them keep chunks under each name
 
     def begin(self, req_id: str, params: object) -> Hints:
         """Return the hints of a request that has arrived."""
         self.ended(req_id)  # should an earlier request of this id not have ended yet
         hints = self._reader.read(req_id, params)
-        if hints.keeps or hints.release:
+        if hints.needs_all or hints.release:
             self._followed[req_id] = hints
+        if hints.next_use_s:
+            self._used[req_id] = {}
         if hints.keeps:
             name = hints.name(req_id)
             self._followed_names[name] += 1
             self._retention.expire(name, inf)  # its time counts from the end of its last request
+        if hints.pin:
+            self._prefetches.cancel(f"pin {hints.pin}")  # it is back
         return hints
 
     def keep(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
-        """Keep chunks of a request, if its client wants that."""
-        if (hints := self._followed.get(req_id)) is not None and hints.keeps:
-            self._retention.keep(hints.name(req_id), keys)
+        """Keep or note chunks of a request, if its client wants that."""
+        if (hints := self._followed.get(req_id)) is not None and hints.needs_all:
+            keys = list(keys)
+            if hints.keeps:
+                self._retention.keep(hints.name(req_id), keys)
+            if hints.next_use_s:
+                self._used[req_id].update(dict.fromkeys(keys))
 
     def ended(self, req_id: str) -> None:
         """Note that a request has ended: from now on its time counts, and what it releases is released."""
@@ -181,4 +202,11 @@ class ClientHints:
                 del self._followed_names[name]
                 self._retention.expire(name, self._clock() + hints.kept_s)
         if hints.release:
-            self._retention.release(Hints(pin=hints.release).name(req_id))
+            name = Hints(pin=hints.release).name(req_id)
+            self._retention.release(name)
+            self._prefetches.cancel(name)
+        if hints.next_use_s:
+            now_s, after_s = self._clock(), hints.next_use_s
+            from_s = now_s + max(after_s / 2, after_s - _LEAD_S)
+            used = list(self._used.pop(req_id))
+            self._prefetches.announce(hints.name(req_id), used, from_s, now_s + 2 * after_s)

@@ -127,7 +127,7 @@ class KVTierManager(OffloadingManager):
         self._events = executor.events
         self._explainer = explainer or Explainer(self._published.names, clock=clock)
         self._explainer.traces = self._driver.traces
-        self._hints = ClientHints(core.retention, clock)
+        self._hints = ClientHints(core.retention, core.prefetches, clock)
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
         self._failed_loads: set[str] = set()  # requests in ``_loads``
@@ -149,7 +149,7 @@ class KVTierManager(OffloadingManager):
         if hints.explain or self._explainer.is_on:
             self._explainer.begin(req_context, request, is_asked=hints.explain)
         is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
-        return _OF_ALL_CHUNKS if hints.keeps or is_selective or is_prefill(params) else _OF_NEW_CHUNKS
+        return _OF_ALL_CHUNKS if hints.needs_all or is_selective or is_prefill(params) else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be under way."""

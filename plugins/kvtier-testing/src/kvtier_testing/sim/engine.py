@@ -80,6 +80,7 @@ class Job:
         is_scanned: whether it was looked up in this step.
         was_deferred: whether its last lookup has deferred it.
         keeps_s: how long its chunks are to be kept after its end; 0 where they need not be.
+        next_use_s: when they are needed again after its end; 0 where nobody says.
         patience_s: how long it may be deferred.
     """
 
@@ -92,6 +93,7 @@ class Job:
     is_scanned: bool = False
     was_deferred: bool = False
     keeps_s: float = 0.0
+    next_use_s: float = 0.0
     patience_s: float = 0.0
 
     @property
@@ -179,7 +181,7 @@ class EngineProcess(Process):
 
     @property
     def _keeps_any(self) -> bool:
-        return bool(self.core.retention.pinned)
+        return not (self.core.retention.is_empty and self.core.prefetches.is_empty)
 
     @property
     def _is_idle(self) -> bool:
@@ -234,6 +236,7 @@ class EngineProcess(Process):
             tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
         job = Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))])
         job.keeps_s = chance.choice((0.0, 0.0, 0.1, 1.0))
+        job.next_use_s = self._patience.choice((0.0, 0.1, 0.3, 2.0))
         wait_s = self._patience.choice(self._scenario.waits_s)
         job.request.wait = Wait(wait_s) if wait_s else None
         job.patience_s = wait_s + self._scenario.limits.request_deadline_s
@@ -417,7 +420,10 @@ class EngineProcess(Process):
         job.state = JobState.ENDED
         self._jobs.remove(job)
         self.core.close(job.request)
-        self.core.retention.expire(job.name, self._world.now_s + job.keeps_s)
+        now_s, next_use_s = self._world.now_s, job.next_use_s
+        self.core.retention.expire(job.name, now_s + job.keeps_s)
+        if next_use_s:
+            self.core.prefetches.announce(job.name, job.keys, now_s + next_use_s / 2, now_s + 2 * next_use_s)
 
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:

@@ -130,7 +130,7 @@ def _limits(chance: Random) -> Limits:
         promotion_budget=chance.choice((0.1, 0.25, 1.0)),
         promotion_reserve=chance.choice((0.0, 1 / 8, 0.5)),
         put_backlog=chance.choice((0.25, 0.5, 1.0)),
-        pin_budget=chance.choice((0.0, 0.25, 0.25, 0.9)),
+        pin_budget=chance.choice((0.0, 0.25, 0.5, 0.9)),
         store_threshold=chance.choice((0, 0, 0, 0, 0, 0, 2)),
         max_tracker_size=chance.choice((4, 100)),
         max_announced=chance.choice((3, 1000)),

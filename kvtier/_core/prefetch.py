@@ -1,0 +1,171 @@
+"""Brings chunks back to the primary tier for prompts that clients have announced, before these come again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+from kvtier._core.promotion.holds import Holds
+from kvtier._core.requests import Request
+from kvtier._core.retention import MOST_PER_SLOT, SPARE_ENTRIES, Retention
+from kvtier._core.shared import SharedState
+from kvtier._core.states import Lookup
+from kvtier.keys import OffloadKey, group_index
+
+_AT_ONCE: Final = 32
+"""Chunks that are looked up in a round: what a step of the engine does for them is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """Chunks that are needed again: promoted from ``from_s`` on, then kept until ``until_s``."""
+
+    keys: Sequence[OffloadKey]
+    from_s: float
+    until_s: float
+
+
+class Prefetches:
+    """Looks up announced chunks as an engine would, a few in each round, and keeps what it finds.
+
+    It begins when no request waits, takes at most half of the promotion budget, and whoever waits gets the
+    slots that it holds.
+
+    Args:
+        lookup, close: those of ``Tiering``.
+    """
+
+    def __init__(
+        self,
+        shared: SharedState,
+        holds: Holds,
+        retention: Retention,
+        windowed_groups: frozenset[int],
+        lookup: Callable[[OffloadKey, Request], Lookup],
+        close: Callable[[Request], None],
+    ) -> None:
+        self._shared = shared
+        self._holds = holds
+        self._retention = retention
+        self._windowed = windowed_groups
+        self._lookup = lookup
+        self._close = close
+        self._announced: dict[str, _Announced] = {}
+        self._begins: list[tuple[float, str]] = []  # a heap; an entry counts if its name begins then
+        self._size = 0  # keys of all names together
+        self._name = ""  # of what is looked up now
+        self._left: list[OffloadKey] = []  # of it, last one first
+        self._request: Request | None = None
+        self._asked: list[OffloadKey] = []  # for this request
+        self._promoted: set[OffloadKey] = set()  # those of them that were not there
+        self._until_s = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is announced, or looked up."""
+        return not (self._announced or self._left or self._request or self._size)
+
+    def announce(self, name: str, keys: Sequence[OffloadKey], from_s: float, until_s: float) -> None:
+        """Look for ``keys``, those of a prompt in its order, from ``from_s`` on; keep them until ``until_s``.
+
+        It takes the place of what was announced under this name before.
+        """
+        self.cancel(name)
+        if not keys:
+            return
+        if self._size + len(keys) > MOST_PER_SLOT * len(self._shared.table.all):
+            self._shared.counts["keep_refused", "names"] += len(keys)
+            return
+        self._size += len(keys)
+        self._announced[name] = _Announced(keys, from_s, until_s)
+        heappush(self._begins, (from_s, name))
+        if len(self._begins) > 2 * len(self._announced) + SPARE_ENTRIES:
+            self._begins = [(it.from_s, name) for name, it in self._announced.items()]
+            heapify(self._begins)
+
+    def cancel(self, name: str) -> None:
+        """Forget what was announced under a name, and keep none of it because of that."""
+        if (announced := self._announced.pop(name, None)) is not None:
+            self._size -= len(announced.keys)
+        if name == self._name:
+            self._stop()
+        self._retention.release(_kept_as(name))
+
+    def ask(self, now_s: float) -> None:
+        """Ask for chunks in the round that is about to end, if any are due."""
+        if self._request is None and not self._begin(now_s):
+            return
+        assert self._request is not None
+        hits: list[OffloadKey] = []
+        ended: set[int] = set()  # groups without a chunk that those behind it need
+        waits = False
+        for key in self._asked:
+            if (group := group_index(key)) in ended:
+                continue
+            answer = self._lookup(key, self._request)
+            if answer is Lookup.HIT:
+                hits.append(key)
+            elif answer is not Lookup.MISS:
+                self._promoted.add(key)
+                waits = True
+            elif group not in self._windowed:
+                ended.add(group)
+        if not waits:
+            self._end(hits, ended)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._stop()
+        self._announced.clear()
+        self._begins.clear()
+        self._size = 0
+
+    def _begin(self, now_s: float) -> bool:
+        """Begin to ask for the next chunks; return whether there are any, and nobody waits."""
+        if self._holds.first is not None:
+            return False
+        while not self._left and self._begins and self._begins[0][0] <= now_s:
+            from_s, name = heappop(self._begins)
+            due = self._announced.get(name)
+            if due is None or due.from_s != from_s:
+                continue
+            del self._announced[name]
+            self._size -= len(due.keys)
+            if due.until_s > now_s:
+                self._name, self._left, self._until_s = name, [*reversed(due.keys)], due.until_s
+        if not self._left:
+            return False
+        most = max(1, min(_AT_ONCE, self._holds.budget // 2))
+        count = min(len(self._left), most, self._retention.room)
+        self._asked = [self._left.pop() for _ in range(count)]
+        if not self._asked:
+            self._shared.counts["keep_refused", "budget"] += len(self._left)
+            self._left.clear()
+            return False
+        self._request = Request(f"prefetch for {self._name}", is_prefetch=True)
+        return True
+
+    def _end(self, hits: list[OffloadKey], ended: set[int]) -> None:
+        self._shared.counts["prefetched",] += sum(key in self._promoted for key in hits)
+        self._retention.keep(_kept_as(self._name), hits)
+        self._retention.expire(_kept_as(self._name), self._until_s)
+        self._left = [key for key in self._left if group_index(key) not in ended]
+        self._end_request()
+
+    def _stop(self) -> None:
+        self._left.clear()
+        self._end_request()
+
+    def _end_request(self) -> None:
+        if self._request is not None:
+            self._close(self._request)
+        self._request = None
+        self._asked = []
+        self._promoted.clear()
+
+
+def _kept_as(name: str) -> str:
+    """Return the name under which prefetched chunks are kept, beside what is kept under the other one."""
+    return f"next use of {name}"

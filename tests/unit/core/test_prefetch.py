@@ -1,0 +1,182 @@
+"""Announced chunks are in the primary tier when they are needed again, at nobody's expense."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier._core.messages import Get
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from tests.unit.core import world
+from tests.unit.core.world import COPIED, HIT, MISSING, answer, answered, fetches, keys, step
+
+PROMPT = keys("a", 6)
+
+
+def evicted_core(pin_budget: float = 0.5) -> Tiering:
+    """Return a core full of other chunks, whose tier has the prompt, too."""
+    core = world.make(slots=16, budget=1.0, pin_budget=pin_budget)
+    world.store(core, PROMPT)
+    for index in range(4):
+        world.store(core, keys(f"other{index}/", 4))
+    world.taken(core)
+    return core
+
+
+def due(core: Tiering, now_s: float = 10.0) -> list[Get]:
+    core.settle(now_s)
+    return fetches(core)
+
+
+def run(core: Tiering, now_s: float = 10.0) -> int:
+    """Settle until nothing is fetched and nothing is looked up any more; return how many gets it took."""
+    gets, count, rounds = due(core, now_s), 0, 0
+    while gets or not core.prefetches.is_empty:
+        count, rounds = count + len(gets), rounds + 1
+        assert rounds < 100, "it comes to an end"
+        gets = [more for get in gets for more in answer(core, get, answered(get).answers, now_s)]
+        gets += due(core, now_s)
+    return count
+
+
+def test_chunks_are_promoted_when_their_time_comes_and_kept_until_it_is_over():
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=10.0, until_s=30.0)
+    assert due(core, 9.0) == []
+    assert run(core) > 0
+    assert world.there(core, PROMPT) == PROMPT
+    assert core.take_counts()["prefetched",] == 6
+    for index in range(4):
+        world.store(core, keys(f"more{index}/", 2))
+    core.settle(29.0)
+    assert world.there(core, PROMPT) == PROMPT
+    core.settle(30.0)
+    assert core.retention.is_empty
+    assert core.prefetches.is_empty
+
+
+def test_what_is_there_already_is_only_kept():
+    core = world.make(slots=16, budget=1.0, pin_budget=0.5)
+    world.store(core, PROMPT)
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    assert due(core) == []
+    assert set(core.retention.pinned) == set(PROMPT)
+    assert core.take_counts()["prefetched",] == 0
+
+
+def test_behind_a_chunk_that_no_tier_has_nothing_is_promoted():
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    (get,) = due(core)
+    answer(core, get, [MISSING] * len(get.keys))
+    assert run(core) == 0
+    assert core.prefetches.is_empty
+    assert not any(count[0] == "miss" for count in core.take_counts()), "no request has missed anything"
+
+
+def test_no_more_is_promoted_than_may_be_kept():
+    core = evicted_core(pin_budget=0.25)
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    run(core)
+    assert set(core.retention.pinned) == set(PROMPT[:4]), "a quarter of 16 slots"
+    counts = core.take_counts()
+    assert counts["prefetched",] == 4
+    assert counts["keep_refused", "budget"] == 2
+
+
+def test_it_begins_when_no_request_waits():
+    core = evicted_core()
+    client, wanted = Request("client"), keys("tier", 4)
+    (get,) = step(core, client, wanted)
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    assert due(core, 1.0) == []
+    answer(core, get, answered(get).answers)
+    core.close(client)
+    assert due(core, 1.0) != []
+
+
+def test_a_request_that_comes_meanwhile_gets_the_slots_that_the_prefetch_holds():
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    (get,) = due(core, 1.0)
+    gets = answer(core, get, [world.LOCATED] * len(get.keys), 1.0)
+    client, wanted = Request("client"), keys("tier", 16)
+    gets += step(core, client, wanted, 1.0)
+    for _ in range(20):  # far more rounds than it takes
+        gets = [more for get in gets for more in answer(core, get, answered(get).answers, 1.0)]
+        gets += step(core, client, wanted, 1.0)
+    assert world.ask(core, client, wanted) == [HIT] * 16, "all of the budget is its own"
+    core.release(core.acquire(wanted, client))
+
+
+def test_a_request_for_the_same_chunks_shares_the_get():
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    (get,) = due(core, 1.0)
+    client = Request("client")
+    assert step(core, client, PROMPT, 1.0) == []
+    gets = [get]
+    while gets:
+        gets = [more for get in gets for more in answer(core, get, answered(get).answers, 1.0)]
+        gets += step(core, client, PROMPT, 1.0)
+    assert world.ask(core, client, PROMPT) == [HIT] * 6
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+@pytest.mark.parametrize("how", ["cancel", "reset"])
+def test_nothing_is_left_of_what_is_cancelled_or_reset(when: str, how: str):
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    gets = due(core, 1.0) if when == "during" else []
+    if when == "after":
+        run(core, 1.0)
+    if how == "reset":
+        core.reset()
+    else:
+        core.prefetches.cancel("agent")
+    world.taken(core)
+    for get in gets:
+        answer(core, get, [COPIED] * len(get.slots) + [MISSING] * (len(get.keys) - len(get.slots)), 1.0)
+    assert run(core, 2.0) == 0
+    assert core.prefetches.is_empty
+    assert core.retention.is_empty
+    assert not core.holds.pending
+
+
+def test_a_later_announcement_under_the_same_name_replaces_the_earlier_one():
+    core = evicted_core()
+    core.prefetches.announce("agent", keys("b", 3), from_s=1.0, until_s=30.0)
+    core.prefetches.announce("agent", PROMPT, from_s=5.0, until_s=30.0)
+    assert due(core, 1.0) == []
+    (get,) = due(core, 5.0)
+    assert list(get.keys) == PROMPT
+
+
+def test_announcements_are_bounded_by_the_slots():
+    core = world.make(slots=16)
+    for index in range(100):
+        core.prefetches.announce(f"agent{index}", keys(f"p{index}/", 4), from_s=9.0, until_s=30.0)
+    assert core.take_counts()["keep_refused", "names"] == 100 * 4 - 16 * 16
+
+
+def test_what_would_come_too_late_is_forgotten():
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    assert due(core, 30.0) == []
+    assert core.prefetches.is_empty
+
+
+def test_a_long_prompt_is_looked_up_in_pieces():
+    core = world.make(slots=256, pin_budget=0.5)
+    prompt = keys("long", 100)
+    world.store(core, prompt)
+    for index in range(64):
+        world.store(core, keys(f"other{index}/", 4))
+    world.taken(core)
+    core.prefetches.announce("agent", prompt, from_s=1.0, until_s=30.0)
+    (get,) = due(core, 1.0)
+    assert len(get.keys) == 32
+    for more in answer(core, get, answered(get).answers, 1.0):
+        answer(core, more, answered(more).answers, 1.0)
+    run(core, 1.0)
+    assert world.there(core, prompt) == prompt
