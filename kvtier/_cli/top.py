@@ -8,8 +8,10 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Final
@@ -25,6 +27,7 @@ from kvtier._cli import report
 from kvtier._cli.report import Bytes, JsonFlag
 
 _TIMEOUT_S: Final = 5.0
+_READERS: Final = 64
 _PIECE_BYTES: Final = 2**16
 _MAX_PAGE_BYTES: Final = 2**26
 _LARGEST: Final = 2.0**63
@@ -164,10 +167,10 @@ def command(
     Example: kvtier top localhost:8000 localhost:8001
     """
     earlier: dict[str, Snapshot] = {}
-    views = [_view(source, earlier) for source in sources]
+    views = _views(sources, earlier)
     if once and earlier and any(map(_is_url, sources)):
         time.sleep(interval)
-        views = [_view(source, earlier) for source in sources]
+        views = _views(sources, earlier)
     if once or not any(map(_is_url, sources)):
         _print(views, as_json)
         raise typer.Exit(report.PROBLEMS if any(view.error for view in views) else report.OK)
@@ -187,11 +190,11 @@ def _watch(
         while True:
             _print(views, as_json)
             time.sleep(interval)
-            views = [_view(source, earlier) for source in sources]
+            views = _views(sources, earlier)
     with Live(_shown(views), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
-            live.update(_shown([_view(source, earlier) for source in sources]), refresh=True)
+            live.update(_shown(_views(sources, earlier)), refresh=True)
 
 
 def _print(views: Sequence[EngineView], as_json: bool) -> None:
@@ -222,6 +225,12 @@ def returns(source: str) -> list[Return]:
         for tier in view.tiers
         if tier.read_per_written is not None
     ]
+
+
+def _views(sources: Sequence[str], earlier: dict[str, Snapshot]) -> list[EngineView]:
+    """Return the views of all engines, asked at once: one that hangs does not delay the others."""
+    with ThreadPoolExecutor(min(len(sources), _READERS)) as readers:
+        return list(readers.map(partial(_view, earlier=earlier), sources))
 
 
 def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:

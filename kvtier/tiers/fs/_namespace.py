@@ -133,15 +133,18 @@ class Namespace:
         return f"{self.name}/.tmp/{self.writer}"
 
     def is_replaced(self) -> bool:
-        """Return whether there is a directory at the root's path that should be used in place of this one.
+        """Return whether the directory at the root's path should be used in place of this one, or be made.
 
-        If the path has no directory, the open one stays in use: there is nothing better. The same holds
-        after an unmount, because writing to the directory under the mount point would fill another disk.
+        A root that was moved away stays in use: there is nothing better. The same holds after an unmount,
+        because writing to the directory under the mount point would fill another disk. A root that was
+        removed takes no file any more: it is made again.
         """
         try:
             there = os.stat(self._config.root_dir)
             if not os.path.ismount(self._mount) and there.st_dev == os.stat(self._mount).st_dev:
                 return False
+        except FileNotFoundError:
+            return self._is_removed()
         except OSError:
             return False
         try:
@@ -149,11 +152,34 @@ class Namespace:
         except OSError:  # its file system is gone
             return True
 
+    def _is_removed(self) -> bool:
+        try:
+            return not os.fstat(self.root_fd).st_nlink and os.path.ismount(self._mount)
+        except OSError:  # a share that hangs or is gone
+            return False
+
+    def is_writable_again(self) -> bool:
+        """Return whether a root that could only be read when it was opened can be written by now."""
+        if not self._refusal:
+            return False
+        try:
+            self._make_writer()
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            self._remove_writer()
+
     def close(self) -> None:
         """Give back the root and this writer's directory. The epoch is retired before.
 
         On a disk that has failed nothing can be removed: a later engine does it, as for a dead writer.
         """
+        self._remove_writer()
+        os.close(self.root_fd)
+
+    def _remove_writer(self) -> None:
         if self._writer_fd is not None:
             with suppress(OSError):
                 for name in self.names(self.tmp_dir):
@@ -164,7 +190,6 @@ class Namespace:
                 os.unlink(f"{self.tmp_dir}.lock", dir_fd=self.root_fd)
             close_lock(self._writer_fd)
             self._writer_fd = None
-        os.close(self.root_fd)
 
     def advance(self, beyond: int) -> Epoch:
         """Start a new epoch, above ``beyond`` and every trace of an epoch, for this opener alone.
@@ -222,8 +247,10 @@ class Namespace:
         self._refusal = error.errno or errno.EROFS
         if not self._exists(layout.MANIFEST):
             raise error
+        self._remove_writer()
         where = self._config.root_dir / self.name
-        _log.warning("%s: %s cannot be written (%s): it is only read", self._context.name, where, error)
+        what = "%s: %s cannot be written (%s): it is only read until it can be written"
+        _log.warning(what, self._context.name, where, error)
 
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.

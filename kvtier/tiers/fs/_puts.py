@@ -30,6 +30,7 @@ class Puts:
 
     Args:
         set_aside: see ``Session.set_aside``: something else may be where a file should be.
+        name: of the tier, for its thread.
 
     Attributes:
         worker: a thread that waits for the ledger, whose lock others may hold.
@@ -42,8 +43,9 @@ class Puts:
         pool: NativePool,
         maintenance: Maintenance,
         set_aside: Callable[[FileCall], Awaitable[list[int]]],
+        name: str,
     ) -> None:
-        self.worker: Final = Workers(f"{config.type}-ledger", 1)
+        self.worker: Final = Workers(f"{name}-ledger", 1)
         self._wait_s = _ROOM_SHARE * config.deadline_s
         self._quota = quota
         self._pool = pool

@@ -87,7 +87,7 @@ class Session:
         finally:
             for workers in self._all_workers:
                 workers.close()
-            closer = Workers(f"{self._config.type}-close", 1)  # the waiting blocks: a thread of its own
+            closer = Workers(f"{self._context.name}-close", 1)  # the waiting blocks: a thread of its own
             self._closed = closer.call(self._close)
             closer.close()
             await asyncio.wait((self._closed,))
@@ -130,11 +130,18 @@ class Session:
         self._resources.callback(self.pool.close)
         assert self.epoch is not None
         self.maintenance = Maintenance(
-            config, self.namespace, self.quota, self.closing, context.removed, context.lost, self.epoch
+            config,
+            self.namespace,
+            self.quota,
+            self.closing,
+            context.removed,
+            context.lost,
+            self.epoch,
+            context.name,
         )
         self._work.callback(self.maintenance.stop)
         self._all_workers += self.maintenance.workers
-        self.puts = Puts(config, self.quota, self.pool, self.maintenance, self.set_aside)
+        self.puts = Puts(config, self.quota, self.pool, self.maintenance, self.set_aside, context.name)
         self._all_workers.append(self.puts.worker)
 
     def _close(self) -> None:

@@ -164,6 +164,13 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: bytes) -> None
     assert '"hash_ids", a list of numbers or strings' in text
 
 
+@pytest.mark.parametrize("text", ["", "\n", '{"hash_ids": []}\n'])
+def test_a_trace_without_chunks_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    assert f"{path} has no chunks to simulate" in refused(str(path))
+
+
 def test_a_policy_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "acme_worn.py").write_text(
         "from kvtier.policies import LRU\n"

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -118,6 +118,35 @@ def test_several_engines_and_one_that_does_not_answer(kvtier, serve):
     assert "127.0.0.1:9: cannot be read: " in said.out
     assert "has no metrics of kvtier: is KVTierOffloadingSpec configured?" in said.out
     assert "file:///etc/passwd: cannot be read: neither a file nor a URL" in said.out
+
+
+def test_engines_are_asked_at_once(kvtier, serve):
+    other_is_asked = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert other_is_asked.wait(4)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(FIRST.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Other(Slow):
+        def do_GET(self) -> None:
+            other_is_asked.set()
+            super().do_GET()
+
+    addresses = []
+    with ExitStack() as stack:
+        for handler in (Slow, Other):
+            server = stack.enter_context(HTTPServer(("127.0.0.1", 0), handler))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            addresses.append(f"127.0.0.1:{server.server_port}")
+        said = kvtier("top", *addresses, "--once", "--interval", 0.1)
+    assert (said.status, "cannot be read" in said.out) == (0, False)
 
 
 def test_ranks_on_one_port_are_joined_by_what_each_metric_means():

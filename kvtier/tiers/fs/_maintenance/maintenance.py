@@ -53,8 +53,9 @@ class Maintenance:
 
     Args:
         removed: called with the keys that have left.
-        lost: called where another directory is at the root's path, such as that of a new mount.
+        lost: called where the root has to be opened anew: it was replaced or removed, or can be written now.
         epoch: the one whose chunks are listed until ``follow`` names another.
+        name: of the tier, for its threads.
 
     Attributes:
         evicted_chunks: chunks that this process has evicted.
@@ -72,6 +73,7 @@ class Maintenance:
         removed: Callable[[Sequence[OffloadKey]], None],
         lost: Callable[[str], None],
         epoch: Epoch,
+        name: str,
     ) -> None:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
@@ -84,8 +86,8 @@ class Maintenance:
         self._removed = removed
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._slow = Workers(f"{config.type}-maintain", 1)
-        self._quick = Workers(f"{config.type}-evict", 1)
+        self._slow = Workers(f"{name}-maintain", 1)
+        self._quick = Workers(f"{name}-evict", 1)
         self.workers: Final = (self._slow, self._quick)
         self._recency = Recency()
         self._evictor = Evictor(namespace.root_fd, closing, self._gone, frozenset({namespace.writer}))
@@ -206,7 +208,9 @@ class Maintenance:
 
     def _do_tick(self, place: Place) -> None:
         if self._namespace.is_replaced():
-            self._lost(f"another directory is at {self._config.root_dir} now")
+            self._lost(f"another directory is at {self._config.root_dir} now, or it was removed")
+        elif self._namespace.is_writable_again():
+            self._lost(f"{self._config.root_dir} can be written now")
         self._try(self._quota.refresh, "reading its ledger")
         if self._quota.known.excess:
             self.make_room_soon()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 import anyio
 import pytest
 
 from kvtier.tiers._base import Status
+from kvtier.tiers.fs import _namespace
+from kvtier.tiers.fs._locks import make_writer_lock
 from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota.quota import Quota
@@ -54,7 +59,68 @@ async def test_a_root_that_is_replaced_is_told_of(world, tier, told):
     world.root.rename(world.root.with_name("before"))
     world.root.mkdir()
     await world.eventually(lambda: told)
-    assert told[0] == f"another directory is at {world.root} now"
+    assert told[0] == f"another directory is at {world.root} now, or it was removed"
+
+
+async def test_a_root_that_is_removed_is_told_of_and_made_anew(world, tier, told):
+    await world.until_listed(tier)
+    while world.root.exists():  # the ledger may come back meanwhile
+        shutil.rmtree(world.root, ignore_errors=True)
+    await world.eventually(lambda: told)
+    await tier.aclose()
+    tier = await world.open(max_bytes=2**50)
+    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
+
+
+async def test_a_root_that_is_removed_while_it_is_unmounted_is_not_made_anew(world, told, looks, mounted):
+    world.root = mounted / "root"
+    tier = await world.open(lost=told.append, max_bytes=2**50)
+    await world.until_listed(tier)
+    opened = Path(f"/proc/self/fd/{tier._session.namespace.root_fd}")
+    run("umount", "-l", str(mounted))
+    for path in opened.iterdir():
+        shutil.rmtree(path)
+    await looks()
+    assert told == []
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+async def test_a_root_that_can_be_written_again_is_told_of(world, told, looks, monkeypatch, number):
+    await (await world.open()).aclose()
+    with monkeypatch.context() as patch:
+
+        def refuse(root_fd, folder):
+            raise OSError(number, os.strerror(number), folder)
+
+        patch.setattr(_namespace, "make_writer_lock", refuse)
+        tier = await world.open(lost=told.append, max_bytes=2**50)
+        assert (await world.put(tier, range(4))).statuses == (Status.REFUSED,) * 4
+        await looks()
+        assert told == []
+    await world.eventually(lambda: told)
+    assert told[0] == f"{world.root} can be written now"
+    await tier.aclose()
+    assert [path.name for path in (world.namespace / ".tmp").iterdir()] == []
+    tier = await world.open(max_bytes=2**50)
+    assert (await world.put(tier, range(4))).statuses == (OK,) * 4
+
+
+async def test_an_attempt_that_fails_halfway_leaves_nothing(world, told, looks, monkeypatch):
+    await (await world.open()).aclose()
+    made = []
+
+    def make_half(namespace):
+        namespace.writer, namespace._writer_fd = make_writer_lock(namespace.root_fd, f"{namespace.name}/.tmp")
+        made.append(namespace.writer)
+        raise OSError(errno.ENOSPC, "no room for a directory")
+
+    monkeypatch.setattr(Namespace, "_make_writer", make_half)
+    tier = await world.open(lost=told.append, max_bytes=2**50)
+    await looks()
+    await tier.aclose()
+    assert told == []
+    assert len(made) > 3
+    assert [path.name for path in (world.namespace / ".tmp").iterdir()] == []
 
 
 async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_is(world, tier, told, looks):

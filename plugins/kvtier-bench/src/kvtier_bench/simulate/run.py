@@ -76,6 +76,8 @@ def run(
     if not bytes_:
         raise ConfigError(f"--chunk-bytes {chunk_bytes}: must be at least 1 byte")
     source = sample(_requests(trace, requests, seed))
+    if not source.unique:
+        raise KVTierError(f"{trace} has no chunks to simulate: no request in it has hash_ids")
     slots = {text: _slots(text, bytes_, source.unique, "--capacity") for text in capacities}
     device_slots = _slots(device, bytes_, source.unique, "--device") // source.sampled
     hits = device_hits(source.requests, device_slots)
