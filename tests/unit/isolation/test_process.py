@@ -353,7 +353,7 @@ def test_a_tier_may_hold_the_interpreter_lock_for_long_while_it_opens(launch: La
 @pytest.mark.usefixtures("reckless")
 def test_a_tier_that_hangs_while_it_opens_is_ended(launch: Launch, tmp_path: Path) -> None:
     times = replace(
-        STRICT, silent_timeout_s=600.0, start_timeout_s=5.0, first_pause_s=600, longest_pause_s=600
+        STRICT, silent_timeout_s=600.0, start_timeout_s=10.0, first_pause_s=600, longest_pause_s=600
     )
     it = launch_opening(launch, tmp_path, seconds=1000, times=times)
     it.until(lambda: it.endings == ["silent"], "its end")
