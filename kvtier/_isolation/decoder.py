@@ -36,10 +36,16 @@ class MessageDecoder:
         self._on_started = on_started
         self.events: deque[Event] = deque()
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
+        self._up: set[int] = set()
         self._reasons = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
 
+    @property
+    def are_all_up(self) -> bool:
+        """Whether each tier is up, as the process has told it so far."""
+        return len(self._up) == len(self.activity)
+
     def decode(self, frame: bytes, link: Link, *, is_last: bool = False) -> bool:
-        """Decode a frame; return whether it answers a ``Ping``.
+        """Decode a frame; return whether it shows that the event loop runs.
 
         Args:
             is_last: whether the process has ended since, so that the state of its tiers does not matter.
@@ -58,11 +64,14 @@ class MessageDecoder:
             elif isinstance(report, wire.LogLine):
                 _log(report)
             else:
+                # Or a long silence that ends with this would be judged by the shorter limit that now holds.
+                is_alive = is_alive or isinstance(report, TierUp)
                 self._update_tier(report, is_last=is_last)
         return is_alive
 
     def clear_activity(self) -> None:
-        """Note that the process has ended, and nothing is in flight any more."""
+        """Note that the process has ended: no tier is up, and nothing is in flight any more."""
+        self._up.clear()
         for activity in self.activity:
             activity.usage = None
             for turns in (activity.puts, activity.gets):
@@ -81,7 +90,12 @@ class MessageDecoder:
             raise WireError(f"there is no tier {report.tier}")
         if isinstance(report, wire.Activity):
             _update_activity(report, self.activity[report.tier])
-        elif isinstance(report, Removed) or not is_last:
+            return
+        if isinstance(report, TierUp):
+            self._up.add(report.tier)
+        elif isinstance(report, TierDown):
+            self._up.discard(report.tier)
+        if isinstance(report, Removed) or not is_last:
             self.events.append(report)
 
 

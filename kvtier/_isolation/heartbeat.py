@@ -13,8 +13,9 @@ class SupervisorTimes:
 
     Attributes:
         heartbeat_s: from one ping to the next.
-        silent_timeout_s: without an answer until the process is killed.
-        start_timeout_s: the same for the first answer, which comes when the process has started.
+        silent_timeout_s: without an answer until the process is killed, while each tier is up.
+        start_timeout_s: the same while the process starts and while a tier is not up: what opens or closes a
+            tier, such as an import, may hold the interpreter lock for long.
         first_pause_s, longest_pause_s: from its end to the next start; pauses grow while processes end soon.
     """
 
@@ -31,15 +32,20 @@ class Heartbeat:
     One check adds two intervals at most to the silence, so a pause of the engine itself hardly counts. The
     caller reads what the process has sent before it checks.
 
+    Args:
+        is_steady: returns whether each tier is up.
+
     Attributes:
         has_started: whether the process has ever answered.
     """
 
-    def __init__(self, times: SupervisorTimes, ping: Callable[[], object]) -> None:
+    def __init__(
+        self, times: SupervisorTimes, ping: Callable[[], object], is_steady: Callable[[], bool]
+    ) -> None:
         self.has_started = False
         self._times = times
         self._ping = ping
-        self._limit_s = times.start_timeout_s
+        self._is_steady = is_steady
         self._is_pending = False
         self._silence_s = 0.0
         self._last_s = time.monotonic() - times.heartbeat_s
@@ -48,6 +54,12 @@ class Heartbeat:
     def wait_s(self) -> float:
         """Seconds until the next ping."""
         return max(0.0, self._last_s + self._times.heartbeat_s - time.monotonic())
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds without an answer after which the process is killed."""
+        is_strict = self.has_started and self._is_steady()
+        return self._times.silent_timeout_s if is_strict else self._times.start_timeout_s
 
     def is_overdue(self) -> bool:
         """Ping if it is time to; return whether the process has been silent for too long."""
@@ -60,10 +72,10 @@ class Heartbeat:
             self._is_pending = True
             self._ping()
         self._last_s = now_s
-        return self._silence_s >= self._limit_s
+        return self._silence_s >= self.limit_s
 
     def acknowledge(self) -> None:
         """Note an answer."""
         self.has_started = True
         self._is_pending = False
-        self._silence_s, self._limit_s = 0.0, self._times.silent_timeout_s
+        self._silence_s = 0.0

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from msgspec import convert
@@ -230,7 +231,8 @@ class ExecutorProcess:
             return
         self._link = link
         begun_s = time.monotonic()
-        heartbeat = Heartbeat(self._times, lambda: link.send_queue.add(wire.pack([wire.Ping()])))
+        ping = partial(link.send_queue.add, wire.pack([wire.Ping()]))
+        heartbeat = Heartbeat(self._times, ping, lambda: self._decoder.are_all_up)
         end = _End("killed", "its supervisor failed")
         try:
             end = self._supervise(link, heartbeat)
@@ -287,8 +289,8 @@ class ExecutorProcess:
 
     def _overdue(self, heartbeat: Heartbeat) -> _End:
         if heartbeat.has_started:
-            return _End("silent", f"its event loop has not run for {self._times.silent_timeout_s:g} s")
-        return _End("not_started", f"it was not ready within {self._times.start_timeout_s:g} s")
+            return _End("silent", f"its event loop has not run for {heartbeat.limit_s:g} s")
+        return _End("not_started", f"it was not ready within {heartbeat.limit_s:g} s")
 
     def _finish(self, link: Link, end: _End) -> None:
         """Kill a process; when it is gone fail what is still in flight there."""

@@ -87,7 +87,7 @@ class Pong(Struct, array_like=True, frozen=True, tag=6):
 
 
 class Started(Struct, array_like=True, frozen=True, tag=7):
-    """The process runs, and has touched no tier so far."""
+    """The process runs, and has touched no tier so far: what tiers need is imported afterwards."""
 
 
 class Activity(Struct, array_like=True, frozen=True, tag=8):

@@ -175,6 +175,7 @@ class TierSupervisor:
     async def _close_lost(self, reason: str) -> None:
         """Close a tier that has lost its backend, once none of its commands is in flight."""
         self._go_down(f"is opened anew: {reason}")
+        await asyncio.sleep(0)  # that is sent by the loop, which the tier may stop while it closes
         while not self._is_idle():  # noqa: ASYNC110 (short, and rare in the life of a tier)
             await anyio.sleep(_IDLE_POLL_S)
         await self.close(self._deadline_s)

@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from kvtier_bench.engine.compared import BLOCK_TOKENS, EngineError
 from tests.integration.conftest import Ask, in_full
-from tests.integration.harness import OUTPUT_TOKENS, PATIENCE_S, PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.harness import (
+    OUTPUT_TOKENS,
+    PATIENCE_S,
+    PROMPT_CHUNKS,
+    Engine,
+    Launcher,
+    Tokens,
+    prompt,
+)
 from tests.integration.shared_tiers import SharedTier, shared_tier
 
 ROLES = "tests.integration.pd_roles"
 PREFILL = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
 WAIT_S = 100.0  # longer than any machine takes, shorter than an engine is waited for
+CORES = sorted(os.sched_getaffinity(0))
+ROOM: Mapping[str, Any] = {"num_gpu_blocks_override": 200, "start_s": 300}
+TWO_RANKS: Mapping[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
 STEP_TOKENS = BLOCK_TOKENS  # of the prefill engine: it computes a prompt in many steps
 
 
-def start(launcher: Launcher, llama: Path, shared: SharedTier, number: int, **arguments: Any) -> Engine:
+def start(
+    launcher: Launcher,
+    llama: Path,
+    shared: SharedTier,
+    number: int,
+    *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **arguments: Any,
+) -> Engine:
     """Start an engine, and have its tier keep chunks of a prompt of its own: it can be used."""
-    settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": [shared.of(number)], "max_wait_s": WAIT_S}
-    engine = launcher.start(llama, settings, environment=shared.environment, **arguments)
+    tiers = [shared.of(number)]
+    settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": tiers, "max_wait_s": WAIT_S, **settings}
+    environment = {**shared.environment, **environment}
+    engine = launcher.start(llama, settings, environment=environment, **arguments)
     engine.served(prompt(100 + number))
     assert engine.metrics().value("kvtier_put_chunks", tier=shared.name) == PROMPT_CHUNKS
     return engine
 
 
-def start_prefill(launcher: Launcher, llama: Path, shared: SharedTier, number: int) -> Engine:
-    arguments = {"kv_transfer_config": PREFILL, "max_num_batched_tokens": STEP_TOKENS}
+def start_prefill(
+    launcher: Launcher, llama: Path, shared: SharedTier, number: int, **arguments: Any
+) -> Engine:
+    arguments |= {"kv_transfer_config": PREFILL, "max_num_batched_tokens": STEP_TOKENS}
     return start(launcher, llama, shared, number, **arguments)
 
 
@@ -81,8 +107,13 @@ class Counts:
 def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its_last_is_computed(
     decode: Engine, prefill: Engine, reference: Ask, tmp_path: Path
 ) -> None:
-    asked, counts = prompt(1), Counts(decode)
-    waits, has_some = tmp_path / "waits", tmp_path / "has_some"
+    check_a_wait(decode, prefill, prompt(1), reference, tmp_path)
+
+
+def check_a_wait(decode: Engine, prefill: Engine, asked: Tokens, reference: Ask, folder: Path) -> None:
+    """Let a decode engine wait for a prompt, of which it has some before the prefill engine goes on."""
+    counts = Counts(decode)
+    waits, has_some = folder / "waits", folder / "has_some"
     with ThreadPoolExecutor() as threads:
         how = {
             "output_tokens": OUTPUT_TOKENS,
@@ -100,6 +131,29 @@ def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its
     assert [answer["answer"]] == reference(asked)
     assert answer["cached"] == PROMPT_CHUNKS * BLOCK_TOKENS, "only the tail is computed"
     assert counts.waits() == {"arrived": 1}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(len(CORES) < 2, reason="the prefill engine would starve beside workers that spin")
+def test_a_decode_engine_of_two_ranks_waits_for_a_prefill_engine_of_one(
+    launcher: Launcher, llama: Path, shared: SharedTier, reference: Ask, tmp_path: Path
+) -> None:
+    if shared.name not in ("fs", "redis"):
+        pytest.skip("two ranks on one core may take minutes to start beside the engines of this module")
+    canonical: dict[str, Any] = {"settings": {"canonical_layout": True}, **ROOM}
+    with (
+        start_prefill(launcher, llama, shared, 2, **canonical, **bound_to(CORES[0])) as prefill,
+        start(
+            launcher, llama, shared, 3, **canonical, **TWO_RANKS, **bound_to(CORES[-1], CORES[-1])
+        ) as decode,
+    ):
+        check_a_wait(decode, prefill, prompt(30), reference, tmp_path)
+
+
+def bound_to(*cores: int) -> dict[str, Any]:
+    """Bind each worker of an engine to a core. The workers of one that waits for chunks spin."""
+    return {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}}
 
 
 def until(condition: Any, has_ended: Any) -> None:

@@ -40,7 +40,7 @@ from tests.unit.isolation.conftest import (
     key,
     keys,
 )
-from tests.unit.tiers.world import AnyTier, Scripted, ends_of, raises, world
+from tests.unit.tiers.world import AnyTier, Scripted, World, ends_of, raises, world
 
 MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
@@ -252,6 +252,32 @@ async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_i
         await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
         assert list((await it.ended(it.fetch([1], [11]))).answers) == [COPIED]
     assert it.bytes_in(11) == content(1)
+
+
+async def test_that_a_tier_is_down_is_sent_before_it_closes_which_may_stop_the_loop() -> None:
+    sent: list[Event] = []
+    at_close: list[Event] = []
+
+    class Sending(World):
+        """Sends events when the loop's turn ends, as the tier process does."""
+
+        def _post(self, event: Event) -> None:
+            super()._post(event)
+            asyncio.get_running_loop().call_soon(sent.append, event)
+
+    class Noting(Losing):
+        async def aclose(self) -> None:
+            at_close[:] = at_close or sent
+            await super().aclose()
+
+    tier = Noting()
+    tier.open_all()
+    it = Sending(tier)
+    async with it.executor:
+        await it.hold([1])
+        tier.context.lost("the share was unmounted")
+        await tier.until_opened(2)
+    assert isinstance(at_close[-1], TierDown)
 
 
 async def test_a_tier_that_was_reset_and_is_opened_anew_is_reset_again() -> None:

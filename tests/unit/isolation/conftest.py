@@ -59,6 +59,7 @@ class Config(DummyConfig):
     type: str = "reckless"
     act: str = ""
     folder: Path = Path("/nonexistent")
+    seconds: int = 0
     password: SecretStr | None = None
 
 
@@ -72,6 +73,10 @@ class Reckless(DummyTier):
         if self.config.act == "block_at_once":
             (self.config.folder / "begun").touch()
             time.sleep(1000)
+        if self.config.act == "hold_lock_at_start":
+            while not (self.config.folder / "go").exists():
+                await anyio.sleep(0.01)
+            ctypes.PyDLL(None).sleep(self.config.seconds)
         if CRASH == "crash_when_opened":
             ctypes.string_at(0)
         await super().open(context)

@@ -194,19 +194,24 @@ def beats_until_silent(heartbeat: Heartbeat, clock: Clock, step_s: float = 1.0) 
 
 def test_who_does_not_answer_is_found_silent_and_who_starts_is_given_more_time(clock: Clock) -> None:
     asked: list[float] = []
-    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s))
+    tiers_up: list[bool] = []
+    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s), lambda: any(tiers_up))
     assert not heartbeat.is_overdue()
     assert asked == [100]
     assert beats_until_silent(heartbeat, clock) == 10
     heartbeat.acknowledge()
     assert not heartbeat.is_overdue()
-    assert beats_until_silent(heartbeat, clock) == 4  # asked with the first, three more without an answer
-    assert len(asked) == 2
+    assert beats_until_silent(heartbeat, clock) == 11  # asked with the first, ten more without an answer
+    tiers_up.append(True)
+    heartbeat.acknowledge()
+    assert not heartbeat.is_overdue()
+    assert beats_until_silent(heartbeat, clock) == 4
+    assert len(asked) == 3
 
 
 def test_who_answers_is_asked_once_a_beat(clock: Clock) -> None:
     asked: list[float] = []
-    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s))
+    heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s), lambda: True)
     for _ in range(40):
         assert not heartbeat.is_overdue()
         heartbeat.acknowledge()
@@ -216,7 +221,7 @@ def test_who_answers_is_asked_once_a_beat(clock: Clock) -> None:
 
 
 def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> None:
-    heartbeat = Heartbeat(PACE, lambda: None)
+    heartbeat = Heartbeat(PACE, lambda: None, lambda: True)
     heartbeat.acknowledge()
     heartbeat.is_overdue()
     clock.now_s += 3600

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvtier._core.messages import Answer, GetEnded, ProcessEnded, PutEnded, Reset, TierDown
+from kvtier._core.messages import Answer, GetEnded, ProcessEnded, PutEnded, Reset, TierDown, TierUp
 from kvtier._isolation import link as links
 from kvtier._isolation import process as processes
 from kvtier._isolation.heartbeat import SupervisorTimes
@@ -339,6 +339,33 @@ def test_a_process_that_hangs_at_its_start_is_killed(
     assert it.end_of(put).reasons == {"process": 1}
     assert it.endings == ["not_started"]
     assert not is_alive(pid)
+
+
+@pytest.mark.usefixtures("reckless")
+def test_a_tier_may_hold_the_interpreter_lock_for_long_while_it_opens(launch: Launch, tmp_path: Path) -> None:
+    """As importing a large client library does."""
+    it = launch_opening(launch, tmp_path, seconds=3, times=replace(STRICT, silent_timeout_s=0.5))
+    it.until(lambda: TierUp(0, 0) in it.received, "the tier")
+    assert ProcessEnded not in map(type, it.received[: it.received.index(TierUp(0, 0))])
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("reckless")
+def test_a_tier_that_hangs_while_it_opens_is_ended(launch: Launch, tmp_path: Path) -> None:
+    times = replace(
+        STRICT, silent_timeout_s=600.0, start_timeout_s=10.0, first_pause_s=600, longest_pause_s=600
+    )
+    it = launch_opening(launch, tmp_path, seconds=1000, times=times)
+    it.until(lambda: it.endings == ["silent"], "its end")
+
+
+def launch_opening(launch: Launch, folder: Path, *, seconds: int, times: SupervisorTimes) -> Harness:
+    """Start a process that answers heartbeats until one of its tiers holds the interpreter lock."""
+    opening = make_tier("reckless", act="hold_lock_at_start", folder=folder, seconds=seconds, deadline_s=600)
+    it = launch(opening, make_tier("dummy"), times=times)
+    it.hold([1], tier=1)  # the first ping came before that
+    (folder / "go").touch()
+    return it
 
 
 def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,20 @@ def test_a_command_ends_once(decoder: MessageDecoder) -> None:
     assert [type(event) for event in decoder.events] == [PutEnded]
 
 
+def test_a_tier_that_comes_up_shows_that_the_event_loop_runs(decoder: MessageDecoder) -> None:
+    """What held the loop up for long is over, and is not judged by the limit for tiers that are up."""
+    link = FakeLink()
+    assert not decoder.are_all_up
+    assert not decode(decoder, link, wire.Started(), wire.log_line(30, "kvtier", "it imports"))
+    assert decode(decoder, link, TierUp(0, 0))
+    assert decoder.are_all_up
+    decode(decoder, link, TierDown(0, "x"))
+    assert not decoder.are_all_up
+    decode(decoder, link, TierUp(0, 1))
+    decoder.clear_activity()
+    assert not decoder.are_all_up
+
+
 def test_the_last_messages_of_a_dead_process_do_not_change_tiers(
     decoder: MessageDecoder,
 ) -> None:
