@@ -348,6 +348,10 @@ class Engine(Channel):
             return self.metrics()
         return self.until(lambda metrics: metrics.is_idle, "all stores and cascades have ended")
 
+    def until_up(self, tier: str) -> None:
+        """Keep the engine stepping until a tier is open."""
+        self.until(lambda metrics: metrics.value("kvtier_tier_up", tier=tier) == 1, f"tier {tier} is up")
+
     def until_open(self, tier: str) -> None:
         """Keep the engine stepping until a tier is open, and has said how much it may keep."""
         up, capacity = "kvtier_tier_up", "kvtier_tier_capacity_bytes"

@@ -49,6 +49,7 @@ def start(
     settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": tiers, "max_wait_s": WAIT_S, **settings}
     environment = {**shared.environment, **environment}
     engine = launcher.start(llama, settings, environment=environment, **arguments)
+    engine.until_up(shared.name)
     engine.served(prompt(100 + number))
     assert engine.metrics().value("kvtier_put_chunks", tier=shared.name) == PROMPT_CHUNKS
     return engine

@@ -44,6 +44,7 @@ def started(launcher: Launcher, llama: Path, shared: SharedTier, *numbers: int) 
             settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": tiers, "max_wait_s": WAIT_S}
             engine = launcher.start(llama, settings, environment=shared.environment)
             engines.append(stack.enter_context(engine))
+            engine.until_up(shared.name)
             engine.served(prompt(number))
         for number, engine in zip(numbers, engines, strict=True):  # peers are connected when that is answered
             for other in set(numbers) - {number}:

@@ -77,7 +77,7 @@ def test_what_is_written_is_read_again_whatever_is_around_it(
 def test_what_is_written_is_read_from_a_log_whose_lines_are_json(
     one: Explanation, before: str, after: str, is_ascii: bool
 ) -> None:
-    fields = {"level": before, "message": f"{before}{line_of(one)}{after}", "thread": after}
+    fields = {"level": "INFO", "message": f"{before}{line_of(one)}{after}", "thread": after}
     line = json.dumps(fields, ensure_ascii=is_ascii)
     assert list(read([f"{line}\n".encode()])) == [one]
 
