@@ -20,18 +20,19 @@ _AT_ONCE: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """Chunks that are needed again: promoted from ``from_s`` on, then kept until ``until_s``."""
+    """Chunks needed again: promoted from ``tiers`` from ``from_s`` on, then kept until ``until_s``."""
 
     keys: Sequence[OffloadKey]
     from_s: float
     until_s: float
+    tiers: frozenset[int] | None
 
 
 class Prefetches:
     """Looks up announced chunks as an engine would, a few in each round, and keeps what it finds.
 
     It begins when no request waits, takes at most half of the promotion budget, and whoever waits gets the
-    slots that it holds.
+    slots that it holds. With sliding windows it does nothing: of most of their chunks nobody has a use.
 
     Args:
         lookup, close: those of ``Tiering``.
@@ -42,14 +43,14 @@ class Prefetches:
         shared: SharedState,
         holds: Holds,
         retention: Retention,
-        windowed_groups: frozenset[int],
+        has_windows: bool,
         lookup: Callable[[OffloadKey, Request], Lookup],
         close: Callable[[Request], None],
     ) -> None:
         self._shared = shared
         self._holds = holds
         self._retention = retention
-        self._windowed = windowed_groups
+        self._has_windows = has_windows
         self._lookup = lookup
         self._close = close
         self._announced: dict[str, _Announced] = {}
@@ -61,36 +62,51 @@ class Prefetches:
         self._asked: list[OffloadKey] = []  # for this request
         self._promoted: set[OffloadKey] = set()  # those of them that were not there
         self._until_s = 0.0
+        self._tiers: frozenset[int] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is announced, or looked up."""
         return not (self._announced or self._left or self._request or self._size)
 
-    def announce(self, name: str, keys: Sequence[OffloadKey], from_s: float, until_s: float) -> None:
+    def announce(
+        self,
+        name: str,
+        keys: Sequence[OffloadKey],
+        from_s: float,
+        until_s: float,
+        tiers: frozenset[int] | None = None,
+    ) -> None:
         """Look for ``keys``, those of a prompt in its order, from ``from_s`` on; keep them until ``until_s``.
 
         It takes the place of what was announced under this name before.
+
+        Args:
+            tiers: those that may be asked; None for all.
         """
         self.cancel(name)
-        if not keys:
+        if self._has_windows or not keys:
             return
         if self._size + len(keys) > MOST_PER_SLOT * len(self._shared.table.all):
             self._shared.counts["keep_refused", "names"] += len(keys)
             return
         self._size += len(keys)
-        self._announced[name] = _Announced(keys, from_s, until_s)
+        self._announced[name] = _Announced(keys, from_s, until_s, tiers)
         heappush(self._begins, (from_s, name))
         if len(self._begins) > 2 * len(self._announced) + SPARE_ENTRIES:
             self._begins = [(it.from_s, name) for name, it in self._announced.items()]
             heapify(self._begins)
 
     def cancel(self, name: str) -> None:
-        """Forget what was announced under a name, and keep none of it because of that."""
+        """Forget what was announced under a name; what was found already is kept as long as it was to be."""
         if (announced := self._announced.pop(name, None)) is not None:
             self._size -= len(announced.keys)
         if name == self._name:
             self._stop()
+
+    def release(self, name: str) -> None:
+        """Forget what was announced under a name, and keep none of it because of that."""
+        self.cancel(name)
         self._retention.release(_kept_as(name))
 
     def ask(self, now_s: float) -> None:
@@ -110,7 +126,7 @@ class Prefetches:
             elif answer is not Lookup.MISS:
                 self._promoted.add(key)
                 waits = True
-            elif group not in self._windowed:
+            else:
                 ended.add(group)
         if not waits:
             self._end(hits, ended)
@@ -126,6 +142,8 @@ class Prefetches:
         """Begin to ask for the next chunks; return whether there are any, and nobody waits."""
         if self._holds.first is not None:
             return False
+        if self._until_s <= now_s:
+            self._left.clear()
         while not self._left and self._begins and self._begins[0][0] <= now_s:
             from_s, name = heappop(self._begins)
             due = self._announced.get(name)
@@ -135,23 +153,35 @@ class Prefetches:
             self._size -= len(due.keys)
             if due.until_s > now_s:
                 self._name, self._left, self._until_s = name, [*reversed(due.keys)], due.until_s
+                self._tiers = due.tiers
         if not self._left:
             return False
-        most = max(1, min(_AT_ONCE, self._holds.budget // 2))
-        count = min(len(self._left), most, self._retention.room)
-        self._asked = [self._left.pop() for _ in range(count)]
+        self._asked = self._take()
         if not self._asked:
             self._shared.counts["keep_refused", "budget"] += len(self._left)
             self._left.clear()
             return False
-        self._request = Request(f"prefetch for {self._name}", is_prefetch=True)
+        self._request = Request(f"prefetch for {self._name}", self._tiers, is_prefetch=True)
         return True
+
+    def _take(self) -> list[OffloadKey]:
+        """Take the next keys that may be kept, as many as are asked for at once."""
+        most = max(1, min(_AT_ONCE, self._holds.budget // 2))
+        room, taken = self._retention.room, list[OffloadKey]()
+        while self._left and len(taken) < most:
+            if self._left[-1] not in self._retention.pinned:
+                if not room:
+                    break
+                room -= 1
+            taken.append(self._left.pop())
+        return taken
 
     def _end(self, hits: list[OffloadKey], ended: set[int]) -> None:
         self._shared.counts["prefetched",] += sum(key in self._promoted for key in hits)
         self._retention.keep(_kept_as(self._name), hits)
         self._retention.expire(_kept_as(self._name), self._until_s)
-        self._left = [key for key in self._left if group_index(key) not in ended]
+        if ended:
+            self._left = [key for key in self._left if group_index(key) not in ended]
         self._end_request()
 
     def _stop(self) -> None:

@@ -72,7 +72,7 @@ class Tiering:
         self.cascades = Cascades(self.shared)
         self.retention = Retention(self.shared)
         self.prefetches = Prefetches(
-            self.shared, self.holds, self.retention, windowed_groups, self.lookup, self.close
+            self.shared, self.holds, self.retention, bool(windowed_groups), self.lookup, self.close
         )
         self.epoch = 0
         self.handles: set[Handle] = set()
@@ -264,7 +264,8 @@ class Tiering:
             self.promotions.waits.end(request, now_s)
         if request.state is RequestState.WAITING:
             request.move(RequestEvent.OVERDUE)
-            self._counts["expired",] += 1
+            if not request.is_prefetch:
+                self._counts["expired",] += 1
             if request.record is not None:
                 for transfer in self.shared.running:
                     if not transfer.is_put and request in transfer.waiters:

@@ -409,6 +409,10 @@ class CoreMachine(RuleBasedStateMachine):
     def cancel_announced(self, name: str) -> None:
         self.core.prefetches.cancel(name)
 
+    @rule(name=st.sampled_from("ab"))
+    def release_announced(self, name: str) -> None:
+        self.core.prefetches.release(name)
+
     @rule(place=st.sampled_from([0, 3, 20]), chunk_s=st.sampled_from([0.0001, 0.01, 10.0]))
     def compute(self, place: int, chunk_s: float) -> None:
         self.core.note_computed(place, 1, chunk_s)
@@ -652,7 +656,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.close(0)
         for name in "ab":
             self.core.retention.release(name)
-            self.core.prefetches.cancel(name)
+            self.core.prefetches.release(name)
         self.settle(0.0)
         while self.jobs:
             job = self.jobs[0]

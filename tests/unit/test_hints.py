@@ -94,7 +94,7 @@ class Session:
         self._hints.begin(req_id, {"kvtier": {"pin": "agent", "ttl_s": 10}})
 
     def offer(self, req_id: str) -> None:
-        self._hints.keep(req_id, keys("a", 3))
+        self._hints.stored(req_id, keys("a", 3))
 
     def end(self, req_id: str) -> None:
         self._hints.ended(req_id)
@@ -132,3 +132,26 @@ def test_a_request_that_begins_twice_keeps_its_chunks_no_longer():
     assert session.kept_at(9) == 3
     assert session.kept_at(10) == 0
     assert session.core.retention.is_empty
+
+
+def test_chunks_of_an_announced_prompt_are_in_its_order_and_its_pin_alone_keeps_nothing():
+    core = world.make(16, 1, pin_budget=0.5)
+    now_s = 0.0
+    hints = ClientHints(core.retention, core.prefetches, lambda: now_s)
+    prompt = keys("a", 4)
+    world.store(core, prompt)
+    hints.begin("first", {"kvtier": {"pin": "agent", "next_use_s": 100}})
+    hints.loaded("first", prompt[2:])
+    hints.stored("first", prompt)
+    hints.ended("first")
+    core.settle(0.0)
+    assert not core.retention.pinned
+    core.settle(90.0)
+    assert list(core.retention.pinned) == prompt
+    hints.begin("second", {"kvtier": {"pin": "agent"}})
+    core.settle(95.0)
+    assert list(core.retention.pinned) == prompt, "it is back, and waits for its turn"
+    hints.ended("second")
+    hints.begin("third", {"kvtier": {"release": "agent"}})
+    hints.ended("third")
+    assert not core.retention.pinned

@@ -55,7 +55,7 @@ class Promotions:
                 request.answers_stand = False
                 continue
             transfer = expected.get(key)
-            if transfer is not None:
+            if transfer is not None and not self._has_to_decide(request, transfer):
                 transfer.waiters[request] = None
             elif wait is not None and (key not in located or key in wait.promoted):
                 unsure = True
@@ -127,6 +127,12 @@ class Promotions:
             if first in waiters and not any(other.held for other in others if other is not first):
                 self._trim_first(first, run)  # nobody can make way for it
 
+    def _has_to_decide(self, request: Request, transfer: Transfer) -> bool:
+        """Return whether a request that wants keys of a get is to be gated: nobody was who waits for it."""
+        if request.is_prefetch or not self._shared.gate.is_active:
+            return False
+        return all(waiter.is_prefetch for waiter in transfer.waiters)
+
     def _is_windowed(self, key: OffloadKey) -> bool:
         return bool(self._windowed) and group_index(key) in self._windowed
 
@@ -155,7 +161,8 @@ class Promotions:
         if left and all(first in transfer.waiters for transfer in under_way):
             first.mark_absent(left)
             reason = self._shared.short_of("budget")
-            self._shared.counts["miss", reason] += len(left)
+            if not first.is_prefetch:
+                self._shared.counts["miss", reason] += len(left)
             if first.record is not None:
                 first.record.gave_up(left, reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -53,8 +53,8 @@ class Hints:
 
     @property
     def keeps(self) -> bool:
-        """Whether chunks are to be kept from now on."""
-        return bool(self.pin or self.ttl_s)
+        """Whether chunks are to be kept from now on; beside a next use a pin alone only names them."""
+        return bool(self.ttl_s or (self.pin and not self.next_use_s))
 
     @property
     def needs_all(self) -> bool:
@@ -164,16 +164,18 @@ class ClientHints:
         self._reader = HintReader(clock)
         self._followed: dict[str, Hints] = {}
         self._used: dict[str, dict[OffloadKey, None]] = {}  # chunks of those that are needed again
+        self._tiers: dict[str, frozenset[int] | None] = {}  # that these may be served from
         self._followed_names: Counter[str] = Counter()  # how many of them keep chunks under each name
 
-    def begin(self, req_id: str, params: object) -> Hints:
-        """Return the hints of a request that has arrived."""
+    def begin(self, req_id: str, params: object, tiers: frozenset[int] | None = None) -> Hints:
+        """Return the hints of a request that has arrived and may be served from ``tiers``; None for all."""
         self.ended(req_id)  # should an earlier request of this id not have ended yet
         hints = self._reader.read(req_id, params)
         if hints.needs_all or hints.release:
             self._followed[req_id] = hints
         if hints.next_use_s:
             self._used[req_id] = {}
+            self._tiers[req_id] = tiers
         if hints.keeps:
             name = hints.name(req_id)
             self._followed_names[name] += 1
@@ -182,14 +184,27 @@ class ClientHints:
             self._prefetches.cancel(f"pin {hints.pin}")  # it is back
         return hints
 
-    def keep(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
-        """Keep or note chunks of a request, if its client wants that."""
-        if (hints := self._followed.get(req_id)) is not None and hints.needs_all:
-            keys = list(keys)
-            if hints.keeps:
-                self._retention.keep(hints.name(req_id), keys)
-            if hints.next_use_s:
-                self._used[req_id].update(dict.fromkeys(keys))
+    def loaded(self, req_id: str, keys: Collection[OffloadKey]) -> None:
+        """Keep or note chunks that a request loads, if its client wants that."""
+        self._keep(req_id, keys)
+        if (used := self._used.get(req_id)) is not None:
+            for key in keys:
+                used.setdefault(key)
+
+    def stored(self, req_id: str, keys: Collection[OffloadKey]) -> None:
+        """Keep or note chunks that a request has offered to be stored, if its client wants that.
+
+        The engine offers all chunks of the request in the order of its prompt, loaded ones, too.
+        """
+        self._keep(req_id, keys)
+        if (used := self._used.get(req_id)) is not None:
+            for key in keys:
+                used.pop(key, None)
+                used[key] = None
+
+    def _keep(self, req_id: str, keys: Collection[OffloadKey]) -> None:
+        if (hints := self._followed.get(req_id)) is not None and hints.keeps:
+            self._retention.keep(hints.name(req_id), keys)
 
     def ended(self, req_id: str) -> None:
         """Note that a request has ended: from now on its time counts, and what it releases is released."""
@@ -204,9 +219,9 @@ class ClientHints:
         if hints.release:
             name = Hints(pin=hints.release).name(req_id)
             self._retention.release(name)
-            self._prefetches.cancel(name)
+            self._prefetches.release(name)
         if hints.next_use_s:
             now_s, after_s = self._clock(), hints.next_use_s
             from_s = now_s + max(after_s / 2, after_s - _LEAD_S)
-            used = list(self._used.pop(req_id))
-            self._prefetches.announce(hints.name(req_id), used, from_s, now_s + 2 * after_s)
+            used, tiers = list(self._used.pop(req_id)), self._tiers.pop(req_id)
+            self._prefetches.announce(hints.name(req_id), used, from_s, now_s + 2 * after_s, tiers)

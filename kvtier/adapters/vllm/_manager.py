@@ -143,7 +143,7 @@ class KVTierManager(OffloadingManager):
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
         params = req_context.kv_transfer_params
-        hints = self._hints.begin(req_context.req_id, params)
+        hints = self._hints.begin(req_context.req_id, params, tiers)
         if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
             request.wait = Wait(wait_s)
         if hints.explain or self._explainer.is_on:
@@ -207,7 +207,7 @@ class KVTierManager(OffloadingManager):
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._published.stream.loaded(keys)
-        self._hints.keep(req_context.req_id, keys)
+        self._hints.loaded(req_context.req_id, keys)
         if self._steps is not None:
             self._steps.loaded(req_context, keys)
         if self._driver.traces is not None:
@@ -258,7 +258,7 @@ class KVTierManager(OffloadingManager):
             self._steps.offered(req_context, keys, request.first)
         if reservation is None and self._repeats_stores:
             return None
-        self._hints.keep(req_context.req_id, keys)
+        self._hints.stored(req_context.req_id, keys)
         if reservation is None:
             return _nothing_stored()
         stored = list(reservation.keys)

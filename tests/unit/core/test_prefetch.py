@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.messages import Get
+from kvtier._core.messages import Get, GetEnded
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from tests.unit.core import world
@@ -123,8 +123,8 @@ def test_a_request_for_the_same_chunks_shares_the_get():
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-@pytest.mark.parametrize("how", ["cancel", "reset"])
-def test_nothing_is_left_of_what_is_cancelled_or_reset(when: str, how: str):
+@pytest.mark.parametrize("how", ["release", "reset"])
+def test_nothing_is_left_of_what_is_released_or_reset(when: str, how: str):
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     gets = due(core, 1.0) if when == "during" else []
@@ -133,7 +133,7 @@ def test_nothing_is_left_of_what_is_cancelled_or_reset(when: str, how: str):
     if how == "reset":
         core.reset()
     else:
-        core.prefetches.cancel("agent")
+        core.prefetches.release("agent")
     world.taken(core)
     for get in gets:
         answer(core, get, [COPIED] * len(get.slots) + [MISSING] * (len(get.keys) - len(get.slots)), 1.0)
@@ -180,3 +180,64 @@ def test_a_long_prompt_is_looked_up_in_pieces():
         answer(core, more, answered(more).answers, 1.0)
     run(core, 1.0)
     assert world.there(core, prompt) == prompt
+
+
+def test_a_cancelled_announcement_promotes_no_more_and_what_was_promoted_is_kept():
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    run(core, 1.0)
+    core.prefetches.cancel("agent")
+    assert set(core.retention.pinned) == set(PROMPT), "the conversation is back, and waits for its turn"
+
+
+def test_a_request_that_is_computed_sooner_than_loaded_does_not_wait_for_a_prefetch():
+    core = world.make(slots=16, budget=1.0, pin_budget=0.5, load_gate="latency")  # type: ignore[arg-type]
+    first = Request("first")
+    (get,) = step(core, first, keys("first", 2))
+    core.on_event(GetEnded(get.id, [COPIED] * 2, {}, 10.0, world.GOOD, elapsed_s=10.0), 0.0)
+    core.note_computed(0, 1, 0.001)
+    core.close(first)
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    assert due(core, 1.0) != [], "a prefetch makes nobody wait"
+    assert due(core, 1.0) == [], "and asks once"
+    client = Request("client")
+    step(core, client, PROMPT, 1.0)
+    assert world.ask(core, client, PROMPT) == [world.MISS]
+
+
+def test_when_its_time_is_over_the_rest_is_not_promoted():
+    core = world.make(slots=256, pin_budget=0.5)
+    prompt = keys("long", 100)
+    world.store(core, prompt)
+    for index in range(64):
+        world.store(core, keys(f"other{index}/", 4))
+    world.taken(core)
+    core.prefetches.announce("agent", prompt, from_s=1.0, until_s=30.0)
+    (get,) = due(core, 1.0)
+    for more in answer(core, get, answered(get).answers, 1.0):
+        answer(core, more, answered(more).answers, 1.0)
+    assert due(core, 30.0) == []
+    assert run(core, 30.0) == 0
+
+
+def test_what_is_kept_already_needs_no_room():
+    core = world.make(slots=16, budget=1.0, pin_budget=0.25)
+    world.store(core, PROMPT[:4])
+    core.retention.keep("ttl", PROMPT[:4])
+    core.settle(0.0)
+    core.prefetches.announce("agent", PROMPT[:4], from_s=1.0, until_s=30.0)
+    run(core, 1.0)
+    core.retention.release("ttl")
+    assert set(core.retention.pinned) == set(PROMPT[:4])
+
+
+def test_only_tiers_that_the_request_may_be_served_from_are_asked():
+    core = evicted_core()
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0, tiers=frozenset())
+    assert run(core, 1.0) == 0
+
+
+def test_with_sliding_windows_nothing_is_announced():
+    core = world.make(windowed=frozenset({1}))
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    assert core.prefetches.is_empty
