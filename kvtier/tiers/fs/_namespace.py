@@ -18,6 +18,7 @@ import errno
 import logging
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -38,6 +39,8 @@ _DURABILITY: Final = {
     "data": Flag.SYNC_DATA,
     "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY,
 }
+_FIRST_TRY_PAUSE_S: Final = 2.0
+_LONGEST_TRY_PAUSE_S: Final = 60.0
 _log = logging.getLogger("kvtier.tiers.fs")
 
 
@@ -90,6 +93,7 @@ class Namespace:
         self.name = context.identity.namespace
         self.root_fd = root_fd
         self._refusal = 0  # errno of the first write, where it failed
+        self._next_try_s, self._try_pause_s = 0.0, _FIRST_TRY_PAUSE_S
         self.direct = False
         self._mount = _mount_above(config.root_dir)
         self._config = config
@@ -159,9 +163,14 @@ class Namespace:
             return False
 
     def is_writable_again(self) -> bool:
-        """Return whether a root that could only be read when it was opened can be written by now."""
-        if not self._refusal:
+        """Return whether a root that could only be read when it was opened can be written by now.
+
+        It is tried at growing intervals: a try makes a file where the file system has no locks.
+        """
+        if not self._refusal or time.monotonic() < self._next_try_s:
             return False
+        self._next_try_s = time.monotonic() + self._try_pause_s
+        self._try_pause_s = min(2 * self._try_pause_s, _LONGEST_TRY_PAUSE_S)
         try:
             self._make_writer()
         except OSError:

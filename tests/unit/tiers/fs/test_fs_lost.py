@@ -33,6 +33,7 @@ def told():
 def looks(monkeypatch):
     """Has tiers look often; waits for some looks that begin after it is called."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
+    monkeypatch.setattr(_namespace, "_FIRST_TRY_PAUSE_S", 0.0)  # and so none of the pauses that follow
     looked, is_replaced = threading.Semaphore(0), Namespace.is_replaced
 
     def counted(namespace):
