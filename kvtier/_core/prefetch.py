@@ -57,12 +57,11 @@ class Prefetches:
         self._begins: list[tuple[float, str]] = []  # a heap; an entry counts if its name begins then
         self._size = 0  # keys of all names together
         self._name = ""  # of what is looked up now
-        self._left: list[OffloadKey] = []  # of it, last one first
+        self._current: _Announced | None = None  # that
+        self._left: list[OffloadKey] = []  # keys of it, last one first
         self._request: Request | None = None
         self._asked: list[OffloadKey] = []  # for this request
         self._promoted: set[OffloadKey] = set()  # those of them that were not there
-        self._until_s = 0.0
-        self._tiers: frozenset[int] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -142,7 +141,7 @@ class Prefetches:
         """Begin to ask for the next chunks; return whether there are any, and nobody waits."""
         if self._holds.first is not None:
             return False
-        if self._until_s <= now_s:
+        if self._current is not None and self._current.until_s <= now_s:
             self._left.clear()
         while not self._left and self._begins and self._begins[0][0] <= now_s:
             from_s, name = heappop(self._begins)
@@ -152,16 +151,15 @@ class Prefetches:
             del self._announced[name]
             self._size -= len(due.keys)
             if due.until_s > now_s:
-                self._name, self._left, self._until_s = name, [*reversed(due.keys)], due.until_s
-                self._tiers = due.tiers
-        if not self._left:
+                self._name, self._current, self._left = name, due, [*reversed(due.keys)]
+        if not self._left or self._current is None:
             return False
         self._asked = self._take()
         if not self._asked:
             self._shared.counts["keep_refused", "budget"] += len(self._left)
             self._left.clear()
             return False
-        self._request = Request(f"prefetch for {self._name}", self._tiers, is_prefetch=True)
+        self._request = Request(f"prefetch for {self._name}", self._current.tiers, is_prefetch=True)
         return True
 
     def _take(self) -> list[OffloadKey]:
@@ -178,8 +176,9 @@ class Prefetches:
 
     def _end(self, hits: list[OffloadKey], ended: set[int]) -> None:
         self._shared.counts["prefetched",] += sum(key in self._promoted for key in hits)
+        assert self._current is not None
         self._retention.keep(_kept_as(self._name), hits)
-        self._retention.expire(_kept_as(self._name), self._until_s)
+        self._retention.expire(_kept_as(self._name), self._current.until_s)
         if ended:
             self._left = [key for key in self._left if group_index(key) not in ended]
         self._end_request()

@@ -54,9 +54,12 @@ class Retention:
     @property
     def room(self) -> int:
         """How many chunks more may be kept."""
-        shared = self._shared
-        budget = int(len(shared.table.all) * shared.limits.pin_budget)
-        return max(0, budget - len(self.pinned) - len(self._waiting))
+        return max(0, self._budget - len(self.pinned) - len(self._waiting))
+
+    @property
+    def _budget(self) -> int:
+        """How many chunks may be kept in all."""
+        return int(len(self._shared.table.all) * self._shared.limits.pin_budget)
 
     def keep(self, name: str, keys: Iterable[OffloadKey]) -> None:
         """Keep chunks that are there or being stored, until ``expire`` or ``release`` of this name."""
@@ -125,8 +128,7 @@ class Retention:
         self._shared.table.unpin(chunks)
 
     def _pin_arrived(self) -> list[Chunk]:
-        shared = self._shared
-        budget = int(len(shared.table.all) * shared.limits.pin_budget)
+        shared, budget = self._shared, self._budget
         arrived: list[Chunk] = []
         refused: list[OffloadKey] = []
         waiting: dict[OffloadKey, None] = {}

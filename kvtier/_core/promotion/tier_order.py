@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier._core.promotion.gets import Gets
 from kvtier._core.promotion.holds import Holds
-from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, locating, of_use, served
+from kvtier._core.promotion.wanted import Waiters, allowed_tiers, in_line, loading, locating, of_use
 from kvtier._core.shared import Keys, SharedState
 from kvtier._core.transfers import SlotUse
 from kvtier.keys import OffloadKey
@@ -116,7 +116,7 @@ class TierOrder:
             now_s: the time.
             may_wait: whether "wait" may be returned: that is to be decided in the next round.
         """
-        gate, waiters = self._shared.gate, served(waiters)
+        gate, waiters = self._shared.gate, in_line(waiters)
         if not gate.is_active or self._windowed or not waiters:
             return None
         request = next(iter(waiters))

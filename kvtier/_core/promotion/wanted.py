@@ -48,8 +48,8 @@ def waiting(transfer: Transfer) -> dict[Request, None]:
     return {request: None for request in transfer.waiters if request.is_waiting}
 
 
-def served(waiters: Waiters) -> dict[Request, None]:
-    """Return those that load what is found as soon as it is there."""
+def in_line(waiters: Waiters) -> dict[Request, None]:
+    """Return those that take a turn: they load what is found as soon as it is there."""
     return {request: None for request in waiters if not (request.locates or request.is_prefetch)}
 
 

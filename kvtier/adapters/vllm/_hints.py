@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -148,6 +148,20 @@ class HintReader:
             )
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A request with hints that has not ended.
+
+    Attributes:
+        tiers: those that it may be served from; None for all.
+        used: its chunks, in the order of its prompt, if they are needed again.
+    """
+
+    hints: Hints
+    tiers: frozenset[int] | None
+    used: dict[OffloadKey, None] = field(default_factory=dict)
+
+
 class ClientHints:
     """Follows the hints of requests that have not ended; keeps their chunks, and announces their next use.
 
@@ -162,9 +176,7 @@ class ClientHints:
         self._prefetches = prefetches
         self._clock = clock
         self._reader = HintReader(clock)
-        self._followed: dict[str, Hints] = {}
-        self._used: dict[str, dict[OffloadKey, None]] = {}  # chunks of those that are needed again
-        self._tiers: dict[str, frozenset[int] | None] = {}  # that these may be served from
+        self._followed: dict[str, _Followed] = {}
         self._followed_names: Counter[str] = Counter()  # how many of them keep chunks under each name
 
     def begin(self, req_id: str, params: object, tiers: frozenset[int] | None = None) -> Hints:
@@ -172,10 +184,7 @@ class ClientHints:
         self.ended(req_id)  # should an earlier request of this id not have ended yet
         hints = self._reader.read(req_id, params)
         if hints.needs_all or hints.release:
-            self._followed[req_id] = hints
-        if hints.next_use_s:
-            self._used[req_id] = {}
-            self._tiers[req_id] = tiers
+            self._followed[req_id] = _Followed(hints, tiers)
         if hints.keeps:
             name = hints.name(req_id)
             self._followed_names[name] += 1
@@ -186,8 +195,7 @@ class ClientHints:
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey]) -> None:
         """Keep or note chunks that a request loads, if its client wants that."""
-        self._keep(req_id, keys)
-        if (used := self._used.get(req_id)) is not None:
+        if (used := self._keep(req_id, keys)) is not None:
             for key in keys:
                 used.setdefault(key)
 
@@ -196,20 +204,24 @@ class ClientHints:
 
         The engine offers all chunks of the request in the order of its prompt, loaded ones, too.
         """
-        self._keep(req_id, keys)
-        if (used := self._used.get(req_id)) is not None:
+        if (used := self._keep(req_id, keys)) is not None:
             for key in keys:
                 used.pop(key, None)
                 used[key] = None
 
-    def _keep(self, req_id: str, keys: Collection[OffloadKey]) -> None:
-        if (hints := self._followed.get(req_id)) is not None and hints.keeps:
-            self._retention.keep(hints.name(req_id), keys)
+    def _keep(self, req_id: str, keys: Collection[OffloadKey]) -> dict[OffloadKey, None] | None:
+        """Keep chunks if the client wants that; return where to note them, if they are needed again."""
+        if (followed := self._followed.get(req_id)) is None:
+            return None
+        if followed.hints.keeps:
+            self._retention.keep(followed.hints.name(req_id), keys)
+        return followed.used if followed.hints.next_use_s else None
 
     def ended(self, req_id: str) -> None:
         """Note that a request has ended: from now on its time counts, and what it releases is released."""
-        if (hints := self._followed.pop(req_id, None)) is None:
+        if (followed := self._followed.pop(req_id, None)) is None:
             return
+        hints = followed.hints
         if hints.keeps:
             name = hints.name(req_id)
             self._followed_names[name] -= 1
@@ -223,5 +235,6 @@ class ClientHints:
         if hints.next_use_s:
             now_s, after_s = self._clock(), hints.next_use_s
             from_s = now_s + max(after_s / 2, after_s - _LEAD_S)
-            used, tiers = list(self._used.pop(req_id)), self._tiers.pop(req_id)
-            self._prefetches.announce(hints.name(req_id), used, from_s, now_s + 2 * after_s, tiers)
+            self._prefetches.announce(
+                hints.name(req_id), list(followed.used), from_s, now_s + 2 * after_s, followed.tiers
+            )

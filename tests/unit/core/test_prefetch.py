@@ -7,6 +7,7 @@ import pytest
 from kvtier._core.messages import Get, GetEnded
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
+from kvtier.keys import OffloadKey
 from tests.unit.core import world
 from tests.unit.core.world import COPIED, HIT, MISSING, answer, answered, fetches, keys, step
 
@@ -37,6 +38,19 @@ def run(core: Tiering, now_s: float = 10.0) -> int:
         gets = [more for get in gets for more in answer(core, get, answered(get).answers, now_s)]
         gets += due(core, now_s)
     return count
+
+
+def long_prompt_begun() -> tuple[Tiering, list[OffloadKey], Get]:
+    """Return a core that has begun to look for a prompt of 100 chunks, the prompt, and its first get."""
+    core = world.make(slots=256, pin_budget=0.5)
+    prompt = keys("long", 100)
+    world.store(core, prompt)
+    for index in range(64):
+        world.store(core, keys(f"other{index}/", 4))
+    world.taken(core)
+    core.prefetches.announce("agent", prompt, from_s=1.0, until_s=30.0)
+    (get,) = due(core, 1.0)
+    return core, prompt, get
 
 
 def test_chunks_are_promoted_when_their_time_comes_and_kept_until_it_is_over():
@@ -167,14 +181,7 @@ def test_what_would_come_too_late_is_forgotten():
 
 
 def test_a_long_prompt_is_looked_up_in_pieces():
-    core = world.make(slots=256, pin_budget=0.5)
-    prompt = keys("long", 100)
-    world.store(core, prompt)
-    for index in range(64):
-        world.store(core, keys(f"other{index}/", 4))
-    world.taken(core)
-    core.prefetches.announce("agent", prompt, from_s=1.0, until_s=30.0)
-    (get,) = due(core, 1.0)
+    core, prompt, get = long_prompt_begun()
     assert len(get.keys) == 32
     for more in answer(core, get, answered(get).answers, 1.0):
         answer(core, more, answered(more).answers, 1.0)
@@ -206,14 +213,7 @@ def test_a_request_that_is_computed_sooner_than_loaded_does_not_wait_for_a_prefe
 
 
 def test_when_its_time_is_over_the_rest_is_not_promoted():
-    core = world.make(slots=256, pin_budget=0.5)
-    prompt = keys("long", 100)
-    world.store(core, prompt)
-    for index in range(64):
-        world.store(core, keys(f"other{index}/", 4))
-    world.taken(core)
-    core.prefetches.announce("agent", prompt, from_s=1.0, until_s=30.0)
-    (get,) = due(core, 1.0)
+    core, _, get = long_prompt_begun()
     for more in answer(core, get, answered(get).answers, 1.0):
         answer(core, more, answered(more).answers, 1.0)
     assert due(core, 30.0) == []

@@ -208,7 +208,7 @@ class Maintenance:
 
     def _do_tick(self, place: Place) -> None:
         if self._namespace.is_replaced():
-            self._lost(f"another directory is at {self._config.root_dir} now, or it was removed")
+            self._lost(f"{self._config.root_dir} was replaced by another directory or removed")
         elif self._namespace.is_writable_again():
             self._lost(f"{self._config.root_dir} can be written now")
         self._try(self._quota.refresh, "reading its ledger")

@@ -60,7 +60,7 @@ async def test_a_root_that_is_replaced_is_told_of(world, tier, told):
     world.root.rename(world.root.with_name("before"))
     world.root.mkdir()
     await world.eventually(lambda: told)
-    assert told[0] == f"another directory is at {world.root} now, or it was removed"
+    assert told[0] == f"{world.root} was replaced by another directory or removed"
 
 
 async def test_a_root_that_is_removed_is_told_of_and_made_anew(world, tier, told):
