@@ -159,7 +159,11 @@ class Store:
         return list(self._client.batch_is_exist(names))
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """Remove keys, whoever may be reading them. Returns result codes."""
+        """Remove keys. Returns result codes.
+
+        The pool is told not to wait for leases, or a damaged chunk would stay for as long as it is read. Who
+        reads one meanwhile may get bytes of what takes its memory: the trailer does not match them.
+        """
         return list(self._client.batch_remove(names, True))
 
     def join(self) -> str:

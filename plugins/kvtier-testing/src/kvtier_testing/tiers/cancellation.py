@@ -123,10 +123,14 @@ class CancellationTests(TierSetup):
         self, place: Path
     ) -> None:
         async with self.opened(place) as it:
+
+            async def get() -> None:
+                await it.get([2, 1], versions=_BOTH, may_mix=self.may_mix_versions)
+
             async with anyio.create_task_group() as tasks:
                 for version in _BOTH:
                     tasks.start_soon(_repeat, 15, lambda version=version: it.put([1, 2], version))
-                    tasks.start_soon(_repeat, 30, lambda: it.get([2, 1], versions=_BOTH))
+                    tasks.start_soon(_repeat, 30, get)
                 tasks.start_soon(_repeat, 15, lambda: it.tier.discard(keys([1])))
                 tasks.start_soon(_repeat, 15, lambda: it.tier.contains(keys([1, 2])))
             it.expect_kept(await it.get([2], versions=_BOTH), "a chunk that was put and never discarded")

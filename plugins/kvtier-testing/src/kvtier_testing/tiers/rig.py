@@ -183,12 +183,22 @@ class TierRig:
         slots.check_unused("a put")
         return list(outcome.statuses)
 
-    async def get(self, numbers: Iterable[int], versions: Sequence[int] = (0,)) -> list[Status]:
-        """Get chunks; check the answer, and the bytes and trailers of all that are said to be there."""
+    async def get(
+        self, numbers: Iterable[int], versions: Sequence[int] = (0,), *, may_mix: bool = False
+    ) -> list[Status]:
+        """Get chunks; check the answer, and the bytes and trailers of all that are said to be there.
+
+        Args:
+            numbers: chunks to get.
+            versions: what may have been put of each.
+            may_mix: whether a chunk that does not match its trailer is a miss, as kvtier makes it one.
+        """
         wanted = list(numbers)
         batch, slots = self.empty(wanted)
         outcome = await self.tier.get(batch)
         self.check_outcome(outcome, batch, "get")
+        if may_mix:
+            outcome = self._without_mixed(batch, outcome)
         self.check_given(wanted, batch, outcome, versions)
         slots.check_unused("a get")
         return list(outcome.statuses)
@@ -226,12 +236,21 @@ class TierRig:
         self._check_trailer(batch, index)
         return found
 
+    def _without_mixed(self, batch: Batch, outcome: Outcome) -> Outcome:
+        statuses = list(outcome.statuses)
+        for index, status in enumerate(statuses):
+            if status is Status.OK and self._integrity(batch, index) is not Integrity.SOUND:
+                statuses[index] = Status.CORRUPT
+        return Outcome(statuses, outcome.reasons)
+
+    def _integrity(self, batch: Batch, index: int) -> Integrity:
+        trailer, key, view = batch.trailers[index], batch.keys[index], batch.views[index]
+        return check(trailer, key, view, self.identity.short_digest)
+
     def _check_trailer(self, batch: Batch, index: int) -> None:
         if self.tier.verifies:
             return
-        verdict = check(
-            batch.trailers[index], batch.keys[index], batch.views[index], self.identity.short_digest
-        )
+        verdict = self._integrity(batch, index)
         expect(
             verdict is Integrity.SOUND,
             f"a get gave right bytes, but not the trailer that was put with them ({verdict}): it has to "

@@ -48,6 +48,8 @@ class TierSetup(LimitedSuite):
         is_shared: whether several tiers may be open on one place at once.
         is_lossy: whether chunks may leave on their own, with room for all. Such a tier may answer ABSENT
             at any time; a wrong byte it may not give either.
+        may_mix_versions: whether a get beside a discard of its chunk may answer OK with bytes of other
+            chunks, as where freed memory is taken at once. Its trailer must give it away.
         chunk_bytes: length of the chunks of most tests.
         sizes: lengths of chunks that are tried besides.
         settle_s: seconds after which what a call has left running, such as a thread, has shown itself.
@@ -60,6 +62,7 @@ class TierSetup(LimitedSuite):
     is_persistent: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False
     is_lossy: ClassVar[bool] = False
+    may_mix_versions: ClassVar[bool] = False
     chunk_bytes: ClassVar[int] = 64 * 1024
     sizes: ClassVar[tuple[int, ...]] = (4096, 3 * 4096, 2 * 2**20)
     settle_s: ClassVar[float] = 0.1
