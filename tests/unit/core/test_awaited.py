@@ -456,6 +456,18 @@ def test_a_poll_past_its_deadline_ends_the_wait() -> None:
     assert waits(core) == {"gave_up": 1}
 
 
+def test_the_place_of_what_is_awaited_is_known_while_what_is_before_it_is_not_held() -> None:
+    core, request = make(), waiting()
+    begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
+    ask(core, request, PROMPT)
+    core.settle(0.0)
+    for _ in range(3):
+        step_as_vllm(core, request, PROMPT, 0.0)
+    assert not request.held
+    assert request.wait is not None
+    assert request.wait.leading == 2
+
+
 def test_a_wait_that_load_gate_ends_is_not_in_vain() -> None:
     core, request = make(load_gate="latency"), waiting()  # type: ignore[arg-type]
     begin(core, request, PROMPT, *[MISSING] * 4)
