@@ -610,13 +610,6 @@ def beside(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_beside_its_owner_events_come_back_in_a_deque(launch: MakeHarness, beside: str) -> None:
-    it = launch(dummy(), where=beside)
-    it.hold([1, 2])
-    assert list(it.fetched([1, 2, 3], [10, 11, 12]).answers) == [COPIED, COPIED, MISSING]
-    assert it.bytes_in(11) == content(2)
-
-
 def test_commands_submitted_before_the_start_are_run() -> None:
     it = Harness(dummy(), where="thread")
     early = it.put([1])

@@ -24,11 +24,6 @@ def public_modules() -> Iterator[str]:
             yield found.name
 
 
-@pytest.mark.parametrize("name", kvtier.__all__)
-def test_every_exported_name_is_there(name: str) -> None:
-    assert getattr(kvtier, name) is not None
-
-
 @pytest.mark.parametrize("module", sorted({*public_modules()} - {"kvtier.adapters", "kvtier.adapters.vllm"}))
 def test_the_reference_lists_what_a_public_module_exports(module: str) -> None:
     listed = set(re.findall(r"^::: (\S+)", (PROJECT / "docs/reference/api.md").read_text(), re.MULTILINE))

@@ -217,18 +217,6 @@ class Gate:
 # --- what it is for ------------------------------------------------------------------------------
 
 
-async def test_what_was_stored_is_found_and_loaded() -> None:
-    async with opened() as it:
-        keys = prompt(1, 8)
-        assert await it.manager.lookup(keys) == 0
-        assert await it.store(keys[:5]) == 5
-        assert await it.manager.lookup(keys) == 5
-        assert await it.load(keys, 40) == 5
-        assert await it.store(keys) == 3
-        assert await it.load(keys, 40) == 8
-        await it.check_idle()
-
-
 async def test_groups_and_chunks_of_several_blocks() -> None:
     async with opened(dummy(), device=Device(groups=2, blocks_per_chunk=2), slots=64) as it:
         mixed = [key for pair in zip(prompt(1, 6), prompt(1, 6, group=1), strict=True) for key in pair]
@@ -355,21 +343,6 @@ class Deaf(DummyTier):
 
 
 # --- one waits for the other ---------------------------------------------------------------------
-
-
-async def test_a_lookup_waits_for_a_store_under_way() -> None:
-    gate = Gate()
-    async with opened(copy=gate, limits=Limits(request_deadline_s=60)) as it:
-        keys = prompt(1, 3)
-        store = asyncio.ensure_future(it.store(keys))
-        await gate.begun()
-        look = asyncio.ensure_future(it.manager.lookup(keys))
-        await anyio.wait_all_tasks_blocked()
-        assert not look.done()
-        gate.opened.set()
-        with anyio.fail_after(10):
-            assert await look == 3
-        assert await store == 3
 
 
 async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> None:

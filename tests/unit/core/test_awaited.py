@@ -95,12 +95,6 @@ def test_what_no_tier_has_yet_is_asked_for_again_in_one_get_and_loaded_when_it_i
     assert waits(core) == {"arrived": 1}
 
 
-def test_without_a_hint_it_is_a_miss_at_once() -> None:
-    core, request = make(), Request()
-    begin(core, request, PROMPT, *[MISSING] * 4)
-    assert ask(core, request, PROMPT) == [MISS]
-
-
 def test_after_its_time_it_is_a_miss_and_the_deadline_of_tiers_counts_from_there() -> None:
     core, request = make(request_deadline_s=5.0), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
@@ -246,13 +240,6 @@ def test_it_ends_at_once(how: str) -> None:
     assert not core.holds.awaiting
 
 
-def test_a_tier_that_fails_at_once_is_not_waited_for() -> None:
-    core, request = make(), waiting()
-    (get,) = step(core, request, PROMPT)
-    answer(core, get, [COPIED, MISSING, MISSING, MISSING], checksum=1)
-    assert ask(core, request, PROMPT) == [HIT, MISS]
-
-
 def test_after_a_reset_nobody_waits() -> None:
     """What other engines store from then on is not for this one."""
     core, request = make(), waiting()
@@ -271,18 +258,6 @@ def test_a_request_without_a_hint_does_not_wait_with_one_that_shares_its_get() -
     answer(core, get, [MISSING] * 4)
     assert ask(core, other, PROMPT) == [MISS]
     assert ask(core, request, PROMPT) == [RETRY] * 4
-
-
-def test_chunks_that_only_others_want_are_not_waited_for() -> None:
-    core, request, other = make(), waiting(), Request()
-    ask(core, other, PROMPT)
-    ask(core, request, PROMPT[:2])
-    core.settle(0.0)
-    (get,) = fetches(core)
-    answer(core, get, [COPIED, COPIED, MISSING, MISSING])
-    assert ask(core, request, PROMPT[:2]) == [HIT, HIT]
-    core.settle(0.0)
-    assert waits(core) == {}
 
 
 def test_models_with_windows_do_not_wait() -> None:
@@ -422,12 +397,6 @@ def test_polls_count_what_they_find_and_what_is_absent_is_counted_once() -> None
     assert [counts[what, "t0"] for what in ("asked", "found", "absent")] == [4 + 2, 2, 4]
 
 
-def test_a_request_that_awaits_nothing_has_the_deadline_of_any_other() -> None:
-    core, request = make(request_deadline_s=5.0), waiting()
-    step(core, request, PROMPT)
-    assert request.deadline_s == 5.0, "nobody has said that they are absent"
-
-
 @pytest.mark.parametrize("how", ["arrived", "reset", "failure"])
 def test_a_request_that_awaits_no_more_has_the_deadline_of_any_other(how: str) -> None:
     core, request = make(request_deadline_s=5.0), waiting()
@@ -485,15 +454,6 @@ def test_a_poll_past_its_deadline_ends_the_wait() -> None:
     assert ask(core, request, PROMPT) == [MISS]
     core.settle(now_s + 3.0)
     assert waits(core) == {"gave_up": 1}
-
-
-def test_those_that_await_chunks_are_not_in_line() -> None:
-    core, requests, other = make(), [waiting() for _ in range(50)], Request()
-    for index, request in enumerate(requests):
-        begin(core, request, keys(f"a{index}", 2), MISSING, MISSING)
-    step(core, other, PROMPT)
-    assert list(core.holds.pending) == [other]
-    assert core.holds.first is other
 
 
 def test_the_place_of_what_is_awaited_is_known_while_what_is_before_it_is_not_held() -> None:

@@ -87,13 +87,6 @@ def test_one_slow_get_changes_nothing_and_a_second_one_does() -> None:
     assert it.expected_s(10) == pytest.approx(5.0)
 
 
-def test_a_quick_get_is_believed_at_once() -> None:
-    it = Clocked(None)
-    it.get(10, 5.0)
-    it.get(10, 0.010)
-    assert it.expected_s(10) == pytest.approx(0.010)
-
-
 def test_gets_of_different_sizes_tell_latency_from_bandwidth() -> None:
     it = Clocked(None)
     for _ in range(100):
@@ -211,16 +204,6 @@ def test_it_does_not_flap_with_noise(chunk_s: float, noise: list[float]) -> None
 # --- in the core -----------------------------------------------------------------------------------
 
 
-def test_a_fast_tier_is_loaded_from() -> None:
-    core = make()
-    know(core, FAST_S)
-    request, chunks = Request(), keys("a", 8)
-    (get,) = world.step(core, request, chunks)
-    assert get.keys == chunks
-    assert end(core, get, 0.008, 0.1) == []
-    assert world.ask(core, request, chunks) == [HIT] * 8
-
-
 def test_a_slow_tier_is_a_miss() -> None:
     core = make()
     know(core, SLOW_S)
@@ -228,15 +211,6 @@ def test_a_slow_tier_is_a_miss() -> None:
     assert world.step(core, request, chunks) == []
     assert world.ask(core, request, chunks) == [MISS]
     assert core.take_counts()["miss", "gate"] == 1
-
-
-def test_counts_name_the_tier_that_was_skipped() -> None:
-    core = make(tiers=2)
-    know(core, SLOW_S)
-    know(core, FAST_S, tier=1)
-    (get,) = world.step(core, Request(), keys("a", 8))
-    assert get.tier == 1
-    assert core.take_counts()["skipped", "t0", "gate"] == 8
 
 
 def test_what_is_far_back_in_a_prompt_is_loaded_where_computing_gets_slower() -> None:
@@ -358,20 +332,6 @@ def test_of_many_that_wait_a_few_at_a_time_are_computed() -> None:
         world.ask(core, request, requests[request])
     core.settle(0.1)
     assert [get.keys for get in world.fetches(core)] == [requests[request] for request in last]
-
-
-def test_those_behind_are_computed_in_later_rounds() -> None:
-    core = make()
-    know(core, SLOW_S)
-    requests = {Request(): keys(name, 8) for name in "abcde"}
-    for now_s in (0.0, 0.1, 0.2):
-        for request, chunks in requests.items():
-            world.ask(core, request, chunks)
-        core.settle(now_s)
-    assert world.fetches(core) == []
-    for request, chunks in requests.items():
-        assert world.ask(core, request, chunks) == [MISS]
-    assert core.take_counts()["miss", "gate"] >= 5
 
 
 def test_a_get_that_has_to_find_out_what_there_is_costs_its_latency_twice() -> None:

@@ -78,27 +78,12 @@ def test_a_chunk_that_may_have_failed_or_be_absent_has_both_words(
     assert [record.refusals[key]["t0"] for key in missing] == expected
 
 
-def test_a_transfer_that_failed_for_several_reasons_names_all_of_them() -> None:
-    core, (request, _), prompt = make(), recorded(), keys("a", 3)
-    (fetch,) = step(core, request, prompt)
-    answer(core, fetch, [MISSING] * 3, torn=2, checksum=1)
-    assert why(core, request, prompt)[1] == {"t0": "checksum,torn"}
-
-
 def test_a_tier_that_was_not_asked_is_named_with_the_reason() -> None:
     core, (request, _), prompt = make(tiers=2), recorded(), keys("a", 2)
     core.on_event(TierDown(0, "gone"), 0.0)
     (fetch,) = step(core, request, prompt)
     answer(core, fetch, [MISSING] * 2)
     assert why(core, request, prompt) == ({prompt[0]: "absent"}, {"t0": "down", "t1": "absent"})
-
-
-def test_tiers_that_the_request_excludes_are_named() -> None:
-    core, (request, _), prompt = make(tiers=2), recorded(), keys("a", 2)
-    request.tiers = frozenset({1})
-    (fetch,) = step(core, request, prompt)
-    answer(core, fetch, [MISSING] * 2)
-    assert why(core, request, prompt)[1] == {"t0": "filter", "t1": "absent"}
 
 
 def test_a_tier_that_answers_too_late_is_named() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import count
-from random import Random
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.policies._aged import AgedKeys
 from kvtier.policies._arc import ARC
 from kvtier.policies._auto import Auto
 from kvtier.policies._base import EvictionPolicy
@@ -38,29 +36,6 @@ class TestLHD(PolicyConformance):
 
 class TestAuto(PolicyConformance):
     policy = Auto
-
-
-def numbered(first: int, count: int) -> list[OffloadKey]:
-    return [pack_key(f"{index:06}".encode()) for index in range(first, first + count)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_it_does_what_a_list_does(seed: int) -> None:
-    random, aged, truth, made = Random(seed), AgedKeys(), list[OffloadKey](), 0
-    for _ in range(300):
-        added = numbered(made, random.randrange(60))
-        made += len(added)
-        aged.add(added)
-        truth += added
-        for key in random.sample(truth, min(len(truth), random.randrange(10))):
-            truth.remove(key)
-            aged.remove(key)
-            assert key not in aged
-        count = random.choice([0, 1, 5, 50, 100])
-        assert aged.pop_oldest(count) == truth[:count]
-        del truth[:count]
-        assert len(aged) == len(truth)
-        assert all(key in aged for key in truth[:3])
 
 
 def use(policy: EvictionPolicy, key: OffloadKey) -> bool:

@@ -47,17 +47,6 @@ def test_question_and_transfer_are_one_delay() -> None:
     assert again.origins == [None] * 4, "the second load comes from the primary tier"
 
 
-def test_what_is_located_next_to_what_landed_is_fetched_at_once() -> None:
-    core, request, prompt = make(slots=8, budget=1.0), Request(), keys("a", 6)
-    store(core, keys("old", 6))
-    (fetch,) = step(core, request, prompt)
-    assert len(fetch.slots) == 2, "free slots only, until it is known to be there"
-    (rest,) = answer(core, fetch, [COPIED] * 2 + [LOCATED] * 4)
-    assert (list(rest.keys), len(rest.slots), rest.located) == (prompt[2:], 4, True)
-    answer(core, rest, [COPIED] * 4)
-    assert ask(core, request, prompt) == [HIT] * 6
-
-
 @pytest.mark.parametrize(("second", "expected"), [(LOCATED, [1, 2, 3]), (MISSING, [])])
 def test_the_next_tier_closes_a_gap_or_does_not(second: Answer, expected: list[int]) -> None:
     core, request, prompt = make(slots=8, tiers=2, budget=1.0), Request(), keys("a", 4)
@@ -202,16 +191,6 @@ def test_a_scan_whose_answers_stand_is_two_questions() -> None:
     assert ask(core, request, prompt) == [HIT] * 4
 
 
-def test_of_a_window_everything_that_was_found_is_fetched() -> None:
-    core, request, window = make(windowed=frozenset({1})), Request(), keys("w", 3, group=1)
-    (fetch,) = step(core, request, window[::-1])
-    ask(core, request, window[::-1])
-    answer(core, fetch, [MISSING, LOCATED, LOCATED])
-    core.settle(1.0)
-    (found,) = fetches(core)
-    assert list(found.keys) == [window[1], window[0]], "another run of the window may end before the gap"
-
-
 def test_windowed_groups_are_located_before_they_are_fetched() -> None:
     core, request = make(windowed=frozenset({1})), Request()
     window, prefix = keys("w", 6, group=1), keys("p", 2)
@@ -228,15 +207,6 @@ def test_windowed_groups_are_located_before_they_are_fetched() -> None:
     core.settle(0.0)
     (fetch,) = fetches(core)
     assert (list(fetch.keys), fetch.located) == (window[:3:-1], True)
-
-
-def test_a_window_is_fetched_although_a_prefix_is_not_known_yet() -> None:
-    core, request = make(windowed=frozenset({1})), Request()
-    window, prefix = keys("w", 2, group=1), keys("p", 2)
-    (located,) = step(core, request, window)
-    answer(core, located, [LOCATED] * 2)
-    begun = step(core, request, prefix + window)
-    assert [(list(fetch.keys), fetch.located) for fetch in begun] == [(window, True), (prefix, False)]
 
 
 def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:

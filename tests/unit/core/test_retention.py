@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,18 +20,6 @@ def pressed(core: Tiering) -> None:
 
 def kept_core() -> Tiering:
     return world.make(16, 0, pin_budget=0.25)
-
-
-def test_a_kept_chunk_is_not_evicted_until_it_is_released():
-    core = kept_core()
-    world.store(core, keys("a", 3))
-    core.retention.keep("session", keys("a", 3))
-    core.settle(0.0)
-    pressed(core)
-    assert world.there(core, keys("a", 3)) == keys("a", 3)
-    core.retention.release("session")
-    pressed(core)
-    assert world.there(core, keys("a", 3)) == []
 
 
 def test_a_chunk_is_kept_from_the_end_of_its_store():
@@ -103,16 +90,6 @@ def test_a_chunk_that_is_dropped_is_not_kept():
     core.fail_load(core.acquire(keys("a", 1), request), request)
     assert set(core.retention.pinned) == set(keys("a", 3)[1:])
     world.taken(core)
-
-
-@pytest.mark.parametrize("name", ["unknown", "absent"])
-def test_names_that_keep_nothing_leave_nothing_behind(name):
-    core = kept_core()
-    core.retention.keep("absent", keys("a", 3))
-    core.settle(0.0)
-    core.retention.release(name)
-    core.retention.expire(name, 1.0)
-    assert core.retention.is_empty
 
 
 def test_chunks_promoted_for_others_are_paid_for_once():

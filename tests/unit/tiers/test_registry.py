@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-from pydantic import SecretStr
 
 from kvtier import _plugins as plugins
 from kvtier.errors import ConfigError, TierError
@@ -58,17 +57,6 @@ class Tier(DummyTier): Config = Loose
     install_distribution("acme-loose", source, {"loose": "Tier"})
     with pytest.raises(TierError, match=r"acme-loose 1\.2.*Loose must keep extra=\"forbid\" and frozen=True"):
         registry.load("loose")
-
-
-def test_settings_are_checked_by_the_tiers_own_model(acme):
-    config = registry.validate({"type": "acme", "root_dir": "/x", "password": "long enough"})
-    assert type(config) is registry.load("acme").Config
-    assert config.model_dump(include={"type", "root_dir", "deadline_s", "password"}) == {
-        "type": "acme",
-        "root_dir": "/x",
-        "deadline_s": 5.0,
-        "password": SecretStr("long enough"),
-    }
 
 
 @pytest.mark.parametrize("raw", [{}, {"type": 3}, {"root_dir": "/x"}])
