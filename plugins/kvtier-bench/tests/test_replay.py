@@ -1,4 +1,4 @@
-"""``kvtier bench replay``, before a server without a model."""
+"""``kvtier bench replay``: what scaling keeps, what metrics say, and a replay without a model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from aiohttp import web
 from hypothesis import strategies as st
@@ -16,9 +18,12 @@ from typer.testing import CliRunner
 
 from kvtier.errors import KVTierError
 from kvtier_bench import commands
+from kvtier_bench.replay import records
+from kvtier_bench.replay.counters import COMPUTED, DEVICE, Counters
 from kvtier_bench.replay.workload import Scale
 from kvtier_bench.simulate.trace import CHUNK_TOKENS, TimedLine
 
+some = hypothesis.settings(max_examples=100, deadline=None)
 UNTIL_S = 60.0
 
 
@@ -32,6 +37,53 @@ def lines(draw: st.DrawFn) -> TimedLine:
         input_length=length,
         output_length=draw(st.integers(1, 2000)),
     )
+
+
+def common(one: list[Any], other: list[Any]) -> int:
+    """Return how many items two lists begin with."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+@some
+@hypothesis.given(
+    st.lists(lines(), min_size=2, max_size=8),
+    st.floats(0.1, 1000),
+    st.sampled_from([16, 32, 100, 512]),
+    st.integers(0, 3),
+)
+def test_scaled_prompts_share_what_they_shared_and_no_more(
+    trace: list[TimedLine], speed: float, tokens_per_chunk: int, seed: int
+) -> None:
+    scale = Scale(speed, tokens_per_chunk, seed)
+    chosen = scale.requests(trace, len(trace))
+    prompts = [scale.prompt(request) for request in chosen]
+    for request, prompt in zip(chosen, prompts, strict=True):
+        assert len(prompt) == request.prompt_tokens
+        for other, its in zip(chosen, prompts, strict=True):
+            shared = common(list(request.ids), list(other.ids)) * tokens_per_chunk
+            shorter = min(len(prompt), len(its))
+            assert min(shared, shorter) <= common(prompt, its)
+            if shared + tokens_per_chunk <= shorter:
+                assert common(prompt, its) < shared + tokens_per_chunk
+
+
+@some
+@hypothesis.given(st.lists(lines(), min_size=1, max_size=8), st.floats(0.1, 1000), st.integers(16, 512))
+def test_times_and_lengths_are_those_of_the_trace_divided(
+    trace: list[TimedLine], speed: float, tokens_per_chunk: int
+) -> None:
+    chosen = Scale(speed, tokens_per_chunk, 0).requests(trace, len(trace))
+    assert all(earlier.at_s <= later.at_s for earlier, later in pairwise(chosen))
+    by_time = sorted(trace, key=lambda line: line.timestamp)
+    for request, line in zip(chosen, by_time, strict=True):
+        assert request.at_s * speed == pytest.approx((line.timestamp - by_time[0].timestamp) / 1000)
+        for scaled, length in (
+            (request.prompt_tokens, line.input_length),
+            (request.output_tokens, line.output_length),
+        ):
+            assert abs(scaled - length * tokens_per_chunk / CHUNK_TOKENS) <= 1
 
 
 def conversations(count: int, turns: int) -> list[TimedLine]:
@@ -48,7 +100,65 @@ def conversations(count: int, turns: int) -> list[TimedLine]:
     ]
 
 
-COMPUTED_SO_FAR = 'vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"}'
+def test_a_part_of_a_trace_has_whole_conversations_from_all_of_its_time() -> None:
+    trace = conversations(100, 5)
+    scale = Scale(1.0, 32, 1)
+    chosen = scale.requests(trace, 50)
+    whose = [request.ids[1] for request in chosen]
+    assert {whose.count(one) for one in whose} == {5}
+    assert chosen[-1].at_s > 350
+    assert [request.ids[1] for request in Scale(1.0, 32, 2).requests(trace, 50)] != whose
+    assert sum(scale.reusable(chosen)) == 49 * 32 + 10 * 32 * (1 + 3 + 5 + 7)
+
+
+PAGE = """\
+# TYPE vllm:prompt_tokens_by_source counter
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 1000.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 600.0
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 400.0
+# TYPE kvtier_loaded_chunks counter
+kvtier_loaded_chunks_total{tier="cpu"} 3.0
+kvtier_loaded_chunks_total{tier="fs"} 1.0
+# TYPE vllm:kv_offload_tiering_read_bytes counter
+vllm:kv_offload_tiering_read_bytes_total{tier="fs"} 1048576.0
+# TYPE vllm:kv_offload_tiering_write_bytes counter
+vllm:kv_offload_tiering_write_bytes_total{tier="fs"} 2097152.0
+# TYPE vllm:kv_offload_load_bytes counter
+vllm:kv_offload_load_bytes_total 4194304.0
+# TYPE kvtier_tier_used_bytes gauge
+kvtier_tier_used_bytes{tier="fs"} 3145728.0
+kvtier_tier_used_bytes{tier="cpu"} 1048576.0
+"""
+COMPUTED_SO_FAR = PAGE.splitlines()[1].partition(" ")[0]
+PREFIX_CACHE = """\
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total 100.0
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total 30.0
+# TYPE vllm:external_prefix_cache_hits counter
+vllm:external_prefix_cache_hits_total 20.0
+"""
+
+
+def test_tokens_and_bytes_are_read_from_metrics_as_far_as_there_are_any() -> None:
+    nothing, now = Counters(None), Counters(PAGE)
+    assert now.tokens(nothing) == {COMPUTED: 1000, DEVICE: 600, "cpu": 300, "fs": 100}
+    assert set(now.tokens(now).values()) == {0}
+    assert now.left_out == []
+    found = {row.source: row for row in records.sources("it", nothing, now)}
+    assert list(found) == [COMPUTED, DEVICE, "cpu", "fs"]
+    moved = {name: (row.percent, row.read_mib, row.written_mib, row.used_mib) for name, row in found.items()}
+    assert moved == {
+        COMPUTED: (50, None, None, None),
+        DEVICE: (30, None, None, None),
+        "cpu": (15, 4, None, 1),
+        "fs": (5, 1, 2, 3),
+    }
+    older = Counters(PREFIX_CACHE)
+    assert older.tokens(nothing) == {COMPUTED: 50, DEVICE: 30, "tiers": 20}
+    assert (nothing.tokens(nothing), records.sources("it", nothing, nothing)) == ({}, [])
+    assert nothing.left_out == ["hits", "hits by tier", "bytes by tier"]
+    assert older.left_out == ["hits by tier", "bytes by tier"]
 
 
 class Service:
@@ -74,9 +184,7 @@ class Service:
         if not self._has_metrics:
             return web.Response(status=404)
         computed = sum(len(order["words"]) for order in self.orders)
-        return web.Response(
-            text=f"# TYPE vllm:prompt_tokens_by_source counter\n{COMPUTED_SO_FAR} {computed}\n"
-        )
+        return web.Response(text=f"{PAGE.splitlines()[0]}\n{COMPUTED_SO_FAR} {computed}\n")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         order = await request.json()
@@ -186,6 +294,15 @@ def test_a_replay_sends_every_request_and_counts_what_fails(
     assert (served["computed"], served["hit_percent"]) == ((None, None) if as_text else (answered, 0))
     assert found["Interval"][-1]["sent"] == 12
     assert found["Workload"][0]["requests"] == 12
+
+
+@pytest.mark.parametrize("service", [{"takes_ids": True, "has_metrics": True}], indirect=True)
+def test_the_chart_shows_hits_and_times_of_the_course(service: Service, tmp_path: Path) -> None:
+    trace = write(tmp_path / "trace.jsonl", conversations(4, 3))
+    _, _, course = printed(trace, "--url", service.url, "--tokens-per-chunk", "20").partition("Course: ")
+    assert "hits, %" in course
+    assert "TTFT, ms" in course
+    assert "█" * 20 in course, "the slowest interval has the longest bar"
 
 
 @pytest.mark.parametrize("service", [{"takes_ids": True, "has_metrics": False}], indirect=True)
