@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +15,9 @@ from kvtier._cli.main import app
 from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LHD, LRU, Auto, EvictionPolicy
+from kvtier_bench.simulate import run
+from kvtier_bench.simulate.files import replay_files
+from kvtier_bench.simulate.generate import TRACES, generate
 from kvtier_bench.simulate.replay import device_hits, optimum, replay
 from kvtier_bench.simulate.trace import sample
 
@@ -59,6 +63,48 @@ def test_no_policy_beats_the_optimum(
     hits = device_hits(requests, device)
     loaded = sum(loaded for loaded, _ in replay(policy(), requests, hits, capacity))
     assert loaded <= optimum(requests, hits, capacity)
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(ids=prompts, capacity=st.integers(1, 15), device=st.integers(0, 6))
+def test_files_do_not_beat_it_either(ids: list[list[int]], capacity: int, device: int) -> None:
+    requests = sample(ids).requests
+    hits = device_hits(requests, device)
+    loaded = sum(loaded for loaded, _ in replay_files(requests, hits, capacity))
+    assert loaded <= optimum(requests, hits, capacity)
+
+
+@pytest.mark.parametrize("name", ["heads", "scans", "loops"])
+def test_of_files_what_returns_outlives_what_came_once(name: str) -> None:
+    requests = sample(generate(name, 1500, 0)).requests
+    nothing, capacity = [0] * len(requests), 200
+    files = sum(loaded for loaded, _ in replay_files(requests, nothing, capacity))
+    lru = sum(loaded for loaded, _ in replay(LRU(), requests, nothing, capacity))
+    assert files > 1.2 * lru
+
+
+@pytest.mark.parametrize(("capacity", "loaded"), [(1, 2), (2, 3), (3, 3)])
+def test_the_optimum_keeps_what_comes_back_first(capacity: int, loaded: int) -> None:
+    """Of a, b, c, a, b, a with one slot, only a is worth keeping; b as well with two; c never."""
+    requests = sample([[1], [2], [3], [1], [2], [1]]).requests
+    assert optimum(requests, [0] * 6, capacity) == loaded
+
+
+def test_a_sample_keeps_all_uses_of_a_chunk() -> None:
+    ids = list(generate("heads", 500, 1))
+    whole, part = sample(ids), sample(ids, max_lookups=3000)
+    assert whole.sampled == 1
+    assert part.sampled > 1
+    assert part.lookups == whole.lookups
+    kept = {key for keys in part.requests for key in keys}
+    assert part.requests == [[key for key in keys if key in kept] for keys in whole.requests]
+    assert abs(part.unique / whole.unique - 1) < 0.2
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_seed_gives_one_trace(name: str) -> None:
+    first, again, other = (list(generate(name, 50, seed)) for seed in (1, 1, 2))
+    assert first == again != other
 
 
 def simulate(*arguments: str) -> tuple[int, str]:
@@ -123,3 +169,37 @@ def test_a_trace_without_chunks_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     assert f"{path} has no chunks to simulate" in refused(str(path))
+
+
+def test_a_policy_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_worn.py").write_text(
+        "from kvtier.policies import LRU\n"
+        "class Worn(LRU):\n    def evict(self, count):\n        raise LookupError('worn out')\n"
+    )
+    metadata = tmp_path / "acme_worn-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-worn\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[kvtier.policies]\nacme-worn = acme_worn:Worn\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = refused("heads", "--requests", "50", "--policy", "acme-worn", "--capacity", "1%")
+    assert "--policy acme-worn: it raised LookupError: worn out" in said
+
+
+def test_what_every_request_begins_with_hits_in_the_first_cache_at_its_true_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 chunks of 100, of which the sample has fewer than its share."""
+    monkeypatch.setattr(run, "sample", partial(sample, max_lookups=20_000))
+    path, head = tmp_path / "trace.jsonl", [f"shared {number}" for number in range(20)]
+    prompts = [head + [f"{request}, {number}" for number in range(80)] for request in range(300)]
+    path.write_text("\n".join(json.dumps({"hash_ids": prompt}) for prompt in prompts))
+    assert sample(prompts, 20_000).excess < -300
+    capacities = "--capacity", "0%", "--capacity", "1%"
+    for device, rates in [("0%", [0, 0, 0, 0.2, 0.2]), ("1%", [0.2, 0, 0, 0, 0])]:
+        status, text = simulate(str(path), "--policy", "lru", *capacities, "--device", device, "--json")
+        assert status == 0, text
+        tables = json.loads(text)
+        (source,) = tables["Source"]
+        assert source["sampled"] == "1 in 2"
+        found = [source["device_hit_rate"], *(row["hit_rate"] for row in tables["Simulated"])]
+        assert found == pytest.approx(rates, abs=0.01)
