@@ -49,7 +49,7 @@ class TierSetup(LimitedSuite):
         is_lossy: whether chunks may leave on their own, with room for all. Such a tier may answer ABSENT
             at any time; a wrong byte it may not give either.
         may_mix_versions: whether a get beside a discard of its chunk may answer OK with bytes of other
-            chunks, as where freed memory is taken at once. Its trailer must give it away.
+            chunks, as where freed memory is used again at once. They must not match the trailer.
         chunk_bytes: length of the chunks of most tests.
         sizes: lengths of chunks that are tried besides.
         settle_s: seconds after which what a call has left running, such as a thread, has shown itself.
