@@ -197,7 +197,7 @@ class TierRig:
         batch, slots = self.empty(wanted)
         outcome = await self.tier.get(batch)
         self.check_outcome(outcome, batch, "get")
-        if may_mix:
+        if may_mix and not self.tier.verifies:
             outcome = self._without_mixed(batch, outcome)
         self.check_given(wanted, batch, outcome, versions)
         slots.check_unused("a get")
