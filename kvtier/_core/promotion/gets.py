@@ -23,12 +23,10 @@ class Gets:
 
     Requests share a get where they may be served from the same tiers. One that may not be served from
     a tier never waits for it; what was promoted for others is there for all.
-
-    Attributes:
-        expected: the get that each key is expected from, for requests that may be served from the same tiers.
     """
 
     def __init__(self, shared: SharedState, holds: Holds) -> None:
+        # The get that each key is expected from, for requests that may be served from the same tiers.
         self.expected: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
         self._shared = shared
         self._holds = holds
@@ -58,11 +56,7 @@ class Gets:
         return transfer
 
     def end(self, event: GetEnded, now_s: float) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:
-        """Process the end of a get.
-
-        Returns:
-            The get, its answers, the requests that still wait for them, and the chunks that it promoted.
-        """
+        """End a get; return it, its answers, who still waits for them, and the chunks that it promoted."""
         transfer, in_time = self._shared.end(event, now_s)
         if self._shared.tiers[transfer.tier].failed_audit:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
