@@ -114,3 +114,7 @@ class StatusTable:
     def is_lost(self) -> bool:
         """Whether a worker's device is lost."""
         return any(row[StatusField.LOST] for row in self.rows)
+
+    def have_found_damage(self) -> bool:
+        """Return whether an audit of any worker has ever failed."""
+        return any(row[StatusField.AUDITS_FAILED] for row in self.rows)
