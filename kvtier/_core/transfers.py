@@ -42,8 +42,7 @@ class Transfer:
     is_overdue: bool = False
     left: frozenset[OffloadKey] = frozenset()
     slot_use: SlotUse = SlotUse.NONE
-    waiters: dict[Request, None] = field(default_factory=dict)  # who wants its keys; an ordered set
-    allowed: frozenset[int] | None = None  # tiers that all waiters may be served from; None for all
+    waiters: dict[Request, None] = field(default_factory=dict)  # all may be served from the same tiers
     located: bool = False  # its keys were known to be in the tier
     is_probe: bool = False  # it only shows how fast the tier is; nobody waits for it
     is_poll: bool = False

@@ -29,8 +29,6 @@ class PinnedSlots:
     def __init__(self, runtime: Runtime, region: Region, piece_slots: int) -> None:
         self.state = Pinning()
         self._runtime = runtime
-        self._address = region.address
-        self._total_bytes = region.nbytes
         self._piece_slots = piece_slots
         self._region = region
         self._mapped: memoryview | None = region.view(0)
@@ -58,7 +56,7 @@ class PinnedSlots:
                 "%d of %d bytes of the primary tier are pinned, and no more can be (%s): copies to and "
                 "from the rest are slower",
                 self.state.nbytes,
-                self._total_bytes,
+                self._region.nbytes,
                 error,
             )
         self._stopping.wait()
@@ -72,7 +70,7 @@ class PinnedSlots:
             slots = range(first, min(first + self._piece_slots, region.slots))
             region.back(slots)
             began_s = time.monotonic()
-            address, nbytes = self._address + first * region.chunk_bytes, len(slots) * region.chunk_bytes
+            address, nbytes = region.address + first * region.chunk_bytes, len(slots) * region.chunk_bytes
             self._runtime.host_register(address, nbytes)
             pieces.append(address)
             self.state = replace(self.state, nbytes=self.state.nbytes + nbytes)

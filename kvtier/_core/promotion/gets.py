@@ -49,8 +49,7 @@ class Gets:
             transfer.is_poll = not located and all(
                 request.wait is not None and keys[0] in request.wait.keys for request in waiters
             )
-            transfer.allowed = allowed_tiers(waiters)
-            self.expected[transfer.allowed].update(dict.fromkeys(keys, transfer))
+            self.expected[allowed_tiers(waiters)].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
@@ -121,10 +120,11 @@ class Gets:
         self.record(waiters, transfer.tier, missing[count:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
-        expected = self.expected[transfer.allowed]
-        for key in transfer.keys:
-            if expected.get(key) is transfer:
-                del expected[key]
+        if transfer.waiters:  # else nobody expects anything: a probe, or before a reset
+            expected = self.expected[allowed_tiers(transfer.waiters)]
+            for key in transfer.keys:
+                if expected.get(key) is transfer:
+                    del expected[key]
 
     def _complete(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
         """Make the copied chunks visible, unless their key got here another way; free the others."""

@@ -32,7 +32,6 @@ class _Tracked:
     record: LookupRecord
     is_explained: bool
     is_asked: bool = False  # by its client
-    has_loaded: bool = False
     tokens: dict[str, int] = field(default_factory=dict)
     end: int | None = None  # of what was loaded
     asked_s: float | None = None
@@ -94,15 +93,13 @@ class Explainer:
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
         """Note what a request loads, from which tiers."""
-        if (tracked := self.tracked.get(req_id)) is None:
-            return
-        tracked.has_loaded = True
-        tracked.tokens, tracked.end = self._loaded(tracked.context, keys, origins)
+        if (tracked := self.tracked.get(req_id)) is not None:
+            tracked.tokens, tracked.end = self._loaded(tracked.context, keys, origins)
 
     def load_failed(self, req_id: str) -> None:
         """Note that what a request was to load did not arrive."""
         if (tracked := self.tracked.get(req_id)) is not None:
-            tracked.has_loaded, tracked.tokens, tracked.end = False, {}, None
+            tracked.tokens, tracked.end = {}, None
 
     def step_ended(self, scheduled: Collection[str]) -> None:
         """Note which requests wait after a step, and explain those that it has scheduled.
@@ -120,7 +117,7 @@ class Explainer:
             if (done := self.tracked.pop(req_id, None)) is not None:
                 done.request.record = None
                 done.note_waiting(now_s)
-                if not done.has_loaded and req_id not in self._asked:
+                if not done.tokens and req_id not in self._asked:
                     done.record.misses.clear()  # of an older scan: the engine's own cache has it by now
                 self._tell(done, now_s)
         self._asked.clear()
