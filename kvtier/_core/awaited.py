@@ -49,13 +49,13 @@ class Wait:
 
     def __init__(self, longest_s: float) -> None:
         self.until_s: float | None = None  # when its time is over; None before it has begun
-        self.keys: dict[OffloadKey, None] = {}  # that no tier had when asked last, as the request asks them
+        self.keys: dict[OffloadKey, None] = {}  # no tier had these; in the order of the request's questions
         self.again_s = inf  # when tiers are to be asked for them again; infinite while they are
-        self.has_news = True  # something may have changed since ``update``: by an answer, or as it was asked
-        self.has_waited = False  # whether there ever were such chunks
+        self.has_news = True  # there was an answer, or a question, since the last ``update``
+        self.has_waited = False  # whether ``keys`` ever had some
         self.outcome = ""  # a word of ``reasons.WAITS``; empty before the end, and where all arrived
         self.leading = 0  # chunks of the request's last scan that were there, and are not held for it
-        self.promoted: set[OffloadKey] = set()  # meanwhile; what was evicted since is promoted at the end
+        self.promoted: set[OffloadKey] = set()  # promoted while it waits; again at the end if evicted since
         self._longest_s = longest_s
         self._pause_s = FIRST_PAUSE_S
         self._most = FEW_KEYS

@@ -18,7 +18,7 @@ class Cascades:
 
     def __init__(self, shared: SharedState) -> None:
         self.reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since ``follow_reuse``
-        self.offered_again: dict[OffloadKey, None] = {}  # chunks that are there, since then
+        self.offered_again: dict[OffloadKey, None] = {}  # offered since then, and there already
         self._shared = shared
 
     def put_stored(self, chunks: Sequence[Chunk], now_s: float) -> list[Chunk]:

@@ -27,7 +27,7 @@ class KVEvent:
 class KVEventLog:
     """The changes on their way out; ``limit`` is how many chunks of each tier are remembered.
 
-    Where it is not enabled, because nobody wants to know, nothing is noted and nothing remembered.
+    Unless it is enabled, nothing is noted and nothing remembered.
     """
 
     def __init__(self, tiers: int, limit: int, *, enabled: bool) -> None:

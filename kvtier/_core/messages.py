@@ -133,7 +133,7 @@ class SlotsReady(Struct, frozen=True):
     """Slots of the primary tier may be used from now on."""
 
     slots: range
-    is_last: bool = True
+    is_last: bool = True  # no more of them will follow
 
 
 class ProcessEnded(Struct, frozen=True):

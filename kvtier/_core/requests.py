@@ -37,7 +37,7 @@ class Request(Stateful):
     first: OffloadKey | None = None  # the key that was asked first
     base: int = 0  # chunks of the prompt that come before it: the device has them
     hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
-    wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in that order
+    wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
     gated: set[OffloadKey] = field(default_factory=set)  # computed sooner than a tier gives them
@@ -47,7 +47,7 @@ class Request(Stateful):
     is_prefetch: bool = False  # no client waits for it: it makes way for all others
     answers_stand: bool = False
     wait: Wait | None = None  # for chunks that no tier has yet; None where these are misses at once
-    record: LookupRecord | None = None  # of what becomes of its lookups, if anybody wants to know
+    record: LookupRecord | None = None  # what becomes of its lookups, if anybody wants to know
 
     def __str__(self) -> str:
         return f"request {self.name!r}"

@@ -98,7 +98,7 @@ class Tiering:
         return self._unready(key, request, chunk)
 
     def repeat_answer(self, key: OffloadKey, request: Request) -> Lookup | None:
-        """Repeat the previous answers without a new scan while nothing has changed; None if ``lookup`` must.
+        """Return the previous answer while nothing has changed since; None where ``lookup`` has to answer.
 
         The engine asks in each step for each key of each request that waits. Told RETRY at its first
         question and MISS at the next, it ends the scan there, and defers the request all the same.

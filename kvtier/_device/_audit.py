@@ -31,7 +31,10 @@ _MEANING = {
 
 
 class Auditor:
-    """Audits transfers; ``read`` copies from the device to memory of this process, and waits for the end."""
+    """Audits transfers between the device and the slots that the checksums and the planner are for.
+
+    ``read`` makes copies from the device to memory of this process, and returns when they are done.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,8 @@ class Auditor:
             self._scratch.bytes = np.empty((2, self._slot_checksums.area_bytes), dtype=np.uint8)
         held, read = self._scratch.bytes
         area = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
-        held[:] = read[:] = area
+        held[:] = area
+        read[:] = held  # and not the area again, which other workers may write to meanwhile
         target = host - np.uint64(area.ctypes.data) + np.uint64(read.ctypes.data)
         self._read(CopyPlan(device, target, plan.sizes))
         return held, read

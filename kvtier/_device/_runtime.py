@@ -40,7 +40,10 @@ class Runtime(ABC):
     """One device. Errors are raised."""
 
     transfers_at_once: int = 2
-    """Transfers that a queue begins before the first of them ends: the device need not wait for the host."""
+    """Transfers that a queue begins before the first of them has ended.
+
+    With two, the device continues with the next one while the host learns that the last has ended.
+    """
 
     can_pin: bool = True
     """Whether host memory can be pinned that the device's library has not allocated."""
@@ -58,7 +61,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> Stream:
-        """Return a new stream, without ``attach``; plain: copy one by one, as another way may have failed."""
+        """Return a new stream for a queue; needs no ``attach``.
+
+        A plain one copies one by one, because another way may be what has failed.
+        """
 
     def host_register(self, address: int, nbytes: int) -> None:  # noqa: ARG002
         """Pin host memory, so that the device copies from it and to it directly."""

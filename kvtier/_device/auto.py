@@ -55,7 +55,10 @@ def possible() -> str:
 
 
 def usable(name: str | None = None) -> str:
-    """Return ``name``, by default an accelerator's backend; raise ConfigError if it cannot be used here."""
+    """Return the name of a backend that can be used here: ``name``, or by default an accelerator's.
+
+    Raises ConfigError if there is no such backend, or it cannot be used here.
+    """
     if name is None:
         return next((it for it in reversed(BACKENDS) if _module(it).missing() is None), "cpu")
     if name not in BACKENDS:

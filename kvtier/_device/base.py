@@ -308,7 +308,7 @@ class TransferEngine(ABC):
     def submit_load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
     ) -> None:
-        """Copy ``slots`` to ``blocks``, as ``submit_store`` does; expedited: ahead of earlier loads."""
+        """Copy ``slots`` to ``blocks``; ``expedited``: do not wait for earlier loads. Raises as above."""
 
     @abstractmethod
     def finished(self) -> list[Finished]:

@@ -102,7 +102,7 @@ class Driver:
     def end_load(self, pinned: Pinned, request: Request | None = None, *, failed: bool = False) -> None:
         """End a load. Drop its chunks if it failed or an audit found one of them damaged.
 
-        Where it failed ``request``, unless it has ended, is computed.
+        Where it failed, ``request`` is computed; None if that has ended.
         """
         damage = self._find_damage(pinned.chunks, pinned.origins)
         if self.traces is not None:

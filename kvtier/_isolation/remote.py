@@ -18,7 +18,7 @@ from kvtier.tiers._drain import call_soon, until_done
 class RemoteExecutor:
     """An ``ExecutorProcess`` with the interface of an ``Executor``, an async context manager too.
 
-    ``make`` makes the process and takes ``notify``; ``post`` is called on the loop with each event.
+    ``make`` returns the process for a ``notify``; ``post`` is called on the loop with each event.
     """
 
     def __init__(self, make: Callable[..., ExecutorProcess], post: Post) -> None:

@@ -31,7 +31,7 @@ class DeviceCopies:
         await self._copy(len(keys), lambda copy: self._engine.submit_store(copy, ids, ordered), written=slots)
 
     async def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots to blocks of the device; TransferError if that fails, ValueError if these do not fit."""
+        """Copy slots to blocks of the device. Raises TransferError; ValueError if the blocks do not fit."""
         self.require_fit(keys, blocks)
         ids, ordered = self._by_group(keys, slots, blocks)
         await self._copy(len(keys), lambda copy: self._engine.submit_load(copy, ordered, ids))

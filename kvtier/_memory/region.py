@@ -169,7 +169,8 @@ class Region:
     def claim(self) -> None:
         """Become the only one who decides what the slots hold, until it closes, or raise RegionError.
 
-        Without that, two engines with the same id would overwrite each other's chunks.
+        Without that, two engines with the same id would overwrite each other's chunks. An anonymous region is
+        always its process's own.
         """
         self._require_open()
         if self._file is not None and not _locked_file.claim(self._file):
@@ -207,10 +208,10 @@ class Region:
         the rest is not reported, and the region has fewer usable slots. ``close`` stops it.
 
         Args:
-            on_ready: called in these threads, must not block: the slots can be used from now on.
+            on_ready: called in these threads with slots that can be used from now on. It must not block.
             parts: the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
             threads: default: one for each four CPUs, four at most. The engine starts meanwhile.
-            on_end: called in one of these threads, unless closed before: no more slots will be ready.
+            on_end: called in one of these threads after the last slots, unless the region is closed before.
         """
         mapping = self._require_open()
         population = Population(

@@ -120,7 +120,7 @@ class Gets:
         self.record(waiters, transfer.tier, missing[count:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
-        if transfer.waiters:  # else nobody expects anything: a probe, or before a reset
+        if transfer.waiters:  # nobody expects anything of a probe, or of what was begun before a reset
             expected = self.expected[allowed_tiers(transfer.waiters)]
             for key in transfer.keys:
                 if expected.get(key) is transfer:

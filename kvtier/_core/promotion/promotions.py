@@ -129,7 +129,7 @@ class Promotions:
         return all(waiter.is_prefetch for waiter in transfer.waiters)
 
     def _is_windowed(self, key: OffloadKey) -> bool:
-        return bool(self._windowed) and group_index(key) in self._windowed  # mostly there are none
+        return bool(self._windowed) and group_index(key) in self._windowed
 
     def _get_for(self, request: Request, keys: list[OffloadKey], now_s: float) -> None:
         """Get located keys for a request in its turn. Whoever is first in line gets all it can."""

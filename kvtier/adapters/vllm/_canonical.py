@@ -183,7 +183,7 @@ class _Canonicalizer:
                 yield str(key), self.value(item, path)
 
     def _of_transformers(self, config: PretrainedConfig) -> object:
-        """Return what differs from the class's defaults, which checkpoints leave out: they are for ever."""
+        """Return what differs from the class's defaults, which never change: checkpoints leave them out."""
         try:
             defaults = type(config)().to_dict()
         except Exception:  # it cannot be made without arguments: then all of it is included
