@@ -32,54 +32,31 @@ MOST_LISTED: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
-    """A file that is damaged or unreadable.
+    """A file that is damaged or unreadable."""
 
-    Attributes:
-        path: relative to the root.
-        finding: ``torn``, ``foreign``, ``checksum`` or ``unreadable``.
-        errno: why it is unreadable, as a name; "" else.
-        set_aside: whether it is in the quarantine now.
-    """
-
-    path: str
-    finding: str
-    errno: str
-    set_aside: bool
+    path: str  # relative to the root
+    finding: str  # a value of Integrity
+    errno: str  # name of the errno if it is unreadable, else ""
+    set_aside: bool  # whether it is in the quarantine now
 
 
 @dataclass(frozen=True, slots=True)
 class CacheVerification:
-    """What was found in a cache of a root.
-
-    Attributes:
-        namespace: the name of its directory.
-        chunks: files that were looked at.
-        sound: whose bytes and identity are proven.
-        torn: cut off, or without a whole trailer.
-        foreign: with another chunk's or another cache's bytes.
-        checksum: whose bytes are not those that were put.
-        unreadable: files and directories that the file system refuses.
-        gone: removed by somebody while they were being looked at.
-        strays: files among the chunks that are no chunks; they are left alone.
-        quarantined: files in the quarantine, those set aside just now included.
-        set_aside: damaged files that were moved to the quarantine just now.
-        problem: what else is wrong, in words; "" where nothing is.
-        ill: the first thousand damaged or unreadable files.
-    """
+    """What was found in a cache of a root: numbers of files, by finding as ``Integrity`` has it."""
 
     namespace: str
-    chunks: int
+    chunks: int  # checked
     sound: int
     torn: int
     foreign: int
     checksum: int
-    unreadable: int
+    unreadable: int  # directories included
     gone: int
-    strays: int
-    quarantined: int
-    set_aside: int
-    problem: str
-    ill: list[DamagedFile]
+    strays: int  # files among the chunks that are no chunks; they are left alone
+    quarantined: int  # in the quarantine, those set aside just now included
+    set_aside: int  # moved to the quarantine just now
+    problem: str  # of the cache as a whole; "" if there is none
+    ill: list[DamagedFile]  # the first MOST_LISTED
 
     @property
     def is_healthy(self) -> bool:
@@ -106,10 +83,7 @@ def command(
     root: RootArgument,
     repair: Annotated[
         bool,
-        typer.Option(
-            "--repair",
-            help="Move damaged files of chunks to the quarantine.",
-        ),
+        typer.Option("--repair", help="Move damaged files of chunks to the quarantine."),
     ] = False,
     namespace: NamespaceOption = None,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Number of files to read concurrently.")] = min(
@@ -130,11 +104,7 @@ def command(
 
 
 def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> RootVerification:
-    """Read and prove every chunk.
-
-    Raises:
-        TierError: the root cannot be read, or has no such namespace.
-    """
+    """Check every chunk. TierError if the root cannot be read or has no such namespace."""
     began = time.monotonic()
     with Root(path) as root, progress("chunks") as tick:
         wanted = root.namespaces() if namespace is None else [root.namespace(namespace)]
