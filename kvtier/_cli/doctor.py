@@ -61,34 +61,21 @@ _REMEDIES: Mapping[Status, str] = {
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one step of a tier's check.
-
-    Attributes:
-        tier: the tier's name.
-        step: what was done.
-        result: ``ok``, or what went wrong.
-        milliseconds: how long it took.
-        remedy: what to do about it.
-    """
+    """The result of one step of a tier's check."""
 
     tier: str
     step: str
-    result: str
+    result: str  # "ok", or what went wrong
     milliseconds: float = 0.0
     remedy: str = ""
 
     @property
     def is_ok(self) -> bool:
-        """Whether it went well."""
         return self.result == "ok"
 
 
 class _StepError(Exception):
-    """A step has not done what it should have."""
-
-    def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(problem)
-        self.remedy = remedy
+    """A step failed: the problem and the remedy."""
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -151,17 +138,7 @@ def command(
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
-    """Check each tier of a configuration, or those that are given.
-
-    Args:
-        config: a JSON or TOML file: kvtier's settings, or vLLM's ``kv_transfer_config`` around them.
-        tiers: settings of one tier each, as JSON.
-        chunk_bytes: length of the chunk.
-
-    Raises:
-        ConfigError: what is given is no configuration; the message names all that is wrong with it.
-        TierError: a tier's plug-in cannot be used.
-    """
+    """Check each tier of a configuration file, or those given, as JSON. Raises as ``TieringConfig`` does."""
     settings = _configuration(config, tiers, chunk_bytes)
     memory = [] if tiers else [_check_memory(settings.cpu_bytes_to_use)]
     return memory + _probe(build.make_tiers(settings), chunk_bytes)
@@ -184,11 +161,7 @@ def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) 
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return kvtier's settings in a file, those of an engine unwrapped.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no settings.
-    """
+    """Return kvtier's settings in a file, those of an engine unwrapped. ConfigError if it has none."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -299,13 +272,7 @@ def _background_errors() -> Iterator[list[str]]:
 
 
 class _TierCheck:
-    """The check of one tier: opens it, puts a chunk, gets it, discards it, closes the tier.
-
-    Args:
-        named: the tier, not opened yet.
-        chunk_bytes: length of the chunk.
-        tick: called after each step.
-    """
+    """The check of one tier: opens it, puts a chunk, gets it, discards it, closes the tier."""
 
     def __init__(self, named: NamedTier, chunk_bytes: int, tick: Tick) -> None:
         self._tick = tick
@@ -382,7 +349,8 @@ class _TierCheck:
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
     """Return what went wrong, and what to do about it."""
     if isinstance(error, _StepError):
-        return str(error), error.remedy
+        problem, remedy = error.args
+        return problem, remedy
     if isinstance(error, TimeoutError):
         return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
     return words_of(error, settings), _remedy(error)

@@ -18,16 +18,10 @@ _LONGEST_LINE: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExplainedLog:
-    """The explanations in a log.
+    """The explanations in a log."""
 
-    Attributes:
-        requests: the explained requests, in the order of the log; the fields are those of the lines.
-        damaged: lines that begin as an explanation and cannot be read.
-        other: lines about something else.
-    """
-
-    requests: list[dict[str, Any]]
-    damaged: int
+    requests: list[dict[str, Any]]  # in the order of the log, with the fields of the lines
+    damaged: int  # lines that begin as an explanation and cannot be read
     other: int
 
 

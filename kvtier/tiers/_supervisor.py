@@ -30,15 +30,13 @@ class Epoch:
 
     A command belongs to the epoch in which it was submitted and does not start in a later one, or its
     bytes would come back after the reset.
-
-    Attributes:
-        number: how many resets came before; 0 until the first.
-        settled: set once the tier is usable in this epoch or down, or the epoch is over.
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number
-        self.settled = anyio.Event()
+        self.number = number  # how many resets came before
+        self.settled = (
+            anyio.Event()
+        )  # set once the tier is usable in this epoch or down, or the epoch is over
 
 
 class TierSupervisor:
@@ -49,17 +47,10 @@ class TierSupervisor:
     it is used again only after a reset that began after the last one requested.
 
     Args:
-        recreate: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
+        recreate: see ``NamedTier``.
         on_change: called with the reason when the tier goes down, and with None whenever it is up
             in the current epoch.
-        chance: the source of randomness.
         is_idle: returns whether no command of the tier is in flight.
-
-    Attributes:
-        tier: the tier; replaced by a new object when ``open`` has failed.
-        epoch: the epoch that commands submitted now belong to.
-        down: why the tier cannot be used, or None.
-        is_open: whether it has to be closed.
     """
 
     def __init__(
@@ -71,10 +62,10 @@ class TierSupervisor:
         chance: RandomSource,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.tier = tier
-        self.epoch = Epoch(0)
-        self.down: str | None = None
-        self.is_open = False
+        self.tier = tier  # replaced by ``recreate``
+        self.epoch = Epoch(0)  # of commands that are submitted now
+        self.down: str | None = None  # why the tier cannot be used
+        self.is_open = False  # whether it has to be closed
         self._name = name
         self._recreate = recreate
         self._on_change = on_change
@@ -182,11 +173,7 @@ class TierSupervisor:
         self._is_reset = not self.epoch.number  # a new opener must not see what a reset has hidden
 
     async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
-        """Run one step of the tier; after its deadline nobody else waits for it.
-
-        Raises:
-            _StepError: it failed, or was given up.
-        """
+        """Run one step; from ``deadline_s`` on the tier is down. _StepError if it fails or is given up."""
         reason = f"{slow} after {self._deadline_s:g} s"
         watch = asyncio.get_running_loop().call_later(self._deadline_s, self._go_down, reason)
         try:
