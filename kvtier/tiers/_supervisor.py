@@ -72,10 +72,9 @@ class TierSupervisor:
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
-        self._opened = anyio.Event()  # or down
+        self.opened = anyio.Event()  # set once the tier was opened, or is down
         self._is_reset = True  # to the current epoch
         self._requested = anyio.Event()
-        self._is_used_up = False
         self._is_idle = is_idle
         self._restart_reason: str | None = None
 
@@ -94,10 +93,6 @@ class TierSupervisor:
                         await self._requested.wait()
         finally:
             self._end()
-
-    async def opened(self) -> None:
-        """Wait until the tier has been opened once, or is down."""
-        await self._opened.wait()
 
     async def resets_ended(self) -> None:
         """Wait for the resets requested so far; not for ``open`` where there was none."""
@@ -149,7 +144,7 @@ class TierSupervisor:
         if not self.is_open:
             await self._step(self._open(context), "cannot be opened", "is not opened yet")
             self.is_open = True
-            self._opened.set()
+            self.opened.set()
         while not self._is_reset:
             epoch = self.epoch
             failure = f"cannot be reset to epoch {epoch.number}"
@@ -158,9 +153,8 @@ class TierSupervisor:
         self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
-        if self._is_used_up and self._recreate is not None:
+        if self.opened.is_set() and self._recreate is not None:  # this object was opened before
             self.tier = self._recreate()
-        self._is_used_up = True
         await self.tier.open(context)
 
     async def _close_lost(self, reason: str) -> None:
@@ -204,7 +198,7 @@ class TierSupervisor:
         self._on_change(None)
 
     def _release_waiters(self) -> None:
-        self._opened.set()
+        self.opened.set()
         self.epoch.settled.set()
 
     def _end(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.root.roots import RootArgument, require_root
-from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
@@ -118,8 +118,6 @@ class Measure:
             if stat.S_ISDIR(found.st_mode):
                 below = tree_bytes(self.root.fd, path, StopFlag(), self.failures)
             return found.st_blocks * 512 + below
-        except FileNotFoundError:
-            return 0
         except OSError as error:
-            self.failures[error.errno or 0] += 1
+            count_failure(self.failures, error)
             return 0

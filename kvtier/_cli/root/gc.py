@@ -6,11 +6,10 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
@@ -26,6 +25,7 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
+from kvtier.tiers.fs._namespace import errno_name
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import stat_file_system
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, no_tick
@@ -119,6 +119,7 @@ def _collect(
             run = found.estimate if dry_run else found.run
             swept, expired, evicted = run(max_bytes, older_than_s)
             removed = swept.bytes + expired.bytes + evicted.bytes
+            failures = found.failures | swept.failures | expired.failures | evicted.failures
             return CollectionResult(
                 root=str(path),
                 dry_run=dry_run,
@@ -130,7 +131,7 @@ def _collect(
                 expired_bytes=expired.chunk_bytes,
                 evicted_files=evicted.chunks,
                 evicted_bytes=evicted.chunk_bytes,
-                failed=_named(found.failures | swept.failures | expired.failures | evicted.failures),
+                failed={errno_name(number): count for number, count in sorted(failures.items())},
             )
 
 
@@ -209,13 +210,16 @@ class _Collection:
                     below = self._root.chunks(found.name, self._tick)
                     files += ((it.used, it.disk_bytes) for it in below if isinstance(it, ChunkFile))
         swept = sum(map(Measure(self._root, no_tick).bytes, left))
-        files.sort()
         too_old = -inf if older_than_s is None else time.time() - older_than_s
-        expired = _sum(nbytes for used, nbytes in files if used <= too_old)
-        need = 0 if max_bytes is None else self.before - swept - expired.bytes - max_bytes
-        sizes = [nbytes for _, nbytes in files[expired.chunks :]]
-        evicted = sum(1 for taken in accumulate(sizes, initial=0) if taken < need)
-        return Evicted(swept), expired, _sum(sizes[:evicted])
+        excess = -inf if max_bytes is None else self.before - swept - max_bytes
+        expired: list[int] = []
+        evicted: list[int] = []
+        for used, nbytes in sorted(files):
+            if used > too_old and excess <= 0:
+                break
+            (expired if used <= too_old else evicted).append(nbytes)
+            excess -= nbytes
+        return Evicted(swept), _sum(expired), _sum(evicted)
 
     def _is_left(self, one: Namespace, found: DataDir) -> bool:
         """Return whether chunks are orphans, or of an old epoch that nobody uses."""
@@ -256,10 +260,5 @@ class _Collection:
 _NOTHING: Final = Evicted()
 
 
-def _sum(sizes: Iterable[int]) -> Evicted:
-    removed = [*sizes]
-    return Evicted(0, len(removed), sum(removed))
-
-
-def _named(failures: Failures) -> dict[str, int]:
-    return {errno.errorcode.get(number, "EIO").lower(): count for number, count in sorted(failures.items())}
+def _sum(sizes: Sequence[int]) -> Evicted:
+    return Evicted(0, len(sizes), sum(sizes))

@@ -81,10 +81,10 @@ def _state_of(path: Path) -> ChunkState:
 def _checked(path: Path) -> FileCheck:
     """Check a file by its name where that is a chunk's, else by its trailer alone."""
     key = key_of("/".join(path.parts[-3:]))
-    digest = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
+    digits = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        checker = FileChecker(folder, lambda found: found.hex().startswith(digest[:32]))
+        checker = FileChecker(folder, digits[:32])
         check = checker.check(path.name, key or _NO_KEY)
         if key is None and check.sealed is not None:
             check = checker.check(path.name, check.sealed.key)

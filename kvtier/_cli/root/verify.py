@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -190,16 +190,10 @@ class _Check:
                 yield from job.result()
 
     def _check(self, files: list[ChunkFile]) -> list[tuple[ChunkFile, FileCheck]]:
-        checker = FileChecker(self._root.fd, self._belongs())
-        return [(file, checker.check(file.path, file.key)) for file in files]
-
-    def _belongs(self) -> Callable[[bytes], bool]:
-        """Return what recognises this cache's digest: by the manifest, or by the directory's name."""
         digest = self._one.manifest.digest
-        if digest is not None:
-            return digest[:16].__eq__
-        ends = self._one.name.rpartition("_")[2]
-        return lambda found: found.hex().startswith(ends[:32])
+        digits = digest[:16].hex() if digest is not None else self._one.name.rpartition("_")[2]
+        checker = FileChecker(self._root.fd, digits)
+        return [(file, checker.check(file.path, file.key)) for file in files]
 
     def _count(self, data_dir: DataDir, file: ChunkFile, check: FileCheck) -> None:
         """Count a chunk. Move a damaged one away as an engine does; a newer file in its place stays."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,12 +36,12 @@ class FileCheck:
 class FileChecker:
     """Reads chunks' files in pieces and checks them. For one thread.
 
-    ``belongs`` returns whether a digest in a trailer is that of the cache.
+    A chunk is foreign unless its cache's digest begins with ``digits``, in hexadecimal.
     """
 
-    def __init__(self, root_fd: int, belongs: Callable[[bytes], bool]) -> None:
+    def __init__(self, root_fd: int, digits: str) -> None:
         self._root_fd = root_fd
-        self._belongs = belongs
+        self._digits = digits
         self._piece = mmap.mmap(-1, PIECE_BYTES)
 
     def check(self, path: str, key: OffloadKey) -> FileCheck:
@@ -65,8 +64,9 @@ class FileChecker:
             return FileCheck(Integrity.TORN, found.st_ino)
         sealed = seal.read(self._trailer(fd, payload_bytes))
         if sealed is None:
-            finding = Integrity.TORN
-        elif sealed.key != key or sealed.payload_bytes != payload_bytes or not self._belongs(sealed.digest):
+            return FileCheck(Integrity.TORN, found.st_ino)
+        is_ours = sealed.digest.hex().startswith(self._digits)
+        if sealed.key != key or sealed.payload_bytes != payload_bytes or not is_ours:
             finding = Integrity.FOREIGN
         elif (checksum := self._checksum(fd, payload_bytes)) is None:
             finding = Integrity.TORN
