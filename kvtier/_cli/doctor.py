@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +74,15 @@ class Check:
         return self.result == "ok"
 
 
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found out about all tiers; the fields are the keys of the JSON document."""
+
+    not_well: list[str]
+    checks: list[Check]
+    returns: list[top.Return]
+
+
 class _StepError(Exception):
     """A step failed: the problem and the remedy."""
 
@@ -121,20 +130,15 @@ def command(
     returns = [found for source in metrics or [] for found in top.returns(source)]
     checks = run(config, tier or [], chunk_bytes)
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
-    if as_json:
-        found = [asdict(check) for check in checks]
-        typer.echo(
-            json.dumps(
-                {"not_well": failed, "checks": found, "returns": [asdict(one) for one in returns]}, indent=2
-            )
-        )
-    else:
-        rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
-        report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
-        for one in returns:
-            report.print_line(str(one))
-        report.print_line(f"not well: {', '.join(failed)}" if failed else "all tiers are well")
-    raise typer.Exit(report.PROBLEMS if failed else report.OK)
+    report.finish(Diagnosis(failed, checks, returns), _show, as_json=as_json, is_healthy=not failed)
+
+
+def _show(found: Diagnosis) -> None:
+    rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in found.checks]
+    report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
+    for one in found.returns:
+        report.print_line(str(one))
+    report.print_line(f"not well: {', '.join(found.not_well)}" if found.not_well else "all tiers are well")
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:

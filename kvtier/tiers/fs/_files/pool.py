@@ -19,7 +19,8 @@ from kvtier.tiers.fs._files.index import Index
 _PART_BYTES: Final = 256 * 1024
 """What a thread takes at once: a part costs a lock and a wake-up, microseconds."""
 
-_QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}  # see kvt_pool_submit
+_QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}
+"""See ``kvt_pool_submit``. Look-ups go first: they take microseconds, and a get or a put may follow."""
 
 _LOOKUPS_A_PART: Final = 64
 _ENDED_AT_ONCE: Final = 64

@@ -217,7 +217,8 @@ class Maintenance:
             self.warn("quarantine", problem)
 
     def _expire(self, ttl_s: float) -> None:
-        if expired := self._evictor.expire(ttl_s, self._count_freed()):
+        expired = self._evictor.expire(ttl_s, self._count_freed())
+        if expired is not None:
             self.evicted_chunks += expired.chunks
 
     def _evict(self) -> None:

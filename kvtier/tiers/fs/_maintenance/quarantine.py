@@ -1,4 +1,4 @@
-"""The quarantine of files that failed a check; bounded in number.
+"""The quarantine of files that failed a check: they are never deleted unseen, and bounded in number.
 
 Anything may lie in a chunk's place: a directory, a FIFO, something that nobody may remove. While the
 quarantine is full of such entries, files that fail stay where they are, and are a miss each time.
