@@ -7,7 +7,7 @@ one with sanitizers. ``library`` is the loaded library or None, and ``holding`` 
 that are called without releasing the interpreter lock.
 
 Addresses are plain integers. The caller keeps the memory behind them alive until the call returns. Any thread
-may call.
+may call; calls release the interpreter lock for most of their time.
 """
 
 from __future__ import annotations

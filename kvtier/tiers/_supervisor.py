@@ -34,9 +34,8 @@ class Epoch:
 
     def __init__(self, number: int) -> None:
         self.number = number  # how many resets came before
-        self.settled = (
-            anyio.Event()
-        )  # set once the tier is usable in this epoch or down, or the epoch is over
+        # Set once the tier is usable in this epoch or down, or the epoch is over.
+        self.settled = anyio.Event()
 
 
 class TierSupervisor:
