@@ -53,7 +53,7 @@ def write(explanation: Explanation) -> None:
 
 
 def enable() -> None:
-    """Have explanations logged where nobody has configured a level for kvtier's loggers, as under vLLM."""
+    """Set a level where nobody has for kvtier's loggers: Python drops lines below WARNING otherwise."""
     one: logging.Logger | None = logger
     while one is not None and not isinstance(one, logging.RootLogger):
         if one.level != logging.NOTSET:
