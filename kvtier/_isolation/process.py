@@ -293,23 +293,35 @@ class ExecutorProcess:
         return _End("not_started", f"it was not ready within {heartbeat.limit_s:g} s")
 
     def _finish(self, link: Link, end: _End) -> None:
-        """Kill a process; when it is gone fail what is still in flight there."""
+        """Kill a process; when it is gone fail what is still in flight there.
+
+        The owner is told first, and what it does then may raise: none of the rest may be left out, or two
+        processes would write to the same slots.
+        """
         is_shutdown = self._closing
-        if not is_shutdown and end is not _EXITED:
-            self._report_end(end, link.pid)
         self._link = None
-        link.kill()
-        if not self._wait_for_end(link):
-            self._link = link  # its slots are still touched, and nobody may have them
-            return
+        try:
+            if not is_shutdown and end is not _EXITED:
+                self._report_end(end, link.pid)
+        finally:
+            link.kill()
+            if self._wait_for_end(link):
+                self._bury(link, end, is_shutdown=is_shutdown)
+            else:
+                self._link = link  # its slots are still touched, and nobody may have them
+
+    def _bury(self, link: Link, end: _End, *, is_shutdown: bool) -> None:
+        """Take the last answers of a process that is gone, and fail what is still in flight there."""
         if end.reason != "garbled":
             self._receive_rest(link)
         code = link.reap()
-        if not is_shutdown and end is _EXITED:
-            self._report_end(_end_of(code), link.pid)
         link.is_over = True
         self._decoder.clear_activity()
-        self._fail_pending(link, "cancelled" if is_shutdown else "process")
+        try:
+            if not is_shutdown and end is _EXITED:
+                self._report_end(_end_of(code), link.pid)
+        finally:
+            self._fail_pending(link, "cancelled" if is_shutdown else "process")
 
     def _wait_for_end(self, link: Link) -> bool:
         """Wait until a killed process is gone, however long that takes; at a shutdown until its deadline."""

@@ -93,18 +93,28 @@ def test_a_failing_log_handler_does_not_stop_the_tiers(launch: Launch) -> None:
         logging.getLogger("kvtier").removeHandler(handler)
 
 
-def test_a_failing_callback_costs_a_restart_only(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    errors = iter([OSError("no memory for a callback")])
+@pytest.mark.parametrize("failures", [1, 2, 3, 4])
+def test_a_failing_callback_costs_a_restart_only(
+    launch: Launch, caplog: pytest.LogCaptureFixture, failures: int
+) -> None:
+    errors = iter([OSError("no memory for a callback")] * failures)
 
     def notify() -> None:
-        for error in errors:
-            raise error
+        if is_failing.is_set():
+            for error in errors:
+                raise error
 
-    it = launch(make_tier("dummy"), notify=notify)
-    it.put([1])
-    it.until(lambda: it.endings, "an end")
+    is_failing = threading.Event()
+    it = launch(make_tier("dummy", put_latency_s=600, deadline_s=600), make_tier("dummy"), notify=notify)
+    it.hold([0], tier=1)
+    first = it.pid()
+    slow = it.put([1])
+    is_failing.set()
+    it.put([2], tier=1)  # its end is what the owner is notified of
+    assert isinstance(it.end_of(slow), PutEnded)
+    it.until(lambda: not is_alive(first), "the process whose supervisor has failed is gone")
     it.until_up()
-    it.hold([2])
+    it.hold([3], tier=1)
     assert "no memory for a callback" in caplog.text
 
 
