@@ -153,8 +153,8 @@ class TieringConfig(Settings):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of requests for which a log line says what each tier had and why the prefix ended. A "
-        "request can also ask for its own line. Only with vLLM.",
+        description="Share of requests for which a log line says what each tier had and why the prefix "
+        "ended. A request can also ask for its own line. Only with vLLM.",
     )
     isolation: Literal["auto", "thread", "process"] = Field(
         default="auto",
