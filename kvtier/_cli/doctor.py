@@ -116,7 +116,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="URL|FILE",
-            help="Metrics of a running engine, as for top: adds what each tier gave back; repeatable.",
+            help="Metrics of a running engine, as for top: adds what each tier returned; repeatable.",
         ),
     ] = None,
     as_json: report.JsonFlag = False,

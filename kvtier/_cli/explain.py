@@ -31,10 +31,10 @@ def command(
     ],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what was found in each tier for requests that were to be explained, and why not more.
+    """Show what each tier had of the prompts of explained requests, and why their prefixes ended.
 
     A request asks with `"kv_transfer_params": {"kvtier": {"explain": true}}`; the setting `explain_rate`
-    explains a share of all. Exit status 1 where lines are damaged.
+    explains a share of all. Exit status 1 if lines are damaged.
 
     Example: kvtier explain engine.log
     """

@@ -65,7 +65,7 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "keep_refused": Metric(
         "kvtier_keep_refused_chunks",
-        "Chunks that a request wanted to keep in the primary tier, and that are not kept.",
+        "Chunks that a request wanted to keep in the primary tier and that kvtier does not keep.",
         ("reason",),
         reasons.KEEP_REFUSED,
     ),

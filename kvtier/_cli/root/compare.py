@@ -37,7 +37,7 @@ class Comparison:
 def command(
     root: RootArgument,
     one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A cache, as `kvtier ls` lists it.")],
-    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another one.")],
+    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another cache.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Show the settings in which the engines of two caches differ.

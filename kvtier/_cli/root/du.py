@@ -40,7 +40,7 @@ class Usage:
 
 
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
-    """Add up what the parts of a root take on disk, and show what the engines' ledger says.
+    """Add up the disk use of a root's parts, and show what the engines' ledger says.
 
     Exit status 1 if a directory cannot be read, so that sums are too small.
 

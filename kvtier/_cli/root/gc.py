@@ -82,7 +82,7 @@ def command(
 ) -> None:
     """Remove data that no engine can use and, on request, chunks beyond a size or age.
 
-    Exit status 1 where more than --max-bytes is left, or something could not be removed or read.
+    Exit status 1 if more than --max-bytes is left, or something could not be removed or read.
 
     Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
     """

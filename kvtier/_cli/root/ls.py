@@ -39,7 +39,7 @@ class RootListing:
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
     """List the caches of a root: model, epoch, chunks, bytes, and whether an engine uses it.
 
-    Exit status 1 where a cache has a manifest that does not belong to it, its epoch is not readable, or
+    Exit status 1 if a cache has a manifest that does not belong to it, its epoch is not readable, or
     directories cannot be read.
 
     Example: kvtier ls /var/cache/kvtier

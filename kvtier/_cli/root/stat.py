@@ -39,7 +39,7 @@ def command(
     chunk: Annotated[Path, typer.Argument(metavar="CHUNK", help="A chunk's file.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show all that is known of one chunk's file, in its place, in the quarantine, or of a copy.
+    """Show everything known about one chunk's file, in its place, in the quarantine or copied.
 
     Exit status 1 if something is wrong with it, or it cannot be verified.
 
