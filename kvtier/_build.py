@@ -108,7 +108,7 @@ def start_executor(
     except (ConfigError, IsolationError) as error:
         if config.isolation == "process":
             raise
-        logger.warning("%s. The tiers run in a thread of the engine: one that crashes ends the engine", error)
+        logger.warning("%s; tiers run in a thread of the engine, so a crash in a tier ends the engine", error)
         thread.start()
         return thread
     return process
@@ -137,8 +137,8 @@ def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
     slots = int(config.cpu_bytes_to_use) // chunk_bytes
     if not slots:
         raise ConfigError(
-            f"cpu_bytes_to_use is {int(config.cpu_bytes_to_use)}, but one chunk has {chunk_bytes} bytes; "
-            "give room for some hundred chunks at least"
+            f"cpu_bytes_to_use ({int(config.cpu_bytes_to_use)}) is too small for a chunk of {chunk_bytes} "
+            "bytes; set it to several hundred chunks or more"
         )
     return slots
 

@@ -99,7 +99,7 @@ def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: obje
     for settings in arguments:
         shown = hide(shown, settings) if isinstance(settings, BaseModel) else shown
     # Chained, an error would be printed with what is hidden here.
-    raise group.error(f"{_title(group, name)} cannot be made: {shown}") from (
+    raise group.error(f"{_title(group, name)} cannot be constructed: {shown}") from (
         cause if shown == said else None
     )
 

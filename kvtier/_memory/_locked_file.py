@@ -213,7 +213,7 @@ def _has_room(path: Path, nbytes: int) -> bool:
         return False
     raise RegionError(
         f"the primary tier needs {nbytes} bytes, but only {free} bytes are free in {path.parent}: "
-        "set cpu_bytes_to_use to less, or make the directory's file system larger"
+        "lower cpu_bytes_to_use, or enlarge the file system"
     )
 
 
@@ -230,8 +230,8 @@ def _require_same(fd: int, path: Path, nbytes: int, note: bytes) -> None:
         return
     notes = f" ({_words(theirs)}; here {_words(note)})" if theirs != note else ""
     raise RegionError(
-        f"{path} is in use with {found} bytes, but {asked} bytes are asked for here{notes}: all processes of "
-        "an engine need the same settings, and each engine needs an id of its own"
+        f"{path} is in use with {found} bytes, this process needs {asked}{notes}: all processes of an engine "
+        "need the same settings, and each engine an id of its own"
     )
 
 

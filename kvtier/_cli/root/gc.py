@@ -253,7 +253,7 @@ class _Collection:
             if done is not None:
                 return done
             if time.monotonic() > give_up_at:
-                raise TierError("an engine is making room in this root all the time: try again later")
+                raise TierError("an engine is evicting from this root; try again later")
             time.sleep(0.1)
 
 

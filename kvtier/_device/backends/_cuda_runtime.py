@@ -63,8 +63,8 @@ def find_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
     found = re.search(rf"/.*/{name}\b[^/]*\.so[.\d]*$", maps.read_text(), re.MULTILINE)
     if found is None:
         raise ConfigError(
-            f"torch has loaded no {name}.so, which kvtier copies with: install a torch that brings "
-            "its device's libraries as files of their own, as its wheels do"
+            f"torch has not loaded {name}.so, which kvtier needs for copies: install torch from a wheel that "
+            "ships it as a separate file"
         )
     return found.group()
 

@@ -213,9 +213,8 @@ class _Canonicalizer:
         if state := getattr(value, "__dict__", None):
             return {"kind": kind, **{key: self.value(item, f"{name}.{key}") for key, item in state.items()}}
         raise ConfigError(
-            f"{name} is a {kind}, which has no representation that is the same in every process, so what is "
-            "kept in secondary tiers could not be told apart: leave the setting away, or remove "
-            "secondary_tiers"
+            f"{name} is a {kind}, which has no representation that is the same in every process, so caches "
+            "in secondary tiers cannot be told apart: remove the setting, or secondary_tiers"
         )
 
 

@@ -131,14 +131,14 @@ def _canonical_shape(config: OffloadingConfig, engine: EngineContext) -> SlotSha
     parallel = config.parallel
     if parallel.world_size != parallel.tp_size:
         raise ConfigError(
-            f"canonical_layout: only tensor parallelism can be undone, and {parallel.world_size} workers are "
+            f"canonical_layout supports tensor parallelism only, but {parallel.world_size} workers are "
             f"not {parallel.tp_size} tensor-parallel ranks (pipeline or context parallelism); {_REMEDY}"
         )
     if not parallel.is_parallelism_agnostic or config.kv_cache_layout is None:
         kinds = sorted({type(engine.spec_of(group.group_id)).__name__ for group in config.groups})
         raise ConfigError(
-            f"canonical_layout: vLLM does not say that blocks of this KV cache ({', '.join(kinds)}) come out "
-            f"the same for every tensor-parallel size; {_REMEDY}"
+            f"canonical_layout does not support this KV cache ({', '.join(kinds)}): as far as vLLM says, its "
+            f"blocks may depend on the tensor-parallel size; {_REMEDY}"
         )
     per_block = _canonical_bytes_per_block(config, engine)
     return SlotShape(1, per_block, config.cache.blocks_per_chunk, canonical_format_id(config.kv_cache_layout))

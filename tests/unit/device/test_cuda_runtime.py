@@ -149,7 +149,7 @@ def test_the_library_that_is_loaded_is_found(name: str, path: str, tmp_path: Pat
 def test_where_no_library_is_loaded_the_backend_says_so(name: str, tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text(MAPS.format(line=""))
-    with pytest.raises(ConfigError, match=rf"torch has loaded no {name}\.so"):
+    with pytest.raises(ConfigError, match=rf"torch has not loaded {name}\.so"):
         find_library(name, maps)
 
 
