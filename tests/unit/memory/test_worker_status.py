@@ -64,7 +64,8 @@ def test_a_shutdown_has_begun_when_the_first_worker_has_stopped(desk: Desk) -> N
 
 
 def test_what_one_worker_has_found_is_known_for_all(desk: Desk) -> None:
-    assert not (desk.scheduler.is_lost or desk.scheduler.have_found_damage())
+    assert not desk.scheduler.is_lost
+    assert not desk.scheduler.have_found_damage()
     desk.workers[2].count(StatusField.AUDITS_FAILED)
     assert desk.scheduler.have_found_damage()
     assert not desk.scheduler.is_lost
