@@ -246,7 +246,7 @@ class Maintenance:
         if self._eviction_pause_s == most_s and not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "%s: over the limit by %d bytes; no chunks are left to evict: free disk space, or raise max_bytes",
+                "%s: over the limit by %d bytes; no chunks are left to evict: free space, or raise max_bytes",
                 self._config.root_dir,
                 need,
             )
