@@ -143,7 +143,7 @@ def row(
     with ExitStack() as stack:
         backend: Backend = request.param(tmp_path_factory.mktemp("backend"), stack)
         settings = {
-            # Eight of the twelve prompts that come back in turn: with lru all of them have to come from the tier.
+            # Eight of twelve prompts that come back in turn: with lru each has to come from the tier.
             "cpu_bytes_to_use": "16MiB",
             "eviction_policy": "lru",
             "request_deadline_s": DEADLINE_S,

@@ -130,6 +130,7 @@ def _settings(work: Work, mode: str) -> Settings:
     return {
         "spec_name": "KVTierOffloadingSpec",
         "cpu_bytes_to_use": primary_bytes,
+        "eviction_policy": "lru",  # others would keep a part of prompts that come back in turn
         "block_size": BLOCK_TOKENS,
         "promotion_budget": 1.0,
         "isolation": "thread",
