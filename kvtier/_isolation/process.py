@@ -74,7 +74,8 @@ class ExecutorProcess:
         times: how closely it is supervised.
         start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; after
             that, starting is retried for ever.
-        notify: called, by any thread, when there are new events.
+        notify: called, by any thread, when there are new events. Where it raises, it is called again with the
+            next heartbeat.
         chance: the source of chance, for pauses that differ from engine to engine.
 
     Attributes:
@@ -112,6 +113,7 @@ class ExecutorProcess:
         self._start_wait_s = start_wait_s
         self._first_start: Future[str] = Future()  # why the first process has failed; "" where it works
         self._notify = notify
+        self._is_notice_due = False  # because ``notify`` raised
         self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
         self._link: Link | None = None
@@ -193,7 +195,17 @@ class ExecutorProcess:
             if self._closing:
                 self.events.append(TierDown(command.tier, "the executor has ended"))
             self.events.extend(failure_of(command, "down"))
-        self._notify()
+        self._notify_owner()
+
+    def _notify_owner(self) -> None:
+        """Call ``notify``. Raises nothing: neither the owner's ``submit`` nor an end may stop half-way."""
+        try:
+            self._notify()
+        except Exception:
+            self._is_notice_due = True
+            _log(logging.ERROR, "the callback for new events failed; retrying", exc_info=True)
+        else:
+            self._is_notice_due = False
 
     # --- the first start, which supervisor and owner decide about: whoever comes first -----------
 
@@ -212,11 +224,12 @@ class ExecutorProcess:
             while not self._closing:
                 try:
                     self._run_process()
-                except Exception as error:  # of the owner's callbacks, or ours
+                except Exception as error:
                     if self._decide_first_start(repr(error)):
                         self._closing = True
                     else:
-                        logger.exception("tier process killed after an error of its supervisor; restarting")
+                        text = "tier process killed after an error of its supervisor; restarting"
+                        _log(logging.ERROR, text, exc_info=True)
                 if not self._closing:
                     self._sleep(self._backoff.next_s())
         finally:
@@ -284,8 +297,8 @@ class ExecutorProcess:
         for frame in link.receive():
             if self._decoder.decode(frame, link):
                 heartbeat.acknowledge()
-        if len(self.events) != count:
-            self._notify()
+        if len(self.events) != count or self._is_notice_due:
+            self._notify_owner()
 
     def _overdue(self, heartbeat: Heartbeat) -> _End:
         if heartbeat.has_started:
@@ -293,12 +306,15 @@ class ExecutorProcess:
         return _End("not_started", f"it was not ready within {heartbeat.limit_s:g} s")
 
     def _finish(self, link: Link, end: _End) -> None:
-        """Kill a process; when it is gone fail what is still in flight there."""
+        """Kill a process; when it is gone fail what is still in flight there.
+
+        Nothing in here may raise: the next process starts after it, in slots that are free by then.
+        """
         is_shutdown = self._closing
-        if not is_shutdown and end is not _EXITED:
-            self._report_end(end, link.pid)
         self._link = None
         link.kill()
+        if not is_shutdown and end is not _EXITED:
+            self._report_end(end, link.pid)
         if not self._wait_for_end(link):
             self._link = link  # its slots are still touched, and nobody may have them
             return
@@ -319,7 +335,8 @@ class ExecutorProcess:
             gives_up = self._closing and now_s > self._end_by_s - LAST_STEP_S
             if now_s > warn_s or gives_up:
                 warn_s = inf
-                logger.error(
+                _log(
+                    logging.ERROR,
                     "tier process %d does not exit after SIGKILL: it is blocked in the kernel, probably in "
                     "disk I/O",
                     link.pid,
@@ -336,19 +353,20 @@ class ExecutorProcess:
                     self._decoder.decode(frame, link, is_last=True)
                 if link.state is ReadState.DRAINED:
                     return
-        except WireError as error:
-            logger.warning("tier process %d: its last messages are malformed: %s", link.pid, error)
+        except Exception as error:  # its transfers fail with the others
+            _log(logging.WARNING, "tier process %d: its last messages are malformed: %s", link.pid, error)
 
     def _report_end(self, end: _End, pid: int | None = None) -> None:
-        """Report an end before anything else: from here on the tiers are given nothing."""
+        """Report an end before it is waited for: from here on the tiers are given nothing."""
         if self._decide_first_start(end.text):  # ``start`` raises it
             self._closing = True
             return
-        logger.error("tier process%s ended: %s; restarting", "" if pid is None else f" {pid}", end.text)
+        name = "" if pid is None else f" {pid}"
+        _log(logging.ERROR, "tier process%s ended: %s; restarting", name, end.text)
         self.events.append(ProcessEnded(end.reason))
         for tier in range(len(self.activity)):
             self.events.append(TierDown(tier, f"the tier process ended: {end.text}"))
-        self._notify()
+        self._notify_owner()
 
     def _fail_pending(self, link: Link, reason: str) -> None:
         """Fail what is in flight in a process that is gone. Supervisor and owner may do so at once."""
@@ -356,7 +374,7 @@ class ExecutorProcess:
             command = link.in_flight.pop(transfer, None)
             if command is not None:
                 self.events.extend(failure_of(command, reason))
-        self._notify()
+        self._notify_owner()
 
     def _sleep(self, pause_s: float) -> None:
         """Sleep, unless all is to end."""
@@ -374,6 +392,12 @@ class ExecutorProcess:
 
 AnyExecutor = ExecutorThread | ExecutorProcess
 """An executor beside its owner."""
+
+
+def _log(level: int, text: str, *arguments: object, exc_info: bool = False) -> None:
+    """Log a line. A handler of the engine's that fails costs the line, not the end of a process."""
+    with suppress(Exception):
+        logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:

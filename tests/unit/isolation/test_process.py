@@ -23,7 +23,7 @@ import pytest
 from kvtier._core.messages import Answer, GetEnded, ProcessEnded, PutEnded, Reset, TierDown, TierUp
 from kvtier._isolation import link as links
 from kvtier._isolation import process as processes
-from kvtier._isolation.heartbeat import SupervisorTimes
+from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link
 from kvtier.tiers._base import Usage
 from kvtier.tiers._seal import TRAILER_BYTES
@@ -93,19 +93,74 @@ def test_a_failing_log_handler_does_not_stop_the_tiers(launch: Launch) -> None:
         logging.getLogger("kvtier").removeHandler(handler)
 
 
-def test_a_failing_callback_costs_a_restart_only(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    errors = iter([OSError("no memory for a callback")])
+def test_a_failing_callback_is_called_again(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    calls = iter([OSError("no memory for a callback"), None])
+    again = threading.Event()
 
     def notify() -> None:
-        for error in errors:
+        if error := next(calls, None):
             raise error
+        again.set()
 
     it = launch(make_tier("dummy"), notify=notify)
-    it.put([1])
-    it.until(lambda: it.endings, "an end")
-    it.until_up()
-    it.hold([2])
+    it.until(again.is_set, "the second call")
+    it.hold([1])
+    assert it.endings == []
     assert "no memory for a callback" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["the callback", "the log"])
+def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
+    what: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_armed, is_killed = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        if is_armed.is_set():
+            raise OSError("no memory for it")
+
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            fail()
+
+    def is_overdue(it: Heartbeat) -> bool:
+        return looks(it) or (is_armed.is_set() and not is_killed.is_set())
+
+    class Witness(Link):
+        """The process that follows another one looks whether that is gone."""
+
+        def __init__(self, *args: object) -> None:
+            left.append(children())
+            super().__init__(*args)  # type: ignore[arg-type]
+
+        def kill(self) -> None:
+            is_killed.set()
+            super().kill()
+
+    looks = Heartbeat.is_overdue
+    left: list[list[int]] = []
+    before = children()
+    monkeypatch.setattr(Heartbeat, "is_overdue", is_overdue)
+    monkeypatch.setattr(processes, "Link", Witness)
+    handler = Failing()
+    logging.getLogger("kvtier").addHandler(handler)
+    if what == "the log":
+        monkeypatch.setattr(processes, "_WARN_S", 0.0)
+        monkeypatch.setattr(processes, "_LOOK_S", 0.0)
+    try:
+        notify = fail if what == "the callback" else int
+        it = launch(make_tier("dummy", put_latency_s=600, deadline_s=600), notify=notify)
+        put, pid = it.put([1]), it.pid()
+        it.until(lambda: it.process.activity[0].puts.running, "the put")
+        is_armed.set()
+        assert it.end_of(put).reasons == {"process": 1}
+        it.until(lambda: it.is_another(pid), "the next process")
+        is_armed.clear()
+        it.until_up()
+        assert (it.endings, is_alive(pid)) == (["silent"], False)
+        assert [set(pids) - set(before) for pids in left] == [set(), set()]
+    finally:
+        logging.getLogger("kvtier").removeHandler(handler)
 
 
 @pytest.mark.usefixtures("reckless")
