@@ -32,7 +32,7 @@ from kvtier.tiers.fs._maintenance.removal import Removal
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._namespace import Epoch, Namespace
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.quota import Quota
+from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
 from kvtier.tiers.fs._root import Root
 
 TICK_S: Final = 2.0
@@ -131,7 +131,7 @@ class Maintenance:
 
     def make_room_soon(self) -> None:
         """Request an eviction if one is due. Any thread may call it."""
-        if not self._is_eviction_paused:
+        if self._namespace.can_evict and not self._is_eviction_paused:
             self._request(self._quick, self._evict, "eviction")
 
     async def room_made(self, give_up_at: float) -> bool:
@@ -207,10 +207,7 @@ class Maintenance:
         call_soon(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
-        if self._namespace.is_replaced():
-            self._lost(f"{self._config.root_dir} was replaced by another directory or removed")
-        elif self._namespace.is_writable_again():
-            self._lost(f"{self._config.root_dir} can be written now")
+        self._try(self._look_for_change, "looking for a change of its directory")
         self._try(self._quota.refresh, "reading its ledger")
         if self._quota.known.excess:
             self.make_room_soon()
@@ -219,6 +216,16 @@ class Maintenance:
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "setting the access times of its files")
         call_soon(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+
+    def _look_for_change(self) -> None:
+        if self._namespace.is_replaced():
+            self._lost(f"{self._config.root_dir} was replaced by another directory or removed")
+        elif self._namespace.is_writable_again(self._try_ledger):
+            self._lost(f"{self._config.root_dir} can be written now")
+
+    def _try_ledger(self) -> None:
+        root_fd = self._namespace.root_fd
+        ledger.SharedLedger(root_fd, partial(stat_file_system, root_fd)).close()
 
     def _count(self) -> None:
         if not self._quota.count_is_due(self._config.recount_s):
