@@ -16,10 +16,9 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.tiers._base import Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import FsConfig, FsTier, _namespace
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _locks as locks
-from kvtier.tiers.fs import _namespace
 from kvtier.tiers.fs._locks import make_lock
 from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._maintenance.evict import Evictor
