@@ -111,14 +111,14 @@ class Proxy:
         try:
             async with self._session.get(f"{url}/health", timeout=self._health_s) as answer:
                 pool.note(url, answer.status < ENGINE_ERROR, answer.status)
-        except STREAM_END as error:
+        except Exception as error:  # whatever it is, the checks go on
             pool.note(url, False, repr(error))
 
     # --- requests --------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = None
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             body = await request.json()
         if not isinstance(body, dict):
             return _error(400, "the body must be a JSON object")
@@ -186,8 +186,8 @@ class Proxy:
 
     async def _models(self, _: web.Request) -> web.Response:
         for url in self.decode.in_turn():
-            with suppress(*STREAM_END):
-                async with self._session.get(f"{url}/v1/models") as answer:
+            with suppress(*STREAM_END, ValueError):
+                async with self._session.get(f"{url}/v1/models", timeout=self._health_s) as answer:
                     return web.json_response(await answer.json(), status=answer.status)
         return _error(503, "no decode engine answers")
 

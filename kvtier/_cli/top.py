@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Final
@@ -27,7 +26,6 @@ from kvtier._cli import report
 from kvtier._cli.report import Bytes, JsonFlag
 
 _TIMEOUT_S: Final = 5.0
-_READERS: Final = 64
 _PIECE_BYTES: Final = 2**16
 _MAX_PAGE_BYTES: Final = 2**26
 _LARGEST: Final = 2.0**63
@@ -228,9 +226,19 @@ def returns(source: str) -> list[Return]:
 
 
 def _views(sources: Sequence[str], earlier: dict[str, Snapshot]) -> list[EngineView]:
-    """Return the views of all engines, asked at once: one that hangs does not delay the others."""
-    with ThreadPoolExecutor(min(len(sources), _READERS)) as readers:
-        return list(readers.map(partial(_view, earlier=earlier), sources))
+    """Return the views of all engines, asked at once: one that hangs delays neither the others nor Ctrl-C."""
+    views = [EngineView(_named(source), error="cannot be read") for source in sources]
+
+    def read(place: int, source: str) -> None:
+        views[place] = _view(source, earlier)
+
+    # Not a pool: the interpreter would wait for its threads when it exits.
+    readers = [threading.Thread(target=read, args=pair, daemon=True) for pair in enumerate(sources)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return views
 
 
 def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:

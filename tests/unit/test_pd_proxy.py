@@ -46,6 +46,7 @@ class Engine:
         self.breaks_off: asyncio.Event | None = None
         self.crashes = False
         self.is_healthy = True
+        self.is_hanging = False
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -89,6 +90,8 @@ class Engine:
         return app
 
     async def models(self, request: web.Request) -> web.Response:
+        if self.is_hanging:
+            await asyncio.Event().wait()
         return web.json_response({"data": ["m"]})
 
 
@@ -305,6 +308,8 @@ async def test_without_decode_engines_it_says_so() -> None:
 async def test_what_is_no_object_is_refused() -> None:
     async with world(ready(), ready()) as it:
         assert (await it.text([1]))[0] == 400
+        async with it.session.post(it.url + "/v1/completions", data="[" * 100_000) as answer:
+            assert answer.status == 400
         odd = {**BODY, "kv_transfer_params": {"kvtier": 7}}
         assert await it.text(odd) == (200, ALL)
 
@@ -319,3 +324,41 @@ async def test_health_and_models() -> None:
     decode.is_healthy = False
     async with world(ready(), [decode]) as it:
         assert await it.until_down("decode") == (503, {"prefill": [True], "decode": [False]})
+
+
+@pytest.mark.anyio
+async def test_models_are_those_of_another_engine_where_one_hangs() -> None:
+    hanging, other = ready(2)
+    hanging.is_hanging = True
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(it.app())) for it in (hanging, other)]
+        url = await stack.enter_async_context(served(proxy.Proxy([], urls, health_s=0.5).app()))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in urls:  # each is asked first once
+                async with session.get(url + "/v1/models") as answer:
+                    assert await answer.json() == {"data": ["m"]}
+
+
+@pytest.mark.anyio
+async def test_health_checks_survive_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "CHECK_EVERY_S", 0.01)
+    asked = 0
+    goes_on = asyncio.Event()
+    get = aiohttp.ClientSession.get
+
+    def fails_first(*arguments: Any, **options: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise RuntimeError("unexpected")
+        goes_on.set()
+        return get(*arguments, **options)
+
+    (decode,) = ready()
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(served(decode.app()))
+        monkeypatch.setattr(aiohttp.ClientSession, "get", fails_first)
+        await stack.enter_async_context(served(proxy.Proxy([], [engine]).app()))
+        async with asyncio.timeout(PATIENCE_S):
+            await goes_on.wait()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,6 +150,18 @@ def test_engines_are_asked_at_once(kvtier, serve):
             addresses.append(f"127.0.0.1:{server.server_port}")
         said = kvtier("top", *addresses, "--once", "--interval", 0.1)
     assert (said.status, "cannot be read" in said.out) == (0, False)
+
+
+def test_an_engine_that_does_not_answer_does_not_hold_up_an_interrupt():
+    waits_long = (
+        "from kvtier._cli import top; from kvtier.__main__ import main; top._TIMEOUT_S = 600.0; main()"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", waits_long, "top", f"127.0.0.1:{server.getsockname()[1]}"]
+        with subprocess.Popen(command) as process, server.accept()[0] as connection:
+            assert connection.recv(1), "it waits for the answer"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
 
 
 def test_ranks_on_one_port_are_joined_by_what_each_metric_means():
