@@ -25,7 +25,6 @@ from kvtier.tiers._base import TierConfig
 
 logger = logging.getLogger("kvtier.executor")
 
-
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches
     from kvtier._identity import Identity
@@ -62,15 +61,13 @@ def make_core(
 
 def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: int) -> TierStatus:
     """Make what the core knows of a tier with these settings; ``remembered``: see ``WriteAdmission``."""
-    budget = tier.write_bytes_per_day
+    chunks_per_day = tier.write_bytes_per_day / chunk_bytes if tier.write_bytes_per_day is not None else None
     return TierStatus(
         name,
         tier.deadline_s,
         width=puts_at_once(tier.max_concurrency),
         breaker=partial(Breaker, tier.breaker_failures, tier.breaker_pause_s, random.random),
-        writes=WriteAdmission(
-            tier.write_policy, None if budget is None else budget / chunk_bytes, remembered
-        ),
+        writes=WriteAdmission(tier.write_policy, chunks_per_day, remembered),
     )
 
 
@@ -92,7 +89,7 @@ def start_executor(
 ) -> AnyExecutor:
     """Start what runs the tiers beside the engine's thread, as ``isolation`` says.
 
-    With ``auto`` that is a tier process, or a thread, with a warning, where none can be started. A tier that
+    With ``auto`` that is a tier process, or a thread, with a warning, if none can be started. A tier that
     crashes its process does not move to a thread: there it would end the engine.
 
     Raises:
@@ -111,7 +108,7 @@ def start_executor(
     except (ConfigError, IsolationError) as error:
         if config.isolation == "process":
             raise
-        logger.warning("%s. The tiers run in a thread of the engine: one that crashes ends the engine", error)
+        logger.warning("%s; tiers run in a thread of the engine, so a crash in a tier ends the engine", error)
         thread.start()
         return thread
     return process
@@ -136,16 +133,12 @@ def _process_maker(
 
 
 def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
-    """Return how many chunks fit into the primary tier.
-
-    Raises:
-        ConfigError: not even one does.
-    """
+    """Return how many chunks fit into the primary tier. ConfigError if none does."""
     slots = int(config.cpu_bytes_to_use) // chunk_bytes
     if not slots:
         raise ConfigError(
-            f"cpu_bytes_to_use is {int(config.cpu_bytes_to_use)}, but one chunk has {chunk_bytes} bytes; "
-            "give room for some hundred chunks at least"
+            f"cpu_bytes_to_use ({int(config.cpu_bytes_to_use)}) is too small for a chunk of {chunk_bytes} "
+            "bytes; set it to several hundred chunks or more"
         )
     return slots
 

@@ -71,7 +71,7 @@ class TieringConfig(Settings):
     max_tracker_size: int = Field(
         default=64_000,
         ge=1,
-        description="Number of chunks whose offers are remembered for `store_threshold`, and for each tier's "
+        description="Number of chunks whose offers are remembered for `store_threshold` and for each tier's "
         "`write_policy`.",
     )
     secondary_tiers: tuple[SerializeAsAny[TierConfig], ...] = Field(
@@ -110,8 +110,8 @@ class TieringConfig(Settings):
         default=0.25,
         ge=0,
         le=0.9,
-        description="Largest share of the primary tier that requests may keep there, with `ttl_s` and `pin` "
-        "in their `kv_transfer_params`. 0: none. Only with vLLM.",
+        description="Largest share of the primary tier that requests may reserve with `ttl_s` and `pin` in "
+        "their `kv_transfer_params`. 0: none. Only with vLLM.",
     )
     request_deadline_s: float = Field(
         default=5.0,
@@ -153,8 +153,8 @@ class TieringConfig(Settings):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of requests for which a log line says what was found in each tier, and why not "
-        "more. A request can ask for its line. Only with vLLM.",
+        description="Share of requests for which a log line says what each tier had and why the prefix "
+        "ended. A request can also ask for its own line. Only with vLLM.",
     )
     isolation: Literal["auto", "thread", "process"] = Field(
         default="auto",

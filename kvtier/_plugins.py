@@ -21,17 +21,11 @@ BaseT = TypeVar("BaseT")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A kind of plug-in.
+    """A kind of plug-in."""
 
-    Attributes:
-        name: the group of its entry points.
-        noun: what one of them is called in messages.
-        error: raised when a plug-in that is asked for cannot be used.
-    """
-
-    name: str
-    noun: str
-    error: type[KVTierError]
+    name: str  # the group of its entry points
+    noun: str  # what one of them is called in messages
+    error: type[KVTierError]  # raised when a plug-in that is asked for cannot be used
 
 
 TIERS = Group("kvtier.tiers", "tier", TierError)
@@ -57,11 +51,8 @@ def origin(plugin: EntryPoint) -> str:
 def require(group: Group, name: str, field: str) -> list[EntryPoint]:
     """Return the entry points of this name, mostly one, without importing it.
 
-    Args:
-        field: the setting that holds the name, for the message.
-
     Raises:
-        ConfigError: there is none; the message lists what is installed and the nearest name.
+        ConfigError: there is none; the message names ``field``, what is installed and the nearest name.
     """
     found = entry_points(group=group.name)
     if name not in found.names:
@@ -74,12 +65,8 @@ def require(group: Group, name: str, field: str) -> list[EntryPoint]:
 def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
     """Import one plug-in, and no other, and check that it is a complete subclass of ``base``.
 
-    Args:
-        base: the class that plug-ins of this group subclass.
-        field: the setting that holds the name, for messages.
-
     Raises:
-        ConfigError: no plug-in has this name.
+        ConfigError: no plug-in has this name; see ``require``.
         KVTierError: the group's own error: two distributions claim the name, the import failed, or
             what it names is no such class. The message names the distribution.
     """
@@ -103,12 +90,7 @@ def load_object(group: Group, name: str, field: str) -> object:
 
 
 def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: object) -> BaseT:
-    """Make an instance of a plug-in that was loaded.
-
-    Raises:
-        KVTierError: the group's own error: the class cannot be called like this. The message names the
-            distribution.
-    """
+    """Make an instance of a loaded plug-in. If that fails, the group's error names the distribution."""
     try:
         return plugin(*arguments)
     except Exception as error:  # a plug-in may raise anything
@@ -117,7 +99,7 @@ def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: obje
     for settings in arguments:
         shown = hide(shown, settings) if isinstance(settings, BaseModel) else shown
     # Chained, an error would be printed with what is hidden here.
-    raise group.error(f"{_title(group, name)} cannot be made: {shown}") from (
+    raise group.error(f"{_title(group, name)} cannot be constructed: {shown}") from (
         cause if shown == said else None
     )
 

@@ -25,7 +25,7 @@ MISS: Mapping[str, str] = {
 WAITS: Mapping[str, str] = {
     "arrived": "all chunks arrived",
     "in_vain": "`wait_s` passed; the engine computes the rest",
-    "gave_up": "earlier: a get failed, no tier could be asked, `load_gate` chose to compute, or a reset came",
+    "gave_up": "early: a get failed, no tier could be asked, `load_gate` chose to compute, or a reset came",
     "aborted": "the request ended while it waited",
 }
 STORE_REFUSED: Mapping[str, str] = {
@@ -35,7 +35,7 @@ STORE_REFUSED: Mapping[str, str] = {
     "audit": "an audit found a damaged chunk; nothing is stored until a restart",
 }
 KEEP_REFUSED: Mapping[str, str] = {
-    "budget": "what is kept takes all of `pin_budget`",
+    "budget": "kept chunks already take all of `pin_budget`",
     "absent": "the chunk was not stored, or was gone before it could be kept",
     "names": "too many names keep chunks",
 }
@@ -50,7 +50,7 @@ NO_WORK: Mapping[str, str] = {
     "back_pressure": "the tier's put queue is too long, or puts slow down its gets",
 }
 BY_CHOICE: Mapping[str, str] = {
-    "not_reused": "the tier's `write_policy` skips what was asked for only once",
+    "not_reused": "the tier's `write_policy` skips chunks that were requested only once",
     "write_budget": "the tier's `write_bytes_per_day` is used up for now",
 }
 PUT_DROPPED: Mapping[str, str] = {

@@ -19,18 +19,17 @@ _SAMPLE_BYTES = 4096
 def weights_fingerprint(model: Path) -> str | None:
     """Return a digest of a model's files: their names, sizes and samples of their bytes.
 
-    A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024
-    evenly spread samples of 4 KiB are read from each file, some milliseconds of work; a change that
-    touches less than about half a percent of a file can go unseen, which is what the setting
-    ``namespace`` is for. Beside the weights count the files that say how to use them: settings of the
-    quantisation, of image processors and of generation, and code. Those of the tokenizer do not, and
-    ``config.json`` is the caller's to add, as the engine has read it.
+    A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024 evenly
+    spread samples of 4 KiB are read from each file, some milliseconds of work. A change of less than about
+    half a percent of a file can go unseen: that is what the setting ``namespace`` is for. Files that say how
+    to use the weights count as well (settings of the quantisation, of image processors and of generation,
+    code), but not the tokenizer's, nor ``config.json``, which the caller adds as the engine has read it.
 
     Args:
-        model: the directory that holds them, or the one file that is all of the model.
+        model: the directory that holds the files, or the one file that is all of the model.
 
     Returns:
-        The digest; None where there are no weights: then the revision names them.
+        The digest, or None if there are no weights: then the revision names them.
     """
     digest = hashlib.sha256()
     if model.is_file():

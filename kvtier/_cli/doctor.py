@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,34 +61,30 @@ _REMEDIES: Mapping[Status, str] = {
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one step of a tier's check.
-
-    Attributes:
-        tier: the tier's name.
-        step: what was done.
-        result: ``ok``, or what went wrong.
-        milliseconds: how long it took.
-        remedy: what to do about it.
-    """
+    """The result of one step of a tier's check."""
 
     tier: str
     step: str
-    result: str
+    result: str  # "ok", or what went wrong
     milliseconds: float = 0.0
     remedy: str = ""
 
     @property
     def is_ok(self) -> bool:
-        """Whether it went well."""
         return self.result == "ok"
 
 
-class _StepError(Exception):
-    """A step has not done what it should have."""
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found out about all tiers; the fields are the keys of the JSON document."""
 
-    def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(problem)
-        self.remedy = remedy
+    not_well: list[str]
+    checks: list[Check]
+    returns: list[top.Return]
+
+
+class _StepError(Exception):
+    """A step failed: the problem and the remedy."""
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -120,7 +116,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="URL|FILE",
-            help="Metrics of a running engine, as for top: adds what each tier gave back; repeatable.",
+            help="Metrics of a running engine, as for top: adds what each tier returned; repeatable.",
         ),
     ] = None,
     as_json: report.JsonFlag = False,
@@ -134,34 +130,19 @@ def command(
     returns = [found for source in metrics or [] for found in top.returns(source)]
     checks = run(config, tier or [], chunk_bytes)
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
-    if as_json:
-        found = [asdict(check) for check in checks]
-        typer.echo(
-            json.dumps(
-                {"not_well": failed, "checks": found, "returns": [asdict(one) for one in returns]}, indent=2
-            )
-        )
-    else:
-        rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in checks]
-        report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
-        for one in returns:
-            report.print_line(str(one))
-        report.print_line(f"not well: {', '.join(failed)}" if failed else "all tiers are well")
-    raise typer.Exit(report.PROBLEMS if failed else report.OK)
+    report.finish(Diagnosis(failed, checks, returns), _show, as_json=as_json, is_healthy=not failed)
+
+
+def _show(found: Diagnosis) -> None:
+    rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in found.checks]
+    report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
+    for one in found.returns:
+        report.print_line(str(one))
+    report.print_line(f"not well: {', '.join(found.not_well)}" if found.not_well else "all tiers are well")
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
-    """Check each tier of a configuration, or those that are given.
-
-    Args:
-        config: a JSON or TOML file: kvtier's settings, or vLLM's ``kv_transfer_config`` around them.
-        tiers: settings of one tier each, as JSON.
-        chunk_bytes: length of the chunk.
-
-    Raises:
-        ConfigError: what is given is no configuration; the message names all that is wrong with it.
-        TierError: a tier's plug-in cannot be used.
-    """
+    """Check each tier of a configuration file, or those given, as JSON. Raises as ``TieringConfig`` does."""
     settings = _configuration(config, tiers, chunk_bytes)
     memory = [] if tiers else [_check_memory(settings.cpu_bytes_to_use)]
     return memory + _probe(build.make_tiers(settings), chunk_bytes)
@@ -184,11 +165,7 @@ def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) 
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return kvtier's settings in a file, those of an engine unwrapped.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no settings.
-    """
+    """Return kvtier's settings in a file, those of an engine unwrapped. ConfigError if it has none."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -299,13 +276,7 @@ def _background_errors() -> Iterator[list[str]]:
 
 
 class _TierCheck:
-    """The check of one tier: opens it, puts a chunk, gets it, discards it, closes the tier.
-
-    Args:
-        named: the tier, not opened yet.
-        chunk_bytes: length of the chunk.
-        tick: called after each step.
-    """
+    """The check of one tier: opens it, puts a chunk, gets it, discards it, closes the tier."""
 
     def __init__(self, named: NamedTier, chunk_bytes: int, tick: Tick) -> None:
         self._tick = tick
@@ -382,7 +353,8 @@ class _TierCheck:
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
     """Return what went wrong, and what to do about it."""
     if isinstance(error, _StepError):
-        return str(error), error.remedy
+        problem, remedy = error.args
+        return problem, remedy
     if isinstance(error, TimeoutError):
         return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
     return words_of(error, settings), _remedy(error)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, BinaryIO, Final
 
 import msgspec
@@ -18,16 +18,10 @@ _LONGEST_LINE: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExplainedLog:
-    """The explanations in a log.
+    """The explanations in a log."""
 
-    Attributes:
-        requests: the explained requests, in the order of the log; the fields are those of the lines.
-        damaged: lines that begin as an explanation and cannot be read.
-        other: lines about something else.
-    """
-
-    requests: list[dict[str, Any]]
-    damaged: int
+    requests: list[dict[str, Any]]  # in the order of the log, with the fields of the lines
+    damaged: int  # lines that begin as an explanation and cannot be read
     other: int
 
 
@@ -37,10 +31,10 @@ def command(
     ],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what was found in each tier for requests that were to be explained, and why not more.
+    """Show what each tier had of the prompts of explained requests, and why their prefixes ended.
 
     A request asks with `"kv_transfer_params": {"kvtier": {"explain": true}}`; the setting `explain_rate`
-    explains a share of all. Exit status 1 where lines are damaged.
+    explains a share of all. Exit status 1 if lines are damaged.
 
     Example: kvtier explain engine.log
     """
@@ -52,7 +46,8 @@ def explain(log: BinaryIO) -> ExplainedLog:
     """Return the explanations in a log."""
     requests: list[dict[str, Any]] = []
     damaged = other = 0
-    for found in explanation.read(_lines(log)):
+    # A file without line ends must fit into memory, too.
+    for found in explanation.read(iter(partial(log.readline, _LONGEST_LINE), b"")):
         if isinstance(found, Explanation):
             requests.append(msgspec.to_builtins(found))
         elif isinstance(found, DamagedLine):
@@ -60,11 +55,6 @@ def explain(log: BinaryIO) -> ExplainedLog:
         else:
             other += 1
     return ExplainedLog(requests, damaged, other)
-
-
-def _lines(log: BinaryIO) -> Iterator[bytes]:
-    while line := log.readline(_LONGEST_LINE):  # a file without line ends must fit into memory, too
-        yield line
 
 
 def _show(log: ExplainedLog) -> None:

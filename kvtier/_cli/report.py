@@ -34,12 +34,11 @@ R = TypeVar("R", bound="DataclassInstance")
 
 OK: Final = 0
 PROBLEMS: Final = 1
-"""Exit status where something is wrong with the data; 2 is a wrong use or what cannot be done at all."""
+"""Exit status if something is wrong with what was looked at; see ``run.STATUS``."""
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on standard output instead of text.")
 ]
-"""The option of every command: what programs read."""
 
 LINE_EVERY_S: Final = 10.0
 _BAR_EVERY_S: Final = 0.1
@@ -50,11 +49,7 @@ _UNBOUNDED_WIDTH: Final = 10_000
 def progress(what: str, total: int | None = None) -> Iterator[Tick]:
     """Show the progress of long work on standard error: on a terminal a bar, else a line every 10 seconds.
 
-    A thread of its own shows it: what is counted may stand still for long.
-
-    Args:
-        what: what is counted, such as ``"files"``.
-        total: how many there are, where that is known.
+    A thread of its own shows it, also while the count stands still. ``what`` is counted, such as "files".
     """
     counted, ended = 0, threading.Event()
 

@@ -19,21 +19,17 @@ from kvtier.tiers import _registry as registry
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """An installed tier or policy.
-
-    Attributes:
-        problem: why it cannot be loaded; "" where it can.
-    """
+    """An installed tier or policy."""
 
     name: str
     distribution: str
     version: str
-    problem: str
+    problem: str  # why it cannot be loaded; "" if it can
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The installed plug-ins, by group."""
+    """The installed plug-ins."""
 
     tiers: list[Plugin]
     policies: list[Plugin]

@@ -156,7 +156,7 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Show one interval and exit.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what engines' caches do: hits by tier, misses by reason, throughput, room, queues, breakers.
+    """Show engines' cache activity: hits by tier, misses by reason, throughput, room, queues, breakers.
 
     Runs until Ctrl-C; off a terminal it prints a table every interval. Files are read once, and show sums
     since the engine started. With --json it prints one document per interval, each in a line. Exit status 1

@@ -28,21 +28,7 @@ LAST_S = 1.0
 
 
 class Wait:
-    """What one request waits for, and until when.
-
-    Args:
-        longest_s: seconds, from when the request is deferred first.
-
-    Attributes:
-        until_s: when its time is over, on the owner's clock; None before it has begun.
-        keys: chunks that no tier had when asked last, in the order of the request's questions.
-        again_s: when tiers are to be asked for them again; infinite while they are.
-        has_news: whether something may have changed since ``update``: by an answer, or as it was asked.
-        has_waited: whether there were such chunks.
-        outcome: how it ended, in a word of ``reasons.WAITS``; empty before, and where all arrived.
-        leading: chunks of the request's last scan that were there, and are not held for it.
-        promoted: chunks that were promoted meanwhile; what of them was evicted since is promoted at the end.
-    """
+    """What one request waits for, ``longest_s`` seconds from when it is deferred first."""
 
     __slots__ = (
         "_confirmed",
@@ -62,14 +48,14 @@ class Wait:
     )
 
     def __init__(self, longest_s: float) -> None:
-        self.until_s: float | None = None
-        self.keys: dict[OffloadKey, None] = {}
-        self.again_s = inf
-        self.has_news = True
-        self.has_waited = False
-        self.outcome = ""
-        self.leading = 0
-        self.promoted: set[OffloadKey] = set()
+        self.until_s: float | None = None  # when its time is over; None before it has begun
+        self.keys: dict[OffloadKey, None] = {}  # no tier had these; in the order of the request's questions
+        self.again_s = inf  # when tiers are to be asked for them again; infinite while they are
+        self.has_news = True  # there was an answer, or a question, since the last ``update``
+        self.has_waited = False  # whether ``keys`` ever had some
+        self.outcome = ""  # a word of ``reasons.WAITS``; empty before the end, and where all arrived
+        self.leading = 0  # chunks of the request's last scan that were there, and are not held for it
+        self.promoted: set[OffloadKey] = set()  # promoted while it waits; again at the end if evicted since
         self._longest_s = longest_s
         self._pause_s = FIRST_PAUSE_S
         self._most = FEW_KEYS

@@ -14,16 +14,11 @@ _READY = ChunkState.READY
 
 
 class Cascades:
-    """The puts into the secondary tiers. Each pins its chunks until it has ended.
-
-    Attributes:
-        reused: chunks that were loaded from the primary tier since the last ``follow_reuse``.
-        offered_again: chunks of the primary tier that were offered once more since then.
-    """
+    """The puts into the secondary tiers. Each pins its chunks until it has ended."""
 
     def __init__(self, shared: SharedState) -> None:
-        self.reused: dict[OffloadKey, None] = {}
-        self.offered_again: dict[OffloadKey, None] = {}
+        self.reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since ``follow_reuse``
+        self.offered_again: dict[OffloadKey, None] = {}  # offered since then, and there already
         self._shared = shared
 
     def put_stored(self, chunks: Sequence[Chunk], now_s: float) -> list[Chunk]:

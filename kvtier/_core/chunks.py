@@ -18,20 +18,15 @@ _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Chunk(Stateful):
-    """What one slot holds now. There is one such record for each slot, used again and again.
-
-    Attributes:
-        pins: reasons why the slot may not be given on; the copy that fills it is one.
-        origin: index of the tier that it was promoted from and not yet loaded, else None.
-    """
+    """What one slot holds now. There is one such record for each slot, used again and again."""
 
     MOVES: ClassVar = CHUNK_MOVES
 
     slot: int
     key: OffloadKey = NO_KEY
     state: ChunkState = ChunkState.ABSENT
-    pins: int = 0
-    origin: int | None = None
+    pins: int = 0  # reasons why the slot may not be given on; the copy that fills it is one
+    origin: int | None = None  # the tier that it was promoted from and not yet loaded
 
     def __repr__(self) -> str:
         return f"<chunk {self.key.hex()[:16]} in slot {self.slot}, {self.state.name}, {self.pins} pins>"
@@ -44,18 +39,15 @@ class ChunkTable:
     and has no pins. The policy is a plug-in: what it chooses is checked here.
 
     Attributes:
-        policy: chooses what is evicted; LRU from its first fault on.
-        visible: the chunks that are found by their keys.
-        free: chunks whose slots hold nothing.
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
             reads it clears it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy
+        self.policy = policy  # LRU from its first fault on
         self.faults: list[tuple[str, str]] = []
-        self.visible: dict[OffloadKey, Chunk] = {}
-        self.free: list[Chunk] = []
+        self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
+        self.free: list[Chunk] = []  # those whose slots hold nothing
         self.all: list[Chunk] = []
 
     def add_slots(self, slots: Iterable[int]) -> None:

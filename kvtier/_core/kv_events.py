@@ -16,25 +16,18 @@ from kvtier.keys import OffloadKey
 
 @dataclass(frozen=True, slots=True)
 class KVEvent:
-    """Chunks that have become available somewhere, or ceased to be.
-
-    Attributes:
-        tier: index of the secondary tier; None for the primary one.
-        found: whether a get has found them, which some other engine, or an earlier one, had stored.
-    """
+    """Chunks that have become available somewhere, or ceased to be."""
 
     keys: Sequence[OffloadKey]
-    tier: int | None
+    tier: int | None  # None for the primary one
     removed: bool
-    found: bool = False
+    found: bool = False  # by a get: some other engine, or an earlier one, had stored them
 
 
 class KVEventLog:
-    """The changes on their way out.
+    """The changes on their way out; ``limit`` is how many chunks of each tier are remembered.
 
-    Args:
-        limit: chunks that each of them is remembered to have at most.
-        enabled: whether anybody wants to know. If not, nothing is noted and nothing remembered.
+    Unless it is enabled, nothing is noted and nothing remembered.
     """
 
     def __init__(self, tiers: int, limit: int, *, enabled: bool) -> None:

@@ -8,21 +8,19 @@ from kvtier.keys import OffloadKey
 
 
 class LookupRecord:
-    """What became of the lookups of one request, for requests that are to be explained.
+    """What became of the lookups of the request ``name``.
 
     Args:
-        name: of the request.
         asked: takes the name in each round in which the request is looked up anew; its owner empties it.
 
     Attributes:
         misses: the keys that the last scan was answered MISS for, in the order of the questions, and why, in
             words of ``reasons.MISS``.
-        refusals: for each key that secondary tiers did not give: the tiers' names, and why.
     """
 
     def __init__(self, name: str = "", asked: set[str] | None = None) -> None:
         self.misses: dict[OffloadKey, str] = {}
-        self.refusals: dict[OffloadKey, dict[str, str]] = {}
+        self.refusals: dict[OffloadKey, dict[str, str]] = {}  # why a tier, by its name, did not give a key
         self._given_up: dict[OffloadKey, str] = {}
         self._round: object = None
         self._name = name

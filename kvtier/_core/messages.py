@@ -74,22 +74,14 @@ class TransferHealth(IntEnum):
 
 
 class PutEnded(Struct, array_like=True, frozen=True, gc=False, tag=1):
-    """A put has ended: its slots are no longer read.
-
-    Attributes:
-        kept: for each key, whether the tier has it now.
-        reasons: why chunks were not kept, counted.
-        health: what it says of the tier.
-        retry: what came of a second attempt, in a word of ``reasons.RETRY``; empty where there was no
-            cause for one.
-    """
+    """A put has ended: its slots are no longer read."""
 
     id: Number
-    kept: Sequence[bool]
-    reasons: Mapping[Word, Number] = field(default_factory=dict)
+    kept: Sequence[bool]  # for each key, whether the tier has it now
+    reasons: Mapping[Word, Number] = field(default_factory=dict)  # why chunks were not kept, counted
     seconds: Seconds = 0.0
     health: TransferHealth = TransferHealth.NONE
-    retry: Word = ""
+    retry: Word = ""  # what came of a second attempt, as in ``reasons.RETRY``; empty where none was due
 
 
 class Answer(IntEnum):
@@ -105,21 +97,15 @@ class Answer(IntEnum):
 
 
 class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
-    """A get has ended: its slots are no longer written. ``PutEnded`` has the other attributes.
-
-    Attributes:
-        answers: one for each key. Only keys that were given a slot can be COPIED.
-        reasons: why keys that the tier has were not given, counted.
-        elapsed_s: since the get was submitted, its turn, lookup and checks included.
-    """
+    """A get has ended: its slots are no longer written."""
 
     id: Number
-    answers: Sequence[Answer]
-    reasons: Mapping[Word, Number] = field(default_factory=dict)
+    answers: Sequence[Answer]  # one for each key; only those that were given a slot can be COPIED
+    reasons: Mapping[Word, Number] = field(default_factory=dict)  # why keys it has were not given
     seconds: Seconds = 0.0
     health: TransferHealth = TransferHealth.NONE
     retry: Word = ""
-    elapsed_s: Seconds = 0.0
+    elapsed_s: Seconds = 0.0  # since the get was submitted: turn, lookup and checks included
 
 
 class TierDown(Struct, array_like=True, frozen=True, tag=3):
@@ -144,24 +130,16 @@ class Removed(Struct, array_like=True, frozen=True, tag=5):
 
 
 class SlotsReady(Struct, frozen=True):
-    """Slots of the primary tier may be used from now on.
-
-    Attributes:
-        is_last: whether there will be no more of them.
-    """
+    """Slots of the primary tier may be used from now on."""
 
     slots: range
-    is_last: bool = True
+    is_last: bool = True  # no more of them will follow
 
 
 class ProcessEnded(Struct, frozen=True):
-    """The process of the tiers has ended, and not because it was told to.
+    """The process of the tiers has ended, and not because it was told to."""
 
-    Attributes:
-        reason: how, in a word of ``reasons.PROCESS_ENDED``.
-    """
-
-    reason: str
+    reason: str  # a word of ``reasons.PROCESS_ENDED``
 
 
 TierEvent = PutEnded | GetEnded | TierDown | TierUp | Removed

@@ -33,9 +33,6 @@ class Prefetches:
 
     It begins when no request waits, takes at most half of the promotion budget, and whoever waits gets the
     slots that it holds. With sliding windows it does nothing: of most of their chunks nobody has a use.
-
-    Args:
-        lookup, close: those of ``Tiering``.
     """
 
     def __init__(
@@ -43,14 +40,12 @@ class Prefetches:
         shared: SharedState,
         holds: Holds,
         retention: Retention,
-        has_windows: bool,
         lookup: Callable[[OffloadKey, Request], Lookup],
         close: Callable[[Request], None],
     ) -> None:
         self._shared = shared
         self._holds = holds
         self._retention = retention
-        self._has_windows = has_windows
         self._lookup = lookup
         self._close = close
         self._announced: dict[str, _Announced] = {}
@@ -78,13 +73,10 @@ class Prefetches:
     ) -> None:
         """Look for ``keys``, those of a prompt in its order, from ``from_s`` on; keep them until ``until_s``.
 
-        It takes the place of what was announced under this name before.
-
-        Args:
-            tiers: those that may be asked; None for all.
+        It takes the place of what was announced under this name before. ``tiers`` may be asked; None: all.
         """
         self.cancel(name)
-        if self._has_windows or not keys:
+        if self._shared.windowed or not keys:
             return
         if self._size + len(keys) > MOST_PER_SLOT * len(self._shared.table.all):
             self._shared.counts["keep_refused", "names"] += len(keys)

@@ -21,48 +21,33 @@ class Request(Stateful):
     a scan that is asked again each step gets the same answers and comes to an end.
 
     Attributes:
-        name: how logs name it.
-        tiers: the tiers that may be asked for it; None for all of them.
-        deadline_s: when what is pending becomes a miss, on the owner's clock; set while WAITING.
-        round: the step in which it was last asked; what follows to ``wanted`` is of that step.
-        first: the key that was asked first.
-        base: chunks of the prompt that come before it: the device has them.
-        hits: keys that were answered HIT and are not among those held.
-        wanted: keys that were answered PENDING or RETRY, in the order of the questions.
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
         absent: keys that no tier has, or could give, or gives sooner than they are computed.
-        gated: keys that are computed sooner than a tier gives them.
-        not_arrived: keys that it has waited for until its time was over.
-        located: keys that a tier has, and which.
-        locates: whether it only asks where chunks are: nothing is promoted for it.
-        is_prefetch: whether no client waits for it: it makes way for all others.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
-        wait: its wait for chunks that no tier has yet; None where that is a miss at once.
-        record: what becomes of its lookups; None where nobody wants to know.
     """
 
     MOVES: ClassVar = REQUEST_MOVES
 
     name: str = ""
-    tiers: frozenset[int] | None = None
+    tiers: frozenset[int] | None = None  # that may be asked for it; None for all
     state: RequestState = RequestState.IDLE
-    deadline_s: float | None = None
-    round: object = None
-    first: OffloadKey | None = None
-    base: int = 0
-    hits: list[OffloadKey] = field(default_factory=list)
-    wanted: list[OffloadKey] = field(default_factory=list)
+    deadline_s: float | None = None  # when what is pending becomes a miss; set while WAITING
+    round: object = None  # in which it was last asked; what follows to ``wanted`` is of that round
+    first: OffloadKey | None = None  # the key that was asked first
+    base: int = 0  # chunks of the prompt that come before it: the device has them
+    hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
+    wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
-    gated: set[OffloadKey] = field(default_factory=set)
-    not_arrived: set[OffloadKey] = field(default_factory=set)
-    located: dict[OffloadKey, int] = field(default_factory=dict)
-    locates: bool = False
-    is_prefetch: bool = False
+    gated: set[OffloadKey] = field(default_factory=set)  # computed sooner than a tier gives them
+    not_arrived: set[OffloadKey] = field(default_factory=set)  # waited for until its time was over
+    located: dict[OffloadKey, int] = field(default_factory=dict)  # what a tier has, and which
+    locates: bool = False  # it only asks where chunks are: nothing is promoted for it
+    is_prefetch: bool = False  # no client waits for it: it makes way for all others
     answers_stand: bool = False
-    wait: Wait | None = None
-    record: LookupRecord | None = None
+    wait: Wait | None = None  # for chunks that no tier has yet; None where these are misses at once
+    record: LookupRecord | None = None  # what becomes of its lookups, if anybody wants to know
 
     def __str__(self) -> str:
         return f"request {self.name!r}"

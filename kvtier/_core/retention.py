@@ -32,9 +32,6 @@ class Retention:
     """Pins chunks under names, until a time or a release, within a budget that all names share.
 
     A chunk has one pin however many names keep it. What does not fit is refused, and not kept later.
-
-    Attributes:
-        pinned: the chunks that are kept, by key.
     """
 
     def __init__(self, shared: SharedState) -> None:

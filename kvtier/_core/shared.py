@@ -35,11 +35,18 @@ class SharedState:
     """The slots, tiers and transfers that all parts of the core work on, and its output until it is taken."""
 
     def __init__(
-        self, table: ChunkTable, tiers: Sequence[TierStatus], limits: Limits, *, track_kv_events: bool
+        self,
+        table: ChunkTable,
+        tiers: Sequence[TierStatus],
+        limits: Limits,
+        windowed: frozenset[int],
+        *,
+        track_kv_events: bool,
     ) -> None:
         self.table = table
         self.tiers = list(tiers)
         self.limits = limits
+        self.windowed = windowed  # groups that are not looked up from the front of the prompt
         self.gate = LoadGate(limits.load_gate, len(self.tiers))
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}

@@ -49,10 +49,8 @@ class Tiering:
         track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
 
     Attributes:
-        refusal: why every round that begins is answered MISS, in a word of ``reasons.MISS``; None where it
-            is not. Set by the owner.
-        handles: the stores and loads that have not ended.
-        is_disabled: whether nothing is stored and nothing found any more, as ``disable_after_audit`` says.
+        refusal: why every round that begins is answered MISS, in a word of ``reasons.MISS``, if it is. Set by
+            the owner.
     """
 
     def __init__(
@@ -66,24 +64,21 @@ class Tiering:
     ) -> None:
         limits = limits or Limits()
         self.table = ChunkTable(policy)
-        self.shared = SharedState(self.table, tiers, limits, track_kv_events=track_kv_events)
-        self.promotions = Promotions(self.shared, windowed_groups)
+        self.shared = SharedState(self.table, tiers, limits, windowed_groups, track_kv_events=track_kv_events)
+        self.promotions = Promotions(self.shared)
         self.holds = self.promotions.holds
         self.cascades = Cascades(self.shared)
         self.retention = Retention(self.shared)
-        self.prefetches = Prefetches(
-            self.shared, self.holds, self.retention, bool(windowed_groups), self.lookup, self.close
-        )
+        self.prefetches = Prefetches(self.shared, self.holds, self.retention, self.lookup, self.close)
         self.epoch = 0
-        self.handles: set[Handle] = set()
+        self.handles: set[Handle] = set()  # the stores and loads that have not ended
         self._tiers = self.shared.tiers
         self._visible = self.table.visible
         self._counts = self.shared.counts
-        self._has_windows = bool(windowed_groups)
         self._asked: list[Request] = []
         self._round: object = object()
         self._has_damage = False
-        self.is_disabled = False
+        self.is_disabled = False  # nothing is stored and nothing found any more: see disable_after_audit
         self.refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
@@ -103,13 +98,10 @@ class Tiering:
         return self._unready(key, request, chunk)
 
     def repeat_answer(self, key: OffloadKey, request: Request) -> Lookup | None:
-        """Repeat the previous answers without a new scan while nothing has changed: the request waits on.
+        """Return the previous answer while nothing has changed since; None where ``lookup`` has to answer.
 
         The engine asks in each step for each key of each request that waits. Told RETRY at its first
         question and MISS at the next, it ends the scan there, and defers the request all the same.
-
-        Returns:
-            None where something has changed, or other questions are asked: then ``lookup`` answers.
         """
         if not request.answers_stand or request.first is None or not request.is_waiting:
             return None
@@ -203,11 +195,7 @@ class Tiering:
             self.holds.unhold(request)
 
     def scheduled(self, request: Request) -> None:
-        """Note that the engine computes the request from now on: it is served, whatever it has asked for.
-
-        If one group of blocks misses, the engine computes the request, even if lookups for other groups are
-        pending.
-        """
+        """Note that the engine computes the request from now on, even if answers for a group are pending."""
         request.wanted.clear()
         self.served(request)
         request.wait = None
@@ -235,7 +223,7 @@ class Tiering:
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
-        if self.epoch or self._has_windows:
+        if self.epoch or self.shared.windowed:
             # After a reset what others store is not for this engine. Of a window's chunks not all are stored.
             self._end_wait(request)
         if request.deadline_s is None:
@@ -278,9 +266,7 @@ class Tiering:
         """Pin chunks that were answered HIT, for a load. Ends the request's waiting.
 
         A HIT holds until the round ends, whatever else happens in it, a reset and ``fail_load`` excepted.
-
-        Raises:
-            StateError: a key is not READY: it was not answered HIT in this round.
+        Raises StateError for a key that was not answered HIT in this round.
         """
         chunks = [self._ready(key) for key in keys]
         self.table.pin(chunks)
@@ -340,10 +326,8 @@ class Tiering:
     def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
         """Reserve slots for those of ``keys`` that are not there yet; evict for them where need be.
 
-        Where room is short a prefix of them is given slots: a prompt with holes serves nobody.
-
-        Returns:
-            The reservation, empty where nothing is to be stored; None where no slot can be had now.
+        Where room is short a prefix of them is given slots: a prompt with holes serves nobody. Returns None
+        where no slot can be had now, and an empty reservation where nothing is to be stored.
         """
         if self.is_disabled:
             self._counts["store_refused", "audit"] += len(keys)
@@ -450,8 +434,7 @@ class Tiering:
     def reset(self) -> None:
         """Make everything stored so far invisible for ever, in every tier.
 
-        Stores and loads under way must still be ended by their owner; their slots are out of use
-        until then.
+        Stores and loads under way must still be ended: until then their slots are out of use.
         """
         self.epoch += 1
         self._asked.clear()
@@ -480,12 +463,9 @@ class Tiering:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
 
         What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
-        under way does not hold any more.
-
-        Args:
-            tier: its index; None where the damage came about in the primary tier, or on the way between it
-                and the device. Every chunk goes that way: no tier is used then, and nothing is stored.
-            where: for the log: which chunk it was, and when that was noticed.
+        under way does not hold any more. ``tier`` is None where the damage came about in the primary tier, or
+        on the way between it and the device: every chunk goes that way, so no tier is used then, and nothing
+        is stored. ``where`` is for the log: which chunk it was, and when that was noticed.
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1

@@ -22,41 +22,31 @@ class SlotUse(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A put or a get that was submitted to a tier.
+    """A put or a get that was submitted to a tier. What follows ``left`` is of gets alone.
 
     Attributes:
-        chunks: the chunks whose slots it reads or writes; of a get those of the leading keys.
-        waiters: of a get, the requests that want its keys; an ordered set. They may all be served
-            from the same tiers.
-        allowed: of a get, the tiers that its waiters may be served from; None for all of them.
-        breaker: the one of its tier and verb.
-        deadline_s: when it is no longer waited for, on the owner's clock.
-        is_overdue: whether that has passed: its answer is a miss; its slots stay in use until it ends.
-        slot_use: of a get, which slots it may use.
-        located: of a get, whether its keys were known to be in the tier.
-        is_probe: of a get, whether it only shows how fast the tier is; nobody waits for it.
-        is_poll: of a get, whether all who wait for it were told before that no tier has its first key.
-        load: of a get, the chunks that gets of the tier were to copy when it began, its own included; 0 where
-            nobody wants to know.
+        is_overdue: whether the deadline has passed: the answer is a miss. Slots stay in use until it ends.
         left: keys that have left the tier since it began, by a reset too, where anybody wants to know.
+        is_poll: whether all who wait for it were told before that no tier has its first key.
+        load: the chunks that gets of the tier were to copy when it began, its own included; 0 where nobody
+            wants to know.
     """
 
     id: int
     tier: int
     keys: Sequence[OffloadKey]
-    chunks: Sequence[Chunk]
-    deadline_s: float
+    chunks: Sequence[Chunk]  # whose slots it reads or writes; of a get those of the leading keys
+    deadline_s: float  # when it is no longer waited for, on the owner's clock
     is_put: bool
-    breaker: Breaker
-    slot_use: SlotUse = SlotUse.NONE
-    allowed: frozenset[int] | None = None
-    waiters: dict[Request, None] = field(default_factory=dict)
+    breaker: Breaker  # of its tier and verb
     is_overdue: bool = False
-    located: bool = False
-    is_probe: bool = False
+    left: frozenset[OffloadKey] = frozenset()
+    slot_use: SlotUse = SlotUse.NONE
+    waiters: dict[Request, None] = field(default_factory=dict)  # all may be served from the same tiers
+    located: bool = False  # its keys were known to be in the tier
+    is_probe: bool = False  # it only shows how fast the tier is; nobody waits for it
     is_poll: bool = False
     load: int = 0
-    left: frozenset[OffloadKey] = frozenset()
 
     @property
     def verb(self) -> str:
@@ -66,13 +56,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """Chunks that the owner copies to or from, until it ends that.
+    """Chunks that the owner copies to or from, until it ends that."""
 
-    Attributes:
-        chunks: the chunks, in the order of their keys.
-    """
-
-    chunks: Sequence[Chunk]
+    chunks: Sequence[Chunk]  # in the order of their keys
 
     @property
     def slots(self) -> list[int]:
@@ -82,23 +68,14 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation(Handle):
-    """Slots for a store: to be ended by exactly one ``commit`` or ``abort``.
+    """Slots for a store: to be ended by exactly one ``commit`` or ``abort``."""
 
-    Attributes:
-        keys: the keys that were given a slot, a prefix of the new ones among those asked for.
-        evicted: keys that had to go.
-    """
-
-    keys: Sequence[OffloadKey]
+    keys: Sequence[OffloadKey]  # that were given a slot: a prefix of the new ones among those asked for
     evicted: Sequence[OffloadKey]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pinned(Handle):
-    """Chunks pinned for a load: to be ended by exactly one ``release``.
+    """Chunks pinned for a load: to be ended by exactly one ``release``."""
 
-    Attributes:
-        origins: for each chunk the index of the tier that it came from, None for the primary one.
-    """
-
-    origins: Sequence[int | None]
+    origins: Sequence[int | None]  # the tier that each chunk came from, None for the primary one

@@ -31,11 +31,9 @@ _MEANING = {
 
 
 class Auditor:
-    """Audits the transfers of one engine.
+    """Audits transfers between the device and the slots that the checksums and the planner are for.
 
-    Args:
-        address: address of slot 0.
-        read: makes copies from the device to memory of this process, and returns when they are done.
+    ``read`` makes copies from the device to memory of this process, and returns when they are done.
     """
 
     def __init__(
@@ -43,15 +41,12 @@ class Auditor:
         slot_checksums: SlotChecksums,
         planner: CopyPlanner,
         layout: SlotLayout,
-        address: int,
         read: Callable[[CopyPlan], None],
     ) -> None:
         self._slot_checksums = slot_checksums
         self._planner = planner
         self._width = layout.blocks_per_chunk
         self._area = layout.rank
-        self._address = address + layout.rank * layout.area_bytes
-        self._chunk_bytes = layout.chunk_bytes
         self._read = read
         self._scratch = threading.local()
         self._lock = threading.Lock()
@@ -106,10 +101,11 @@ class Auditor:
         if not hasattr(self._scratch, "bytes"):
             self._scratch.bytes = np.empty((2, self._slot_checksums.area_bytes), dtype=np.uint8)
         held, read = self._scratch.bytes
-        held[:] = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
-        read[:] = held
-        area = np.uint64(self._address + slot * self._chunk_bytes)
-        self._read(CopyPlan(device, host - area + np.uint64(read.ctypes.data), plan.sizes, plan.nbytes))
+        area = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
+        held[:] = area
+        read[:] = held  # and not the area again, which other workers may write to meanwhile
+        target = host - np.uint64(area.ctypes.data) + np.uint64(read.ctypes.data)
+        self._read(CopyPlan(device, target, plan.sizes))
         return held, read
 
     def _require(self, slot: int, held: _Bytes, read: _Bytes, expected: int | None) -> None:

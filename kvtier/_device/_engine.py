@@ -56,8 +56,7 @@ class StreamEngine(TransferEngine):
     Args:
         region: the slots; it stays mapped until ``close``.
         piece_bytes: at most so many bytes are pinned at once, but at least one slot.
-        deadline_s: seconds after which a copy that has not ended is abandoned, and the device with it. This
-            is noticed within a quarter more.
+        deadline_s: when a copy is abandoned, and the device with it; noticed within a quarter more.
 
     Raises:
         ValueError: region, layout and tensors do not fit each other.
@@ -78,7 +77,6 @@ class StreamEngine(TransferEngine):
         piece_slots = max(1, piece_bytes // region.chunk_bytes) if runtime.can_pin else None
         self._planner = CopyPlanner(kv_caches, layout, region.address, region.slots, piece_slots)
         self._layout = layout
-        self._address = region.address
         self._runtime = runtime
         self._auditor: Auditor | None = None
         self._readers = threading.local()
@@ -111,7 +109,7 @@ class StreamEngine(TransferEngine):
         self._submit(queue, transfer_id, plan, attempts, check)
 
     def begin_audits(self, slot_checksums: SlotChecksums) -> None:
-        self._auditor = Auditor(slot_checksums, self._planner, self._layout, self._address, self._read)
+        self._auditor = Auditor(slot_checksums, self._planner, self._layout, self._read)
 
     @property
     def audits(self) -> Audits:
@@ -146,7 +144,7 @@ class StreamEngine(TransferEngine):
 
     @property
     def pinning(self) -> Pinning:
-        return Pinning() if self._pinned is None else Pinning(self._pinned.nbytes, self._pinned.failed)
+        return Pinning() if self._pinned is None else self._pinned.state
 
     def close(self) -> None:
         """Drain, stop and unpin; what a copy is stuck with stays pinned. See ``TransferEngine.close``."""

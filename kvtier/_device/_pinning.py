@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from kvtier._device._runtime import Runtime
+from kvtier._device.base import Pinning
 from kvtier._memory import numa
 from kvtier._memory.region import Region
 from kvtier.errors import StateError
-
-if TYPE_CHECKING:
-    from kvtier._device._runtime import Runtime
 
 logger = logging.getLogger("kvtier.device")
 
@@ -25,18 +24,11 @@ class PinnedSlots:
     """Pins the slots in a thread, piece by piece, and keeps them mapped until it has unpinned them.
 
     CUDA refuses a copy that touches two pieces: the copy plans keep to the same ``piece_slots``.
-
-    Attributes:
-        nbytes: bytes that are pinned.
-        failed: whether no more can be pinned.
     """
 
     def __init__(self, runtime: Runtime, region: Region, piece_slots: int) -> None:
-        self.nbytes = 0
-        self.failed = False
+        self.state = Pinning()
         self._runtime = runtime
-        self._address = region.address
-        self._total_bytes = region.nbytes
         self._piece_slots = piece_slots
         self._region = region
         self._mapped: memoryview | None = region.view(0)
@@ -59,12 +51,12 @@ class PinnedSlots:
         except StateError:
             pass  # the region is closed: there is nothing to pin for
         except Exception as error:
-            self.failed = True
+            self.state = replace(self.state, failed=True)
             logger.warning(
                 "%d of %d bytes of the primary tier are pinned, and no more can be (%s): copies to and "
                 "from the rest are slower",
-                self.nbytes,
-                self._total_bytes,
+                self.state.nbytes,
+                self._region.nbytes,
                 error,
             )
         self._stopping.wait()
@@ -78,14 +70,14 @@ class PinnedSlots:
             slots = range(first, min(first + self._piece_slots, region.slots))
             region.back(slots)
             began_s = time.monotonic()
-            address, nbytes = self._address + first * region.chunk_bytes, len(slots) * region.chunk_bytes
+            address, nbytes = region.address + first * region.chunk_bytes, len(slots) * region.chunk_bytes
             self._runtime.host_register(address, nbytes)
             pieces.append(address)
-            self.nbytes += nbytes
+            self.state = replace(self.state, nbytes=self.state.nbytes + nbytes)
             self._stopping.wait(time.monotonic() - began_s)  # else this thread is first again, each time
 
     def _unpin(self, pieces: list[int]) -> None:
-        self.nbytes = 0
+        self.state = replace(self.state, nbytes=0)
         for address in pieces:
             try:
                 self._runtime.host_unregister(address)

@@ -33,18 +33,15 @@ class Transfer:
     """A transfer in a queue.
 
     Attributes:
-        computed: the event that the copies wait for; an exception where it could not be recorded.
-        attempts: the attempts to make, in order.
-        check: audits the copies when they have ended; None where nothing is audited.
         begun: start and end of the copies in flight, or why they could not be enqueued; None before that, and
             where nothing is tried because the device is lost.
     """
 
     transfer_id: int
     plan: CopyPlan
-    computed: Event | Exception
-    attempts: tuple[Attempt, ...]
-    check: Check | None
+    computed: Event | Exception  # what the copies wait for, or why it could not be recorded
+    attempts: tuple[Attempt, ...]  # to make, in this order
+    check: Check | None  # audits the copies when they have ended
     begun: tuple[Event, Event] | BaseException | None = None
 
     def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:
@@ -83,14 +80,7 @@ class DeviceHealth:
 
 
 class QueueThread:
-    """A thread that makes transfers in order; it starts with the first one.
-
-    Args:
-        report: called with the result of each transfer.
-
-    Attributes:
-        is_stuck: whether a transfer was abandoned. The thread reports nothing any more, and may never end.
-    """
+    """A thread that makes transfers in order and reports each; it starts with the first one."""
 
     def __init__(
         self,
@@ -99,7 +89,7 @@ class QueueThread:
         health: DeviceHealth,
         report: Callable[[Finished], None],
     ) -> None:
-        self.is_stuck = False
+        self.is_stuck = False  # a transfer was abandoned: the thread reports no more, and may never end
         self._queue = queue
         self._runtime = runtime
         self._stream = runtime.open_stream(queue)
@@ -246,7 +236,7 @@ def copy_staged(stream: Stream, plan: CopyPlan) -> None:
     for index, (source, nbytes) in enumerate(zip(plan.src.tolist(), plan.sizes.tolist(), strict=True)):
         ctypes.memmove(memory.ctypes.data, source, nbytes)
         here = slice(index, index + 1)
-        stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here], nbytes))
+        stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here]))
         stream.record().synchronize()
 
 

@@ -37,16 +37,16 @@ class Stream(Protocol):
 
 
 class Runtime(ABC):
-    """One device. Errors are raised.
-
-    Attributes:
-        transfers_at_once: how many transfers a queue begins before the first of them has ended. With two, the
-            device continues with the next one while the host learns that the last has ended.
-        can_pin: whether host memory can be pinned that the device's library has not allocated.
-    """
+    """One device. Errors are raised."""
 
     transfers_at_once: int = 2
+    """Transfers that a queue begins before the first of them has ended.
+
+    With two, the device continues with the next one while the host learns that the last has ended.
+    """
+
     can_pin: bool = True
+    """Whether host memory can be pinned that the device's library has not allocated."""
 
     def attach(self) -> None:  # noqa: B027
         """Prepare the calling thread for the calls below. May be called again."""
@@ -63,8 +63,7 @@ class Runtime(ABC):
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> Stream:
         """Return a new stream for a queue; needs no ``attach``.
 
-        Args:
-            plain: copy one by one, because another way may be what has failed.
+        A plain one copies one by one, because another way may be what has failed.
         """
 
     def host_register(self, address: int, nbytes: int) -> None:  # noqa: ARG002

@@ -30,19 +30,18 @@ def open_transfer_engine(
     """Return the transfer engine for the tensors of ``kv_caches``.
 
     Args:
-        kv_caches: tensors, all on devices of one type.
-        layout: the places of pages in a slot.
-        region: the slots.
         name: name of the backend. Default: chosen by the tensors' device.
         deadline_s: seconds after which a copy counts as hung and the device is disabled.
         batched_copy: the engine's own operation for many copies at once, where it has one.
 
     Raises:
-        ConfigError: there is no such backend, it cannot be used on this machine, or the tensors are on
-            another device than its own.
+        ConfigError: there is no such backend, it cannot be used on this machine, the tensors are on
+            another device than its own, or on several.
     """
-    backend = usable(name or _backend_of(kv_caches))
-    _require_one_device(kv_caches, backend)
+    device = _device_of(kv_caches)
+    backend = usable(name or _backend_of(device))
+    if device.type != _torch_type(backend):
+        raise ConfigError(f"the device backend {backend!r} cannot copy tensors on {device.type}")
     runtime = _module(backend).open_runtime(kv_caches.tensors, batched_copy)
     return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
 
@@ -56,10 +55,9 @@ def possible() -> str:
 
 
 def usable(name: str | None = None) -> str:
-    """Return the name of a backend that can be used here: the one that is asked for, or an accelerator's.
+    """Return the name of a backend that can be used here: ``name``, or by default an accelerator's.
 
-    Raises:
-        ConfigError: there is no such backend, or it cannot be used here.
+    Raises ConfigError if there is no such backend, or it cannot be used here.
     """
     if name is None:
         return next((it for it in reversed(BACKENDS) if _module(it).missing() is None), "cpu")
@@ -85,35 +83,28 @@ def description(name: str) -> str:
         return f"{os.cpu_count()} CPUs, torch {torch.__version__}"
     it = torch.get_device_module(device).get_device_properties(device)
     version = torch.version.hip or torch.version.cuda or torch.version.xpu
-    driver = getattr(it, "driver_version", None) or _module(name).open_library().driver_version
+    driver = getattr(it, "driver_version", None) or _module(name).open_library().version("Driver")
     return f"{it.name}, driver {driver}, runtime {version}, torch {torch.__version__}"
 
 
-def _require_one_device(kv_caches: KVCaches, name: str) -> None:
+def _device_of(kv_caches: KVCaches) -> torch.device:
     devices = {tensor.device for tensor in kv_caches.tensors}
-    if others := {device.type for device in devices} - {_torch_type(name)}:
-        raise ConfigError(f"the device backend {name!r} cannot copy tensors on {', '.join(sorted(others))}")
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the KV cache of a worker is on several GPUs ({names}); put it on one")
+        raise ConfigError(f"the KV cache of a worker is on several devices ({names}); put it on one")
+    return devices.pop()
 
 
 def _torch_type(name: str) -> str:
     return "cuda" if name == "rocm" else name  # torch's name for AMD's GPUs, too
 
 
-def _backend_of(kv_caches: KVCaches) -> str:
-    types = sorted({tensor.device.type for tensor in kv_caches.tensors})
-    if len(types) != 1:
-        raise ConfigError(
-            f"the KV cache is on devices of several types ({', '.join(types)}); put it on one device"
-        )
-    (name,) = types
-    if name == "cuda" and torch.version.hip is not None:  # torch's name for AMD's GPUs, too
+def _backend_of(device: torch.device) -> str:
+    if device.type == "cuda" and torch.version.hip is not None:  # torch's name for AMD's GPUs, too
         return "rocm"
-    if name not in BACKENDS:
-        raise ConfigError(f"the KV cache is on a device of type {name!r}; {possible()}")
-    return name
+    if device.type not in BACKENDS:
+        raise ConfigError(f"the KV cache is on a device of type {device.type!r}; {possible()}")
+    return device.type
 
 
 def _module(name: str) -> Any:

@@ -34,21 +34,15 @@ class CopyQueue(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of the device, of all KV cache groups.
+    """Blocks of the device, of all KV cache groups, consecutive in their request within each group.
 
-    The blocks of a group follow each other in their request. They fill chunks of
-    ``blocks_per_chunk`` blocks, aligned to the start of the request: the first chunk of a group is
-    entered ``first_indices[g] % blocks_per_chunk`` blocks from its start, and the last can end early.
-
-    Attributes:
-        ids: int64, shape (blocks,): the rows of the tensors, group after group.
-        group_sizes: blocks of each group; they add up to ``len(ids)``.
-        first_indices: index of each group's first block within its request.
+    Chunks of ``blocks_per_chunk`` blocks are aligned to the start of the request: the first chunk of a group
+    is entered ``first_indices[g] % blocks_per_chunk`` blocks from its start, and the last can end early.
     """
 
-    ids: npt.NDArray[np.int64]
-    group_sizes: tuple[int, ...]
-    first_indices: tuple[int, ...]
+    ids: _Integers  # rows of the tensors, group after group; shape (blocks,)
+    group_sizes: tuple[int, ...]  # blocks of each group; they add up to ``len(ids)``
+    first_indices: tuple[int, ...]  # index of each group's first block within its request
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 1 or self.ids.dtype != np.int64:
@@ -246,46 +240,29 @@ class Attempt(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a transfer ended.
-
-    Attributes:
-        nbytes: bytes of its pages.
-        seconds: how long the copy took, waiting for its turn not counted.
-        error: why it failed for good; None where it succeeded.
-        attempt: the last one that was made; None where none was, because the device was lost.
-    """
+    """How a transfer ended."""
 
     transfer_id: int
-    nbytes: int
-    seconds: float
-    error: BaseException | None = None
-    attempt: Attempt | None = Attempt.FIRST
+    nbytes: int  # of its pages
+    seconds: float  # of the copy, without the wait for its turn
+    error: BaseException | None = None  # why it failed for good
+    attempt: Attempt | None = Attempt.FIRST  # the last one; None if none was made: the device was lost
 
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """How much of the primary tier is pinned, so that the device accesses it directly.
-
-    Attributes:
-        nbytes: bytes that are pinned.
-        failed: whether no more can be pinned: copies to and from the rest are slower.
-    """
+    """How much of the primary tier is pinned, so that the device accesses it directly."""
 
     nbytes: int = 0
-    failed: bool = False
+    failed: bool = False  # no more can be pinned: copies to and from the rest are slower
 
 
 @dataclass(frozen=True, slots=True)
 class Audits:
-    """How many chunks were audited so far.
-
-    Attributes:
-        chunks: all of them.
-        failed: those whose bytes were not what they must be.
-    """
+    """How many chunks were audited so far."""
 
     chunks: int = 0
-    failed: int = 0
+    failed: int = 0  # those whose bytes were not what they must be
 
 
 class TransferEngine(ABC):
@@ -319,13 +296,11 @@ class TransferEngine(ABC):
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
         """Copy ``blocks`` to ``slots``, after what the caller has given the device to do so far.
 
-        Args:
-            transfer_id: names the transfer; not the id of one that is in flight.
-            blocks: what to copy.
-            slots: as many as ``Blocks.slots_needed`` adds up to, group after group.
+        ``slots`` are as many as ``Blocks.slots_needed`` adds up to, group after group.
 
         Raises:
-            ValueError: the number of slots does not fit, or an id, block or slot is out of range.
+            ValueError: the number of slots does not fit, a block or slot is out of range, or a transfer of
+                this id is in flight.
             StateError: the engine is closed.
         """
 
@@ -333,11 +308,7 @@ class TransferEngine(ABC):
     def submit_load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
     ) -> None:
-        """Copy ``slots`` to ``blocks``. Arguments and errors as in ``submit_store``.
-
-        Args:
-            expedited: do not wait for loads that were submitted before.
-        """
+        """Copy ``slots`` to ``blocks``; ``expedited``: do not wait for earlier loads. Raises as above."""
 
     @abstractmethod
     def finished(self) -> list[Finished]:
@@ -345,10 +316,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def wait(self, transfer_ids: Iterable[int]) -> None:
-        """Block until these have ended or were abandoned. Ids that are unknown or ended are no error.
-
-        The results stay where ``finished`` finds them.
-        """
+        """Block until these have ended or were abandoned. Ids that are unknown or ended are no error."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -356,10 +324,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` from a copying thread whenever ``finished`` has something new.
-
-        It must not block: the owner of an event loop passes a ``call_soon_threadsafe``.
-        """
+        """Call ``wakeup`` from a copying thread when ``finished`` has something new. It must not block."""
 
     @abstractmethod
     def close(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +25,16 @@ _ACROSS: _Axis = (None, slice(None))
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """Copies to make, in any order: ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]``.
-
-    Attributes:
-        src, dst, sizes: uint64, shape (copies,), contiguous.
-        nbytes: sum of the sizes.
-    """
+    """Copies to make, in any order: ``sizes[i]`` bytes from ``src[i]`` to ``dst[i]``. Contiguous arrays."""
 
     src: Addresses
     dst: Addresses
     sizes: Addresses
-    nbytes: int
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return int(self.sizes.sum())
 
 
 def split(plan: CopyPlan, most: int) -> CopyPlan:
@@ -46,7 +46,7 @@ def split(plan: CopyPlan, most: int) -> CopyPlan:
     first = np.repeat(np.cumsum(pieces) - pieces, pieces)
     done = ((np.arange(len(copy)) - first) * most).view(np.uint64)
     sizes = np.minimum(plan.sizes[copy] - done, np.uint64(most))
-    return CopyPlan(plan.src[copy] + done, plan.dst[copy] + done, sizes, plan.nbytes)
+    return CopyPlan(plan.src[copy] + done, plan.dst[copy] + done, sizes)
 
 
 class CopyPlanner:
@@ -55,8 +55,7 @@ class CopyPlanner:
     Args:
         kv_caches: the device's tensors; their addresses are taken now.
         address: address of slot 0, as the copying device sees it.
-        piece_slots: slots per piece of memory: no copy crosses from one piece into the next. None: all slots
-            are one piece.
+        piece_slots: no copy crosses from one such piece of memory into the next; None: all slots are one.
 
     Raises:
         ValueError: ``layout`` was made for tensors with other page sizes.
@@ -87,12 +86,12 @@ class CopyPlanner:
             ValueError: the number of groups or slots does not fit, or a block or slot is out of range.
         """
         device, host, sizes = self._pairs(blocks, slots, to_write=True)
-        return CopyPlan(device, host, sizes, int(sizes.sum()))
+        return CopyPlan(device, host, sizes)
 
     def load(self, slots: Sequence[int], blocks: Blocks) -> CopyPlan:
         """Plan the copies from ``slots`` to ``blocks``, of all pages. Errors as in ``store``."""
         device, host, sizes = self._pairs(blocks, slots, to_write=False)
-        return CopyPlan(host, device, sizes, int(sizes.sum()))
+        return CopyPlan(host, device, sizes)
 
     def _pairs(self, blocks: Blocks, slots: Sequence[int], *, to_write: bool) -> _Pairs:
         """Return the addresses of the pages in the tensors, those in the slots, and the sizes."""

@@ -1,5 +1,4 @@
-"""The loop around the core: passes events to the core, its commands to the executor, and its notices to the
-log.
+"""The loop around the core: passes it events, its commands to the executor, and its notices to the log.
 
 Shared by both owners of a core: ``TieringManager``, on an event loop, and the vLLM adapter, in the
 scheduler's thread.
@@ -37,10 +36,6 @@ class Driver:
         logger: where changes of a tier's state, or of the eviction policy, are logged.
         slot_checksums: what audited slots must hold; None where nothing is audited.
         has_damage: returns whether an audit ever failed; damage is looked for only then.
-        clock: returns the time in seconds, monotonic. Default: ``time.monotonic``.
-
-    Attributes:
-        traces: where spans of transfers and loads go; None where nothing is traced.
     """
 
     def __init__(
@@ -90,8 +85,7 @@ class Driver:
     def dispatch(self, request: str = "") -> None:
         """Submit the core's commands and log its notices.
 
-        Args:
-            request: the request whose chunks are put, for traces.
+        ``request`` names the one whose chunks are put, for traces.
         """
         commands = self._core.take_commands()
         if commands:
@@ -108,8 +102,7 @@ class Driver:
     def end_load(self, pinned: Pinned, request: Request | None = None, *, failed: bool = False) -> None:
         """End a load. Drop its chunks if it failed or an audit found one of them damaged.
 
-        Args:
-            request: the request to be computed if the load has failed; None if the request has ended.
+        Where it failed, ``request`` is computed; None if that has ended.
         """
         damage = self._find_damage(pinned.chunks, pinned.origins)
         if self.traces is not None:

@@ -39,12 +39,7 @@ _LEAST_CLOSE_S = 0.5
 
 
 def time_left(drain_s: float, passed_s: float) -> tuple[float, float]:
-    """Return the seconds that are left to drain and to close in a shutdown that has lasted for a while.
-
-    Args:
-        drain_s: seconds for the drain, at the shutdown's beginning.
-        passed_s: seconds since then.
-    """
+    """Return the seconds left to drain and to close in a shutdown that began ``passed_s`` seconds ago."""
     left_s = drain_s - passed_s
     return max(0.0, left_s), min(CLOSE_S, max(_LEAST_CLOSE_S, CLOSE_S + left_s))
 
@@ -57,11 +52,9 @@ class Executor:
         post: called on the loop with each event.
         close_s: seconds that the tiers have to close, all at once.
         chance: the source of chance, for pauses that differ from engine to engine.
-        slot_checksums: what audited slots must hold; None where nothing is audited. The caller clears the
-            slots of a get before it submits that.
+        slot_checksums: what audited slots must hold. The caller clears the slots of a get before it submits.
 
     Attributes:
-        activity: what each tier is doing, in the core's order.
         end_by_s: by when the tiers have to be closed, on the clock of ``time.monotonic``, in place of
             ``close_s``. Set before the executor is left.
     """
@@ -142,11 +135,9 @@ class Executor:
             await runner.supervisor.resets_ended()
 
     async def finish(self, drain_by_s: float, end_by_s: float) -> None:
-        """Wait for what is under way, before the executor is left; both times on ``time.monotonic``.
+        """Wait until ``drain_by_s`` for what is under way, before the executor is left.
 
-        Args:
-            drain_by_s: until when to wait.
-            end_by_s: by when all has to have ended, the closing of the tiers included.
+        All has to have ended by ``end_by_s``, the tiers' closing included; both on ``time.monotonic``.
         """
         with anyio.move_on_after(max(0.0, drain_by_s - time.monotonic())):
             await self.drained()
@@ -165,18 +156,11 @@ class ExecutorThread:
     that are submitted before the loop runs; events come back in another deque. No lock is held.
 
     Whatever becomes of the thread, a command that it does not take any more is answered all the same.
-
-    Args:
-        make: makes the executor, given the function that it posts events with. Called in the thread.
-
-    Attributes:
-        events: what has happened, to be taken from the left.
-        activity: what each tier is doing, in the core's order; empty before the start.
     """
 
     def __init__(self, make: Callable[[Post], Executor]) -> None:
-        self.events: deque[Event] = deque()
-        self.activity: Sequence[TierActivity] = ()
+        self.events: deque[Event] = deque()  # to be taken from the left
+        self.activity: Sequence[TierActivity] = ()  # of each tier, in the core's order, from the start on
         self._make = make
         self._inbox: deque[Sequence[Command]] = deque()
         self._woken = False

@@ -9,20 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SupervisorTimes:
-    """How closely the tier process is supervised, in seconds.
+    """How closely the tier process is supervised.
 
-    Attributes:
-        heartbeat_s: from one ping to the next.
-        silent_timeout_s: without an answer until the process is killed, while each tier is up.
-        start_timeout_s: the same while the process starts and while a tier is not up: what opens or closes a
-            tier, such as an import, may hold the interpreter lock for long.
-        first_pause_s, longest_pause_s: from its end to the next start; pauses grow while processes end soon.
+    The process is killed after ``silent_timeout_s`` without an answer while each tier is up. While it starts
+    and while a tier is not up, it is killed after ``start_timeout_s``: what opens or closes a tier, such as
+    an import, may hold the interpreter lock for long.
     """
 
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 1.0  # from one ping to the next
     silent_timeout_s: float = 5.0
     start_timeout_s: float = 60.0
-    first_pause_s: float = 0.5
+    first_pause_s: float = 0.5  # from its end to the next start; pauses grow while processes end soon
     longest_pause_s: float = 30.0
 
 
@@ -30,19 +27,13 @@ class Heartbeat:
     """Pings a process, and measures for how long it has not answered.
 
     One check adds two intervals at most to the silence, so a pause of the engine itself hardly counts. The
-    caller reads what the process has sent before it checks.
-
-    Args:
-        is_steady: returns whether each tier is up.
-
-    Attributes:
-        has_started: whether the process has ever answered.
+    caller reads what the process has sent before it checks. ``is_steady`` returns whether each tier is up.
     """
 
     def __init__(
         self, times: SupervisorTimes, ping: Callable[[], object], is_steady: Callable[[], bool]
     ) -> None:
-        self.has_started = False
+        self.has_started = False  # whether the process has ever answered
         self._times = times
         self._ping = ping
         self._is_steady = is_steady

@@ -321,10 +321,10 @@ class ExecutorProcess:
         if end.reason != "garbled":
             self._receive_rest(link)
         code = link.reap()
-        if not is_shutdown and end is _EXITED:
-            self._report_end(_end_of(code), link.pid)
         link.is_over = True
         self._decoder.clear_activity()
+        if not is_shutdown and end is _EXITED:
+            self._report_end(_end_of(code), link.pid)
         self._fail_pending(link, "cancelled" if is_shutdown else "process")
 
     def _wait_for_end(self, link: Link) -> bool:

@@ -16,15 +16,9 @@ from kvtier.tiers._drain import call_soon, until_done
 
 
 class RemoteExecutor:
-    """An ``ExecutorProcess`` with the interface of an ``Executor``. Used as an async context manager.
+    """An ``ExecutorProcess`` with the interface of an ``Executor``, an async context manager too.
 
-    Args:
-        make: makes the process; it takes ``notify``.
-        post: called on the loop with each event.
-
-    Attributes:
-        activity: the last known activity of each tier.
-        end_by_s: the deadline of the process's end, on ``time.monotonic``; set before the executor is left.
+    ``make`` returns the process for a ``notify``; ``post`` is called on the loop with each event.
     """
 
     def __init__(self, make: Callable[..., ExecutorProcess], post: Post) -> None:

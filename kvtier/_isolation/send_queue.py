@@ -13,18 +13,12 @@ _AT_ONCE = 64
 class SendQueue:
     """Frames for a socket. Any thread may add some; they go out whole and in order.
 
-    ``add`` sends what the socket takes at once; who polls the socket sends the rest, with ``flush``.
-
-    Args:
-        sock: a stream socket that does not block.
-        on_full: called, by any thread, when the socket's buffer becomes full.
-
-    Attributes:
-        is_full: whether frames wait for the socket to take more.
+    ``add`` sends what the socket, which does not block, takes at once; who polls the socket sends the rest,
+    with ``flush``. ``on_full`` is called, by any thread, when the socket's buffer becomes full.
     """
 
     def __init__(self, sock: socket.socket, on_full: Callable[[], object]) -> None:
-        self.is_full = False
+        self.is_full = False  # whether frames wait for the socket to take more
         self._sock = sock
         self._on_full = on_full
         self._frames: deque[bytes] = deque()

@@ -12,8 +12,7 @@ from kvtier.tiers._activity import NamedTier
 def pack(named: NamedTier) -> TierSettings:
     """Return the settings of a tier for the tier process.
 
-    Raises:
-        ConfigError: the tier process could not build the same tier from them.
+    Raises ConfigError if the process could not build the same tier from them.
     """
     try:
         packed = TierSettings(named.name, {**wire.plain(named.tier.config), "type": named.tier.config.type})
@@ -32,10 +31,6 @@ def _mismatch(named: NamedTier, again: NamedTier) -> str:
 
 
 def unpack(packed: TierSettings) -> NamedTier:
-    """Make the tier that ``pack`` was given.
-
-    Raises:
-        KVTierError: it is not installed, or cannot be made.
-    """
+    """Make the tier that ``pack`` was given, or raise KVTierError."""
     make = registry.maker(registry.validate(packed.settings))
     return NamedTier(packed.name, make(), make)

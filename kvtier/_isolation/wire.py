@@ -139,8 +139,7 @@ HELLO = Decoder(Hello)
 def plain(value: object) -> Any:
     """Return a value as the other side decodes it: of mappings, lists, text, numbers and bytes.
 
-    Raises:
-        NotImplementedError, OverflowError, TypeError: it cannot be sent.
+    Raises NotImplementedError, OverflowError or TypeError if it cannot be sent.
     """
     return msgspec.msgpack.decode(_encoder.encode(value))
 
@@ -173,11 +172,7 @@ def unpack(decoder: Decoder[T], frame: bytes) -> T:
 
 
 def length_of(head: bytes | bytearray) -> int:
-    """Return the length of the frame that follows the length field ``head``.
-
-    Raises:
-        WireError: the length exceeds ``MAX_FRAME_BYTES``.
-    """
+    """Return the length of the frame that follows ``head``; raise WireError above ``MAX_FRAME_BYTES``."""
     length = int.from_bytes(head, "little")
     if length > MAX_FRAME_BYTES:
         raise WireError(f"a frame has {length} bytes; {MAX_FRAME_BYTES} are possible")
@@ -191,11 +186,7 @@ class Frames:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add data; yield the frames that are complete.
-
-        Raises:
-            WireError: one would be too long.
-        """
+        """Add data; yield the frames that are complete. Raises WireError for one that would be too long."""
         rest = self._rest
         rest += data
         start = 0

@@ -12,21 +12,13 @@ from kvtier.tiers._drain import wait_for_end
 
 
 class DeviceCopies:
-    """The copies of one transfer engine.
-
-    Args:
-        engine: makes the copies. Its wake-up has to call ``collect`` on the loop.
-
-    Attributes:
-        in_flight: the copies that have not ended, by id.
-        stuck_slots: slots that copies which were given up may still write to.
-    """
+    """The copies of one transfer engine, whose wake-up has to call ``collect`` on the loop."""
 
     def __init__(
         self, engine: TransferEngine, blocks_per_chunk: int, groups: int, on_end: Callable[[], object]
     ) -> None:
         self.in_flight: dict[int, asyncio.Future[Finished]] = {}
-        self.stuck_slots: set[int] = set()
+        self.stuck_slots: set[int] = set()  # which copies that were given up may still write to
         self._engine = engine
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = groups
@@ -39,12 +31,7 @@ class DeviceCopies:
         await self._copy(len(keys), lambda copy: self._engine.submit_store(copy, ids, ordered), written=slots)
 
     async def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots to blocks of the device.
-
-        Raises:
-            TransferError: the device copy failed.
-            ValueError: ``blocks`` does not fit ``keys``.
-        """
+        """Copy slots to blocks of the device. Raises TransferError; ValueError if the blocks do not fit."""
         self.require_fit(keys, blocks)
         ids, ordered = self._by_group(keys, slots, blocks)
         await self._copy(len(keys), lambda copy: self._engine.submit_load(copy, ordered, ids))

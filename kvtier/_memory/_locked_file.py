@@ -40,26 +40,17 @@ _NOBODY = 0
 
 @dataclass(frozen=True, slots=True)
 class LockedFile:
-    """An open file that carries a shared lock of this process.
+    """An open file that carries a shared lock of this process."""
 
-    Attributes:
-        fd: the open file description that has the lock.
-        path: the file's name; None where it has none and ends with its last descriptor.
-        pid: the process that took the lock; children forked from it do not have the file.
-    """
-
-    fd: int
-    path: Path | None
-    pid: int
+    fd: int  # the open file description that has the lock
+    path: Path | None  # None where it has no name and ends with its last descriptor
+    pid: int  # that took the lock; children forked from it do not have the file
 
 
 def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
     """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
 
-    Args:
-        path: the file's name.
-        nbytes: bytes of use; behind them the file ends with ``note``.
-        note: what all holders of the file must agree on beside its size; always of one length.
+    Behind the zeros stands ``note``, always of one length: what all holders must agree on beside the size.
 
     Raises:
         RegionError: it exists with another size, note or owner, the directory has no room, or the name
@@ -79,11 +70,7 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
 
 
 def create_unnamed(nbytes: int) -> LockedFile:
-    """Make a file in memory that has no name; it is shared by passing its descriptor.
-
-    Raises:
-        RegionError: the system has no memory or descriptor for it.
-    """
+    """Make a file in memory that has no name, to be shared by its descriptor, or raise RegionError."""
     try:
         fd = os.memfd_create("kvtier", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
@@ -94,12 +81,9 @@ def create_unnamed(nbytes: int) -> LockedFile:
 
 
 def borrow(fd: int, nbytes: int) -> LockedFile:
-    """Take a file that another process holds and has handed over. Its locks stay that one's.
+    """Take a file that another process has handed over; RegionError if it is shorter than ``nbytes``.
 
-    They end when both processes have ended; until then no other process can claim the file.
-
-    Raises:
-        RegionError: it is shorter than ``nbytes``.
+    Its locks stay the other's: they end, and the file can be claimed again, when both processes have ended.
     """
     found = os.fstat(fd).st_size
     if found < nbytes:
@@ -136,11 +120,7 @@ def claim(file: LockedFile) -> bool:
 
 
 def remove_stale_files(directory: Path) -> list[Path]:
-    """Remove every ``kvtier_*`` file of ``directory`` that no living process holds.
-
-    Returns:
-        The names that were removed. Files of other users that may not be removed are left.
-    """
+    """Remove and return the ``kvtier_*`` files that no living process holds and this user may remove."""
     removed = []
     for path in sorted(directory.glob(PREFIX + "*")):
         with suppress(OSError):
@@ -224,11 +204,7 @@ def _link(source: Path, path: Path) -> bool:
 
 
 def _has_room(path: Path, nbytes: int) -> bool:
-    """Return whether a new file of ``nbytes`` fits; False if another process has created it meanwhile.
-
-    Raises:
-        RegionError: the file does not fit and does not exist.
-    """
+    """Return whether a new file fits; False if it exists by now. Raise RegionError if it does neither."""
     system = os.statvfs(path.parent)
     free = system.f_bavail * system.f_frsize
     if system.f_blocks == 0 or nbytes <= free:  # no blocks at all: a tmpfs without a limit
@@ -237,7 +213,7 @@ def _has_room(path: Path, nbytes: int) -> bool:
         return False
     raise RegionError(
         f"the primary tier needs {nbytes} bytes, but only {free} bytes are free in {path.parent}: "
-        "set cpu_bytes_to_use to less, or make the directory's file system larger"
+        "lower cpu_bytes_to_use, or enlarge the file system"
     )
 
 
@@ -254,8 +230,8 @@ def _require_same(fd: int, path: Path, nbytes: int, note: bytes) -> None:
         return
     notes = f" ({_words(theirs)}; here {_words(note)})" if theirs != note else ""
     raise RegionError(
-        f"{path} is in use with {found} bytes, but {asked} bytes are asked for here{notes}: all processes of "
-        "an engine need the same settings, and each engine needs an id of its own"
+        f"{path} is in use with {found} bytes, this process needs {asked}{notes}: all processes of an engine "
+        "need the same settings, and each engine an id of its own"
     )
 
 

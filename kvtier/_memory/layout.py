@@ -26,20 +26,13 @@ class SlotLayout:
 
     Either each worker has an area of its own, in the order of the ranks, or the workers share one
     area of canonical pages, each of which holds what all workers have of a block in a tensor.
-
-    Attributes:
-        page_bytes: bytes of one block in each tensor, in the slot: those of the tensor's page, its
-            padding included, or of the canonical page.
-        rank: which area this worker's pages are in, 0 to ``workers - 1``.
-        workers: how many areas a slot has.
-        area_bytes: bytes of an area; workers that hold fewer layers than others leave a rest unused.
     """
 
-    page_bytes: tuple[int, ...]
+    page_bytes: tuple[int, ...]  # of one block in each tensor's page, with its padding, or canonical page
     blocks_per_chunk: int
-    rank: int
-    workers: int
-    area_bytes: int
+    rank: int  # which area this worker's pages are in, 0 to ``workers - 1``
+    workers: int  # areas of a slot
+    area_bytes: int  # workers that hold fewer layers than others leave a rest unused
 
     @staticmethod
     def make(
@@ -49,12 +42,7 @@ class SlotLayout:
         workers: int = 1,
         area_bytes: int | None = None,
     ) -> SlotLayout:
-        """Make the layout of one worker. ``area_bytes`` is by default what this worker's pages take.
-
-        Raises:
-            ValueError: there is no tensor, a length or count is not positive, the rank is out of
-                range, or the pages take more than an area.
-        """
+        """Make the layout of one worker, or raise ValueError; its pages fill an area by default."""
         pages = tuple(int(size) for size in page_bytes)
         if not pages or min(pages) < 1:
             raise ValueError(f"page_bytes is {pages}; one positive length for each tensor is needed")

@@ -23,10 +23,7 @@ _GRANTED = frozenset(("always", "within_size", "advise", "force", "madvise"))
 def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False) -> bool:
     """Ask for huge pages in a mapping of ``path``; return whether the system grants them there.
 
-    Args:
-        mapping: the whole region.
-        path: its file; None where that has no name, and for anonymous memory.
-        shared: whether it has a file though that has no name.
+    ``path`` is None for anonymous memory, and for a file without a name, which is ``shared``.
     """
     if not grants_huge(path, shared=shared):
         return False
@@ -79,15 +76,9 @@ def _huge_option(directory: Path) -> str:
 
 
 def back(address: int, nbytes: int, fd: int | None, offset: int, *, huge: bool) -> int:
-    """Get memory for a part of a mapping and map it. What it holds stays.
+    """Get memory for a part of a mapping, at ``offset`` of its file, and map it; return 0 or the errno.
 
-    Args:
-        fd: the file that is mapped there; None for anonymous memory.
-        offset: the part's place in the file.
-        huge: whether huge pages were asked for and are granted.
-
-    Returns:
-        0 or the errno.
+    What it holds stays. ``huge`` is whether huge pages were asked for and are granted.
     """
     if huge:  # by touch alone: what is allocated through the file comes in small pages
         code = native.populate(address, nbytes)

@@ -26,27 +26,17 @@ _MAX_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of each slot that one worker uses more than others.
+    """A part of each slot that one worker uses more than others."""
 
-    Attributes:
-        offset: where it begins in the slot.
-        node: the NUMA node that the worker is at; None where that is not known or does not matter.
-    """
-
-    offset: int
+    offset: int  # in the slot
     nbytes: int
-    node: int | None
+    node: int | None  # the worker's NUMA node; None where that is not known or does not matter
 
 
 class Population:
-    """The threads that allocate memory for the slots of one region.
+    """The threads that allocate memory for the slots of one region: see ``Region.populate``.
 
-    The threads keep the memory mapped, so they may end after the region was closed.
-
-    Args:
-        slots, chunk_bytes: the region's shape.
-        file: the region's file; None for anonymous memory.
-        on_ready, on_end, parts: see ``Region.populate``.
+    They keep the memory mapped, so they may end after the region was closed.
     """
 
     def __init__(

@@ -34,14 +34,8 @@ _NOTE_BYTES = 256
 class Region:
     """``slots`` slots of ``chunk_bytes`` bytes each, one after the other, page-aligned.
 
-    Made by ``open`` (a file that several processes map), ``unnamed`` (the same without a name), or
-    ``anonymous`` (memory of this process).
     A slot may be used only after ``populate`` has reported it: a page without memory kills the process that
     touches it. It is a context manager that closes.
-
-    Attributes:
-        chunk_bytes: length of one slot, and distance to the next, in bytes.
-        path: the file's path; None where it has none.
     """
 
     def __init__(
@@ -86,10 +80,10 @@ class Region:
             name: one name for each engine on this machine, such as the engine's id.
             slots: number of slots, at least 1.
             chunk_bytes: bytes of a slot, a multiple of the page size.
-            directory: a directory of a file system in memory.
-            metadata_bytes: bytes to share beside the slots; the same for all who open the region.
-            contents: what the slots hold, in ASCII words that must be the same for all who open the region;
-                equal sizes do not prove that a slot means the same to them.
+            directory: where to make the file: on a file system in memory.
+            metadata_bytes: bytes to share beside the slots.
+            contents: what the slots hold, in ASCII words. All who open the region must give the same: equal
+                sizes do not prove that a slot means the same to them.
 
         Raises:
             RegionError: there is no room, a living region of that name has another size or contents, the
@@ -113,34 +107,23 @@ class Region:
 
     @staticmethod
     def anonymous(slots: int, chunk_bytes: int) -> Region:
-        """Make a region of this process alone, without a file. Arguments as in ``open``."""
+        """Make a region of this process alone, without a file."""
         _require_shape(slots, chunk_bytes)
         return Region(slots, chunk_bytes)
 
     @staticmethod
     def unnamed(slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
-        """Make a region that other processes can be handed, by ``fileno``. Arguments as in ``open``.
-
-        Raises:
-            RegionError: there is no shared memory, or the shape is wrong.
-        """
+        """Make a region that other processes can be handed, by ``fileno``, or raise RegionError."""
         _require_shape(slots, chunk_bytes)
         file = _locked_file.create_unnamed(slots * chunk_bytes + metadata_bytes)
         return Region._over(file, slots, chunk_bytes, metadata_bytes)
 
     @staticmethod
     def borrowed(fd: int, slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
-        """Map another process's region.
+        """Map another process's region, and own its descriptor; raise RegionError if it is smaller.
 
         The children of this process do not have the mapping: when this process has ended, nobody writes
         to the slots on its behalf.
-
-        Args:
-            fd: the ``fileno`` of that region, handed over; it belongs to the new region.
-            slots, chunk_bytes, metadata_bytes: the same as of that region.
-
-        Raises:
-            RegionError: that region is smaller, or the shape is wrong.
         """
         _require_shape(slots, chunk_bytes)
         file = _locked_file.borrow(fd, slots * chunk_bytes + metadata_bytes)
@@ -149,11 +132,7 @@ class Region:
         return region
 
     def fileno(self) -> int:
-        """Return the file's descriptor, for ``borrowed``.
-
-        Raises:
-            StateError: the region is closed, or anonymous.
-        """
+        """Return the file's descriptor, for ``borrowed``; StateError if the region is closed or anonymous."""
         self._require_open()
         if self._file is None:
             raise StateError("an anonymous region has no file that could be shared")
@@ -173,11 +152,7 @@ class Region:
     def view(self, slot: int) -> memoryview:
         """Return the bytes of one slot: one-dimensional, format ``B``, writable.
 
-        A view keeps the memory mapped, also beyond ``close``.
-
-        Raises:
-            IndexError: there is no such slot.
-            StateError: the region is closed.
+        A view keeps the memory mapped, also beyond ``close``. Raises StateError after that, and IndexError.
         """
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot is {slot}; the region has {self.slots} slots")
@@ -192,13 +167,10 @@ class Region:
             return whole[self.nbytes :]
 
     def claim(self) -> None:
-        """Become the only one who decides what the slots hold; a no-op for an anonymous region.
+        """Become the only one who decides what the slots hold, until it closes, or raise RegionError.
 
-        Of all who have the region open one can claim it, until it closes. Without that, two engines with the
-        same id would overwrite each other's chunks.
-
-        Raises:
-            RegionError: another one has claimed it.
+        Without that, two engines with the same id would overwrite each other's chunks. An anonymous region is
+        always its process's own.
         """
         self._require_open()
         if self._file is not None and not _locked_file.claim(self._file):
@@ -232,17 +204,14 @@ class Region:
         """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
         Every process that has the region open may do so, more than once: pages that are there keep their
-        content. Huge pages are used where the system grants them. Where memory
-        runs out, one error is logged, the rest is not reported, and the region has fewer usable slots.
-        ``close`` stops it.
+        content. Huge pages are used where the system grants them. Where memory runs out, one error is logged,
+        the rest is not reported, and the region has fewer usable slots. ``close`` stops it.
 
         Args:
-            on_ready: called in these threads with each range of slots that can be used from now on.
-                It must not block.
+            on_ready: called in these threads with slots that can be used from now on. It must not block.
             parts: the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
-            threads: how many; default: one for each four CPUs, four at most. The engine starts meanwhile.
-            on_end: called in one of these threads when no more slots will be ready, unless the region is
-                closed before.
+            threads: default: one for each four CPUs, four at most. The engine starts meanwhile.
+            on_end: called in one of these threads after the last slots, unless the region is closed before.
         """
         mapping = self._require_open()
         population = Population(
@@ -252,12 +221,7 @@ class Region:
         population.start(mapping, threads)
 
     def back(self, slots: range) -> None:
-        """Get memory for slots at once, if the kernel can. What they hold stays.
-
-        Raises:
-            OSError: there is none.
-            StateError: the region is closed.
-        """
+        """Get memory for slots at once, if the kernel can, or raise OSError. What they hold stays."""
         mapping = self._require_open()
         if self._can_populate is None:
             pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
@@ -270,11 +234,8 @@ class Region:
     def close(self, wait_s: float | None = None) -> None:
         """Give the region back; the last one who closes it removes the file. May be called again.
 
-        Memory that is still in use, through views or by a thread that populates it, stays mapped until that
-        ends.
-
-        Args:
-            wait_s: seconds to wait for such threads; default: some.
+        Memory stays mapped while it is in use, through views or by a thread that populates it; the latter is
+        waited for.
         """
         until_s = time.monotonic() + (_JOIN_S if wait_s is None else wait_s)
         for population in self._populations:

@@ -42,15 +42,11 @@ _FAULTS = Fault.SLOT | Fault.COPY
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk that an audit has found damaged.
-
-    Attributes:
-        origin: the tier that it was promoted from for this load; None where it was there.
-    """
+    """A chunk that an audit has found damaged."""
 
     key: OffloadKey
     slot: int
-    origin: int | None
+    origin: int | None  # the tier that it was promoted from for this load; None where it was there
     fault: Fault
 
     @property
@@ -75,8 +71,6 @@ class SlotChecksums:
     Args:
         words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
         rate: share of chunks that are audited, 0 to 1.
-        areas: areas of a slot.
-        area_bytes: length of an area.
         is_shared: whether several workers write to an area. Then none of them knows what it must hold, and
             after a store only device and slot are compared.
     """

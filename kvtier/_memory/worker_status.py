@@ -46,12 +46,7 @@ def _row_bytes(slots: int) -> int:
 
 
 class WorkerStatus:
-    """One worker's row.
-
-    Args:
-        table: the bytes of the whole table.
-        rank: which worker's row, from 0.
-    """
+    """One worker's row of the table."""
 
     def __init__(self, table: memoryview, slots: int, rank: int) -> None:
         start = rank * _row_bytes(slots)
@@ -89,11 +84,7 @@ class WorkerStatus:
 
 
 class StatusTable:
-    """The scheduler's view of the table.
-
-    Args:
-        table: its bytes, ``status_table_bytes(slots, workers)`` of them, zeros at first.
-    """
+    """The scheduler's view of the table: ``status_table_bytes(slots, workers)`` bytes, zeros at first."""
 
     def __init__(self, table: memoryview, slots: int, workers: int) -> None:
         self.rows: Sequence[WorkerStatus] = [WorkerStatus(table, slots, rank) for rank in range(workers)]
@@ -123,3 +114,7 @@ class StatusTable:
     def is_lost(self) -> bool:
         """Whether a worker's device is lost."""
         return any(row[StatusField.LOST] for row in self.rows)
+
+    def have_found_damage(self) -> bool:
+        """Return whether an audit of any worker has ever failed."""
+        return any(row[StatusField.AUDITS_FAILED] for row in self.rows)

@@ -1,14 +1,13 @@
 """The native library: one foreign call does a whole job of copies, checksums or file I/O.
 
-The shared library beside this file is built by ``kvtier/_native/build.py``. Where it is missing, of
-another version, or refused by ``KVTIER_NATIVE=0`` in the environment, the functions of this module work in
-Python, and the file tier refuses to be configured. ``KVTIER_NATIVE`` may also be the path of another build,
-such as one with sanitizers. ``available`` says whether there is one, and ``missing_because`` why not;
-``library`` is the loaded library or None, and ``holding`` the same for the few functions that are called
-without releasing the interpreter lock.
+The shared library beside this file is built by ``kvtier/_native/build.py``. If it is missing, of another
+version, or refused by ``KVTIER_NATIVE=0`` in the environment, the functions of this module work in Python,
+and the file tier refuses to be configured. ``KVTIER_NATIVE`` may also be the path of another build, such as
+one with sanitizers. ``library`` is the loaded library or None, and ``holding`` the same for the few functions
+that are called without releasing the interpreter lock.
 
-Addresses are plain integers. Who calls keeps the memory behind them alive until the call returns.
-All calls release the interpreter lock for most of their time and can be made from any thread.
+Addresses are plain integers. The caller keeps the memory behind them alive until the call returns. Any thread
+may call; calls release the interpreter lock for most of their time.
 """
 
 from __future__ import annotations
@@ -104,9 +103,9 @@ def _declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[Any]]) -> No
 
 
 def _load_holding() -> ctypes.PyDLL | None:
-    """Load the functions that wait for nothing once more: calls of these keep the interpreter lock.
+    """Load once more the functions that never wait, to be called without releasing the interpreter lock.
 
-    To give it away for a microsecond is to queue for it again.
+    Releasing it for a microsecond means to queue for it again.
     """
     if library is None:
         return None
@@ -123,12 +122,10 @@ available: Final[bool] = library is not None
 
 
 def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
-    """Copy ``count`` ranges of memory, one after the other.
+    """Copy ``count`` ranges of memory, one after the other. They must not overlap.
 
-    Args:
-        src: address of an array of ``count`` uint64: where each range is.
-        dst: address of such an array: where each range goes. Ranges must not overlap.
-        sizes: address of such an array: bytes of each range.
+    ``src``, ``dst`` and ``sizes`` are addresses of arrays of ``count`` uint64: where each range is, where it
+    goes, and its bytes.
     """
     if library is not None:
         library.kvt_copy_batch(src, dst, sizes, count)
@@ -138,11 +135,10 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
 
 
 def copy_batch_async(function: int, src: int, dst: int, sizes: int, count: int, stream: int) -> int:
-    """Give ``count`` copies to a stream of an accelerator, with the accelerator's own function.
+    """Give ``count`` copies, as in ``copy_batch``, to a stream of an accelerator.
 
     Args:
         function: address of ``cudaMemcpyAsync``, or of a function with its arguments.
-        src, dst, sizes, count: as in ``copy_batch``; addresses as the accelerator sees them.
         stream: the stream's handle.
 
     Returns:
@@ -159,7 +155,6 @@ def copy_batch_async(function: int, src: int, dst: int, sizes: int, count: int, 
 
 
 def _ranges(src: int, dst: int, sizes: int, count: int) -> Iterable[tuple[int, int, int]]:
-    """Return the source, the target and the size of each of the copies in three arrays."""
     numbers = ctypes.c_uint64 * count
     return zip(*(numbers.from_address(array) for array in (src, dst, sizes)), strict=True)
 
@@ -172,15 +167,10 @@ def crc32c(address: int, length: int, value: int = 0) -> int:
 
 
 def populate(address: int, length: int) -> int:
-    """Allocate memory for each page of the range, without changing its contents.
+    """Allocate memory for each page of the range, without changing its contents. Return 0, or the errno.
 
-    Args:
-        address: start of the range, aligned to a page.
-        length: bytes.
-
-    Returns:
-        0, or the errno. EINVAL without the library and on kernels before 5.14; nothing was done then,
-        because Python cannot touch a page safely while others write to it.
+    ``address`` is aligned to a page. On kernels before 5.14 it is EINVAL without the library, and nothing is
+    done: Python cannot touch a page safely while others write to it.
     """
     if library is not None:
         return int(library.kvt_populate(address, length))

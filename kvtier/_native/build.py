@@ -37,11 +37,7 @@ class BuildError(Exception):
 
 
 def compiler() -> list[str]:
-    """Return the command of a C compiler: ``$CC``, or the first of cc, gcc and clang.
-
-    Raises:
-        BuildError: there is none.
-    """
+    """Return the command of a C compiler: ``$CC``, or the first of cc, gcc and clang. BuildError if none."""
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
         return chosen
@@ -52,13 +48,9 @@ def compiler() -> list[str]:
 
 
 def compile_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Compile the library beside its sources and return its path.
+    """Compile the library beside its sources and return its path. BuildError if that fails.
 
-    The library appears under its name only when it is whole, so that a process that has the old one
-    loaded keeps it.
-
-    Raises:
-        BuildError: there is no compiler, or it failed.
+    A complete library replaces the old one, which processes that have loaded it keep.
     """
     target = folder / LIBRARY
     building = target.with_name(f"{LIBRARY}.{os.getpid()}")

@@ -60,10 +60,9 @@ _MAX_NUMBERS: Final = 64
 
 
 def difference(library: ctypes.CDLL) -> str | None:
-    """Return why the library does not fit the structures of this module; None where it does.
+    """Return why the library does not fit the structures of this module, or None.
 
-    Raises:
-        AttributeError: the library has no table of its structures.
+    Raises AttributeError if the library has no table of its structures.
     """
     for name, structure in _SHARED.items():
         room = (ctypes.c_uint32 * _MAX_NUMBERS)()

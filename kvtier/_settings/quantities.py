@@ -35,10 +35,8 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 def size(value: object) -> int:
     """Return the bytes that ``value`` means: a whole number, or text such as ``64GiB``.
 
-    ``kB``, ``MB`` and so on are powers of 1000, ``KiB``, ``MiB`` and so on of 1024.
-
-    Raises:
-        ValueError: it is no size, is negative, or has more than 63 bits.
+    ``kB``, ``MB`` and so on are powers of 1000, ``KiB``, ``MiB`` and so on of 1024. ValueError if it is no
+    size or has more than 63 bits.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(SIZE_NEEDED)
@@ -52,11 +50,7 @@ def size(value: object) -> int:
 
 
 def duration(text: str) -> float:
-    """Return the seconds that text such as ``90s``, ``15m``, ``12h`` or ``30d`` means.
-
-    Raises:
-        ValueError: it is no duration, or longer than 100 years.
-    """
+    """Return the seconds that text such as ``90s``, ``15m``, ``12h`` or ``30d`` means. ValueError if none."""
     amount, unit = _amount(text, _SECONDS, "write a duration with a unit: 90s, 15m, 12h or 30d")
     if amount * unit > MOST_SECONDS:
         raise ValueError(f"too long: at most {MOST_SECONDS // 86_400}d, which is 100 years")

@@ -37,13 +37,9 @@ _QUERY_IN_URL = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 
 def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> ModelT:
-    """Validate ``raw`` with ``model``.
+    """Validate ``raw`` with ``model``. ConfigError names every wrong field.
 
-    Args:
-        where: path of ``raw`` in the whole configuration, such as ``secondary_tiers[1]``.
-
-    Raises:
-        ConfigError: something is wrong; one message names every field that is.
+    ``where`` is the path of ``raw`` in the whole configuration, such as ``secondary_tiers[1]``.
     """
     try:
         return model.model_validate(dict(raw))
@@ -56,7 +52,7 @@ def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> Mo
 
 
 def explained(problems: Iterable[str]) -> PydanticCustomError:
-    """Return an error for a validator to raise whose problems have their paths and words already."""
+    """Return an error for a validator to raise whose problems are complete messages."""
     return PydanticCustomError(_EXPLAINED, "{problems}", {"problems": "; ".join(problems)})
 
 
@@ -87,10 +83,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nesting(paths: Iterable[tuple[str, str]]) -> str:
-    """Return which two of ``paths`` are one directory, or one inside the other, in words; "" where none are.
+    """Return which two of ``paths`` are one directory, or one inside the other, in words; "" if none are.
 
-    Args:
-        paths: absolute paths, and what each is called in the answer.
+    Each is an absolute path and what it is called in the answer.
     """
     for (one, its_name), (other, others_name) in itertools.combinations(paths, 2):
         if os.path.commonpath((one, other)) in (one, other):

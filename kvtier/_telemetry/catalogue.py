@@ -14,18 +14,13 @@ from kvtier import _reasons as reasons
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
-
-    Attributes:
-        name: as it is published; Prometheus adds ``_total`` to a counter's.
-        reasons: possible values of the label ``reason`` and their meaning. For transfers a tier can add its
-            own, see ``SecondaryTier.reasons``.
-    """
+    """One metric. Prometheus adds ``_total`` to a counter's name."""
 
     name: str
     documentation: str
     labels: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    """Possible values of the label ``reason`` and their meaning. For transfers a tier can add its own."""
 
 
 COUNTERS: Mapping[str, Metric] = {
@@ -62,10 +57,7 @@ COUNTERS: Mapping[str, Metric] = {
         "Failed device copies, by what happened next: `repeated`, `dropped`, `staged` or `recomputed`.",
         ("verb", "outcome"),
     ),
-    "audited": Metric(
-        "kvtier_audited_chunks",
-        "Chunks audited in stores and loads, summed over workers.",
-    ),
+    "audited": Metric("kvtier_audited_chunks", "Chunks audited in stores and loads, summed over workers."),
     "audit_failed": Metric(
         "kvtier_audit_failures",
         "Audits that found a damaged chunk, by the tier that was disabled; `cpu`: all of kvtier was.",
@@ -73,13 +65,12 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "keep_refused": Metric(
         "kvtier_keep_refused_chunks",
-        "Chunks that a request wanted to keep in the primary tier, and that are not kept.",
+        "Chunks that a request wanted to keep in the primary tier and that kvtier does not keep.",
         ("reason",),
         reasons.KEEP_REFUSED,
     ),
     "prefetched": Metric(
-        "kvtier_prefetched_chunks",
-        "Chunks promoted because a client had announced their next use.",
+        "kvtier_prefetched_chunks", "Chunks promoted because a client had announced their next use."
     ),
     "put": Metric("kvtier_put_chunks", "Chunks put into a tier.", ("tier",)),
     "put_seconds": Metric(
@@ -204,16 +195,8 @@ GAUGES: Mapping[str, Metric] = {
             ("tier", "verb"),
         ),
         Metric("kvtier_in_flight_transfers", "Puts and gets that a tier is executing.", ("tier", "verb")),
-        Metric(
-            "vllm:kv_offload_tiering_active_cascade_jobs",
-            "Puts queued or in flight.",
-            ("tier",),
-        ),
-        Metric(
-            "vllm:kv_offload_tiering_active_promotion_jobs",
-            "Promotions queued or in flight.",
-            ("tier",),
-        ),
+        Metric("vllm:kv_offload_tiering_active_cascade_jobs", "Puts queued or in flight.", ("tier",)),
+        Metric("vllm:kv_offload_tiering_active_promotion_jobs", "Promotions queued or in flight.", ("tier",)),
         Metric(
             "vllm:kv_offload_tiering_primary_read_usage_perc",
             "Share of the primary tier that is pinned by puts into this tier, 0 to 1.",

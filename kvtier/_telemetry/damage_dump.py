@@ -31,9 +31,7 @@ _log_limit = LogLimit(_LOG_EVERY_S)
 def write(what: str, facts: Mapping[str, object], **contents: bytes | memoryview) -> None:
     """Write facts and bytes to files, all or none of them, and log where, or why not.
 
-    Args:
-        what: what was found, in one sentence.
-        contents: the bytes to compare, of equal length.
+    ``what`` was found, in one sentence; ``contents`` are the bytes to compare, of equal length.
     """
     name = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}"
     text = json.dumps({"what": what, **facts}, indent=2)

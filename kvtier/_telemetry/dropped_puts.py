@@ -11,13 +11,7 @@ _UNANSWERED = "unanswered"
 
 
 class DroppedPuts:
-    """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end.
-
-    Args:
-        core: the state machine; it is told of the puts' ends meanwhile.
-        drain_s: seconds that the shutdown waits for puts.
-        logger: takes a line per tier when a shutdown begins, and a warning per tier that drops chunks.
-    """
+    """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end."""
 
     def __init__(self, core: Tiering, drain_s: float, logger: logging.Logger) -> None:
         self._core = core

@@ -20,24 +20,16 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request's prefix was found, and why it ended there. Field names are those of the line.
+    """How far a request's prefix was found, and why it ended there. Field names are those of the line."""
 
-    Attributes:
-        request: the engine's id of the request.
-        tokens: tokens loaded, by tier; `cpu` is the primary tier.
-        prefix_end: tokens of the prompt, from its front, that need not be computed, those in the engine's own
-            cache included; None where the engine asked for nothing, or does not say where in the prompt.
-        reason: why the prefix ended there, in a word of `kvtier_misses`; None where nothing was missing.
-        tiers: why each secondary tier that was considered did not give the chunk at which it ended.
-        waited_s: seconds that the request waited for secondary tiers.
-    """
-
-    request: str
-    tokens: dict[str, _Tokens]
+    request: str  # the engine's id
+    tokens: dict[str, _Tokens]  # loaded, by tier; "cpu" is the primary tier
+    # Tokens from the prompt's front that need not be computed, those in the engine's own cache included; None
+    # where the engine asked for nothing, or does not say where in the prompt.
     prefix_end: _Tokens | None
-    reason: str | None
-    tiers: dict[str, str]
-    waited_s: Annotated[float, msgspec.Meta(ge=0)]
+    reason: str | None  # why it ended there, in a word of ``kvtier_misses``; None if nothing was missing
+    tiers: dict[str, str]  # why each secondary tier considered did not give the chunk at which it ended
+    waited_s: Annotated[float, msgspec.Meta(ge=0)]  # for secondary tiers
 
 
 class DamagedLine(msgspec.Struct, frozen=True):
@@ -61,11 +53,7 @@ def write(explanation: Explanation) -> None:
 
 
 def enable() -> None:
-    """Have explanations logged where nobody has configured a level for kvtier's loggers.
-
-    vLLM configures its own loggers alone: without a level of their own Python drops lines of other loggers
-    below WARNING.
-    """
+    """Set a level where nobody has for kvtier's loggers: Python drops lines below WARNING otherwise."""
     one: logging.Logger | None = logger
     while one is not None and not isinstance(one, logging.RootLogger):
         if one.level != logging.NOTSET:
@@ -96,7 +84,7 @@ def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:
 
 
 def _found_in(line: str) -> Explanation | DamagedLine | None:
-    """Return the first explanation in a line that can be read; text before and behind it does not matter."""
+    """Return the first explanation in a line that can be read."""
     problem, may_be_escaped = None, True
     start = line.find(_BEGIN)
     while start >= 0:
@@ -104,20 +92,10 @@ def _found_in(line: str) -> Explanation | DamagedLine | None:
         is_escaped = text.startswith('{\\"')  # in a log whose lines are JSON themselves
         may_be_escaped = may_be_escaped and not text.startswith('{"')  # then it is part of a request's id
         try:
-            if not is_escaped or may_be_escaped:
-                return _decoded(_first_value('"' + text) if is_escaped else text)
+            if may_be_escaped or not is_escaped:
+                text = _json.raw_decode('"' + text)[0] if is_escaped else text
+                return _decoder.decode(text[: _json.raw_decode(text)[1]])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             problem = problem or DamagedLine(str(error))
         start = line.find(_BEGIN, start + 1)
     return problem
-
-
-def _decoded(text: str) -> Explanation:
-    """Return the explanation at the front of a text."""
-    _, end = _json.raw_decode(text)
-    return _decoder.decode(text[:end])
-
-
-def _first_value(text: str) -> str:
-    """Return the JSON string at the front of a text."""
-    return str(_json.raw_decode(text)[0])

@@ -48,12 +48,7 @@ def open_traces(shared: SharedState) -> Traces | None:
 
 
 class Traces:
-    """The spans under way. Its owner's thread alone calls it; no method raises.
-
-    Args:
-        tracer: makes the spans.
-        shared: the core's tiers and transfers.
-    """
+    """The spans under way. Its owner's thread alone calls it; no method raises."""
 
     def __init__(self, tracer: Tracer, shared: SharedState) -> None:
         self._tracer = tracer
@@ -63,12 +58,7 @@ class Traces:
         self._has_failed = False
 
     def submitted(self, commands: Iterable[Command], request: str = "") -> None:
-        """Begin the spans of puts and gets.
-
-        Args:
-            commands: the commands.
-            request: the request whose chunks are put; a get is for the requests that wait for it.
-        """
+        """Begin the spans of gets, for the requests that wait for them, and of puts, for ``request``."""
         with self._guarded():
             for command in commands:
                 if isinstance(command, Get | Put) and (transfer := self._shared.transfers.get(command.id)):
@@ -78,7 +68,6 @@ class Traces:
                     self._transfers[command.id].set_attribute("kvtier.tier", self._name(command.tier))
 
     def ended(self, event: Event) -> None:
-        """End the span of a put or get."""
         if not isinstance(event, GetEnded | PutEnded):
             return
         with self._guarded():
@@ -92,26 +81,18 @@ class Traces:
             _end(span, is_failed=event.health in (TransferHealth.BAD, TransferHealth.LATE))
 
     def load_began(self, pinned: Pinned, request: str) -> None:
-        """Begin the span of a load."""
         with self._guarded():
             span = self._loads[pinned] = self._begin("kvtier.load", [request], len(pinned.chunks))
             for tier in set(pinned.origins):
                 span.set_attribute(f"kvtier.chunks.{self._name(tier)}", pinned.origins.count(tier))
 
     def load_ended(self, pinned: Pinned, *, is_failed: bool) -> None:
-        """End the span of a load."""
         with self._guarded():
             if (span := self._loads.pop(pinned, None)) is not None:
                 _end(span, is_failed=is_failed)
 
     def looked_up(self, attributes: dict[str, Any], seconds: float, *, is_explained: bool) -> None:
-        """Make the span of a request's lookups, which end now.
-
-        Args:
-            attributes: of the span, and of its event.
-            seconds: how long they took.
-            is_explained: whether to add an event, as for a line in the log.
-        """
+        """Make the span of a request's lookups, which end now; with an event as for a line in the log."""
         with self._guarded():
             now_ns = time.time_ns()
             span = self._tracer.start_span(

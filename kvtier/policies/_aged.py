@@ -21,9 +21,9 @@ def take_first(keys: dict[OffloadKey, None], count: int) -> list[OffloadKey]:
 class AgedKeys:
     """A set of keys in the order in which they were added.
 
-    Not an OrderedDict: when that one grows, each of 100,000 keys is looked up anew, which held the
-    owner's thread for 20 ms. A dict grows ten times faster, but what was taken from its front leaves a
-    gap to be walked over each time. So the oldest are moved out ahead, many at once.
+    Not an OrderedDict: one of 100,000 keys that grows holds the owner's thread for 20 ms. A dict grows ten
+    times faster, but what was taken from its front leaves a gap to be walked over each time. So the oldest
+    are moved out ahead, many at once.
     """
 
     __slots__ = ("_oldest", "_rest")
@@ -37,7 +37,6 @@ class AgedKeys:
         self._rest.update(dict.fromkeys(keys))
 
     def remove(self, key: OffloadKey) -> None:
-        """Remove a key that is there."""
         if key in self._rest:
             del self._rest[key]
         else:
@@ -51,7 +50,6 @@ class AgedKeys:
         return take_first(self._oldest, max(0, count))
 
     def clear(self) -> None:
-        """Remove all keys."""
         self._oldest.clear()
         self._rest.clear()
 

@@ -44,25 +44,16 @@ class _Follower(LHD):
 
 
 class _Contest:
-    """A cache of each rule, of as many slots as the sample has of the keys.
-
-    Attributes:
-        chosen: the rule to follow.
-    """
+    """A cache of each rule, of as many slots as the sample has of the keys."""
 
     def __init__(self, capacity: int, model: ReuseModel) -> None:
-        self.chosen = _LHD
+        self.chosen = _LHD  # the rule to follow
         self._bound = max(_LEAST_SAMPLED, min(256, _LEAST_SLOTS * 256 // max(1, capacity)))
         self._slots = slots = capacity * self._bound // 256
-        self._arc = ARC(slots)
-        self._policies: tuple[EvictionPolicy, ...] = (_Follower(slots, model), self._arc, LRU(slots))
+        self.arc = ARC(slots)
+        self._policies: tuple[EvictionPolicy, ...] = (_Follower(slots, model), self.arc, LRU(slots))
         self._hits = [0.0] * len(self._policies)
         self._uses = 0
-
-    @property
-    def target_share(self) -> float:
-        """Share of the slots that chunks seen once should have, by ARC."""
-        return self._arc.target_share
 
     def sample(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that are simulated."""
@@ -126,6 +117,6 @@ class Auto(LHD):
         rings = [ring for ring in self._rings if ring.held]
         if contest.chosen == _ARC:
             recent = [ring for ring in self._rings[:CLASSES] if ring.held]
-            surplus = sum(ring.held for ring in recent) - contest.target_share * self.capacity
+            surplus = sum(ring.held for ring in recent) - contest.arc.target_share * self.capacity
             rings = recent if surplus > 0 else rings[len(recent) :] or recent
         return min((ring.newer for ring in rings), key=lambda run: run.record & TIME)

@@ -30,22 +30,18 @@ _SOON_CAPACITIES = 2.0  # of uses
 class Run:
     """Chunks that were used together, as often; a link in the ring of their class.
 
-    Attributes:
-        keys: in the order of the prompt; keys that have left are among them.
-        held: how many have not left.
-        record: as ghosts remember it: number of uses, whether the last one came soon after the one before,
-            and its time.
-        ring: the run that stands for the class; it holds what all runs of the class hold.
+    ``record`` is as ghosts remember it: number of uses, whether the last one came soon after the one before,
+    and its time.
     """
 
     __slots__ = ("held", "keys", "newer", "number", "older", "record", "ring")
 
     def __init__(self, keys: list[OffloadKey], record: int, number: int = 0) -> None:
         self.number = number
-        self.keys = keys
-        self.held = len(keys)
+        self.keys = keys  # in the order of the prompt; keys that have left are among them
+        self.held = len(keys)  # how many have not left
         self.record = record
-        self.older = self.newer = self.ring = self
+        self.older = self.newer = self.ring = self  # the ring's own run holds what all its runs hold
 
     def link(self, ring: Run) -> None:
         """Become the newest run of a ring. The ring's own link is between its newest and its oldest run."""
@@ -55,7 +51,6 @@ class Run:
         ring.older.newer = ring.older = self
 
     def unlink(self) -> None:
-        """Leave the ring."""
         self.older.newer, self.newer.older = self.newer, self.older
 
 

@@ -23,23 +23,19 @@ _CONFIDENCE = 100.0  # uses of a class after which its own shape counts as much 
 class ReuseModel:
     """Histograms of age at reuse, and the hit density that follows from them.
 
-    Attributes:
-        used: chunks of each class that were used since the last ``update``.
-        reused: chunks of each class that were used again, by bin of their age then.
-        density: by class and bin, the hits per unit of time that keeping a chunk yields. It is the
-            highest rate over all lengths of time to keep it (the Gittins index).
+    ``density`` has by class and bin the hits per unit of time that keeping a chunk yields: the highest rate
+    over all lengths of time to keep it (the Gittins index).
     """
 
     def __init__(self) -> None:
-        self.used = [0] * CLASSES
-        self.reused = [[0.0] * BINS for _ in range(CLASSES)]
+        self.used = [0] * CLASSES  # chunks that were used since the last ``update``
+        self.reused = [[0.0] * BINS for _ in range(CLASSES)]  # chunks used again, by their age then
         self.density = [[prior / _FACTOR**bin_ for bin_ in range(BINS)] for prior in _PRIOR]
         self._reached = [[0.0] * BINS for _ in range(CLASSES)]  # uses that were so long ago, or longer
         self._pending = [[0.0] * BINS for _ in range(CLASSES)]  # uses that were so long ago
 
     @staticmethod
     def bin_of(units: float) -> int:
-        """Return the bin of an age."""
         return min(BINS - 1, 1 + int(log(units) / _LOG_FACTOR)) if units >= 1.0 else 0
 
     def update(self, units: float) -> None:
@@ -78,11 +74,7 @@ class ReuseModel:
 
 
 def _hit_density(chances: list[float]) -> list[float]:
-    """Return, for each bin, the best ratio of hits to time over all ends of keeping.
-
-    Args:
-        chances: of being used again in each bin.
-    """
+    """Return for each bin the best ratio of hits to time, by the chances of reuse in each bin."""
     left, steps = 1.0, []
     for chance, width in zip(chances, _WIDTHS, strict=True):
         hits = min(chance, left)

@@ -13,30 +13,20 @@ from kvtier.tiers._supervisor import AnyTier
 
 @dataclass(frozen=True, slots=True)
 class NamedTier:
-    """A tier and the name that logs and metrics give it.
-
-    Attributes:
-        tier: the tier, not opened yet.
-        recreate: makes another one like it, for the next attempt where opening it has failed; None where the
-            same object may be opened again.
-    """
+    """A tier, not opened yet, and the name that logs and metrics give it."""
 
     name: str
     tier: AnyTier
     recreate: Callable[[], AnyTier] | None = None
+    """Makes another one to be opened after the first; None where the same object may be opened again."""
 
 
 class ConcurrencyLimit:
-    """Limits how many commands of one kind run at once. Each command enters it, and waits there for its turn.
-
-    Attributes:
-        submitted: commands that have not ended.
-        running: those of them that have been given their turn.
-    """
+    """Limits how many commands of one kind run at once. Each enters it, and waits there for its turn."""
 
     def __init__(self, width: int) -> None:
-        self.submitted = 0
-        self.running = 0
+        self.submitted = 0  # commands that have not ended
+        self.running = 0  # those that have been given their turn
         self._semaphore = anyio.Semaphore(width)
 
     @property
@@ -54,16 +44,12 @@ class ConcurrencyLimit:
 
 
 class TierActivity:
-    """The current work of a tier. Only the event loop writes it; any thread may read it.
-
-    Attributes:
-        usage: how full it is, at most about a second old; None if unknown.
-    """
+    """The current work of a tier. Only the event loop writes it; any thread may read it."""
 
     def __init__(self, max_concurrency: int) -> None:
         self.puts = ConcurrencyLimit(puts_at_once(max_concurrency))
         self.gets = ConcurrencyLimit(max_concurrency)
-        self.usage: Usage | None = None
+        self.usage: Usage | None = None  # at most about a second old; None if unknown
 
 
 def puts_at_once(max_concurrency: int) -> int:

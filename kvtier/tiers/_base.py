@@ -228,15 +228,15 @@ class TierConfig(Settings):
 
     write_policy: WritePolicy = Field(
         default="all",
-        description="What is put into the tier. `all`: every chunk. `reused`: chunks that were asked for a "
-        "second time. `adaptive`: as `reused` while less than one chunk in fifty is asked for again, as "
-        "`all` otherwise.",
+        description="Which chunks are put into the tier. `all`: every chunk. `reused`: chunks requested a "
+        "second time. `adaptive`: as `reused` while less than one chunk in fifty is requested again, else as "
+        "`all`.",
     )
     write_bytes_per_day: Annotated[Size, Field(gt=0)] | None = Field(
         default=None,
-        description="Most bytes put into the tier per day, for the life of an SSD: an hour's share at once. "
-        "While less than half of that is left, only chunks asked for a second time are put. Default: no "
-        "limit.",
+        description="Maximum bytes put into the tier per day, to limit the wear of an SSD; an hour's share "
+        "may be used at once. While less than half of that is left, only chunks requested a second time are "
+        "put. Default: no limit.",
     )
 
     def own_directories(self) -> Sequence[Path]:

@@ -25,12 +25,7 @@ def require_fault(error: BaseException) -> None:
 
 
 def words_of(error: BaseException, settings: BaseModel) -> str:
-    """Return an error of a tier in words: kvtier's own need no class name in front.
-
-    Args:
-        error: what the tier has raised.
-        settings: the tier's; what is secret in them is not shown, though a client may repeat it.
-    """
+    """Return a tier's error in words, without the secrets in its settings, which a client may repeat."""
     try:
         text = str(error)
     except BaseException as second:  # of a class of the plug-in's own

@@ -17,13 +17,7 @@ T = TypeVar("T")
 
 
 class IntegrityChecks:
-    """The checks of one tier's transfers, made in threads.
-
-    Args:
-        digest: the first 16 bytes of the identity's digest.
-        slot_checksums: what audited slots must hold; None where nothing is audited.
-        chance: the source of randomness, which chooses the chunks to audit.
-    """
+    """The checks of one tier's transfers, made in threads. Without ``slot_checksums`` no slot is audited."""
 
     def __init__(
         self,

@@ -20,14 +20,10 @@ def installed() -> list[EntryPoint]:
 
 
 def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
-    """Import the tier called ``name``, and no other, and check that it can be used.
+    """Import the tier called ``name``, and no other, and check it. Raises as ``plugins.load`` does.
 
     Args:
         field: the setting that holds it, for messages.
-
-    Raises:
-        ConfigError: no tier has this name; the message lists those installed and the nearest one.
-        TierError: the name is claimed twice, the import fails, or what it names is no usable tier.
     """
     tier = plugins.load(plugins.TIERS, name, SecondaryTier, field)
     if problem := _config_problem(tier):
@@ -37,17 +33,14 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
 
 
 def maker(config: TierConfig) -> Callable[[], SecondaryTier[Any]]:
-    """Return what makes a tier with these settings. Raises as ``load`` does, and where it is called as
-    ``plugins.make`` does.
-    """
+    """Return what makes a tier with these settings, and raises as ``plugins.make``. Raises as ``load``."""
     return partial(plugins.make, plugins.TIERS, config.type, load(config.type), config)
 
 
 def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
-    """Turn one entry of ``secondary_tiers`` into the settings of the tier that its ``type`` names.
+    """Return one entry of ``secondary_tiers`` as the settings of the tier that its ``type`` names.
 
     Args:
-        raw: what a user wrote; ``type`` is read first, then that one plug-in is loaded.
         where: path of ``raw`` in the configuration, for messages.
 
     Raises:

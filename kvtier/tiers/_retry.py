@@ -19,41 +19,27 @@ _PAUSE_S = 0.05
 
 
 class Progress:
-    """The progress of one command.
-
-    Args:
-        deadline_s: its deadline, on the event loop's clock.
-
-    Attributes:
-        limit: cancels the command at its deadline; once, so that it can wait for the end of a transfer.
-        has_begun: whether it has left the queue.
-        seconds: time spent in the tier, over all attempts.
-        answered: what the answers say about the tier's health.
-        retry: the result of the retry, or why there was none.
-    """
+    """The progress of one command."""
 
     def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
+        self.deadline_s = deadline_s  # on the event loop's clock
+        # Cancels the command once, at its deadline, so that it can wait for the end of a transfer.
         self.limit = asyncio.timeout_at(deadline_s)
-        self.has_begun = False
-        self.seconds = 0.0
+        self.has_begun = False  # whether it has left the queue
+        self.seconds = 0.0  # spent in the tier, over all attempts
         self.answered = TransferHealth.NONE
-        self.retry = ""
+        self.retry = ""  # the result of the retry, or why there was none
 
     @property
     def health(self) -> TransferHealth:
-        """What it says of the tier."""
         return TransferHealth.LATE if self.has_begun and self.limit.expired() else self.answered
 
 
 class RetryBudget:
     """Bounds second attempts to a share of the first ones, so that they never multiply an outage.
 
-    Each first attempt earns ``share`` of a second one. What is not used is kept, up to ten, so that a
-    short fault after a long quiet time is ridden out; a lasting one uses that up and gets the share.
-
-    Args:
-        share: second attempts for each first one; 0 for none at all.
+    Each first attempt earns ``share`` of a second one. Up to ten are kept, for a short fault after a long
+    quiet time; a lasting fault uses these up and gets the share.
     """
 
     def __init__(self, share: float) -> None:
@@ -65,7 +51,7 @@ class RetryBudget:
         self._left = min(_MOST_RETRIES, self._left + self._share)
 
     def take(self) -> bool:
-        """Take a second attempt, where there is one left."""
+        """Take a second attempt if one is left."""
         if self._left < _ONE_RETRY:
             return False
         self._left = max(0.0, self._left - 1.0)
@@ -73,13 +59,7 @@ class RetryBudget:
 
 
 class Retries:
-    """Decides which commands of one tier get a second attempt.
-
-    Args:
-        share: second attempts for each first one.
-        transient: the tier's own reasons that are worth a retry.
-        chance: the source of randomness, for the pauses.
-    """
+    """Decides which commands of a tier get a second attempt; ``transient`` are the tier's own reasons."""
 
     def __init__(self, share: float, transient: Iterable[str], chance: RandomSource) -> None:
         self._budget = RetryBudget(share)
@@ -92,7 +72,6 @@ class Retries:
         return Progress(deadline_s)
 
     def is_transient(self, error: BaseException) -> bool:
-        """Return whether an error may be over a moment later."""
         return reasons.word_for(error) in self._transient
 
     def failed(self, outcome: Outcome) -> list[int]:
@@ -123,9 +102,6 @@ class Retries:
 
 
 def health_of(outcome: Outcome) -> TransferHealth:
-    """Return the health that an outcome shows: bad where most chunks failed, or came with wrong bytes.
-
-    That a tier has no room, or does not have a chunk, is an answer as good as any.
-    """
+    """Return BAD if most chunks failed or are corrupt. ABSENT and REFUSED are good answers."""
     bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
     return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD

@@ -109,7 +109,7 @@ class TierRunner:
 
     async def watch_usage(self) -> None:
         """Ask the tier now and then how full it is, until this task is cancelled."""
-        await self.supervisor.opened()
+        await self.supervisor.opened.wait()
         while True:
             self.activity.usage = self._usage() if self.supervisor.is_open else None
             await anyio.sleep(_USAGE_EVERY_S)
@@ -179,7 +179,7 @@ class TierRunner:
     async def send_touched(self) -> None:
         """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
         try:
-            await self.supervisor.opened()
+            await self.supervisor.opened.wait()
             while self._touched and self.supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
                 async with asyncio.timeout(self._deadline_s):

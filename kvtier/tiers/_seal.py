@@ -28,11 +28,9 @@ assert _RECORD.size + _CRC.size == TRAILER_BYTES
 
 
 class Integrity(StrEnum):
-    """Whether bytes are those of a chunk, as their trailer proves it. The only enum that says so.
+    """Whether bytes are those of a chunk, by their trailer. The value is the word that is counted and shown.
 
-    The value is the word that is counted and shown. ``check`` returns one of the first four; the others
-    are what the tools for operators may find in the place of a chunk's file. An engine learns no more
-    than ``Status.CORRUPT``.
+    ``check`` returns one of the first four; only the tools for operators find the others.
     """
 
     SOUND = "sound"
@@ -50,38 +48,28 @@ class Integrity(StrEnum):
 
 
 def seal(key: OffloadKey, payload: memoryview, digest: bytes) -> bytes:
-    """Return the trailer of one chunk.
-
-    Args:
-        digest: the first 16 bytes of the identity's digest.
-    """
+    """Return the trailer of one chunk. ``digest`` is the first 16 bytes of the identity's."""
     return pack(key, crc32c.crc32c(payload), payload.nbytes, digest)
 
 
 def pack(key: OffloadKey, checksum: int, payload_bytes: int, digest: bytes) -> bytes:
-    """Make the trailer of one chunk whose checksum is known."""
+    """Return the trailer of a chunk whose checksum is known."""
     body = _RECORD.pack(MAGIC, VERSION, len(key), checksum, payload_bytes, digest, key)
     return body + _CRC.pack(crc32c.crc32c(body))
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What a trailer says.
-
-    Attributes:
-        digest: the first 16 bytes of the identity's digest.
-        payload_bytes: length of the bytes that were sealed.
-        checksum: their CRC-32C.
-    """
+    """What a trailer says."""
 
     key: OffloadKey
-    digest: bytes
+    digest: bytes  # the first 16 bytes of the identity's
     payload_bytes: int
-    checksum: int
+    checksum: int  # CRC-32C of the payload
 
 
 def read(trailer: bytes | memoryview) -> Sealed | None:
-    """Return what a trailer says; None where it is none, or a damaged one. It may hold anything at all."""
+    """Return what a trailer says; None for anything but a whole trailer."""
     trailer = bytes(trailer[:TRAILER_BYTES])
     if len(trailer) < TRAILER_BYTES or _CRC.unpack(trailer[-4:])[0] != crc32c.crc32c(trailer[:-4]):
         return None
@@ -92,7 +80,7 @@ def read(trailer: bytes | memoryview) -> Sealed | None:
 
 
 def check(trailer: bytes | memoryview, key: OffloadKey, payload: memoryview, digest: bytes) -> Integrity:
-    """Check ``payload`` against ``trailer``, which may hold anything at all."""
+    """Check ``payload`` against ``trailer``, which may hold anything."""
     sealed = read(trailer)
     if sealed is None:
         return Integrity.TORN

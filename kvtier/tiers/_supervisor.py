@@ -30,14 +30,11 @@ class Epoch:
 
     A command belongs to the epoch in which it was submitted and does not start in a later one, or its
     bytes would come back after the reset.
-
-    Attributes:
-        number: how many resets came before; 0 until the first.
-        settled: set once the tier is usable in this epoch or down, or the epoch is over.
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number = number  # how many resets came before
+        # Set once the tier is usable in this epoch or down, or the epoch is over.
         self.settled = anyio.Event()
 
 
@@ -49,17 +46,10 @@ class TierSupervisor:
     it is used again only after a reset that began after the last one requested.
 
     Args:
-        recreate: makes a new object of it, for an ``open`` that follows a failed one; None to reuse the same.
+        recreate: see ``NamedTier``.
         on_change: called with the reason when the tier goes down, and with None whenever it is up
             in the current epoch.
-        chance: the source of randomness.
         is_idle: returns whether no command of the tier is in flight.
-
-    Attributes:
-        tier: the tier; replaced by a new object when ``open`` has failed.
-        epoch: the epoch that commands submitted now belong to.
-        down: why the tier cannot be used, or None.
-        is_open: whether it has to be closed.
     """
 
     def __init__(
@@ -71,20 +61,19 @@ class TierSupervisor:
         chance: RandomSource,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.tier = tier
-        self.epoch = Epoch(0)
-        self.down: str | None = None
-        self.is_open = False
+        self.tier = tier  # replaced by ``recreate``
+        self.epoch = Epoch(0)  # of commands that are submitted now
+        self.down: str | None = None  # why the tier cannot be used
+        self.is_open = False  # whether it has to be closed
         self._name = name
         self._recreate = recreate
         self._on_change = on_change
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
-        self._opened = anyio.Event()  # or down
+        self.opened = anyio.Event()  # set once the tier was opened, or is down
         self._is_reset = True  # to the current epoch
         self._requested = anyio.Event()
-        self._is_used_up = False
         self._is_idle = is_idle
         self._restart_reason: str | None = None
 
@@ -103,10 +92,6 @@ class TierSupervisor:
                         await self._requested.wait()
         finally:
             self._end()
-
-    async def opened(self) -> None:
-        """Wait until the tier has been opened once, or is down."""
-        await self._opened.wait()
 
     async def resets_ended(self) -> None:
         """Wait for the resets requested so far; not for ``open`` where there was none."""
@@ -158,7 +143,7 @@ class TierSupervisor:
         if not self.is_open:
             await self._step(self._open(context), "cannot be opened", "is not opened yet")
             self.is_open = True
-            self._opened.set()
+            self.opened.set()
         while not self._is_reset:
             epoch = self.epoch
             failure = f"cannot be reset to epoch {epoch.number}"
@@ -167,9 +152,8 @@ class TierSupervisor:
         self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
-        if self._is_used_up and self._recreate is not None:
+        if self.opened.is_set() and self._recreate is not None:  # this object was opened before
             self.tier = self._recreate()
-        self._is_used_up = True
         await self.tier.open(context)
 
     async def _close_lost(self, reason: str) -> None:
@@ -182,11 +166,7 @@ class TierSupervisor:
         self._is_reset = not self.epoch.number  # a new opener must not see what a reset has hidden
 
     async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
-        """Run one step of the tier; after its deadline nobody else waits for it.
-
-        Raises:
-            _StepError: it failed, or was given up.
-        """
+        """Run one step; from ``deadline_s`` on the tier is down. _StepError if it fails or is given up."""
         reason = f"{slow} after {self._deadline_s:g} s"
         watch = asyncio.get_running_loop().call_later(self._deadline_s, self._go_down, reason)
         try:
@@ -217,7 +197,7 @@ class TierSupervisor:
         self._on_change(None)
 
     def _release_waiters(self) -> None:
-        self._opened.set()
+        self.opened.set()
         self.epoch.settled.set()
 
     def _end(self) -> None:

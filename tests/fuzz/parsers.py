@@ -91,7 +91,7 @@ def chunk_file(data: bytes) -> None:
     path.write_bytes(text)
     with _opened(_scratch()) as root_fd:
         result = _get(root_fd)
-        finding = FileChecker(root_fd, DIGEST.__eq__).check(layout.chunk_path("data", KEY), KEY).finding
+        finding = FileChecker(root_fd, DIGEST.hex()).check(layout.chunk_path("data", KEY), KEY).finding
     assert result in _FOUND
     if len(text) == CHUNK_BYTES + layout.BLOCK_BYTES:
         assert finding is _FOUND[Result(result)], (finding, result)

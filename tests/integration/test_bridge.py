@@ -40,7 +40,6 @@ from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
 from kvtier.adapters.vllm._telemetry.published import Published
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
@@ -96,7 +95,7 @@ class World:
         steps_ahead: int = 2,
         self_describing: bool = False,
         repeats_stores: bool = True,
-        workers: WorkerReports | None = None,
+        workers: StatusTable | None = None,
         explainer: Explainer | None = None,
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
@@ -257,7 +256,7 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     make: Make, is_lost: bool, is_reset: bool
 ) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
-    it = make(dummy(), slots=8, workers=WorkerReports(status_table))
+    it = make(dummy(), slots=8, workers=status_table)
     context = it.request("a")
     output = it.manager.prepare_store(prompt(1, 8), context)
     assert output is not None

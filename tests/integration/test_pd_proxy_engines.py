@@ -32,8 +32,8 @@ WAIT_S = 60.0
 UNTIL_S = 60.0
 AT_ONCE = 4
 STEMS = [prompt(seed, 400) for seed in range(3)]
-PROMPTS = [prompt(100 + seed, 600, shared=STEMS[seed % 3]) for seed in range(44)]
-CALM, ROUGH = PROMPTS[:20], PROMPTS[20:]
+PROMPTS = [prompt(100 + seed, 600, shared=STEMS[seed % 3]) for seed in range(200)]
+CALM, ROUGH = PROMPTS[:50], PROMPTS[50:]
 ABORTED = set(range(3, len(ROUGH), 5))
 """Of the rough ones, those whose client leaves after the first token."""
 
@@ -176,5 +176,5 @@ def test_answers_are_those_of_a_single_engine_whatever_becomes_of_a_prefill_engi
     fleet.until_idle()
 
     fleet.prefill[1].kill()  # nobody is left to compute prompts elsewhere
-    last = [prompt(200), prompt(201)]
+    last = [prompt(400), prompt(401)]
     assert [fleet.ask(tokens) for tokens in last] == reference(*last)

@@ -135,8 +135,8 @@ def test_a_store_that_does_not_end_is_dropped_and_the_device_with_it(impatient: 
     impatient.store(2, 3)
     impatient.store(4)
     assert impatient.finish() == [True, True]
-    assert impatient.workers.have_lost_device
-    assert [impatient.workers.failed_to_store([slot]) for slot in (2, 4)] == [True, True]
+    assert impatient.status_table.is_lost
+    assert [impatient.status_table.take_marks([slot]) for slot in (2, 4)] == [True, True]
 
 
 @pytest.mark.parametrize("can_tell", [False, True])
@@ -151,7 +151,7 @@ def test_a_load_that_does_not_end_is_an_error_while_its_blocks_may_still_be_writ
         impatient.worker.wait({1})
     with pytest.raises(TransferError, match="a load of 1 chunks does not end"):
         impatient.worker.get_finished()
-    assert impatient.workers.have_lost_device
+    assert impatient.status_table.is_lost
     assert impatient.worker.take_failed_requests() == set()
 
 

@@ -73,7 +73,8 @@ def test_a_policy_that_cannot_be_made_is_named(install_policy):
     install_policy("bad", f"{LRU_IMPORT}class Policy(LRU):\n def __init__(self, ghosts): pass")
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "eviction_policy": "bad"})
     with pytest.raises(
-        ConfigError, match=r"eviction policy 'bad' of acme-bad 1\.2 .*cannot be made: TypeError.*ghosts"
+        ConfigError,
+        match=r"eviction policy 'bad' of acme-bad 1\.2 .*cannot be constructed: TypeError.*ghosts",
     ):
         make_core(config, 4096)
 
@@ -86,5 +87,7 @@ class Tier(DummyTier):
 """
     install_distribution("acme-tape", source, {"tape": "Tier"})
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "tape"}]})
-    with pytest.raises(TierError, match=r"tier 'tape' of acme-tape 1\.2 .*cannot be made: OSError: no tape"):
+    with pytest.raises(
+        TierError, match=r"tier 'tape' of acme-tape 1\.2 .*cannot be constructed: OSError: no tape"
+    ):
         make_tiers(config)

@@ -248,7 +248,7 @@ def test_a_secret_is_not_shown_of_a_plug_in_that_cannot_be_made(
         raise RuntimeError(f"no {config.password.get_secret_value()}")
 
     monkeypatch.setattr(SecretTier, "__init__", make)
-    with pytest.raises(TierError, match=r"cannot be made: RuntimeError: no \*") as caught:
+    with pytest.raises(TierError, match=r"cannot be constructed: RuntimeError: no \*") as caught:
         doctor.run(None, [json.dumps(SETTINGS)], 4096)
     assert_hidden(caught.value)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,28 +16,17 @@ from kvtier.tiers.fs._root import Root
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting in which two caches differ.
+    """A setting in which two caches differ."""
 
-    Attributes:
-        setting: its name, from the outermost part inwards, joined by dots.
-        one: its value in the first cache; None where it is not set, and so at its default.
-        other: its value in the second one.
-        is_set: whether it is set in the first and in the second.
-    """
-
-    setting: str
-    one: object
+    setting: str  # nested names are joined by dots
+    one: object  # its value in the first cache; None if it is not set there
     other: object
-    is_set: tuple[bool, bool]
+    is_set: tuple[bool, bool]  # in the first and in the other cache
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences between two caches.
-
-    Attributes:
-        differing: the settings that differ; empty for a cache and itself.
-    """
+    """The differences between two caches."""
 
     root: str
     one: str
@@ -49,7 +37,7 @@ class Comparison:
 def command(
     root: RootArgument,
     one: Annotated[str, typer.Argument(metavar="NAMESPACE", help="A cache, as `kvtier ls` lists it.")],
-    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another one.")],
+    other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another cache.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Show the settings in which the engines of two caches differ.
@@ -58,19 +46,11 @@ def command(
 
     Example: kvtier compare /var/cache/kvtier Llama-3.1-8B_0d4f1a6b2c3e5f70 Llama-3.1-8B_9a8b7c6d5e4f3021
     """
-    found = compare(root, one, other)
-    finish(found, _show, as_json=as_json, is_healthy=not found.differing)
-
-
-def compare(path: Path, one: str, other: str) -> Comparison:
-    """Return the differences between the manifests of two caches of a root.
-
-    Raises:
-        TierError: the root has no such cache, or a manifest cannot be read.
-    """
-    with Root(path) as root:
-        left, right = (_fields(root, name) for name in (one, other))
-    return Comparison(str(path), one, other, [_differing(found) for found in differences(left, right)])
+    with Root(root) as opened:
+        left, right = (_fields(opened, name) for name in (one, other))
+    differing = [_differing(found) for found in differences(left, right)]
+    found = Comparison(str(root), one, other, differing)
+    finish(found, _show, as_json=as_json, is_healthy=not differing)
 
 
 def _differing(found: Difference) -> SettingDifference:

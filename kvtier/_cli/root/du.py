@@ -6,11 +6,10 @@ import os
 import stat
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.root.roots import RootArgument, require_root
-from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
@@ -18,82 +17,58 @@ from kvtier.tiers.fs._root import Namespace, Root, Tick
 
 @dataclass(frozen=True, slots=True)
 class UsagePart:
-    """A part of what a root takes.
+    """A part of what a root takes on disk."""
 
-    Attributes:
-        namespace: whose; "" for what is not kvtier's.
-        part: ``chunks``, ``old epochs``, ``quarantine``, ``unfinished``, ``rest``,
-            and ``ledger``, ``others``.
-        bytes: what its files and directories take on disk.
-    """
-
-    namespace: str
-    part: str
+    namespace: str  # "" for the ledger and others
+    part: str  # chunks, old epochs, quarantine, unfinished, rest; ledger, others
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How much of a disk a root takes.
-
-    Attributes:
-        root: the directory.
-        bytes: what it takes in all.
-        ledger_bytes: what the engines that share it believe that it takes; None where they have not counted.
-        leased_bytes: what they have leased to write; None where nobody keeps a ledger.
-        writers: engines that have it open; None as well.
-        total_bytes: of its file system.
-        free_bytes: of its file system, for unprivileged users.
-        unreadable: directories that could not be looked into, so that the sums are too small.
-        parts: the parts.
-    """
+    """How much of a disk a root takes."""
 
     root: str
     bytes: int
-    ledger_bytes: int | None
-    leased_bytes: int | None
-    writers: int | None
-    total_bytes: int
-    free_bytes: int
-    unreadable: int
+    ledger_bytes: int | None  # what the engines' ledger has; None before their first count
+    leased_bytes: int | None  # what engines have leased to write; None without a ledger
+    writers: int | None  # engines that have it open; None without a ledger
+    total_bytes: int  # of its file system
+    free_bytes: int  # of its file system, for unprivileged users
+    unreadable: int  # directories that are missing in the sums
     parts: list[UsagePart]
 
 
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
-    """Add up what the parts of a root take on disk, and show what the engines' ledger says.
+    """Add up the disk use of a root's parts, and show what the engines' ledger says.
 
     Exit status 1 if a directory cannot be read, so that sums are too small.
 
     Example: kvtier du /var/cache/kvtier
     """
     require_root(root)
-    taken = usage(root)
+    with Root(root) as opened, progress("directories") as tick:
+        taken = _usage(opened, tick)
     finish(taken, _show, as_json=as_json, is_healthy=not taken.unreadable)
 
 
-def usage(path: Path) -> Usage:
-    """Return what everything below a root takes.
-
-    Raises:
-        TierError: the root cannot be read.
-    """
-    with Root(path) as root, progress("directories") as tick:
-        measure = Measure(root, tick)
-        parts = [part for one in root.namespaces() for part in _parts(measure, one)]
-        parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
-        parts.append(UsagePart("", "others", sum(map(measure.bytes, root.others()))))
-        disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
-        return Usage(
-            root=str(path),
-            bytes=sum(part.bytes for part in parts),
-            ledger_bytes=accounts.used if accounts is not None and accounts.is_exact else None,
-            leased_bytes=accounts.leased if accounts is not None else None,
-            writers=len(accounts.leases) if accounts is not None else None,
-            total_bytes=disk.f_blocks * disk.f_frsize,
-            free_bytes=disk.f_bavail * disk.f_frsize,
-            unreadable=sum(measure.failures.values()),
-            parts=[part for part in parts if part.bytes],
-        )
+def _usage(root: Root, tick: Tick) -> Usage:
+    measure = Measure(root, tick)
+    parts = [part for one in root.namespaces() for part in _parts(measure, one)]
+    parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
+    parts.append(UsagePart("", "others", sum(map(measure.bytes, root.others()))))
+    disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
+    return Usage(
+        root=str(root.path),
+        bytes=sum(part.bytes for part in parts),
+        ledger_bytes=accounts.used if accounts is not None and accounts.is_exact else None,
+        leased_bytes=accounts.leased if accounts is not None else None,
+        writers=len(accounts.leases) if accounts is not None else None,
+        total_bytes=disk.f_blocks * disk.f_frsize,
+        free_bytes=disk.f_bavail * disk.f_frsize,
+        unreadable=sum(measure.failures.values()),
+        parts=[part for part in parts if part.bytes],
+    )
 
 
 def _show(usage: Usage) -> None:
@@ -143,8 +118,6 @@ class Measure:
             if stat.S_ISDIR(found.st_mode):
                 below = tree_bytes(self.root.fd, path, StopFlag(), self.failures)
             return found.st_blocks * 512 + below
-        except FileNotFoundError:
-            return 0
         except OSError as error:
-            self.failures[error.errno or 0] += 1
+            count_failure(self.failures, error)
             return 0

@@ -6,11 +6,10 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
@@ -26,6 +25,7 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
+from kvtier.tiers.fs._namespace import errno_name
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import stat_file_system
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, no_tick
@@ -36,30 +36,19 @@ _WAIT_AT_MOST_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CollectionResult:
-    """What was removed from a root, or with ``dry_run`` an estimate of what would be.
-
-    Attributes:
-        bytes_before: what the root took on disk, or with ``--namespace`` that namespace.
-        bytes_after: what it takes now, or would take.
-        max_bytes: what it was to take at most; None where that was not asked for.
-        leftover_bytes: of dead writers, old epochs, chunks without an owner, and the quarantine.
-        expired_files: chunks that were not used for as long as was asked.
-        evicted_files: files that had to make room, those not used for longest first.
-        failed: files that could not be removed and directories that could not be read, by the name of the
-            errno, such as ``eperm``.
-    """
+    """What was removed from a root, or with ``dry_run`` an estimate of what would be."""
 
     root: str
     dry_run: bool
-    bytes_before: int
+    bytes_before: int  # of the root on disk, or of the one namespace
     bytes_after: int
     max_bytes: int | None
-    leftover_bytes: int
+    leftover_bytes: int  # of dead writers, old epochs, orphaned chunks and the quarantine
     expired_files: int
     expired_bytes: int
     evicted_files: int
     evicted_bytes: int
-    failed: dict[str, int]
+    failed: dict[str, int]  # what could not be removed or read, by the name of the errno
 
     @property
     def fits(self) -> bool:
@@ -93,12 +82,12 @@ def command(
 ) -> None:
     """Remove data that no engine can use and, on request, chunks beyond a size or age.
 
-    Exit status 1 where more than --max-bytes is left, or something could not be removed or read.
+    Exit status 1 if more than --max-bytes is left, or something could not be removed or read.
 
     Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
     """
     require_root(root)
-    done = collect(
+    done = _collect(
         root,
         max_bytes=_parsed(size, max_bytes, "--max-bytes"),
         older_than_s=_parsed(duration, older_than, "--older-than"),
@@ -115,19 +104,10 @@ def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | Non
         raise typer.BadParameter(f"{text!r}: {error}", param_hint=option) from None
 
 
-def collect(
-    path: Path,
-    *,
-    max_bytes: int | None = None,
-    older_than_s: float | None = None,
-    namespace: str | None = None,
-    dry_run: bool = False,
+def _collect(
+    path: Path, *, max_bytes: int | None, older_than_s: float | None, namespace: str | None, dry_run: bool
 ) -> CollectionResult:
-    """Remove what nobody can use, and what is asked for.
-
-    Args:
-        max_bytes: evict chunks until no more than this is left; None for none.
-        older_than_s: remove chunks that were not used for so long; None for none.
+    """Remove what nobody can use, chunks not used for ``older_than_s``, then chunks beyond ``max_bytes``.
 
     Raises:
         TierError: the root cannot be read, has no such namespace, or somebody else is making room in it.
@@ -139,6 +119,7 @@ def collect(
             run = found.estimate if dry_run else found.run
             swept, expired, evicted = run(max_bytes, older_than_s)
             removed = swept.bytes + expired.bytes + evicted.bytes
+            failures = found.failures | swept.failures | expired.failures | evicted.failures
             return CollectionResult(
                 root=str(path),
                 dry_run=dry_run,
@@ -150,7 +131,7 @@ def collect(
                 expired_bytes=expired.chunk_bytes,
                 evicted_files=evicted.chunks,
                 evicted_bytes=evicted.chunk_bytes,
-                failed=_named(found.failures | swept.failures | expired.failures | evicted.failures),
+                failed={errno_name(number): count for number, count in sorted(failures.items())},
             )
 
 
@@ -205,7 +186,7 @@ class _Collection:
     def run(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
         """Remove leftovers, then what is too old, then what is too much."""
         accounts = ledger.read(self._root.fd)
-        swept = self._evictor.sweep()
+        swept = self._evictor.sweep(orphans=True)
         expired = evicted = _NOTHING
         if older_than_s is not None:
             expired = self._exclusively(partial(self._evictor.expire, older_than_s))
@@ -229,13 +210,16 @@ class _Collection:
                     below = self._root.chunks(found.name, self._tick)
                     files += ((it.used, it.disk_bytes) for it in below if isinstance(it, ChunkFile))
         swept = sum(map(Measure(self._root, no_tick).bytes, left))
-        files.sort()
         too_old = -inf if older_than_s is None else time.time() - older_than_s
-        expired = _sum(nbytes for used, nbytes in files if used <= too_old)
-        need = 0 if max_bytes is None else self.before - swept - expired.bytes - max_bytes
-        sizes = [nbytes for _, nbytes in files[expired.chunks :]]
-        evicted = sum(1 for taken in accumulate(sizes, initial=0) if taken < need)
-        return Evicted(True, swept), expired, _sum(sizes[:evicted])
+        excess = -inf if max_bytes is None else self.before - swept - max_bytes
+        expired: list[int] = []
+        evicted: list[int] = []
+        for used, nbytes in sorted(files):
+            if used > too_old and excess <= 0:
+                break
+            (expired if used <= too_old else evicted).append(nbytes)
+            excess -= nbytes
+        return Evicted(swept), _sum(expired), _sum(evicted)
 
     def _is_left(self, one: Namespace, found: DataDir) -> bool:
         """Return whether chunks are orphans, or of an old epoch that nobody uses."""
@@ -254,7 +238,7 @@ class _Collection:
         self.failures |= measure.failures
         return taken
 
-    def _exclusively(self, work: partial[Evicted]) -> Evicted:
+    def _exclusively(self, work: partial[Evicted | None]) -> Evicted:
         """Do what one process of a root may do at a time; wait a little for one that does it now."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
@@ -266,20 +250,15 @@ class _Collection:
                 done = work()
             except OSError as error:
                 raise TierError(f"no room can be made: {error.strerror or error}") from error
-            if done.is_mine:
+            if done is not None:
                 return done
             if time.monotonic() > give_up_at:
-                raise TierError("an engine is making room in this root all the time: try again later")
+                raise TierError("an engine is evicting from this root; try again later")
             time.sleep(0.1)
 
 
-_NOTHING: Final = Evicted(True)
+_NOTHING: Final = Evicted()
 
 
-def _sum(sizes: Iterable[int]) -> Evicted:
-    removed = [*sizes]
-    return Evicted(True, 0, len(removed), sum(removed))
-
-
-def _named(failures: Failures) -> dict[str, int]:
-    return {errno.errorcode.get(number, "EIO").lower(): count for number, count in sorted(failures.items())}
+def _sum(sizes: Sequence[int]) -> Evicted:
+    return Evicted(0, len(sizes), sum(sizes))

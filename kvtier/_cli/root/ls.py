@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
 from kvtier._cli.root.roots import RootArgument
@@ -13,69 +12,42 @@ from kvtier.tiers.fs._root import Namespace, Root, Tick, UnknownEntry
 
 @dataclass(frozen=True, slots=True)
 class CacheListing:
-    """A cache of a root.
-
-    Attributes:
-        namespace: the name of its directory.
-        model: the model's name; None where the manifest cannot be read.
-        digest: of the identity, in hexadecimal digits; None where the manifest does not belong here.
-        groups: KV cache groups that chunks belong to.
-        epoch: what an engine that opens it now joins; None where that cannot be said.
-        chunks: that such an engine can be given.
-        old_chunks: of other epochs, which are removed when nobody uses them.
-        bytes: what all of them take on disk.
-        in_use: whether a living process has it open; None where that cannot be said.
-        last_use: when a chunk was last used, in seconds since the epoch of Unix; None without chunks.
-        problem: what is wrong, in words; "" where nothing is.
-    """
+    """A cache of a root."""
 
     namespace: str
-    model: str | None
-    digest: str | None
-    groups: list[int]
-    epoch: int | None
-    chunks: int
-    old_chunks: int
-    bytes: int
-    in_use: bool | None
-    last_use: float | None
-    problem: str
+    model: str | None  # None if the manifest cannot be read
+    digest: str | None  # of the identity, in hexadecimal; None if the manifest belongs to another cache
+    groups: list[int]  # KV cache groups with chunks
+    epoch: int | None  # that an engine would join now; None if unknown
+    chunks: int  # of that epoch
+    old_chunks: int  # of other epochs, which are removed when nobody uses them
+    bytes: int  # on disk, old chunks included
+    in_use: bool | None  # whether a living process has it open; None if unknown
+    last_use: float | None  # Unix time of the last use of a chunk; None without chunks
+    problem: str  # "" if there is none
 
 
 @dataclass(frozen=True, slots=True)
 class RootListing:
-    """What a root holds.
-
-    Attributes:
-        others: names directly below the root that are not kvtier's.
-    """
+    """What a root holds."""
 
     root: str
     namespaces: list[CacheListing]
-    others: list[str]
+    others: list[str]  # names directly below the root that are not kvtier's
 
 
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
     """List the caches of a root: model, epoch, chunks, bytes, and whether an engine uses it.
 
-    Exit status 1 where a cache has a manifest that does not belong to it, its epoch is not readable, or
+    Exit status 1 if a cache has a manifest that does not belong to it, its epoch is not readable, or
     directories cannot be read.
 
     Example: kvtier ls /var/cache/kvtier
     """
-    found = list_root(root)
-    finish(found, _show, as_json=as_json, is_healthy=not any(one.problem for one in found.namespaces))
-
-
-def list_root(path: Path) -> RootListing:
-    """Return the caches of a root; it looks at the file of every chunk.
-
-    Raises:
-        TierError: the root cannot be read.
-    """
-    with Root(path) as root, progress("files") as tick:
-        listed = [_listed(root, one, tick) for one in root.namespaces()]
-        return RootListing(str(path), listed, root.others())
+    with Root(root) as opened, progress("files") as tick:
+        listed = [_listed(opened, one, tick) for one in opened.namespaces()]
+        found = RootListing(str(root), listed, opened.others())
+    finish(found, _show, as_json=as_json, is_healthy=not any(one.problem for one in listed))
 
 
 def _listed(root: Root, one: Namespace, tick: Tick) -> CacheListing:

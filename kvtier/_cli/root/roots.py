@@ -20,11 +20,7 @@ _FILE_SYSTEM_ENTRIES: Final = {"lost+found"}
 
 
 def require_root(path: Path) -> None:
-    """Refuse another directory than a root, in which a command would never find anything wrong.
-
-    Raises:
-        TierError: it contains files that kvtier did not write, and no cache.
-    """
+    """Raise TierError for a directory that is no root: a command would never find anything wrong in it."""
     with Root(path) as root:
         if root.namespaces() or not set(root.others()) - _FILE_SYSTEM_ENTRIES:
             return

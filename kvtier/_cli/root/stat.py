@@ -22,45 +22,31 @@ _NO_KEY = OffloadKey(b"")
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """All that is known of one chunk's file.
-
-    Attributes:
-        path: the file.
-        finding: ``sound``, ``torn``, ``foreign`` (its trailer is another chunk's than its name says, or its
-            namespace's name says), ``checksum``, or ``unverified`` where neither its name nor a trailer says
-            what it is.
-        hash: of its tokens, as its trailer says, in hexadecimal digits; None without a trailer.
-        group: KV cache group, as its trailer says.
-        digest: first half of the digest of its cache, as its trailer says, in hexadecimal digits.
-        payload_bytes: bytes of the chunk, as its trailer says.
-        file_bytes: length of the file.
-        written: when it was written, in seconds since the epoch of Unix.
-        used: when it was last used.
-    """
+    """All that is known of one chunk's file. What its trailer says is None if it has none."""
 
     path: str
-    finding: str
-    hash: str | None
-    group: int | None
-    digest: str | None
-    payload_bytes: int | None
+    finding: str  # a value of Integrity
+    hash: str | None  # by its trailer: of its tokens, in hexadecimal
+    group: int | None  # by its trailer: the KV cache group
+    digest: str | None  # by its trailer: the first half of its cache's digest, in hexadecimal
+    payload_bytes: int | None  # by its trailer
     file_bytes: int
-    written: float
-    used: float
+    written: float  # Unix time
+    used: float  # Unix time of the last use
 
 
 def command(
     chunk: Annotated[Path, typer.Argument(metavar="CHUNK", help="A chunk's file.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show all that is known of one chunk's file, in its place, in the quarantine, or of a copy.
+    """Show everything known about one chunk's file, in its place, in the quarantine or copied.
 
     Exit status 1 if something is wrong with it, or it cannot be verified.
 
     Example: kvtier stat /var/cache/kvtier/model_0123456789abcdef_r0/3fa/91_g0/3fa91c.bin
     """
-    state = of_chunk(chunk)
-    finish(state, _show, as_json=as_json, is_healthy=state.finding == "sound")
+    state = _state_of(chunk)
+    finish(state, _show, as_json=as_json, is_healthy=state.finding == Integrity.SOUND)
 
 
 def _show(state: ChunkState) -> None:
@@ -69,14 +55,8 @@ def _show(state: ChunkState) -> None:
     table(state.path, ("what", "value"), [(name.replace("_", " "), value) for name, value in shown.items()])
 
 
-def of_chunk(path: Path) -> ChunkState:
-    """Return the state of a chunk's file, wherever it is: in its place, in the quarantine, or a copy.
-
-    That does not count as a use of the chunk, where the file is this user's or this user is root.
-
-    Raises:
-        TierError: it cannot be read, or is not a chunk file.
-    """
+def _state_of(path: Path) -> ChunkState:
+    """Return the state of a chunk's file. TierError if it cannot be read or is not a chunk file."""
     try:
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
@@ -101,10 +81,10 @@ def of_chunk(path: Path) -> ChunkState:
 def _checked(path: Path) -> FileCheck:
     """Check a file by its name where that is a chunk's, else by its trailer alone."""
     key = key_of("/".join(path.parts[-3:]))
-    digest = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
+    digits = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        checker = FileChecker(folder, lambda found: found.hex().startswith(digest[:32]))
+        checker = FileChecker(folder, digits[:32])
         check = checker.check(path.name, key or _NO_KEY)
         if key is None and check.sealed is not None:
             check = checker.check(path.name, check.sealed.key)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -32,54 +32,31 @@ MOST_LISTED: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
-    """A file that is damaged or unreadable.
+    """A file that is damaged or unreadable."""
 
-    Attributes:
-        path: relative to the root.
-        finding: ``torn``, ``foreign``, ``checksum`` or ``unreadable``.
-        errno: why it is unreadable, as a name; "" else.
-        set_aside: whether it is in the quarantine now.
-    """
-
-    path: str
-    finding: str
-    errno: str
-    set_aside: bool
+    path: str  # relative to the root
+    finding: str  # a value of Integrity
+    errno: str  # name of the errno if it is unreadable, else ""
+    set_aside: bool  # whether it is in the quarantine now
 
 
 @dataclass(frozen=True, slots=True)
 class CacheVerification:
-    """What was found in a cache of a root.
-
-    Attributes:
-        namespace: the name of its directory.
-        chunks: files that were looked at.
-        sound: whose bytes and identity are proven.
-        torn: cut off, or without a whole trailer.
-        foreign: with another chunk's or another cache's bytes.
-        checksum: whose bytes are not those that were put.
-        unreadable: files and directories that the file system refuses.
-        gone: removed by somebody while they were being looked at.
-        strays: files among the chunks that are no chunks; they are left alone.
-        quarantined: files in the quarantine, those set aside just now included.
-        set_aside: damaged files that were moved to the quarantine just now.
-        problem: what else is wrong, in words; "" where nothing is.
-        ill: the first thousand damaged or unreadable files.
-    """
+    """What was found in a cache of a root: numbers of files, by finding as ``Integrity`` has it."""
 
     namespace: str
-    chunks: int
+    chunks: int  # checked
     sound: int
     torn: int
     foreign: int
     checksum: int
-    unreadable: int
+    unreadable: int  # directories included
     gone: int
-    strays: int
-    quarantined: int
-    set_aside: int
-    problem: str
-    ill: list[DamagedFile]
+    strays: int  # files among the chunks that are no chunks; they are left alone
+    quarantined: int  # in the quarantine, those set aside just now included
+    set_aside: int  # moved to the quarantine just now
+    problem: str  # of the cache as a whole; "" if there is none
+    ill: list[DamagedFile]  # the first MOST_LISTED
 
     @property
     def is_healthy(self) -> bool:
@@ -106,10 +83,7 @@ def command(
     root: RootArgument,
     repair: Annotated[
         bool,
-        typer.Option(
-            "--repair",
-            help="Move damaged files of chunks to the quarantine.",
-        ),
+        typer.Option("--repair", help="Move damaged files of chunks to the quarantine."),
     ] = False,
     namespace: NamespaceOption = None,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Number of files to read concurrently.")] = min(
@@ -130,11 +104,7 @@ def command(
 
 
 def verify(path: Path, *, repair: bool, threads: int, namespace: str | None = None) -> RootVerification:
-    """Read and prove every chunk.
-
-    Raises:
-        TierError: the root cannot be read, or has no such namespace.
-    """
+    """Check every chunk. TierError if the root cannot be read or has no such namespace."""
     began = time.monotonic()
     with Root(path) as root, progress("chunks") as tick:
         wanted = root.namespaces() if namespace is None else [root.namespace(namespace)]
@@ -220,16 +190,10 @@ class _Check:
                 yield from job.result()
 
     def _check(self, files: list[ChunkFile]) -> list[tuple[ChunkFile, FileCheck]]:
-        checker = FileChecker(self._root.fd, self._belongs())
-        return [(file, checker.check(file.path, file.key)) for file in files]
-
-    def _belongs(self) -> Callable[[bytes], bool]:
-        """Return what recognises this cache's digest: by the manifest, or by the directory's name."""
         digest = self._one.manifest.digest
-        if digest is not None:
-            return digest[:16].__eq__
-        ends = self._one.name.rpartition("_")[2]
-        return lambda found: found.hex().startswith(ends[:32])
+        digits = digest[:16].hex() if digest is not None else self._one.name.rpartition("_")[2]
+        checker = FileChecker(self._root.fd, digits)
+        return [(file, checker.check(file.path, file.key)) for file in files]
 
     def _count(self, data_dir: DataDir, file: ChunkFile, check: FileCheck) -> None:
         """Count a chunk. Move a damaged one away as an engine does; a newer file in its place stays."""

@@ -23,12 +23,10 @@ class Gets:
 
     Requests share a get where they may be served from the same tiers. One that may not be served from
     a tier never waits for it; what was promoted for others is there for all.
-
-    Attributes:
-        expected: the get that each key is expected from, for requests that may be served from the same tiers.
     """
 
     def __init__(self, shared: SharedState, holds: Holds) -> None:
+        # The get that each key is expected from, for requests that may be served from the same tiers.
         self.expected: defaultdict[frozenset[int] | None, dict[OffloadKey, Transfer]] = defaultdict(dict)
         self._shared = shared
         self._holds = holds
@@ -51,18 +49,13 @@ class Gets:
             transfer.is_poll = not located and all(
                 request.wait is not None and keys[0] in request.wait.keys for request in waiters
             )
-            transfer.allowed = allowed_tiers(waiters)
-            self.expected[transfer.allowed].update(dict.fromkeys(keys, transfer))
+            self.expected[allowed_tiers(waiters)].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer
 
     def end(self, event: GetEnded, now_s: float) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:
-        """Process the end of a get.
-
-        Returns:
-            The get, its answers, the requests that still wait for them, and the chunks that it promoted.
-        """
+        """End a get; return it, its answers, who still waits for them, and the chunks that it promoted."""
         transfer, in_time = self._shared.end(event, now_s)
         if self._shared.tiers[transfer.tier].failed_audit:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
@@ -127,10 +120,11 @@ class Gets:
         self.record(waiters, transfer.tier, missing[count:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
-        expected = self.expected[transfer.allowed]
-        for key in transfer.keys:
-            if expected.get(key) is transfer:
-                del expected[key]
+        if transfer.waiters:  # nobody expects anything of a probe, or of what was begun before a reset
+            expected = self.expected[allowed_tiers(transfer.waiters)]
+            for key in transfer.keys:
+                if expected.get(key) is transfer:
+                    del expected[key]
 
     def _complete(self, transfer: Transfer, answers: Sequence[Answer], waiters: Waiters) -> list[Chunk]:
         """Make the copied chunks visible, unless their key got here another way; free the others."""

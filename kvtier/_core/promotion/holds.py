@@ -16,20 +16,17 @@ class Holds:
     """What is pinned for requests until they have loaded it.
 
     Attributes:
-        promoting: chunks being promoted, or promoted and held for a request. They count against the
-            promotion budget.
-        pending: requests that wait for an answer, first come first.
+        promoting: chunks being promoted, or promoted and held for a request: they count against the budget.
         awaiting: requests that await chunks of other engines. They are not in line and hold nothing.
         budget: slots that promotions may hold in all.
         reserve: slots to keep free, for chunks that a get may find.
     """
 
-    def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
+    def __init__(self, shared: SharedState) -> None:
         self.promoting: set[Chunk] = set()
-        self.pending: dict[Request, None] = {}
+        self.pending: dict[Request, None] = {}  # requests that wait for an answer, first come first
         self.awaiting: dict[Request, None] = {}
         self._shared = shared
-        self._windowed = windowed_groups
         self.resize(0)
 
     def resize(self, slots: int) -> None:
@@ -94,7 +91,7 @@ class Holds:
         It has that in its own cache by now, mostly because another request of the same prefix ran. The first
         key was asked for, though a scan that was begun as a repeated one does not show it.
         """
-        if request.answers_stand or self._windowed:
+        if request.answers_stand or self._shared.windowed:
             return
         now, first = request.round, request.first
         gone = [chunk for chunk, when in request.held.items() if when is not now and chunk.key != first]

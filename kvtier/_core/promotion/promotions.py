@@ -19,19 +19,14 @@ from kvtier.keys import OffloadKey, group_index
 
 
 class Promotions:
-    """Turns what requests want into gets, and the ends of gets into further ones.
+    """Turns what requests want into gets, and the ends of gets into further ones."""
 
-    Attributes:
-        holds: what is pinned for requests that wait.
-        waits: what requests await that no tier has yet.
-    """
-
-    def __init__(self, shared: SharedState, windowed_groups: frozenset[int]) -> None:
-        self.holds = Holds(shared, windowed_groups)
+    def __init__(self, shared: SharedState) -> None:
+        self.holds = Holds(shared)
         self._shared = shared
-        self._windowed = windowed_groups
+        self._windowed = shared.windowed
         self._gets = Gets(shared, self.holds)
-        self._tiers = TierOrder(shared, self.holds, self._gets, windowed_groups)
+        self._tiers = TierOrder(shared, self.holds, self._gets)
         self.waits = Waits(shared, self.holds, self._gets, self._tiers)
 
     def promote_wanted(self, request: Request, now_s: float) -> None:

@@ -15,13 +15,10 @@ _WAIT = "wait"
 class TierOrder:
     """Chooses the tier for each get, or none: then the keys are absent for those who wait for them."""
 
-    def __init__(
-        self, shared: SharedState, holds: Holds, gets: Gets, windowed_groups: frozenset[int]
-    ) -> None:
+    def __init__(self, shared: SharedState, holds: Holds, gets: Gets) -> None:
         self._shared = shared
         self._holds = holds
         self._gets = gets
-        self._windowed = windowed_groups
 
     def ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, slot_use: SlotUse) -> None:
         """Look for keys in the next tier that may be asked; where there is none they are absent."""
@@ -87,7 +84,7 @@ class TierOrder:
             self._shared.evict(room - len(table.free))
             room = min(room, len(table.free))
         for tier, found in _by_tier(keys[:room], next(iter(waiters)).located):
-            if useful := of_use(found, waiters, self._windowed):
+            if useful := of_use(found, waiters, self._shared.windowed):
                 self._gets.begin(tier, useful, len(useful), waiters, now_s, located=True)
 
     def _skip(self, tier: int, keys: Keys, waiters: Waiters, reason: str) -> None:
@@ -107,17 +104,17 @@ class TierOrder:
     ) -> str | None:
         """Return "gate", and note it, where computing keys is quicker; None where they are got.
 
+        Waiters that only locate, or prefetch, are not decided about.
+
         Args:
             tier: the tier that is to give them.
             keys: what the tier is to give, ``wanted`` or a part of it.
             wanted: all that the waiters may get with them, however few slots there are.
             gets: how many gets that takes, one after the other.
-            waiters: the requests. Those that only locate, or prefetch, are not decided about.
-            now_s: the time.
             may_wait: whether "wait" may be returned: that is to be decided in the next round.
         """
         gate, waiters = self._shared.gate, in_line(waiters)
-        if not gate.is_active or self._windowed or not waiters:
+        if not gate.is_active or self._shared.windowed or not waiters:
             return None
         request = next(iter(waiters))
         asked = {key: index for index, key in enumerate(request.wanted)}

@@ -67,18 +67,12 @@ class PutPressure:
 
     Two things bound them. What is queued must be through within ``drain_s``, by the time that a chunk has
     taken lately. And while puts make gets take longer than they usually do fewer of them are let in: half
-    as many at each get that was held up, a little more at each that was not.
-
-    Args:
-        drain_s: seconds within which all that is queued should be put.
-        width: puts that the tier works on at once.
-
-    Attributes:
-        share: which share of the bound is let in now, for the sake of the gets.
+    as many at each get that was held up, a little more at each that was not. The tier works on ``width`` puts
+    at once.
     """
 
     def __init__(self, drain_s: float, width: int) -> None:
-        self.share = 1.0
+        self.share = 1.0  # of the bound that is let in now, for the sake of the gets
         self._drain_s = drain_s
         self._width = width
         self._chunk_s: float | None = None
@@ -122,12 +116,6 @@ class TierStatus:
         deadline_s: how long one of its transfers is waited for.
         width: puts that it works on at once.
         writes: chooses what is put into it; by default everything.
-
-    Attributes:
-        backlog: chunks that its puts pin now.
-        down: why it can not be used, or None.
-        epoch: the last epoch that it was reset to.
-        failed_audit: whether an audit has found a chunk of it damaged; it is then disabled until a restart.
     """
 
     def __init__(
@@ -143,10 +131,10 @@ class TierStatus:
         self.deadline_s = deadline_s
         self.puts = breaker()
         self.gets = breaker()
-        self.backlog = 0
-        self.down: str | None = None
-        self.epoch = 0
-        self.failed_audit = False
+        self.backlog = 0  # chunks that its puts pin now
+        self.down: str | None = None  # why it can not be used
+        self.epoch = 0  # the last one that it was reset to
+        self.failed_audit = False  # one of its chunks was damaged: it is disabled until a restart
         self.pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
         self.writes = writes or WriteAdmission()
 

@@ -29,19 +29,17 @@ class Breaker:
     Attributes:
         overdue: transfers that have passed their deadline and not ended. While there is one the tier
             gets no other: it would only tie up more slots.
-        probe: the transfer that is to show how things are, while it is HALF_OPEN.
-        health: what the last transfer that said anything of the tier said.
     """
 
     def __init__(self, failures: int = 5, pause_s: float = 1.0, chance: RandomSource = no_jitter) -> None:
         self.state: BreakerState = _CLOSED
         self.overdue = 0
-        self.health = TransferHealth.NONE
+        self.health = TransferHealth.NONE  # by the last transfer that said anything of the tier
         self._failures = failures
         self._backoff = Backoff(pause_s, _LONGEST_PAUSES * pause_s, chance)
         self._until_s = -inf
         self._closed_s = -inf
-        self.probe: int | None = None
+        self.probe: int | None = None  # the transfer that decides, while it is HALF_OPEN
         self._in_a_row = 0
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
 
@@ -70,11 +68,7 @@ class Breaker:
         return self._judge(transfer_id, TransferHealth.LATE, now_s)
 
     def end(self, transfer_id: int, health: TransferHealth, now_s: float, *, in_time: bool) -> str | None:
-        """Note that a transfer has ended.
-
-        Returns:
-            Where that has changed anything: ``"closed"``, or the reason for opening.
-        """
+        """Note that a transfer has ended; return "closed", or the reason for opening, where it is new."""
         if in_time:
             return self._judge(transfer_id, health, now_s)
         self.overdue -= 1  # that it was late is known already

@@ -35,21 +35,14 @@ class TierSpeed:
     A Kalman filter tells the two apart from gets of different sizes. One get that takes much longer than
     expected changes nothing, nor do those that ran at the same time; a second one that began after it, or one
     that is much quicker, is believed at once.
-
-    Attributes:
-        latency_s, chunk_s: the estimate, in seconds; of use once ``is_known``.
-        is_closed: whether computing was quicker when it was last asked.
-        is_probed: whether a probe is under way.
-        probe_from_s: when the next probe may begin.
-        probe_wait_s: how long after it the one that follows may.
     """
 
     def __init__(self) -> None:
-        self.latency_s = self.chunk_s = 0.0
-        self.is_closed = False
-        self.is_probed = False
-        self.probe_from_s = -inf
-        self.probe_wait_s = _FIRST_PROBE_S
+        self.latency_s = self.chunk_s = 0.0  # the estimate; of use once ``is_known``
+        self.is_closed = False  # computing was quicker when it was last asked
+        self.is_probed = False  # a probe is under way
+        self.probe_from_s = -inf  # when the next probe may begin
+        self.probe_wait_s = _FIRST_PROBE_S  # how long after it the one that follows may
         self._doubted_s: float | None = None  # when the last get ended, if it was much too long
         self._variance = (0.0, 0.0, 0.0)  # of the latency, of both together, of the time per chunk
 
@@ -59,13 +52,7 @@ class TierSpeed:
         return self.chunk_s > 0.0
 
     def note(self, chunks: int, seconds: float, now_s: float) -> None:
-        """Update the estimate by a get that has ended.
-
-        Args:
-            chunks: those in flight when it began, its own too.
-            seconds: what it took.
-            now_s: when it ended.
-        """
+        """Update the estimate by a get that ended now; ``chunks``: in flight when it began, its own too."""
         seconds = max(seconds, _LEAST_S)
         if not self.is_known:
             self.latency_s, self.chunk_s = seconds / 2, seconds / 2 / chunks
@@ -99,11 +86,10 @@ class TierSpeed:
 
 
 class ComputeSpeed:
-    """Seconds that the device computes for a chunk, by its place in the prompt in powers of two.
+    """Seconds that the device computes for a chunk, by the bit length of its place in the prompt.
 
-    Attributes:
-        rates: seconds per chunk by the bit length of its place, the last one for all that follow; where there
-            was no sample, that of the nearest place before, or after. Empty while nothing is known.
+    The last of ``rates`` is for all places that follow. Where there was no sample, a rate is that of the
+    nearest place before, or after. There are none while nothing is known.
     """
 
     def __init__(self) -> None:
@@ -144,18 +130,12 @@ class ComputeSpeed:
 
 
 class LoadGate:
-    """Decides with the current estimates. Times are on the owner's clock.
-
-    Attributes:
-        compute: how fast the device computes.
-        running: requests that it computes now.
-        wait_until_s: when those that were told to wait are decided; infinite where there is none.
-    """
+    """Decides with the current estimates. Times are on the owner's clock."""
 
     def __init__(self, mode: LoadGateMode, tiers: int) -> None:
         self.compute = ComputeSpeed()
-        self.running: set[object] = set()
-        self.wait_until_s = inf
+        self.running: set[object] = set()  # requests that the device computes now
+        self.wait_until_s = inf  # when those that were told to wait are decided; infinite if there are none
         self._mode = mode
         self._round_s = 0.0  # of computing, decided in this round
         self._tiers = [TierSpeed() for _ in range(tiers)]
@@ -187,14 +167,9 @@ class LoadGate:
         return True
 
     def is_slower(self, tier: int, place: int, count: int, gets: int, now_s: float) -> bool:
-        """Return whether a tier takes longer than computing for chunks of one request.
+        """Return whether a tier takes longer than computing for ``count`` chunks, the first at ``place``.
 
-        Args:
-            tier: its index.
-            place: of the first of the chunks in the prompt.
-            count: how many they are.
-            gets: how many gets it takes to get them, one after the other.
-            now_s: the time.
+        ``gets`` is how many gets it takes to get them, one after the other.
         """
         speed = self._tiers[tier]
         if not (self.is_active and speed.is_known) or (self._mode == "throughput" and self.running):
@@ -236,12 +211,7 @@ class LoadGate:
     ) -> None:
         """Update a tier's speed by a get: see ``TierSpeed.note``.
 
-        Args:
-            tier: its index.
-            chunks: those in flight when the get began, its own too.
-            seconds: what it took.
-            now_s: when it ended.
-            at_least: whether it copied nothing: then it counts only if it took longer than copying.
+        ``at_least``: it copied nothing, so that it counts only if it took longer than copying.
         """
         speed = self._tiers[tier]
         if not at_least or (speed.is_known and seconds > speed.latency_s + speed.chunk_s * chunks):

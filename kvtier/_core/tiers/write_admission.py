@@ -36,20 +36,14 @@ class WriteAdmission:
         chunks_per_day: the most chunks to put; None for no such bound. Half of an hour's share is kept for
             reused chunks.
         remembered: how many keys that were not put are remembered, at least, and how many sampled ones.
-
-    Attributes:
-        skipped: keys that were not put, the oldest first.
-        pays: whether enough is asked for again.
-        put_chunks: chunks that the tier has kept so far.
-        got_chunks: chunks that it has given so far.
     """
 
     def __init__(
         self, policy: WritePolicy = "all", chunks_per_day: float | None = None, remembered: int = 64_000
     ) -> None:
-        self.skipped: OrderedDict[OffloadKey, None] = OrderedDict()
-        self.pays = True
-        self.put_chunks = self.got_chunks = 0
+        self.skipped: OrderedDict[OffloadKey, None] = OrderedDict()  # not put, the oldest first
+        self.pays = True  # enough is asked for again
+        self.put_chunks = self.got_chunks = 0  # that the tier has kept, and has given, so far
         self._policy = policy
         self._remembered = remembered
         self._sample: OrderedDict[OffloadKey, None] = OrderedDict()
@@ -75,10 +69,7 @@ class WriteAdmission:
     ) -> tuple[Sequence[Chunk], Mapping[str, int]]:
         """Return which of the chunks are put, and how many are not, by reason.
 
-        Args:
-            chunks: what may be put.
-            now_s: the time.
-            reused: whether they were asked for again; else they were computed and are offered.
+        ``reused``: they were asked for again; else they were computed and are offered.
         """
         if not self.is_selective:
             return chunks, _NONE

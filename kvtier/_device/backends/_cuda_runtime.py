@@ -59,28 +59,20 @@ class PageKernel(Protocol):
 
 
 def find_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
-    """Return the path of a runtime library that this process has loaded; torch brings it.
-
-    Args:
-        name: such as ``libcudart``.
-
-    Raises:
-        ConfigError: it has loaded none.
-    """
+    """Return the path of a library such as ``libcudart`` that torch has loaded; raise ConfigError if none."""
     found = re.search(rf"/.*/{name}\b[^/]*\.so[.\d]*$", maps.read_text(), re.MULTILINE)
     if found is None:
         raise ConfigError(
-            f"torch has loaded no {name}.so, which kvtier copies with: install a torch that brings "
-            "its device's libraries as files of their own, as its wheels do"
+            f"torch has not loaded {name}.so, which kvtier needs for copies: install torch from a wheel that "
+            "ships it as a separate file"
         )
     return found.group()
 
 
 class RuntimeLibrary:
-    """A device's runtime library: what torch does not offer. Failing calls raise TransferError.
+    """What torch does not offer of a runtime library whose functions begin with ``prefix``.
 
-    Args:
-        prefix: that the names of its functions begin with.
+    A call that fails raises TransferError; DeviceLostError where the device cannot be used any more.
     """
 
     def __init__(self, path: str, prefix: str = "cuda") -> None:
@@ -92,15 +84,11 @@ class RuntimeLibrary:
         self._function("HostUnregister").argtypes = [pointer]
         self._memcpy_async = ctypes.cast(self._function("MemcpyAsync"), pointer).value or 0
 
-    @property
-    def driver_version(self) -> int:
-        """The version that the driver supports, as the library's number for it."""
-        return self._version("DriverGetVersion")
-
-    @property
-    def runtime_version(self) -> int:
-        """The library's own version."""
-        return self._version("RuntimeGetVersion")
+    def version(self, of: str) -> int:
+        """Return the version, a number, of the "Runtime" or of what the "Driver" supports."""
+        number = ctypes.c_int()
+        self.call(f"{of}GetVersion", ctypes.byref(number))
+        return number.value
 
     def copy(self, plan: CopyPlan, stream: Any) -> None:
         """Give the copies of ``plan`` to a torch stream one by one, up to the first that is refused."""
@@ -124,19 +112,11 @@ class RuntimeLibrary:
         self.call("HostUnregister", address)
 
     def relax_capture(self) -> None:
-        """Let the calling thread pin and copy while another one captures a graph.
-
-        By default a capture forbids such calls to all threads, and fails when one is made. What this thread
-        does is no part of any capture.
-        """
+        """Let the calling thread pin and copy while another captures a graph, which fails by default."""
         self.call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function of the library.
-
-        Raises:
-            TransferError: it failed. DeviceLostError: so that the device cannot be used any more.
-        """
+        """Call a function of the library."""
         self.check(name, self._function(name)(*arguments))
 
     def check(self, name: str, code: int) -> None:
@@ -149,11 +129,6 @@ class RuntimeLibrary:
 
     def _function(self, name: str) -> Any:
         return getattr(self._library, self._prefix + name)
-
-    def _version(self, name: str) -> int:
-        number = ctypes.c_int()
-        self.call(name, ctypes.byref(number))
-        return number.value
 
 
 def engine_method(operation: BatchedCopy) -> CopyMethod:
@@ -172,18 +147,13 @@ def in_groups(method: CopyMethod) -> CopyMethod:
     def copy(plan: CopyPlan, stream: Any) -> None:
         for first in range(0, len(plan.sizes), _GROUP):
             part = slice(first, first + _GROUP)
-            sizes = plan.sizes[part]
-            method(CopyPlan(plan.src[part], plan.dst[part], sizes, int(sizes.sum())), stream)
+            method(CopyPlan(plan.src[part], plan.dst[part], plan.sizes[part]), stream)
 
     return copy
 
 
 def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None:
-    """Copy scattered ranges of a scratch buffer to the device and back.
-
-    Raises:
-        ValueError: wrong bytes were copied, or others were changed. Else whatever the method raises.
-    """
+    """Copy scattered ranges to the device and back; raise ValueError if these or other bytes are wrong."""
     random, pinned = np.random.default_rng(1), device.type != "cpu"
     nbytes = 2 * _PROBE_COPIES * _PROBE_BYTES
     content = torch.from_numpy(random.integers(0, 256, nbytes, np.uint8))
@@ -201,7 +171,7 @@ def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None
         torch.accelerator.synchronize(device)
     sizes = np.full(_PROBE_COPIES, _PROBE_BYTES, dtype=np.uint64)
     for start, end in pairwise(addresses):
-        method(CopyPlan(start, end, sizes, _PROBE_COPIES * _PROBE_BYTES), stream)
+        method(CopyPlan(start, end, sizes), stream)
     stream.synchronize()
     for buffer, targets in zip(buffers[1:], places[1:], strict=True):
         expected = torch.zeros_like(content)
@@ -240,12 +210,7 @@ def _new_event() -> Any:
 
 
 class TorchStream:
-    """A ``Stream`` of torch's. Waiting for its events, a thread sleeps instead of spinning.
-
-    Args:
-        queue: whose plans it is given.
-        plain: copy one by one.
-    """
+    """A ``Stream`` of torch's. Waiting for its events, a thread sleeps instead of spinning."""
 
     def __init__(self, runtime: TorchRuntime, queue: CopyQueue, *, plain: bool = False) -> None:
         priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
@@ -284,17 +249,7 @@ class TorchStream:
 
 
 class TorchRuntime(Runtime):
-    """One GPU of torch's.
-
-    Args:
-        device: the GPU, with its index.
-        library: the runtime library that torch uses.
-        batched: makes many copies in one call; None where there is no such way.
-        kernel: copies many small pages to the device; None where it cannot.
-
-    Attributes:
-        pinned: start and end of the host memory that is pinned. One thread changes it.
-    """
+    """One GPU of torch's; ``batched`` makes many copies in one call, ``kernel`` small ones to the device."""
 
     def __init__(
         self,
@@ -307,7 +262,7 @@ class TorchRuntime(Runtime):
         self.library = library
         self.batched = batched
         self.kernel = kernel
-        self.pinned = (0, 0)
+        self.pinned = (0, 0)  # start and end of the host memory that is pinned; one thread changes it
 
     @classmethod
     def open(
@@ -317,14 +272,7 @@ class TorchRuntime(Runtime):
         batched_copy: BatchedCopy | None,
         methods: Mapping[str, CopyMethod] | None = None,
     ) -> TorchRuntime:
-        """Return the runtime of a GPU, with the best way to make many copies in one call.
-
-        Args:
-            device: the GPU, with its index.
-            library: the runtime library that torch uses.
-            batched_copy: the engine's own operation, which is tried first.
-            methods: other ways, by name, the best first.
-        """
+        """Return the runtime with the first exact batched copy: the engine's, or one of ``methods``."""
         own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
         batched = _first_exact(device, {**own, **(methods or {})})
         return cls(device, library, batched and in_groups(batched), _open_kernel(device))

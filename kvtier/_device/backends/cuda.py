@@ -31,16 +31,13 @@ class Cudart(RuntimeLibrary):
     """CUDA's runtime library, with ``cudaMemcpyBatchAsync`` where it is new enough.
 
     That is called here and not through cuda-python, which takes the addresses as Python lists.
-
-    Args:
-        path: of the library.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
-        self._tells_failed = self.runtime_version < _WITHOUT_FAILED_INDEX
+        self._tells_failed = self.version("Runtime") < _WITHOUT_FAILED_INDEX
 
     def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
         """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.

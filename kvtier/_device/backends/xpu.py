@@ -52,17 +52,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Buffer:
-    """Pinned memory that copies go through.
-
-    Attributes:
-        used: the event after the last copies that the device makes with it.
-        arriving: of a store, the copies from here to the slots that are to follow the device's.
-    """
+    """Pinned memory that copies go through."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
-        self.used: Any = None
-        self.arriving: CopyPlan | None = None
+        self.used: Any = None  # the event after the device's last copies with it
+        self.arriving: CopyPlan | None = None  # of a store: copies to the slots that follow the device's
 
     def finish(self) -> None:
         """Block until the device is through with it, and copy what it has brought to the slots."""
@@ -74,15 +69,7 @@ class _Buffer:
 
 
 class XpuStream:
-    """A ``Stream`` of torch's, with buffers.
-
-    Args:
-        api: ``torch.xpu``.
-        stream: torch's.
-        memory: the engine's tensors.
-        is_store: which way it copies.
-        buffer_bytes: length of a buffer.
-    """
+    """A ``Stream`` of torch's, with two buffers of ``buffer_bytes``; ``api`` is ``torch.xpu``."""
 
     def __init__(self, api: Any, stream: Any, memory: DeviceBytes, is_store: bool, buffer_bytes: int) -> None:
         self._api = api
@@ -135,18 +122,12 @@ def _parts(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
     while start < len(ends):
         stop = int(np.searchsorted(ends, done + nbytes, side="right"))
         here = slice(start, stop)
-        yield CopyPlan(plan.src[here], plan.dst[here], plan.sizes[here], int(ends[stop - 1]) - done)
+        yield CopyPlan(plan.src[here], plan.dst[here], plan.sizes[here])
         start, done = stop, int(ends[stop - 1])
 
 
 class XpuRuntime(Runtime):
-    """One Intel GPU.
-
-    Args:
-        tensors: the engine's, all on one device.
-        api: ``torch.xpu``.
-        buffer_bytes: length of each pinned buffer.
-    """
+    """The Intel GPU that the engine's tensors are on."""
 
     transfers_at_once = 1  # beginning one is work of the host, which would delay the end of the one before
     can_pin = False

@@ -50,13 +50,8 @@ NO_DEFAULT: Final = object()
 def canonical_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping[str, object]:
     """Return every setting that may change the bytes of a chunk and is not at its default.
 
-    Args:
-        vllm_config: the engine's.
-        is_reviewed: whether people have looked at this version of vLLM; else the length that requests
-            may have counts, because nobody knows what is derived from it.
-
-    Raises:
-        ConfigError: a value is an object without a canonical value.
+    Unless people have looked at this version of vLLM, the length that requests may have counts, because
+    nobody knows what is derived from it. Raises ConfigError for an object without a canonical value.
     """
     settings = _Canonicalizer(is_reviewed).fields(vllm_config)
     del settings["kind"]
@@ -66,8 +61,7 @@ def canonical_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping
 def relevant_environment() -> Mapping[str, str]:
     """Return the environment variables that are set and may change the bytes of a chunk.
 
-    Of vLLM's all but the excluded ones, of other libraries' a few that are known to matter. Variables that
-    Kubernetes sets for a service named vllm are none of vLLM's.
+    Of vLLM's all but the excluded ones, of other libraries' a few that are known to matter.
     """
     return {name: value for name, value in os.environ.items() if _is_relevant(name)}
 
@@ -77,17 +71,15 @@ def _is_relevant(variable: str) -> bool:
         return variable in LIBRARY_VARIABLES
     if variable in excluded.ENVIRONMENT or _SECRET.search(variable):
         return False
+    # What Kubernetes sets for a service named vllm is none of vLLM's.
     return variable in envs.environment_variables or not _OF_KUBERNETES.fullmatch(variable)
 
 
 def canonical_value(value: object, name: str = "value") -> object:
     """Return a value as identities have it: the same in every process, and for every equal value.
 
-    Of a dataclass, such as a configuration or a KV cache spec, it has the kind and all fields that are
-    neither excluded nor at their default.
-
-    Raises:
-        ConfigError: it has none; the message begins with ``name``.
+    A dataclass, such as a KV cache spec, becomes its kind and the fields that are neither excluded nor at
+    their default. Raises ConfigError, which begins with ``name``, for a value that has none.
     """
     return _Canonicalizer(is_reviewed=False).value(value, name)
 
@@ -191,10 +183,7 @@ class _Canonicalizer:
                 yield str(key), self.value(item, path)
 
     def _of_transformers(self, config: PretrainedConfig) -> object:
-        """Return what differs from the defaults of the configuration's class.
-
-        Those are for ever: checkpoints leave out what is at its default. A later transformers adds fields.
-        """
+        """Return what differs from the class's defaults, which never change: checkpoints leave them out."""
         try:
             defaults = type(config)().to_dict()
         except Exception:  # it cannot be made without arguments: then all of it is included
@@ -224,9 +213,8 @@ class _Canonicalizer:
         if state := getattr(value, "__dict__", None):
             return {"kind": kind, **{key: self.value(item, f"{name}.{key}") for key, item in state.items()}}
         raise ConfigError(
-            f"{name} is a {kind}, which has no representation that is the same in every process, so what is "
-            "kept in secondary tiers could not be told apart: leave the setting away, or remove "
-            "secondary_tiers"
+            f"{name} is a {kind}, which has no representation that is the same in every process, so caches "
+            "in secondary tiers cannot be told apart: remove the setting, or secondary_tiers"
         )
 
 

@@ -47,23 +47,17 @@ def is_reviewed(version: str = vllm.__version__) -> bool:
 
 
 def release(version: str) -> tuple[int, int] | None:
-    """Return the major and minor number of vLLM's version; None where a build from sources has none.
-
-    Such a build calls itself ``dev``, or ``0.1.dev5+g1a2b3c`` where it was made without the tags.
-    """
+    """Return the major and minor number of vLLM's version; None where a build from sources has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return None
     number = int(found[1]), int(found[2])
+    # Made without the tags it calls itself 0.1.dev5+g1a2b3c.
     return None if "dev" in version and number <= (0, 1) else number
 
 
 def refuse_too_old(version: str) -> None:
-    """Refuse a vLLM whose interface lacks what the adapter relies on.
-
-    Raises:
-        ConfigError: it is older than the oldest supported version.
-    """
+    """Raise ConfigError for a vLLM that is older than the oldest supported version."""
     number = release(version)
     if number is not None and number < OLDEST:
         raise ConfigError(f"kvtier needs {_RANGE}, and this is vLLM {version}: install a newer vLLM")
@@ -147,15 +141,12 @@ def providing_engine(engine: EngineContext) -> Iterator[None]:
 
 
 def engine_context() -> EngineContext:
-    """Return the configuration of the engine that is making the spec.
+    """Return the configuration of the engine that is making the spec; raise ConfigError if vLLM hides it.
 
     vLLM hands a spec an extract that lacks the model's configuration. ``KVTierConnector`` gives all of it
     here. vLLM's own connector gives it to nobody: the spec's constructor has one argument, and vLLM has a
     "current" configuration in the workers only, without that of the KV cache. It received both as
     arguments, so they are looked for among the callers: the one place that reads frames.
-
-    Raises:
-        ConfigError: no caller has it, in a version of vLLM that hands it on in another way.
     """
     if (engine := _provided.get()) is not None:
         return engine

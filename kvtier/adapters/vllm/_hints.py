@@ -33,23 +33,14 @@ _SHOWN_BELOW = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client has said of a request.
+    """What a client has said of a request."""
 
-    Attributes:
-        explain: whether to log what was found of its prompt.
-        ttl_s: seconds to keep its chunks in the primary tier after its end.
-        pin: a name under which they are kept until it is released, or its last request has ended so long ago.
-        release: a name whose chunks need not be kept any more once the request has ended.
-        wait_s: seconds to wait for chunks that no tier has yet: another engine computes them.
-        next_use_s: seconds from its end until its chunks are needed again; 0 where nobody knows.
-    """
-
-    explain: bool = False
-    ttl_s: float = 0.0
-    pin: str = ""
-    release: str = ""
-    wait_s: float = 0.0
-    next_use_s: float = 0.0
+    explain: bool = False  # log what was found of its prompt
+    ttl_s: float = 0.0  # keep its chunks in the primary tier for so long after its end
+    pin: str = ""  # keep them under this name, until its release or ``ttl_s`` after its last request
+    release: str = ""  # a name whose chunks need not be kept any more once the request has ended
+    wait_s: float = 0.0  # wait for chunks that no tier has yet: another engine computes them
+    next_use_s: float = 0.0  # from its end until its chunks are needed again; 0: nobody knows
 
     @property
     def keeps(self) -> bool:
@@ -106,11 +97,7 @@ def is_prefill(params: object) -> bool:
 
 
 class HintReader:
-    """Reads hints. What is wrong is ignored, with a warning now and then: a client cannot flood the log.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Reads hints. What is wrong is ignored, with a warning now and then: a client cannot flood the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -150,26 +137,15 @@ class HintReader:
 
 @dataclass(slots=True)
 class _Followed:
-    """A request with hints that has not ended.
-
-    Attributes:
-        tiers: those that it may be served from; None for all.
-        used: its chunks, in the order of its prompt, if they are needed again.
-    """
+    """A request with hints that has not ended."""
 
     hints: Hints
-    tiers: frozenset[int] | None
-    used: dict[OffloadKey, None] = field(default_factory=dict)
+    tiers: frozenset[int] | None  # that it may be served from; None for all
+    used: dict[OffloadKey, None] = field(default_factory=dict)  # in its prompt's order, if needed again
 
 
 class ClientHints:
-    """Follows the hints of requests that have not ended; keeps their chunks, and announces their next use.
-
-    Args:
-        retention: what keeps them.
-        prefetches: what brings them back.
-        clock: seconds, monotonic.
-    """
+    """Follows the hints of requests that have not ended; keeps their chunks, and announces their next use."""
 
     def __init__(self, retention: Retention, prefetches: Prefetches, clock: Callable[[], float]) -> None:
         self._retention = retention
@@ -200,12 +176,9 @@ class ClientHints:
                 used.setdefault(key)
 
     def stored(self, req_id: str, keys: Collection[OffloadKey]) -> None:
-        """Keep or note chunks that a request has offered to be stored, if its client wants that.
-
-        The engine offers all chunks of the request in the order of its prompt, loaded ones, too.
-        """
+        """Keep or note chunks that a request has offered to be stored, if its client wants that."""
         if (used := self._keep(req_id, keys)) is not None:
-            for key in keys:
+            for key in keys:  # all of the request in the order of its prompt, loaded ones, too
                 used.pop(key, None)
                 used[key] = None
 

@@ -32,13 +32,8 @@ def engine_identity(
     """Return the identity of the KV cache of this engine.
 
     Where slots hold canonical pages, all is as a single worker would have it. Else the parallel
-    layout is a part: nothing is shared that is not proven to have the same bytes.
-
-    Args:
-        config: what vLLM gives an offloading spec.
-        engine: the engine's own configuration, for what ``config`` lacks.
-        shape: what a slot holds.
-        namespace: the user's own part, for what no engine knows, such as adapters that were replaced.
+    layout is a part: nothing is shared that is not proven to have the same bytes. ``namespace`` is the user's
+    own part, for what no engine knows, such as adapters that were replaced.
 
     Raises:
         ConfigError: nothing tells the weights or a setting from others of the same name.

@@ -82,17 +82,13 @@ class KVTierManager(OffloadingManager):
     Args:
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
-        published: collects what vLLM publishes; a plain one where it is None.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
         steps_ahead: the most scheduled steps in flight, the current one included.
         on_shutdown: gives back what the manager was made with.
         drain_s: seconds that it waits for puts, for the log.
-        slot_checksums: what audited slots must hold; None where nothing is audited.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
         steps: measures how fast the engine computes; None where nobody wants to know.
-        explainer: follows requests that are to be explained.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -114,9 +110,13 @@ class KVTierManager(OffloadingManager):
         self._core = core
         self._published = published or Published(core, executor.activity)
         self._workers = self._published.workers
-        found_damage = lambda: self._workers.have_found_damage  # noqa: E731
         self._driver = Driver(
-            core, executor, logger, slot_checksums=slot_checksums, has_damage=found_damage, clock=clock
+            core,
+            executor,
+            logger,
+            slot_checksums=slot_checksums,
+            has_damage=self._workers.have_found_damage,
+            clock=clock,
         )
         self._sources = sources
         self._steps_ahead = steps_ahead
@@ -309,7 +309,7 @@ class KVTierManager(OffloadingManager):
             self._count_down()
         if self._core.is_disabled:
             self._stop_copying("audit", "a chunk was damaged")
-        elif self._workers.have_lost_device:
+        elif self._workers.is_lost:
             self._stop_copying("device_lost", "a worker's device is lost")
 
     def has_pending_work(self) -> bool:
@@ -381,14 +381,14 @@ class KVTierManager(OffloadingManager):
         and the damaged chunk could get a valid trailer and be put into another tier.
         """
         self._driver.inspect(reservation)
-        if not self._workers.failed_to_store(reservation.slots):
+        if not self._workers.take_marks(reservation.slots):
             if success:
                 self._driver.commit(reservation, request)
             else:
                 self._core.abort(reservation)
             return
         self._core.note_failed_store(reservation)
-        if self._workers.have_lost_device:
+        if self._workers.is_lost:
             self._stop_copying("device_lost", "a worker's device is lost")
         else:
             self._core.abort(reservation)

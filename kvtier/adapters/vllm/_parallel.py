@@ -36,19 +36,12 @@ _REMEDY = "remove canonical_layout: the chunks are then kept for engines of this
 
 @dataclass(frozen=True)
 class SlotShape:
-    """What a slot holds.
+    """What a slot holds."""
 
-    Attributes:
-        areas: one for each worker, or a single one of canonical pages.
-        bytes_per_block: bytes that one block takes in an area.
-        blocks_per_chunk: blocks of a chunk.
-        canonical_format: the id of the canonical pages' format; None where each worker has an area.
-    """
-
-    areas: int
-    bytes_per_block: int
+    areas: int  # one for each worker, or a single one of canonical pages
+    bytes_per_block: int  # in an area
     blocks_per_chunk: int
-    canonical_format: str | None = None
+    canonical_format: str | None = None  # its id; None where each worker has an area
 
     @property
     def is_canonical(self) -> bool:
@@ -72,11 +65,7 @@ class SlotShape:
 
 
 def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
-    """Work out what a slot of this engine holds.
-
-    Raises:
-        ConfigError: canonical_layout is set, and that the pages become canonical cannot be proven.
-    """
+    """Return what a slot of this engine holds; ConfigError if pages are to be canonical and cannot be."""
     if config.canonical_layout:
         return _canonical_shape(config, engine)
     per_block = _largest_stage_bytes(config, engine)
@@ -109,12 +98,7 @@ def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bo
 
 
 def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int) -> SlotLayout:
-    """Return where the pages of one worker lie in a slot.
-
-    Args:
-        shape: what the slots of the engine hold.
-        page_bytes: bytes of one block in each tensor, as ``KVCaches.page_bytes`` says.
-        rank: the worker.
+    """Return where the pages of worker ``rank`` lie in a slot, from ``KVCaches.page_bytes``.
 
     Raises:
         RegionError: the tensors do not have the bytes that the engine says.
@@ -147,14 +131,14 @@ def _canonical_shape(config: OffloadingConfig, engine: EngineContext) -> SlotSha
     parallel = config.parallel
     if parallel.world_size != parallel.tp_size:
         raise ConfigError(
-            f"canonical_layout: only tensor parallelism can be undone, and {parallel.world_size} workers are "
+            f"canonical_layout supports tensor parallelism only, but {parallel.world_size} workers are "
             f"not {parallel.tp_size} tensor-parallel ranks (pipeline or context parallelism); {_REMEDY}"
         )
     if not parallel.is_parallelism_agnostic or config.kv_cache_layout is None:
         kinds = sorted({type(engine.spec_of(group.group_id)).__name__ for group in config.groups})
         raise ConfigError(
-            f"canonical_layout: vLLM does not say that blocks of this KV cache ({', '.join(kinds)}) come out "
-            f"the same for every tensor-parallel size; {_REMEDY}"
+            f"canonical_layout does not support this KV cache ({', '.join(kinds)}): as far as vLLM says, its "
+            f"blocks may depend on the tensor-parallel size; {_REMEDY}"
         )
     per_block = _canonical_bytes_per_block(config, engine)
     return SlotShape(1, per_block, config.cache.blocks_per_chunk, canonical_format_id(config.kv_cache_layout))

@@ -39,14 +39,10 @@ logger = logging.getLogger("kvtier.vllm")
 
 
 def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches:
-    """Return vLLM's canonical KV caches as kvtier's: tensors of int8 pages, and each group's references.
+    """Return vLLM's KV caches as kvtier's: tensors of int8 pages, and each group's references.
 
-    Args:
-        caches: what vLLM gives a worker.
-        canonical: whether slots hold canonical pages.
-
-    Raises:
-        ConfigError: they do, and how a page lies in one is not known, or differs by parallel layout.
+    Where slots hold canonical pages, a page whose place in one is not known, or differs by parallel layout,
+    raises ConfigError.
     """
     tensors = tuple(_as_pages(tensor.tensor, tensor.page_size_bytes) for tensor in caches.tensors)
     groups = tuple(
@@ -104,14 +100,9 @@ class KVTierWorker(OffloadingWorker):
     """Copies between the KV cache of one worker and its area of the shared slots.
 
     vLLM asserts that copies succeed, so none is ever reported as failed. A store that failed for good is
-    marked in the status table, and the scheduler's side drops its chunks. A load that failed for good is
-    reported to ``KVTierConnector``, where that is in use.
-
-    Args:
-        engine: makes the copies.
-        region: the slots; both are closed by ``shutdown``.
-        row: of this worker in the status table, which the scheduler reads.
-        blocks_per_chunk: blocks of one chunk.
+    marked in the worker's row of the status table, and the scheduler's side drops its chunks. A load that
+    failed for good is reported to ``KVTierConnector``, where that is in use. Engine and region are closed by
+    ``shutdown``.
     """
 
     def __init__(
@@ -165,9 +156,8 @@ class KVTierWorker(OffloadingWorker):
         """See vLLM.
 
         Raises:
-            TransferError: a load failed in every way, and raising is the only way to report it: going on
-                would serve bytes that are not the prompt's. Or a load has not ended by its deadline, and may
-                still write when its blocks are another request's.
+            TransferError: a load failed in every way: going on would serve bytes that are not the prompt's.
+                Or it missed its deadline, and may still write when its blocks are another request's.
         """
         self._ended += self._engine.finished()
         self._publish()
@@ -176,11 +166,7 @@ class KVTierWorker(OffloadingWorker):
         return skipped + [self._result(finished) for finished in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """See vLLM: called before blocks of running copies are given on.
-
-        Raises:
-            TransferError: a load has not ended by its deadline, and could write to blocks that are given on.
-        """
+        """See vLLM: called before blocks of running copies are given on. Raises as ``get_finished`` does."""
         self._engine.wait(job_ids)
         self._ended += self._engine.finished()
         for finished in self._ended:

@@ -48,7 +48,6 @@ from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, w
 from kvtier.adapters.vllm._telemetry import metrics
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
 from kvtier.adapters.vllm._telemetry.published import Published
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
@@ -146,7 +145,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return Published(
             core,
             executor.activity,
-            WorkerReports(status_table),
+            status_table,
             locations=[location_of(tier.tier) for tier in tiers],
             chunk_bytes=self._shape.chunk_bytes,
             self_describing=self.kv_events_config.self_describing_kv_events,

@@ -1,7 +1,6 @@
-"""Checks of chunks' files outside of an engine: by the trailer behind the bytes.
+"""Checks of chunks' files outside of an engine, by their trailers.
 
-Reading leaves no trace where that is possible: it goes past the page cache, and the time of the last use
-stays what it was, because eviction goes by it.
+If possible, reading bypasses the page cache and leaves the time of the last use, by which eviction goes.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,34 +25,27 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """What was found, and of which file.
-
-    Attributes:
-        inode: of the file that was checked; 0 where there was none.
-        sealed: what its trailer says, where it has one.
-        errno: why it is unreadable.
-    """
+    """What was found in a file, and the file's inode."""
 
     finding: Integrity
     inode: int = 0
-    sealed: seal.Sealed | None = None
-    errno: int = 0
+    sealed: seal.Sealed | None = None  # None without a trailer
+    errno: int = 0  # why it is unreadable
 
 
 class FileChecker:
-    """Reads chunks' files in pieces and proves them. For one thread.
+    """Reads chunks' files in pieces and checks them. For one thread.
 
-    Args:
-        belongs: says whether a digest in a trailer is that of the cache.
+    A chunk is foreign unless its cache's digest begins with ``digits``, in hexadecimal.
     """
 
-    def __init__(self, root_fd: int, belongs: Callable[[bytes], bool]) -> None:
+    def __init__(self, root_fd: int, digits: str) -> None:
         self._root_fd = root_fd
-        self._belongs = belongs
+        self._digits = digits
         self._piece = mmap.mmap(-1, PIECE_BYTES)
 
     def check(self, path: str, key: OffloadKey) -> FileCheck:
-        """Return whether the file at ``path`` holds the chunk of ``key``. It raises nothing."""
+        """Return whether the file at ``path`` holds the chunk of ``key``. Raises nothing."""
         try:
             fd = _open_quietly(self._root_fd, path)
             try:
@@ -74,13 +65,14 @@ class FileChecker:
         sealed = seal.read(self._trailer(fd, payload_bytes))
         if sealed is None:
             return FileCheck(Integrity.TORN, found.st_ino)
-        if sealed.key != key or sealed.payload_bytes != payload_bytes or not self._belongs(sealed.digest):
-            return FileCheck(Integrity.FOREIGN, found.st_ino, sealed)
-        checksum = self._checksum(fd, payload_bytes)
-        if checksum is None:
-            return FileCheck(Integrity.TORN, found.st_ino, sealed)
-        well = checksum == sealed.checksum
-        return FileCheck(Integrity.SOUND if well else Integrity.CHECKSUM, found.st_ino, sealed)
+        is_ours = sealed.digest.hex().startswith(self._digits)
+        if sealed.key != key or sealed.payload_bytes != payload_bytes or not is_ours:
+            finding = Integrity.FOREIGN
+        elif (checksum := self._checksum(fd, payload_bytes)) is None:
+            finding = Integrity.TORN
+        else:
+            finding = Integrity.SOUND if checksum == sealed.checksum else Integrity.CHECKSUM
+        return FileCheck(finding, found.st_ino, sealed)
 
     def _trailer(self, fd: int, at: int) -> bytes:
         with memoryview(self._piece) as piece, piece[:BLOCK_BYTES] as block:

@@ -35,11 +35,10 @@ FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
 
 CAREFULLY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""How files are opened that others may have put there: a FIFO would hold up who opens it otherwise."""
-
+"""How files are opened that others may have put there: opening a FIFO would block otherwise."""
 
 MAX_EPOCH: Final = 10**15 - 1
-"""The last epoch. A larger number is none of kvtier's: what counts on from it would soon have no name."""
+"""The last epoch. A larger number is not kvtier's."""
 
 PART: Final = re.compile("[0-9a-f]{3}")
 LEAF: Final = re.compile("[0-9a-f]{2}_g[0-9]{1,10}")
@@ -88,11 +87,7 @@ def chunk_path(data_dir: str, key: OffloadKey) -> str:
 
 
 def key_of(path: str) -> OffloadKey | None:
-    """Return the key of the chunk in a file, or None where it is no chunk's.
-
-    Args:
-        path: relative to the epoch's directory.
-    """
+    """Return the key of the chunk in a file by its path below the epoch's directory, or None."""
     found = _CHUNK.fullmatch(path)
     if found is None or int(found[1]) >= 1 << 32 or len(found[2]) > 2 * (MAX_KEY_BYTES - GROUP_BYTES):
         return None
@@ -110,13 +105,13 @@ def data_dir(namespace: str, epoch: int) -> str:
 
 
 def parse_data_dir(directory: str) -> tuple[str, int] | None:
-    """Return the namespace and the epoch of a directory of chunks; None where it is no such directory."""
+    """Return the namespace and the epoch of a directory of chunks, or None."""
     found = _DATA_DIR.fullmatch(directory)
     return (found[1], int(found[2] or 0)) if found else None
 
 
 def stored_epoch(root_fd: int, namespace: str) -> int | None:
-    """Return the epoch that openers of a namespace join; None where its file holds none. OSError."""
+    """Return the epoch that openers of a namespace join; None if its file holds none. OSError."""
     found = _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch"))
     return int(found[1]) if found else None
 

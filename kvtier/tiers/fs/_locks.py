@@ -28,16 +28,12 @@ def make_lock(root_fd: int, path: str) -> int:
 
 
 def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
-    """Make and hold a lock file that shows that a writer is alive, under a name that nobody had before.
+    """Make and lock a file that shows that a writer is alive. Return the writer's new name and the open file.
 
-    Between the making of the file and the locking a sweep may take it for a dead writer's. Then there is
-    another attempt.
-
-    Returns:
-        The writer's name, and the lock file, open.
+    A sweep that comes before the lock may take the file for a dead writer's: then there is another attempt.
 
     Raises:
-        OSError: the file system has no locks (ENOLCK), or sweeps took each writer for a dead one (EAGAIN).
+        OSError: the file system has no locks (ENOLCK), or sweeps removed each attempt (EAGAIN).
     """
     for _ in range(_WRITER_ATTEMPTS):
         writer = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -55,7 +51,7 @@ def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
 
 
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:
-    """Open a lock file; without ``create`` for reading only, as one may where nothing is written."""
+    """Open a lock file; without ``create`` for reading only."""
     flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
     return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
 
@@ -71,10 +67,7 @@ def opened_lock(root_fd: int, path: str, *, create: bool) -> Iterator[int]:
 
 
 def is_current(root_fd: int, path: str, fd: int) -> bool:
-    """Return whether an open lock file is still the one at its path, where others look for it.
-
-    Who makes a lock file holds it a moment later. Meanwhile a sweep may have taken it for one of the dead.
-    """
+    """Return whether an open lock file is still the one at its path, where others look for it."""
     try:
         return os.path.samestat(os.stat(path, dir_fd=root_fd, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
@@ -82,7 +75,7 @@ def is_current(root_fd: int, path: str, fd: int) -> bool:
 
 
 def close_lock(fd: int) -> None:
-    """Close a lock file. A file system that is gone fails that, and the descriptor is free all the same."""
+    """Close a lock file. If the file system is gone that fails, but frees the descriptor."""
     with suppress(OSError):
         os.close(fd)
 
@@ -102,10 +95,9 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
-    """Lock an open file that nobody holds for long. False where the file system has no locks.
+    """Lock an open file that nobody holds for long. False if the file system has no locks.
 
-    Raises:
-        TimeoutError: somebody held it for seconds: a process that is stopped, or a share that hangs.
+    Raises TimeoutError if somebody holds it for seconds: a stopped process, or a share that hangs.
     """
     give_up_at = time.monotonic() + patience_s
     pause_s = 0.0002
@@ -119,11 +111,7 @@ def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bo
 
 @contextmanager
 def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
-    """Hold a lock that nobody holds for long.
-
-    Raises:
-        TimeoutError: somebody held it for seconds: a process that is stopped, or a share that hangs.
-    """
+    """Hold a lock file. TimeoutError as ``lock_with_timeout``."""
     with opened_lock(root_fd, path, create=create) as fd:
         if not lock_with_timeout(fd, path):
             _log.warning(

@@ -2,14 +2,13 @@
 
 Everything here blocks and runs in the tier's own threads.
 
-**Epochs.** Chunks live in a directory of their epoch. A reset starts an epoch for whoever resets, and
-raises the number in the file ``epoch`` beyond it: whoever opens later starts another one, because the
-reset may have been for weights that the other process alone has. Who opened before keeps its epoch
-until it resets or opens again. An epoch that is behind and that nobody holds a lock on any more is
-removed in the background.
+**Epochs.** Chunks live in a directory of their epoch. A reset starts an epoch for the opener that resets, and
+raises the number in the file ``epoch`` beyond it, so that later openers start another one: the reset may have
+been for weights that this process alone has. Other openers keep their epoch until they reset or open again.
+An older epoch that nobody holds a lock on is removed in the background.
 
-The number never goes back: where the file is missing, unreadable or behind a trace of a higher
-epoch, a number above all traces is taken. Old bytes are lost then, and never mixed up.
+The number never goes back: if the file is missing, unreadable or behind a trace of a higher epoch, a number
+above all traces is taken. Old bytes are lost then, and never mixed up.
 """
 
 from __future__ import annotations
@@ -85,33 +84,27 @@ class Epoch:
 
 
 class Namespace:
-    """One identity's directories below a root, opened.
-
-    Attributes:
-        name: name of its directory below the root.
-        direct: whether files bypass the page cache.
-        writer: what this opener's lock and directory for unfinished files are called.
-    """
+    """One identity's directories below a root, opened."""
 
     def __init__(self, config: FsConfig, context: TierContext, root_fd: int) -> None:
         self.name = context.identity.namespace
         self.root_fd = root_fd
-        self._refusal = 0  # errno of the first write, where it failed
+        self._refusal = 0  # errno of the first write, if it failed
         self._next_try_s, self._try_pause_s = 0.0, _FIRST_TRY_PAUSE_S
-        self.direct = False
+        self.direct = False  # whether files bypass the page cache
         self._mount = _mount_above(config.root_dir)
         self._config = config
         self._context = context
-        self.writer = ""
+        self.writer = ""  # name of this opener's lock and directory for unfinished files
         self._writer_fd: int | None = None
 
     @staticmethod
     def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
-        """Make or open the directories, join the epoch, and compare or write the manifest. Blocks.
+        """Make or open the directories, join the epoch, and compare or write the manifest.
 
         Raises:
-            TierError: the root can be neither written nor read, direct I/O was asked for and is not
-                possible, or the directory belongs to another cache: the message lists what differs.
+            TierError: the root can be neither written nor read, ``direct_io`` is ``always`` and not possible,
+                or the directory belongs to another cache: the message lists what differs.
         """
         root = config.root_dir
         try:
@@ -148,9 +141,8 @@ class Namespace:
     def is_replaced(self) -> bool:
         """Return whether the directory at the root's path should be used in place of this one, or be made.
 
-        A root that was moved away stays in use: there is nothing better. The same holds after an unmount,
-        because writing to the directory under the mount point would fill another disk. A root that was
-        removed takes no file any more: it is made again.
+        A root that was moved away stays in use. So does one after an unmount: the directory under the mount
+        point is on another disk, which must not be filled. A root that was removed is made again.
         """
         try:
             there = os.stat(self._config.root_dir)
@@ -172,9 +164,9 @@ class Namespace:
             return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
     def is_writable_again(self, try_ledger: Callable[[], object]) -> bool:
-        """Return whether a root that could only be read when it was opened can be written by now.
+        """Return whether a root that was read-only when it was opened can be written by now.
 
-        It is tried at growing intervals: a try makes a file where the file system has no locks.
+        Tries at growing intervals: on a file system without locks each try makes a file.
 
         Args:
             try_ledger: raises OSError where the root's ledger cannot be written.
@@ -194,14 +186,12 @@ class Namespace:
             self._remove_writer()
 
     def close(self) -> None:
-        """Give back the root and this writer's directory. The epoch is retired before.
-
-        On a disk that has failed nothing can be removed: a later engine does it, as for a dead writer.
-        """
+        """Give back the root and this writer's directory. The epoch is retired before."""
         self._remove_writer()
         os.close(self.root_fd)
 
     def _remove_writer(self) -> None:
+        """Remove this writer's directory and lock. What a failed disk keeps is swept as a dead writer's."""
         if self._writer_fd is not None:
             with suppress(OSError):
                 for name in self.names(self.tmp_dir):
@@ -216,11 +206,8 @@ class Namespace:
     def advance(self, beyond: int) -> Epoch:
         """Start a new epoch, above ``beyond`` and every trace of an epoch, for this opener alone.
 
-        The new epoch's lock file comes first. It needs no room for bytes, and where the number cannot be
-        written it is a trace that openers see: they take a number above it.
-
-        Raises:
-            OSError: the new number could not be written.
+        The new epoch's lock file comes first. It needs no room for bytes; if the number cannot be written,
+        which raises OSError, it is a trace above which later openers start.
         """
         if self._refusal:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
@@ -282,8 +269,8 @@ class Namespace:
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.
 
-        The lock is there before the directory and goes after it: a directory without is left over. Without
-        locks no writer is known to be alive, and no bound holds for several: then nothing is written.
+        The lock is there before the directory and goes after it: a directory without is left over. On a file
+        system without locks, where no bound holds for several writers, this fails, and nothing is written.
         """
         for name in (self.name, f"{self.name}/.tmp"):
             with suppress(FileExistsError):
@@ -321,7 +308,7 @@ class Namespace:
         return max((*found, *layout.epochs_of_users(self.names(self.name))), default=-1)
 
     def _require_number(self, number: int) -> None:
-        """Refuse an epoch above the last one: a forged trace is the only way to get there. OSError."""
+        """Raise OSError for an epoch above the last one; only a forged trace leads there."""
         if number > layout.MAX_EPOCH:
             what = f"no epoch can follow {number - 1}: remove its data directory, users lock and epoch file"
             raise OSError(errno.EOVERFLOW, what, self.name)
@@ -353,7 +340,6 @@ class Namespace:
         )
 
     def _probe_direct(self) -> bool:
-        """Return whether this file system takes aligned I/O that bypasses the page cache."""
         if self._config.direct_io == "never":
             return False
         try:
@@ -431,7 +417,7 @@ def _mount_above(path: Path) -> Path:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a directory, where it is missing, and those above it: nobody else may look into any of them."""
+    """Make a directory and those above it that are missing, for this user alone."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=layout.DIRECTORY_MODE, exist_ok=True)

@@ -26,15 +26,7 @@ _ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
 
 class Puts:
-    """The puts of an open tier. In the event loop.
-
-    Args:
-        set_aside: see ``Session.set_aside``: something else may be where a file should be.
-        name: of the tier, for its thread.
-
-    Attributes:
-        worker: a thread that waits for the ledger, whose lock others may hold.
-    """
+    """The puts of an open tier. In the event loop. ``set_aside`` is that of ``Session``."""
 
     def __init__(
         self,
@@ -45,7 +37,7 @@ class Puts:
         set_aside: Callable[[FileCall], Awaitable[list[int]]],
         name: str,
     ) -> None:
-        self.worker: Final = Workers(f"{name}-ledger", 1)
+        self.worker: Final = Workers(f"{name}-ledger", 1)  # waits for the ledger's lock
         self._wait_s = _ROOM_SHARE * config.deadline_s
         self._quota = quota
         self._pool = pool
@@ -58,11 +50,7 @@ class Puts:
     async def put(self, known: KnownChunks, batch: Batch) -> array[int]:
         """Put the chunks that are not there, and for a part of the deadline again those that a bound refuses.
 
-        Args:
-            known: the epoch, and which of its chunks are known to be there.
-
-        Returns:
-            What became of each.
+        Returns what became of each.
         """
         give_up_at = self._loop.time() + self._wait_s
         call = await self._put(known, batch)
@@ -93,7 +81,7 @@ class Puts:
     async def _put_missing(self, known: KnownChunks, call: FileCall, batch: Batch) -> None:
         """Put the chunks that have no file, as many as there is room for.
 
-        No room is asked for those that have one, or others would be evicted for it.
+        Reserves nothing for the others, or chunks would be evicted for it.
         """
         await self._pool.run(call, Verb.CONTAINS, known.index)
         missing = chunks_with(call.results, {Result.ABSENT})
@@ -131,7 +119,7 @@ class Puts:
             return 0, -(error.errno or errno.EIO)
 
     def _settle(self, granted: int, added: int) -> None:
-        """End a reservation. A timer reports it to the other engines, unless a put does it sooner."""
+        """End a reservation. A timer or the next put reports it to the other engines."""
         if granted:
             self._quota.settle(granted, added)
             if not self._flush_is_due:

@@ -67,12 +67,12 @@ class FsStatistics:
 class FsTier(SecondaryTier[FsConfig]):
     """Keeps chunks as files below one directory, which several engines may share.
 
-    A put does not rewrite a chunk that exists. A get reads the bytes into the slot and proves
-    them by their trailer. What fails is moved to the namespace's ``quarantine``. When a put or a get is
-    cancelled, chunks that were not begun are left, and it returns when those under way have ended.
+    A put does not rewrite a chunk that exists. A get reads the bytes into the slot and checks them by their
+    trailer; what fails is moved to the namespace's ``quarantine``. A put or a get that is cancelled begins no
+    more chunks, and returns when those under way have ended.
 
-    A reset starts a new epoch (see ``namespace``). Other engines that have the same directory open
-    go on with theirs until they reset or open again.
+    A reset starts a new epoch. Other engines that have the same directory open keep theirs until they reset
+    or open again.
 
     Args:
         config: the settings.
@@ -111,8 +111,7 @@ class FsTier(SecondaryTier[FsConfig]):
     async def aclose(self) -> None:
         """Wait until all threads have ended, and close what is open.
 
-        Whoever is cancelled meanwhile does not wait for a disk that hangs: no transfer is under way, and a
-        thread goes on to close what is open when the disk answers.
+        If cancelled, it does not wait for a disk that hangs: a thread closes what is open when that answers.
         """
         if self._session is not None:
             await self._session.close()
@@ -125,11 +124,7 @@ class FsTier(SecondaryTier[FsConfig]):
     # ----------------------------------------------------------------------------- the verbs
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return which chunks are there, as far as this opener knows. See ``SecondaryTier.known``.
-
-        Another process may have removed them since, and then a get finds nothing. What is not known is
-        UNKNOWN and never ABSENT: another process may have put it.
-        """
+        """Return PRESENT or UNKNOWN for each key. See ``SecondaryTier.known``, and ``Index``."""
         session = self._session
         if session is None or session.epoch is None:
             return (Knowledge.UNKNOWN,) * len(keys)
@@ -160,7 +155,8 @@ class FsTier(SecondaryTier[FsConfig]):
         with session.epoch.hold():
             results = await session.puts.put(session.maintenance.known, batch)
             there = [key for key, result in zip(batch.keys, results, strict=True) if result in THERE]
-            session.maintenance.note_put(there, self._chunk_bytes)
+            if (limit := session.quota.known.limit) is not None:
+                session.maintenance.recency.note_put(there, limit // self._chunk_bytes)
         return outcome_of(results)
 
     async def get(self, batch: Batch) -> Outcome:
@@ -173,15 +169,15 @@ class FsTier(SecondaryTier[FsConfig]):
         with session.epoch.hold() as place:
             call = FileCall(place, batch.keys, batch.slots, batch.memory)
             await session.pool.run(call, Verb.GET, known.index)
-            session.maintenance.note_used(known.learn(call))
+            session.maintenance.recency.note(known.learn(call))
             if corrupt := await session.set_aside(call):
                 self._report_removed([call.keys[i] for i in corrupt])
         return outcome_of(call.results)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that ``keys`` were used. See ``SecondaryTier.touch``: their files' times are set later."""
+        """Note that ``keys`` were used. See ``SecondaryTier.touch``. Their files' times are set later."""
         if self._session is not None and self._session.epoch is not None:
-            self._session.maintenance.note_used(keys)
+            self._session.maintenance.recency.note(keys)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove the files of ``keys``. See ``SecondaryTier.discard``."""
@@ -199,8 +195,8 @@ class FsTier(SecondaryTier[FsConfig]):
         """Start a new epoch. See ``SecondaryTier.reset``.
 
         Raises:
-            TierError: it could not be written down. The tier then has nothing and takes nothing until a
-                reset succeeds or it is opened again. Where not even an empty file could be made in the
+            TierError: the epoch could not be stored. The tier then has nothing and takes nothing until a
+                reset succeeds or it is opened again. If not even an empty file could be made in the
                 namespace, opening it again brings back what was put before: log it.
         """
         session = self._opened()
@@ -262,6 +258,6 @@ class FsTier(SecondaryTier[FsConfig]):
         known.forget(call.keys)
         try:
             session.quota.removed(removed, since)
-        except OSError as error:  # then the root is taken to hold them until it is counted again
+        except OSError as error:  # then they count as held until the root is counted again
             text = f"{removed} bytes were removed, and the ledger cannot be updated: {error}"
             session.maintenance.warn("removed", text)

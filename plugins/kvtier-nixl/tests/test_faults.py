@@ -193,6 +193,35 @@ async def test_a_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pyte
         await until_found(it, EIGHT)
 
 
+async def test_a_peer_that_answers_late_is_not_waited_for_where_others_have_answered(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = f"127.0.0.1:{free_port()}"
+    async with opened(listen=late) as near:
+        await near.put(range(8, 16))
+        async with opened(holder.address, late) as it:
+            await until_found(it, range(16))
+            may_answer, asked = anyio.Event(), 0
+            answer = _server.ControlServer._answer
+
+            async def answered_late(*arguments: Any) -> None:
+                nonlocal asked
+                asked += 1
+                await may_answer.wait()
+                await answer(*arguments)
+
+            monkeypatch.setattr(_server.ControlServer, "_answer", answered_late)
+            await it.contains(range(16))  # the connection awaits this request, with the method as it was
+            for _ in range(2):
+                assert list(await it.contains(range(16))) == 8 * [True] + 8 * [False]
+            assert asked == 1, "it is not asked again before it has answered"
+            peers = tier_of(it)._peers
+            assert peers is not None
+            assert all(peer.is_connected for peer in peers._peers), "nobody has waited for answer_timeout_s"
+            may_answer.set()
+            await until_found(it, range(16))
+
+
 @pytest.mark.full  # as with a thread that hangs
 async def test_a_stopped_peer_does_not_keep_the_tier_from_closing(
     holder: Holder, monkeypatch: pytest.MonkeyPatch

@@ -373,6 +373,28 @@ def test_gc_makes_room_from_the_oldest_on(kvtier, cache) -> None:
     assert len(left) == 40 - done.json["evicted_files"] >= 20
 
 
+def test_a_dry_run_tells_what_is_too_old_from_what_makes_room(kvtier, cache) -> None:
+    cache.put(range(20))
+    age(cache, range(8), 3600)
+    limit = kvtier("gc", cache.root, "--dry-run", "--json").json["bytes_before"] - 12 * FILE_BYTES
+    rehearsed = kvtier(
+        "gc", cache.root, "--older-than", "30m", "--max-bytes", limit, "--dry-run", "--json"
+    ).json
+    assert (rehearsed["expired_files"], rehearsed["evicted_files"]) == (8, 4)
+    assert rehearsed["bytes_after"] == limit
+    assert cache.had(range(20)) == list(range(20))
+
+
+def test_gc_removes_orphans_which_an_engine_leaves_while_there_is_room(kvtier, cache) -> None:
+    orphan = cache.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
+    orphan.parent.mkdir(parents=True)
+    orphan.write_bytes(bytes(FILE_BYTES))
+    put_in_another_process(cache.root, "pass").communicate(timeout=30)  # it has swept
+    assert orphan.exists()
+    assert kvtier("gc", cache.root, "--json").json["leftover_bytes"] >= FILE_BYTES
+    assert not orphan.exists()
+
+
 def test_gc_of_one_cache_leaves_the_others(kvtier, cache) -> None:
     other = type(cache)(cache.root, "org/Other-7B")
     cache.put(range(5))

@@ -93,7 +93,7 @@ class Crooked:
         if self.count in self._at:
             dst = plan.dst.copy()
             dst[[0, 1]] = dst[[1, 0]]
-            plan = CopyPlan(plan.src, dst, np.minimum(plan.sizes, plan.sizes[:2].min()), plan.nbytes)
+            plan = CopyPlan(plan.src, dst, np.minimum(plan.sizes, plan.sizes[:2].min()))
         copy_batch(plan)
 
 

@@ -46,7 +46,8 @@ POSSIBLE = (
         (("cpu",), "cuda", f"'cuda' cannot be used: torch finds no NVIDIA GPU; {POSSIBLE}"),
         (("cpu",), "rocm", f"'rocm' cannot be used: torch is not built for ROCm; {POSSIBLE}"),
         (("cpu",), "xpu", f"'xpu' cannot be used: torch finds no Intel GPU, or is not built.*; {POSSIBLE}"),
-        (("cpu", "meta"), None, r"several types \(cpu, meta\)"),
+        (("cpu", "meta"), None, r"several devices \(cpu, meta\)"),
+        (("cpu", "meta"), "cpu", r"several devices \(cpu, meta\)"),
         (("cpu",), "abacus", f"no device backend named 'abacus'; {POSSIBLE}"),
     ],
 )

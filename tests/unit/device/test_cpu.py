@@ -66,7 +66,7 @@ class Faulty:
         if self.failures:
             self.failures -= 1
             half = len(plan.sizes) // 2
-            copy_batch(CopyPlan(plan.src[:half], plan.dst[:half], plan.sizes[:half], 0))
+            copy_batch(CopyPlan(plan.src[:half], plan.dst[:half], plan.sizes[:half]))
             raise self.error
         copy_batch(plan)
 

@@ -171,7 +171,7 @@ def test_blocks_fill_chunks_that_they_end_with(
 )
 def test_a_split_plan_copies_the_same_bytes(copies: list[tuple[int, int, int]], most: int) -> None:
     src, dst, sizes = np.array(copies, dtype=np.uint64).reshape(-1, 3).T.copy()
-    plan = CopyPlan(src, dst, sizes, int(sizes.sum()))
+    plan = CopyPlan(src, dst, sizes)
     pieces = split(plan, most)
 
     def moved(plan: CopyPlan) -> list[tuple[int, int]]:

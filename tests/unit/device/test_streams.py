@@ -459,7 +459,7 @@ def test_slots_have_memory_before_they_are_pinned(device: PlayedDevice) -> None:
         allocated: list[int] = []
         device.before_pinning = lambda count: allocated.append(os.fstat(region.fileno()).st_blocks * 512)
         pinned = PinnedSlots(device, region, 5)
-        wait_until(lambda: pinned.nbytes == region.nbytes)
+        wait_until(lambda: pinned.state.nbytes == region.nbytes)
         pinned.close()
         ends = [address + nbytes - region.address for address, nbytes in device.pieces]
         assert all(found >= end for found, end in zip(allocated, ends, strict=True))

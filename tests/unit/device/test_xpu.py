@@ -65,7 +65,7 @@ def test_a_buffer_is_filled_again_only_when_the_device_is_through_with_it(
     offsets = np.arange(5, dtype=np.uint64) * np.uint64(512)
     sizes = np.full(5, 512, dtype=np.uint64)
     stream.copy(
-        CopyPlan(offsets + np.uint64(slots.ctypes.data), offsets + np.uint64(memory.data_ptr()), sizes, 2560)
+        CopyPlan(offsets + np.uint64(slots.ctypes.data), offsets + np.uint64(memory.data_ptr()), sizes)
     )
     assert [what for what, _ in order] == ["given", "given", *["waited", "given"] * 3]
     assert memory[:5].numpy().tobytes() == slots[:2560].tobytes()
@@ -84,7 +84,7 @@ def test_a_store_that_fails_writes_nothing_into_its_slots_later(
     def store(page: int) -> None:
         sizes = np.full(1, 512, dtype=np.uint64)
         source = np.array([memory.data_ptr() + page * 512], dtype=np.uint64)
-        stream.copy(CopyPlan(source, np.array([slots[page].ctypes.data], dtype=np.uint64), sizes, 512))
+        stream.copy(CopyPlan(source, np.array([slots[page].ctypes.data], dtype=np.uint64), sizes))
 
     def fail(_: Any) -> None:
         raise RuntimeError("the device has failed")

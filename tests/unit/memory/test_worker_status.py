@@ -61,3 +61,13 @@ def test_a_shutdown_has_begun_when_the_first_worker_has_stopped(desk: Desk) -> N
     desk.workers[2][StatusField.STOPPED_MS] = 7_500
     desk.workers[0][StatusField.STOPPED_MS] = 9_000
     assert desk.scheduler.stopped_s == 7.5
+
+
+def test_what_one_worker_has_found_is_known_for_all(desk: Desk) -> None:
+    assert not desk.scheduler.is_lost
+    assert not desk.scheduler.have_found_damage()
+    desk.workers[2].count(StatusField.AUDITS_FAILED)
+    assert desk.scheduler.have_found_damage()
+    assert not desk.scheduler.is_lost
+    desk.workers[1][StatusField.LOST] = 1
+    assert desk.scheduler.is_lost

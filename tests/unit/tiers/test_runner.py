@@ -263,6 +263,7 @@ async def test_each_attempt_to_open_gets_an_object_of_its_own() -> None:
     async with world(NamedTier("tier", first, lambda: made.pop(0))) as it:
         await anyio.sleep(10.0)
         assert made == []
+        assert len(first.of("open")) == 1
         assert (await it.ended(it.put([1]))).kept == [True]
 
 

@@ -26,9 +26,9 @@ from kvtier.tiers import (
 
 
 class ShelfConfig(TierConfig):
-    path: Path = Field(description="The SQLite file. It is made where it is missing.")
+    path: Path = Field(description="SQLite file; created if missing.")
     max_bytes: Size = Field(
-        default=2**30, description="Bytes of chunks that are kept at most; the oldest leave first."
+        default=2**30, description="Maximum bytes of chunks; the oldest are evicted first."
     )
 
 

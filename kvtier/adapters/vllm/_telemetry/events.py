@@ -52,11 +52,6 @@ class EventStream:
     or that it has found in the primary tier for a request. Of a chunk that a fetch has found it knows
     nothing before that. Where events are to describe themselves the news of such a chunk is kept back
     until a request loads it: until then a router knows less than there is, never more.
-
-    Args:
-        names: the secondary tiers' names.
-        locations: where each of them keeps its chunks; empty where that is not known.
-        self_describing: whether events are to describe themselves.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from kvtier._core.tiers.backoff import RandomSource
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation
 from kvtier._telemetry.traces import REQUEST, Traces
+from kvtier.adapters.vllm._telemetry.steps import end_of
 from kvtier.keys import OffloadKey, group_index
 
 
@@ -31,7 +32,6 @@ class _Tracked:
     record: LookupRecord
     is_explained: bool
     is_asked: bool = False  # by its client
-    has_loaded: bool = False
     tokens: dict[str, int] = field(default_factory=dict)
     end: int | None = None  # of what was loaded
     asked_s: float | None = None
@@ -52,15 +52,8 @@ class Explainer:
     """Follows requests that are to be explained, from their arrival to the step that schedules them.
 
     Args:
-        tiers: the secondary tiers' names.
         chunk_tokens: tokens of a chunk, by KV cache group.
         rate: share of the requests to explain, besides those that ask for it.
-        clock: seconds, monotonic.
-        chance: the source of chance.
-
-    Attributes:
-        tracked: the requests that are followed now, by id.
-        traces: where spans go, of every request; None where nothing is traced.
     """
 
     def __init__(
@@ -72,8 +65,8 @@ class Explainer:
         clock: Callable[[], float] = time.monotonic,
         chance: RandomSource = random.random,
     ) -> None:
-        self.tracked: dict[str, _Tracked] = {}
-        self.traces: Traces | None = None
+        self.tracked: dict[str, _Tracked] = {}  # the requests that are followed now, by id
+        self.traces: Traces | None = None  # where spans go, of every request
         self._asked: set[str] = set()  # requests that were looked up anew in this step
         self._answers: dict[str, Explanation] = {}  # of requests that have not ended, whose clients asked
         self._rate = rate
@@ -100,15 +93,13 @@ class Explainer:
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
         """Note what a request loads, from which tiers."""
-        if (tracked := self.tracked.get(req_id)) is None:
-            return
-        tracked.has_loaded = True
-        tracked.tokens, tracked.end = self._loaded(tracked.context, keys, origins)
+        if (tracked := self.tracked.get(req_id)) is not None:
+            tracked.tokens, tracked.end = self._loaded(tracked.context, keys, origins)
 
     def load_failed(self, req_id: str) -> None:
         """Note that what a request was to load did not arrive."""
         if (tracked := self.tracked.get(req_id)) is not None:
-            tracked.has_loaded, tracked.tokens, tracked.end = False, {}, None
+            tracked.tokens, tracked.end = {}, None
 
     def step_ended(self, scheduled: Collection[str]) -> None:
         """Note which requests wait after a step, and explain those that it has scheduled.
@@ -126,7 +117,7 @@ class Explainer:
             if (done := self.tracked.pop(req_id, None)) is not None:
                 done.request.record = None
                 done.note_waiting(now_s)
-                if not done.has_loaded and req_id not in self._asked:
+                if not done.tokens and req_id not in self._asked:
                     done.record.misses.clear()  # of an older scan: the engine's own cache has it by now
                 self._tell(done, now_s)
         self._asked.clear()
@@ -159,7 +150,7 @@ class Explainer:
         gap = self._gap(tracked)
         end = tracked.end
         if gap is not None and not tracked.tokens:
-            position = _end_of(tracked.context, gap)
+            position = end_of(tracked.context, gap)
             end = None if position is None else max(0, position - self._chunk_tokens.get(group_index(gap), 0))
         return Explanation(
             request=tracked.context.req_id,
@@ -185,7 +176,7 @@ class Explainer:
         is_placed = True
         for key, tier in zip(keys, origins, strict=True):
             group = group_index(key)
-            size, end = self._chunk_tokens.get(group, piece), _end_of(context, key)
+            size, end = self._chunk_tokens.get(group, piece), end_of(context, key)
             if end is None:  # as if it came next
                 is_placed, end = False, ends.get(group, 0) + size
             ends[group] = max(ends.get(group, 0), end)
@@ -205,7 +196,7 @@ class Explainer:
         vLLM also asks for ends of prefixes within a chunk: models with recurrent state store one there. The
         prefix does not end where there is none.
         """
-        positions = {key: _end_of(tracked.context, key) for key in tracked.record.misses}
+        positions = {key: end_of(tracked.context, key) for key in tracked.record.misses}
         loaded_to = tracked.end or 0
         behind = [
             key
@@ -213,9 +204,3 @@ class Explainer:
             if end is None or (end > loaded_to and end % self._chunk_tokens.get(group_index(key), 1) == 0)
         ]
         return min(behind, key=lambda key: positions[key] or 0, default=None)
-
-
-def _end_of(context: ReqContext, key: OffloadKey) -> int | None:
-    """Return the number of prompt tokens up to the end of a chunk; None where vLLM does not say."""
-    position = getattr(context, "get_offload_key_position", None)
-    return None if position is None else position(key)

@@ -52,13 +52,7 @@ def _unregister_earlier() -> None:
 
 
 class GaugeReader:
-    """Reads the gauges in each step, and says which of them have changed.
-
-    Args:
-        core: the state machine.
-        activity: what each tier is doing.
-        chunk_bytes: length of a chunk.
-    """
+    """Reads the gauges in each step, and says which of them have changed."""
 
     def __init__(self, core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> None:
         self._table = core.table
@@ -146,30 +140,12 @@ _COUNTED: Mapping[StatusField, Count] = {
 
 
 class WorkerReports:
-    """Reads the status table in the scheduler's thread. Nothing here waits.
-
-    Args:
-        status_table: the rows of all workers.
-    """
+    """Reads the workers' counts and gauges in the scheduler's thread. Nothing here waits."""
 
     def __init__(self, status_table: StatusTable) -> None:
         self._status_table = status_table
         self._counted: dict[Count, int] = {}
         self.gauges: Gauges = {}
-
-    @property
-    def have_found_damage(self) -> bool:
-        """Whether an audit of any worker has ever failed."""
-        return any(row[StatusField.AUDITS_FAILED] for row in self._status_table.rows)
-
-    @property
-    def have_lost_device(self) -> bool:
-        """Whether a worker has given up its device."""
-        return self._status_table.is_lost
-
-    def failed_to_store(self, slots: list[int]) -> bool:
-        """Return, once, whether the store into these slots that has just ended failed at any worker."""
-        return self._status_table.take_marks(slots)
 
     def take_counts(self) -> dict[Count, float]:
         """Take what was counted since the last call, and bring the gauges up to date."""

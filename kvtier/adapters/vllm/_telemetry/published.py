@@ -24,23 +24,17 @@ class Published:
     """Collects what the core and the workers have counted and announced, in vLLM's forms.
 
     Args:
-        activity: what each secondary tier is doing.
-        workers: what is known of the workers; nothing where it is None.
+        workers: what they report; nothing where it is None.
         locations: where each secondary tier keeps its chunks, for requests that choose among them.
-        chunk_bytes: length of a chunk, for metrics.
         self_describing: whether events are sent only when vLLM can say what is in their chunks.
         info: labels of the info metric.
-
-    Attributes:
-        names: the secondary tiers' names.
-        stream: the KV events.
     """
 
     def __init__(
         self,
         core: Tiering,
         activity: Sequence[TierActivity],
-        workers: WorkerReports | None = None,
+        workers: StatusTable | None = None,
         *,
         locations: Sequence[Location] = (),
         chunk_bytes: int = 0,
@@ -48,7 +42,8 @@ class Published:
         info: Mapping[str, str] | None = None,
     ) -> None:
         self._core = core
-        self.workers = workers or WorkerReports(StatusTable(memoryview(b""), 0, 0))
+        self.workers = workers or StatusTable(memoryview(b""), 0, 0)
+        self._reports = WorkerReports(self.workers)
         self.locations = locations
         self.names = [status.name for status in core.shared.tiers]
         self.info = info or {}
@@ -64,8 +59,8 @@ class Published:
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Take what was counted since the last call, and changed gauges; None if there are none."""
         counts = self._take_counts()
-        counts.update(self.workers.take_counts())
-        gauges = self._gauges.changed(self.workers.gauges)
+        counts.update(self._reports.take_counts())
+        gauges = self._gauges.changed(self._reports.gauges)
         if not counts and not gauges:
             return None
         return as_stats(counts, gauges, self._chunk_bytes)

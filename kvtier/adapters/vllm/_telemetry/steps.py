@@ -28,6 +28,12 @@ class Positioned(Protocol):
         """Return the number of the prompt's tokens up to the end of a chunk."""
 
 
+def end_of(context: Positioned, key: OffloadKey) -> int | None:
+    """Return the number of prompt tokens up to the end of a chunk; None where vLLM does not say."""
+    position = getattr(context, "get_offload_key_position", None)
+    return None if position is None else position(key)
+
+
 @dataclass(slots=True)
 class _Step:
     """A step: when it was scheduled, its chunks, and the sum of their places."""
@@ -41,9 +47,6 @@ class StepMeter:
     """Tells the core how long the engine computes.
 
     Args:
-        core: what is told.
-        clock: seconds, monotonic.
-        chunk_tokens: tokens of a chunk.
         stores_decodes: whether chunks of generated tokens are offered, too.
         ends_last: whether a step is scheduled after its chunks are offered, or before.
     """
@@ -70,17 +73,13 @@ class StepMeter:
 
     def place(self, context: Positioned, key: OffloadKey) -> int | None:
         """Return how many chunks of the prompt come before a key's; None where vLLM does not say."""
-        position = getattr(context, "get_offload_key_position", None)
-        end = None if position is None else position(key)
+        end = end_of(context, key)
         return None if end is None else end // self._chunk_tokens - 1
 
     def offered(self, context: Positioned, keys: Sequence[OffloadKey], first: OffloadKey | None) -> None:
-        """Note chunks that the step computes.
+        """Note chunks that the step computes and offers to be stored, once more where they were refused.
 
-        Args:
-            context: the request.
-            keys: what is offered to be stored, once more where it was refused before.
-            first: the first key that was looked up for it: chunks before that one the engine has had.
+        ``first`` is the first key that was looked up for the request: chunks before it the engine has had.
         """
         begin = None if first is None else self.place(context, first)
         if begin is None:

@@ -67,31 +67,24 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where chunks are: one epoch of one namespace, as one opener sees it.
-
-    Attributes:
-        data_dir: the epoch's directory, relative to the root.
-        tmp_dir: the opener's own directory for unfinished files, relative to the root.
-        digest: the first 16 bytes of the identity's digest.
-    """
+    """Where chunks are: one epoch of one namespace, as one opener sees it. Paths are relative to the root."""
 
     root_fd: int
-    data_dir: str
-    tmp_dir: str
-    digest: bytes
+    data_dir: str  # of the epoch
+    tmp_dir: str  # of the opener, for unfinished files
+    digest: bytes  # the first 16 bytes of the identity's
     chunk_bytes: int
     flags: Flag
 
 
 class StopFlag:
-    """Makes jobs in other threads, in C too, leave what they have not begun."""
+    """Makes jobs in other threads, in C too, leave what they have not begun. It cannot be unset."""
 
     def __init__(self) -> None:
         self._value = ctypes.c_uint32(0)
         self.address = ctypes.addressof(self._value)
 
     def set(self) -> None:
-        """Stop. There is no way back."""
         self._value.value = 1
 
     def __bool__(self) -> bool:
@@ -101,15 +94,9 @@ class StopFlag:
 class FileCall:
     """The chunks of one batch, and what becomes of each.
 
-    Attributes:
-        slots: their slots in ``memory``; empty where no bytes are moved.
-        memory: the primary tier's bytes, or None.
+    Args:
+        slots: their slots in ``memory``; neither where no bytes are moved.
         serial: number in the name of the first chunk's temporary file; one more for each next.
-        stop: set where no more chunks shall be begun.
-        results: a ``Result`` or a negative errno for each chunk.
-        inodes: inode of the file where the result is TORN, FOREIGN or CHECKSUM.
-        added: bytes that a put has added to the file system, directories included.
-        address: address of the C record.
     """
 
     def __init__(
@@ -122,16 +109,28 @@ class FileCall:
     ) -> None:
         self.place = place
         self.keys = keys
-        self.slots = slots
-        self.memory = memory
-        self.serial = serial
         self.stop = StopFlag()
-        self.results = array("i", bytes(4 * len(keys)))
-        self.inodes = array("Q", bytes(8 * len(keys)))
-        self.added = 0
+        self.results = array("i", bytes(4 * len(keys)))  # a Result or a negative errno for each chunk
+        self.inodes = array("Q", bytes(8 * len(keys)))  # of the files whose result is in CORRUPT
+        self.added = 0  # bytes that a put has added to the file system, directories included
         self._index: Index | None = None
-        self._key_ends = ends_of(keys)
-        self._record = self._make_record()
+        self._key_ends, self._slots, self._memory = ends_of(keys), slots, memory  # C has their addresses
+        self._record = Call(
+            place.data_dir.encode(),
+            place.tmp_dir.encode(),
+            b"".join(keys),
+            self._key_ends.buffer_info()[0],
+            slots.buffer_info()[0] if slots is not None else None,
+            self.stop.address,
+            self.results.buffer_info()[0],
+            self.inodes.buffer_info()[0],
+            memory.address if memory is not None else 0,
+            place.chunk_bytes,
+            serial,
+            place.root_fd,
+            place.flags,
+            (ctypes.c_uint8 * 16)(*place.digest),
+        )
         self.address = ctypes.addressof(self._record)
 
     def __len__(self) -> int:
@@ -146,22 +145,3 @@ class FileCall:
         """Let the pool's threads note in the index which chunks are there, though not which are gone."""
         self._index = index
         self._record.index = index.address
-
-    def _make_record(self) -> Call:
-        place = self.place
-        return Call(
-            place.data_dir.encode(),
-            place.tmp_dir.encode(),
-            b"".join(self.keys),
-            self._key_ends.buffer_info()[0],
-            self.slots.buffer_info()[0] if self.slots is not None else None,
-            self.stop.address,
-            self.results.buffer_info()[0],
-            self.inodes.buffer_info()[0],
-            self.memory.address if self.memory is not None else 0,
-            place.chunk_bytes,
-            self.serial,
-            place.root_fd,
-            place.flags,
-            (ctypes.c_uint8 * 16)(*place.digest),
-        )

@@ -26,11 +26,7 @@ _BUILD_IT: Final = (
 
 
 def require_library() -> ctypes.CDLL:
-    """Return the native library.
-
-    Raises:
-        TierError: it is not loaded; the message says why, and what to do.
-    """
+    """Return the native library. TierError if it is not loaded."""
     if native.library is None:
         remedy = "unset KVTIER_NATIVE" if "KVTIER_NATIVE" in os.environ else _BUILD_IT
         why = f"which is not loaded ({native.missing_because})"
@@ -49,14 +45,9 @@ def touch(call: FileCall) -> None:
 
 
 def fingerprints(place: Place, part: str, stop: StopFlag) -> array[int]:
-    """List a part of an epoch's chunks, for the index. OSError where it cannot be read.
+    """Return 64 bits for each chunk's key in ``part``, a directory of the epoch's first level.
 
-    Args:
-        part: a directory of the epoch's first level.
-        stop: set where the caller does not want to know any more.
-
-    Returns:
-        64 bits for each chunk's key, type code ``Q``.
+    Raises OSError if it cannot be read or ``stop`` is set.
     """
     room, path = _LISTED_AT_ONCE, f"{place.data_dir}/{part}"
     while True:
@@ -72,24 +63,19 @@ def fingerprints(place: Place, part: str, stop: StopFlag) -> array[int]:
 
 
 def tree_bytes(root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-    """Return the bytes on disk below a directory. OSError where it cannot be read.
-
-    Directories below it that cannot be read are left out, and added to ``failures``.
-    """
+    """Return the bytes on disk below a directory; what cannot be read there is counted in ``failures``."""
     return _walk(require_library().kvt_tree_bytes, root_fd, path, stop, failures)
 
 
 def tree_remove(root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-    """Remove a directory. Returns the bytes removed. OSError where it cannot be removed.
-
-    What is below it and cannot be removed is added to ``failures``.
-    """
+    """Remove a directory. Returns the bytes removed; what stays below it is counted in ``failures``."""
     return _walk(require_library().kvt_tree_remove, root_fd, path, stop, failures)
 
 
 def _walk(
     function: Callable[..., int], root_fd: int, path: str, stop: StopFlag, failures: Failures | None
 ) -> int:
+    """Call a function of the library on a directory. OSError if it fails for the directory itself."""
     sums = TreeSums()
     result = function(root_fd, path.encode(), stop.address, ctypes.byref(sums))
     if failures is not None and sums.failed:

@@ -1,11 +1,10 @@
 """What an opener knows of an epoch's chunks without asking the disk.
 
-A chunk is known by 64 bits of its key. The native library keeps them in tables, in which the threads that
-have put or got chunks note them without the interpreter: 12 to 24 MB for a million chunks.
+A chunk is known by 64 bits of its key. The native library keeps them in tables, to which its own threads add
+what they have put or got: 12 to 24 MB for a million chunks.
 
-It is a hint: another process may have removed what is in it, and may have put what is not.
-So it says PRESENT or UNKNOWN, and not ABSENT. A wrong PRESENT costs one get that finds nothing; then
-the chunk is forgotten here.
+It is a hint: another process may have removed what is in it, and put what is not. So the answer is PRESENT or
+UNKNOWN, never ABSENT. A wrong PRESENT costs one get that finds nothing; then the chunk is forgotten.
 """
 
 from __future__ import annotations
@@ -20,16 +19,12 @@ from kvtier.keys import OffloadKey
 
 
 def ends_of(keys: Sequence[OffloadKey]) -> array[int]:
-    """Return where each of the keys ends when they are joined, behind a 0: type code ``I``."""
+    """Return 0, then where each of the keys ends when they are joined: type code ``I``."""
     return array("I", accumulate(map(len, keys), initial=0))
 
 
 class Index:
-    """Fingerprints of the chunks that this opener knows to exist. Any thread may call it.
-
-    Attributes:
-        address: of the native library's tables, for the pool's threads.
-    """
+    """Fingerprints of the chunks that this opener knows to exist. Any thread may call it."""
 
     def __init__(self) -> None:
         assert native.library is not None
@@ -55,7 +50,6 @@ class Index:
         return found
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that chunks are not there."""
         ends = ends_of(keys)
         self._library.kvt_index_set(self.address, b"".join(keys), ends.buffer_info()[0], len(keys), False)
 

@@ -20,7 +20,7 @@ _PART_BYTES: Final = 256 * 1024
 """What a thread takes at once: a part costs a lock and a wake-up, microseconds."""
 
 _QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}
-"""See ``kvt_pool_submit``. A look-up takes microseconds, and who waits for it may then get or put."""
+"""See ``kvt_pool_submit``. Look-ups go first: they take microseconds, and a get or a put may follow."""
 
 _LOOKUPS_A_PART: Final = 64
 _ENDED_AT_ONCE: Final = 64
@@ -50,7 +50,6 @@ class _Task:
             raise
 
     def complete(self, added: int) -> None:
-        """Note that it has ended."""
         self._call.added = added
         for future in (self._ended, *self._waiters):
             if not future.done():
@@ -60,12 +59,7 @@ class _Task:
 class NativePool:
     """The native library's threads, which put, get and look up chunks. Made in the event loop.
 
-    Args:
-        readers: threads that prefer gets and look-ups.
-        writers: threads that prefer puts.
-
-    Raises:
-        OSError: the threads cannot be had.
+    ``readers`` prefer gets and look-ups, ``writers`` puts. OSError if the threads cannot be started.
     """
 
     def __init__(self, readers: int, writers: int) -> None:
@@ -86,11 +80,7 @@ class NativePool:
     async def run(self, call: FileCall, verb: Verb, index: Index) -> None:
         """Put, get or look up chunks, at least one: to the true end, then raise a cancellation.
 
-        Chunks that are there are noted in ``index``.
-
-        Raises:
-            MemoryError: there is none for it.
-            StateError: the pool is closing.
+        Adds chunks that are there to ``index``. MemoryError without memory, StateError while closing.
         """
         if self._is_closing:
             raise StateError("the file tier is closing")
@@ -105,7 +95,7 @@ class NativePool:
         await task.end()
 
     async def drain(self) -> None:
-        """Take no more calls, and wait for the end of those that were begun; then raise a cancellation."""
+        """Take no more calls, and wait for the end of those that began; then raise a cancellation."""
         self._is_closing, cancelled = True, None
         for task in tuple(self._begun.values()):
             try:

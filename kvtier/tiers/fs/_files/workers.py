@@ -1,8 +1,7 @@
-"""Threads of the file tier's own, and functions that run in them to their true end.
+"""The file tier's own threads: a disk that hangs takes these and no others.
 
-The tier shares no threads with anyone: a disk that hangs takes these threads and no others. They are
-daemons, so that a hung disk does not keep a process from ending either. That is why they are neither a
-``ThreadPoolExecutor``'s nor anyio's: the interpreter waits for the threads of these when it ends.
+They are daemons, so that a hung disk does not keep the process from ending. The interpreter waits at its end
+for the threads of a ``ThreadPoolExecutor`` and of anyio.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Threads that do one kind of work, in the order in which it comes.
-
-    Args:
-        name: prefix of the threads' names.
-    """
+    """Threads that do one kind of work, in the order in which it comes."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()

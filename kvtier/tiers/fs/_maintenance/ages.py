@@ -1,14 +1,12 @@
 """Which chunks leave when room is needed: the planning, without a disk.
 
-Files are not sorted: a root may have a million, and to sort them holds the interpreter for a second.
-Their bytes are added up by age instead, in buckets that are a 256th as wide as they are old, once for
-chunks that were never used again after they were written and once for those that were. A plan is then
-two ages, and all chunks that are older leave.
+Sorting a million files would hold the interpreter for a second. So their bytes are added up by age, in
+buckets that are a 256th as wide as they are old, separately for chunks that were never used again after they
+were written and for those that were. A plan is two ages: all older chunks leave.
 
-A chunk that was not used again is taken for ``UNPROVEN_US`` older than it is, and then for ``REUSE_WEIGHT``
-times older. That protects prompts that come back from those that come once, as the second queue of ARC and
-S3-FIFO does: the more, the sooner chunks leave. Where a root holds much of what there is, it comes close to
-LRU, which is better there.
+A chunk that was not used again is ranked as ``UNPROVEN_US`` older, then as ``REUSE_WEIGHT`` times older. That
+protects prompts that come back from those that come once, as the second queue of ARC and S3-FIFO does. In a
+root that holds most of what there is, it comes close to LRU, which is better there.
 """
 
 from __future__ import annotations
@@ -43,18 +41,13 @@ def youngest_of(bucket: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cutoffs:
-    """What leaves: chunks whose last use is so many microseconds ago, or more.
+    """What leaves: chunks whose last use is so many microseconds ago, or more."""
 
-    Attributes:
-        once_us: of those that were never used again after they were written.
-        reused_us: of the others.
-    """
-
-    once_us: int = NEVER
-    reused_us: int = NEVER
+    once_us: int = NEVER  # for chunks that were never used again after they were written
+    reused_us: int = NEVER  # for the others
 
     def __post_init__(self) -> None:
-        """Raise ValueError where an age does not fit: the native library would read it as another one."""
+        """Raise ValueError if an age does not fit: the native library would read it as another one."""
         if not (0 <= self.once_us <= NEVER and 0 <= self.reused_us <= NEVER):
             raise ValueError(f"an age of 0 to {NEVER} us is needed, not {self.once_us} and {self.reused_us}")
 
@@ -66,15 +59,13 @@ Histogram: TypeAlias = "array[int]"
 
 
 def new_histogram() -> Histogram:
-    """Return a histogram of no chunks."""
     return array("Q", bytes(8 * 2 * BUCKETS))
 
 
 def plan(histogram: Histogram, share: float, need_bytes: int) -> Cutoffs:
-    """Choose ages such that what is older makes up ``need_bytes``, or all of it where that is less.
+    """Return ages such that what is older makes up ``need_bytes``, or all if that is less.
 
-    Args:
-        share: of all chunks the share that is in the histogram; they are taken to be like the others.
+    ``share`` is that of all chunks which is in the histogram; the others are assumed to be alike.
     """
     left = need_bytes * share
     once_us = reused_us = NEVER

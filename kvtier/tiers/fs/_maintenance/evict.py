@@ -12,7 +12,6 @@ own directory and are not touched; nor are files that are not named as chunks, w
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 from collections import Counter
@@ -25,18 +24,16 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.ages import Cutoffs
-from kvtier.tiers.fs._maintenance.removal import Removal
+from kvtier.tiers.fs._maintenance.removal import remove_if_empty
 from kvtier.tiers.fs._maintenance.scan import ChunkScan
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root
 
 SAMPLE_FILES: Final = 32_768
-"""Size of the sample of files that decides which ages leave; all files, if there are fewer."""
+"""Files in the sample that decides which ages leave."""
 
 _ROUNDS: Final = 4
-_log = logging.getLogger("kvtier.tiers.fs")
-
 Gone = Callable[[str, Sequence[str]], None]
 """Called with an epoch's directory and the paths below it of chunks that were removed."""
 
@@ -50,21 +47,13 @@ def _ignore(*details: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What making room has done.
+    """What was removed."""
 
-    Attributes:
-        is_mine: whether this process did it; if not, another process is doing it, and this one did nothing.
-        leftover_bytes: bytes removed that no engine could use any more.
-        chunks: chunks removed by age, or because they were not used for ``ttl_s``.
-        chunk_bytes: bytes of these chunks, and of directories that became empty.
-        failures: what could not be removed or read.
-    """
-
-    is_mine: bool
-    leftover_bytes: int = 0
-    chunks: int = 0
-    chunk_bytes: int = 0
-    failures: Failures = field(default_factory=Counter)
+    leftover_bytes: int = 0  # that no engine could use any more
+    chunks: int = 0  # removed by age or for ``ttl_s``
+    chunk_bytes: int = 0  # of these, and of directories that became empty
+    failures: Failures = field(default_factory=Counter)  # what could not be removed or read
+    problems: Sequence[str] = ()  # what had to be removed and could not be, in words
 
     @property
     def bytes(self) -> int:
@@ -77,11 +66,13 @@ _Part = tuple[str, str]
 
 
 class Evictor:
-    """Makes room below a root. All calls block, and raise OSError where the root cannot be read.
+    """Makes room below a root. All calls block, and raise OSError if the root cannot be read.
+
+    ``make_room`` and ``expire`` do nothing and return None while another process does either.
 
     Args:
         ours: writers that live in this process.
-        only: names of the namespaces to scan; None for all.
+        only: names of the namespaces to work on; None for all.
     """
 
     def __init__(
@@ -94,36 +85,36 @@ class Evictor:
     ) -> None:
         self._only = only
         self._root_fd = root_fd
-        self._removal = Removal(root_fd, stop)
         self._stop = stop
         self._gone = gone
         self._ours = ours
 
-    def sweep(self) -> Evicted:
+    def sweep(self, *, orphans: bool) -> Evicted:
         """Remove what nobody can use any more, and of the quarantine what is beyond its bound."""
         with Root(self._root_fd, self._only) as root:
-            sweeper = Sweeper(root, self._removal, self._ours)
-            removed = sweeper.sweep() + sweeper.sweep_orphans()
-        return Evicted(True, removed, failures=self._removal.take_failures())
+            sweeper = Sweeper(root, self._stop, self._ours)
+            removed = sweeper.sweep() + (sweeper.sweep_orphans() if orphans else 0)
+        return Evicted(removed, failures=sweeper.failures, problems=sweeper.problems)
 
-    def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted:
-        """Remove ``need_bytes``, or all there is where that is less, and report to ``freed``."""
+    def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted | None:
+        """Remove ``need_bytes``, or all there is if that is less, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
-                return Evicted(is_mine=False)
-            leftover = self._remove_leftovers(root, need_bytes)
+                return None
+            sweeper = Sweeper(root, self._stop, self._ours)
+            leftover = sweeper.remove_leftovers(need_bytes)
             freed(leftover)
             scan = self._remove_by_age(root, now_ns, need_bytes - leftover, freed)
-        return self._evicted(scan, leftover)
+        return Evicted(leftover, scan.removed, scan.removed_bytes, sweeper.failures + scan.failures)
 
-    def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted:
+    def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted | None:
         """Remove what was not used for ``ttl_s``, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
-                return Evicted(is_mine=False)
+                return None
             scan = ChunkScan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
-            self._carry_out(self._parts(root), scan, freed)
-        return self._evicted(scan)
+            self._scan_parts(self._parts(root), scan, freed)
+        return Evicted(0, scan.removed, scan.removed_bytes, scan.failures)
 
     @contextmanager
     def _elected(self) -> Iterator[int | None]:
@@ -147,17 +138,6 @@ class Evictor:
             if layout.PART.fullmatch(name)
         ]
 
-    def _evicted(self, scan: ChunkScan, leftover_bytes: int = 0) -> Evicted:
-        failures = self._removal.take_failures() + scan.failures
-        return Evicted(True, leftover_bytes, scan.removed, scan.removed_bytes, failures)
-
-    def _remove_leftovers(self, root: Root, need_bytes: int) -> int:
-        sweeper = Sweeper(root, self._removal, self._ours)
-        removed = sweeper.sweep_orphans(need_bytes)
-        if removed < need_bytes:
-            removed += sweeper.sweep()
-        return removed + sweeper.sweep_quarantines(need_bytes - removed)
-
     def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
         scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
         parts = self._parts(root)
@@ -170,16 +150,12 @@ class Evictor:
             if cutoffs == ages.NOTHING:
                 break
             scan.remove_older(cutoffs)
-            self._carry_out(parts, scan, freed)
+            # Of several rounds the one with most failures counts: what cannot be removed fails again, unless
+            # there is room before it is scanned.
+            before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
+            self._scan_parts(parts, scan, freed)
+            scan.failures |= before
         return scan
-
-    def _carry_out(self, parts: Sequence[_Part], scan: ChunkScan, freed: Freed) -> None:
-        """Remove what is older than the cutoffs. Of several rounds the one with most failures counts: what
-        cannot be removed fails again, unless there is room before it is scanned.
-        """
-        before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
-        self._scan_parts(parts, scan, freed)
-        scan.failures |= before
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
         histogram = ages.new_histogram()
@@ -202,6 +178,6 @@ class Evictor:
             except OSError as error:  # it has vanished, or cannot be read: then the others
                 count_failure(scan.failures, error)
             if removed:
-                scan.removed_bytes += self._removal.folder(path)
+                scan.removed_bytes += remove_if_empty(self._root_fd, path)
                 freed(scan.removed_bytes - before)
                 self._gone(data_dir, [f"{part}/{path}" for path in removed])

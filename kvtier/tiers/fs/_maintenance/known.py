@@ -21,18 +21,12 @@ _BREATH_S: Final = 0.001
 
 
 class KnownChunks:
-    """The known chunks of one epoch. What began before a reset learns for its own epoch, not for the next.
-
-    Attributes:
-        place: the epoch's.
-        index: the chunks that are there, as far as known.
-        listed: how many there were when the epoch was listed last; -1 before.
-    """
+    """The known chunks of one epoch. What began before a reset learns for its own epoch, not for the next."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.index = Index()
-        self.listed = -1
+        self.listed = -1  # how many there were when the epoch was listed last
         self._gone: deque[OffloadKey] = deque(maxlen=_MAX_GONE)
 
     def learn(self, call: FileCall) -> Sequence[OffloadKey]:

@@ -1,8 +1,7 @@
-"""What the file tier does in the background: count, sweep, evict, set times, list what is there.
+"""The file tier's background work: counts, sweeps, evicts, sets times, lists what is there.
 
-Two threads do it. What may take minutes on a cold disk (counting, listing, sweeping) has one of its
-own, so that room is made meanwhile. Nothing of it can fail a put or a get: it is written to the log and
-tried again.
+Two threads do it. Counting, listing and sweeping, which may take minutes on a cold disk, have one of their
+own, so that room is made meanwhile. A failure is logged, fails no put or get, and the work is repeated.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._maintenance.recency import Recency
-from kvtier.tiers.fs._maintenance.removal import Removal
-from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._namespace import Epoch, Namespace
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
-from kvtier.tiers.fs._root import Root
 
 TICK_S: Final = 2.0
 """Between two reads of the ledger, which see what others need."""
@@ -52,16 +48,10 @@ class Maintenance:
     """The background work of one open tier.
 
     Args:
-        removed: called with the keys that have left.
-        lost: called where the root has to be opened anew: it was replaced or removed, or can be written now.
+        removed: see ``TierContext``.
+        lost: see ``TierContext``: the root was replaced or removed, or is writable again.
         epoch: the one whose chunks are listed until ``follow`` names another.
         name: of the tier, for its threads.
-
-    Attributes:
-        evicted_chunks: chunks that this process has evicted.
-        evicted_bytes: bytes that it has removed to make room.
-        counted: set when the root's bytes are known, or could not be counted.
-        known: the chunks of the epoch that are known to exist.
     """
 
     def __init__(
@@ -77,8 +67,9 @@ class Maintenance:
     ) -> None:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
-        self.counted = asyncio.Event()
+        self.counted = asyncio.Event()  # set when the root's bytes are known, or could not be counted
         self.known = KnownChunks(epoch.place)
+        self.recency: Final = Recency()
         self._config = config
         self._namespace = namespace
         self._quota = quota
@@ -89,7 +80,6 @@ class Maintenance:
         self._slow = Workers(f"{name}-maintain", 1)
         self._quick = Workers(f"{name}-evict", 1)
         self.workers: Final = (self._slow, self._quick)
-        self._recency = Recency()
         self._evictor = Evictor(namespace.root_fd, closing, self._gone, frozenset({namespace.writer}))
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
@@ -109,7 +99,7 @@ class Maintenance:
     def follow(self, epoch: Epoch) -> None:
         """Work on this epoch from now on, of which nothing is known yet."""
         self.known = KnownChunks(epoch.place)
-        self._recency.clear()
+        self.recency.clear()
         self.begin()
 
     def stop(self) -> None:
@@ -118,16 +108,6 @@ class Maintenance:
             timer.cancel()
         self._timers.clear()
         self._wake_puts()
-
-    def note_used(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that chunks were used. Any thread may call it."""
-        self._recency.note(keys)
-
-    def note_put(self, keys: Sequence[OffloadKey], chunk_bytes: int) -> None:
-        """Note that chunks of this length were put. Any thread may call it."""
-        limit = self._quota.known.limit
-        if limit is not None:
-            self._recency.note_put(keys, limit // chunk_bytes)
 
     def make_room_soon(self) -> None:
         """Request an eviction if one is due. Any thread may call it."""
@@ -138,9 +118,7 @@ class Maintenance:
         """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
 
         Another process may be the one that makes room, unseen, so this returns after a moment.
-
-        Args:
-            give_up_at: when nobody waits any more, on the loop's clock.
+        ``give_up_at`` is on the loop's clock.
         """
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
@@ -154,11 +132,9 @@ class Maintenance:
 
     @property
     def _is_eviction_paused(self) -> bool:
-        """Whether nothing could be removed a moment ago."""
         return time.monotonic() < self._eviction_paused_until
 
     def _wake_puts(self) -> None:
-        """Wake the puts that wait for room."""
         self._room_made.set()
         self._room_made = asyncio.Event()
 
@@ -241,29 +217,29 @@ class Maintenance:
         return chunk_files.tree_bytes(self._namespace.root_fd, ".", self._closing)
 
     def _sweep(self) -> None:
-        with Root(self._namespace.root_fd) as root:
-            ours = frozenset({self._namespace.writer})
-            freed = self._count_freed()
-            removal = Removal(root.fd, self._closing)
-            sweeper = Sweeper(root, removal, ours)
-            freed(sweeper.sweep())
-            for problem in sweeper.problems:
-                self.warn("quarantine", problem)
+        freed = self._count_freed()
+        swept = self._evictor.sweep(orphans=False)
+        freed(swept.bytes)
+        for problem in swept.problems:
+            self.warn("quarantine", problem)
 
     def _expire(self, ttl_s: float) -> None:
-        self.evicted_chunks += self._evictor.expire(ttl_s, self._count_freed()).chunks
+        expired = self._evictor.expire(ttl_s, self._count_freed())
+        if expired is not None:
+            self.evicted_chunks += expired.chunks
 
     def _evict(self) -> None:
         need = self._quota.known.excess
         if not need:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
+        if evicted is None:
+            return
         self.evicted_chunks += evicted.chunks
         if evicted.failures:
             reasons = ", ".join(f"{os.strerror(n)} ({count})" for n, count in evicted.failures.items())
             self.warn("failures", f"files or directories could not be removed or read: {reasons}")
-        if evicted.is_mine:
-            self._pause_eviction_if_futile(need, evicted.bytes)
+        self._pause_eviction_if_futile(need, evicted.bytes)
 
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Pause eviction for a while if it could remove nothing.
@@ -277,7 +253,7 @@ class Maintenance:
         if self._eviction_pause_s == most_s and not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "%s: %d bytes too many, and no chunks are left to evict: free disk space, or raise max_bytes",
+                "%s: over the limit by %d bytes; no chunks are left to evict: free space, or raise max_bytes",
                 self._config.root_dir,
                 need,
             )
@@ -301,7 +277,7 @@ class Maintenance:
             self._removed(keys)
 
     def _touch(self, place: Place) -> None:
-        keys = self._recency.take()
+        keys = self.recency.take()
         for first in range(0, len(keys), _TOUCHED_A_CALL):
             call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
             chunk_files.touch(call)

@@ -1,8 +1,7 @@
-"""Where files go that failed a check: out of the way, never deleted unseen, bounded in number.
+"""The quarantine of files that failed a check: they are never deleted unseen, and bounded in number.
 
-Anything may lie in a chunk's place: a directory, a FIFO, something that nobody may remove. When the oldest
-entries cannot be removed and the quarantine is full, nothing more is moved: what failed stays where it is,
-and is a miss each time.
+Anything may lie in a chunk's place: a directory, a FIFO, something that nobody may remove. While the
+quarantine is full of such entries, files that fail stay where they are, and are a miss each time.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ _log = logging.getLogger("kvtier.tiers.fs")
 
 
 class Quarantine:
-    """The quarantine of one namespace. Any thread may call it.
-
-    Args:
-        namespace: name of the namespace's directory.
-    """
+    """The quarantine of one namespace. Any thread may call it."""
 
     def __init__(self, root_fd: int, namespace: str) -> None:
         self._root_fd = root_fd
@@ -58,10 +53,7 @@ class Quarantine:
             self.add(call.place.data_dir, call.keys[i], Result(call.results[i]), call.inodes[i])
 
     def add(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
-        """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved.
-
-        Where it cannot be moved it stays, and fails its check each time it is read.
-        """
+        """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved."""
         path, reason = chunk_path(data_dir, key), result.name.lower()
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
         target = f"{self._folder}/{name}"
@@ -89,7 +81,7 @@ class Quarantine:
 
     def _require_place(self) -> None:
         """Remove the oldest entries until there is a place for one more. OSError where there is none."""
-        pruned = prune(self._root_fd, self._removal, self._folder, MAX_FILES - 1)
+        pruned = prune(self._removal, self._folder, MAX_FILES - 1)
         if pruned.entries:
             what = "%s has no more than %d places, of the oldest entries %d were removed"
             self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
@@ -104,23 +96,17 @@ class Quarantine:
 
 
 class Pruned(NamedTuple):
-    """What ``prune`` has done.
+    """What ``prune`` has done."""
 
-    Attributes:
-        entries: how many are gone.
-        bytes: that they took.
-        problem: why there are still too many; None where there are not.
-    """
-
-    entries: int
-    bytes: int
-    problem: str | None
+    entries: int  # that are gone
+    bytes: int  # that they took
+    problem: str | None  # why there are still too many
 
 
-def prune(root_fd: int, removal: Removal, folder: str, keep: int) -> Pruned:
+def prune(removal: Removal, folder: str, keep: int) -> Pruned:
     """Remove the oldest entries of a quarantine, until there are ``keep``."""
     try:
-        names = names_in(root_fd, folder)
+        names = names_in(removal.root_fd, folder)
     except OSError as error:
         return Pruned(0, 0, error.strerror)
     entries, removed_bytes, problem = 0, 0, "not kvtier's"

@@ -1,7 +1,7 @@
 """Which chunks were used, published to all processes through the times of their files, at long intervals.
 
-A chunk that is put again was evicted in between, and its new file says nothing of its past. So puts are
-remembered, in a table of fixed size, and a chunk that returns counts as used again.
+A chunk that is put again was evicted in between, and its new file has no past. So puts are remembered, in a
+table of fixed size, and a chunk that returns counts as used again.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ class Recency:
         self._puts = 0
 
     def note_put(self, keys: Sequence[OffloadKey], room: int) -> None:
-        """Note that chunks were put, and that those which were put not long ago are used again.
+        """Note that chunks were put, in the order of their prompt; those put not long ago are used again.
 
-        Args:
-            keys: in the order of their prompt.
-            room: how many chunks the root has room for.
+        ``room`` is how many chunks the root has room for.
         """
         with self._lock:
             has_returned = False
@@ -59,7 +57,6 @@ class Recency:
                 self._put_at.remember(key, self._puts)
 
     def note(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that chunks were used."""
         with self._lock:
             now = self._clock()
             if now - self._begun_at >= TOUCH_EVERY_S or len(self._noted) >= REMEMBERED:

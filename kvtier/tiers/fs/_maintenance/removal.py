@@ -1,4 +1,4 @@
-"""Removal of what is below a root; what cannot be removed is counted and stays for the next time."""
+"""Removal of files and directories below a root. What cannot be removed is counted, and stays."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from kvtier.tiers.fs._locks import opened_lock, try_lock
 
 
 class Removal:
-    """Removes what is below a root. Paths are relative to it.
-
-    Attributes:
-        failures: what could not be removed or looked into.
-    """
+    """Removes what is below a root. Paths are relative to it."""
 
     def __init__(self, root_fd: int, stop: StopFlag) -> None:
+        self.root_fd = root_fd
         self.stop = stop
-        self.failures: Failures = Counter()
-        self._root_fd = root_fd
+        self.failures: Failures = Counter()  # what could not be removed or looked into
 
     def tree(self, path: str) -> int:
         """Remove a directory. Returns the bytes removed."""
@@ -40,38 +36,34 @@ class Removal:
             OSError: something of it stays, which is counted in ``failures`` too.
         """
         try:
-            found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
+            found = os.stat(path, dir_fd=self.root_fd, follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode):
                 return self._tree(path)
-            os.unlink(path, dir_fd=self._root_fd)
+            os.unlink(path, dir_fd=self.root_fd)
         except OSError as error:
             count_failure(self.failures, error)
             raise
         return found.st_blocks * 512
 
     def _tree(self, path: str) -> int:
-        itself = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_blocks * 512
-        return itself + tree_remove(self._root_fd, path, self.stop, self.failures)
-
-    def folder(self, path: str) -> int:
-        """Remove a directory if nothing is in it. Returns its bytes."""
-        try:
-            found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
-            os.rmdir(path, dir_fd=self._root_fd)
-        except OSError:
-            return 0
-        return found.st_blocks * 512
+        itself = os.stat(path, dir_fd=self.root_fd, follow_symlinks=False).st_blocks * 512
+        return itself + tree_remove(self.root_fd, path, self.stop, self.failures)
 
     @contextmanager
     def alone(self, lock: str, *, create: bool) -> Iterator[bool]:
         """Hold a lock file if nobody else does, and remove it in the end. Yields whether it is held."""
-        with opened_lock(self._root_fd, lock, create=create) as fd:
+        with opened_lock(self.root_fd, lock, create=create) as fd:
             is_held = try_lock(fd) is True
             yield is_held
             if is_held:
-                os.unlink(lock, dir_fd=self._root_fd)
+                os.unlink(lock, dir_fd=self.root_fd)
 
-    def take_failures(self) -> Failures:
-        """Return the failures since the last call, and forget them."""
-        failures, self.failures = self.failures, Counter()
-        return failures
+
+def remove_if_empty(root_fd: int, path: str) -> int:
+    """Remove a directory if nothing is in it. Returns the bytes removed."""
+    try:
+        found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
+        os.rmdir(path, dir_fd=root_fd)
+    except OSError:
+        return 0
+    return found.st_blocks * 512

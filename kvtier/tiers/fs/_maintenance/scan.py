@@ -17,25 +17,21 @@ NAMES_BYTES: Final = 1 << 20
 
 
 class ChunkScan(layouts.ChunkScan):
-    """A scan of the chunks' files of one directory after the other, and what has become of them.
+    """A scan of the chunks' files of several directories. The native library reads and adds up its fields.
 
-    The native library reads and adds up its fields.
-
-    Only files that are named as chunks count; everything else is somebody else's. A file's mtime says
-    when it was written, its atime when it was last used: later than the mtime where it was used again.
+    Files that are not named as chunks are left alone. A file's mtime is when it was written; a later atime is
+    when it was used again.
 
     Args:
-        now_ns: what ages are counted from, by the file system's clock.
-        histogram: gets the files' bytes by age; None: they are not added up.
+        now_ns: the file system's time, from which ages are counted.
+        histogram: gets the files' bytes by age, if given.
         cutoffs: ages from which on files are removed.
-        want_bytes: removing stops when so many bytes were removed.
+        want_bytes: bytes after which removing stops.
 
     Attributes:
-        seen: files that were scanned.
-        removed: files that were removed.
-        removed_bytes: bytes removed, directories that became empty included.
-        failures: what could not be removed or read.
-        failed_bytes: of the files that could not be removed.
+        seen: number of files that were scanned; ``removed`` of those removed.
+        removed_bytes: directories that became empty included.
+        failed_bytes: of the files that could not be removed; ``failures`` says why.
     """
 
     def __init__(
@@ -58,22 +54,17 @@ class ChunkScan(layouts.ChunkScan):
         self.remove_older(cutoffs)
 
     def remove_older(self, cutoffs: Cutoffs) -> None:
-        """Remove files of these ages from now on."""
         self.once_us, self.reused_us = cutoffs.once_us, cutoffs.reused_us
 
     @property
     def is_done(self) -> bool:
-        """Whether as much was removed as was wanted."""
         return bool(self.removed_bytes >= self.want_bytes)
 
     def scan(self, root_fd: int, folder: str, stop: StopFlag) -> list[str]:
         """Scan the chunks' files below a directory of an epoch's first level. Blocks.
 
-        Returns:
-            The paths of what was removed, relative to ``folder``.
-
-        Raises:
-            OSError: the directory cannot be read, or ``stop`` was set.
+        Returns the paths of what was removed, relative to ``folder``. Raises OSError if the directory cannot
+        be read or ``stop`` was set.
         """
         self.names_bytes = self.failed = 0
         scan = require_library().kvt_chunks_scan

@@ -19,10 +19,7 @@ from kvtier.tiers.fs._root import Namespace, Root
 
 
 def remove_cache(root: Root, name: str) -> bool:
-    """Remove a cache that no living process uses.
-
-    Returns:
-        Whether the cache is gone.
+    """Remove a cache unless a living process uses it. Return whether it is gone.
 
     Raises:
         OSError: something cannot be removed.
@@ -45,8 +42,8 @@ def _is_left(root: Root, namespace: Namespace) -> bool:
     return not any(alive is not False for alive in (*used, *namespace.writers().values()))
 
 
-class Sweeper:
-    """Removes what is left over below a root.
+class Sweeper(Removal):
+    """Removes what is left over below a root. Its methods return the bytes removed, about.
 
     Args:
         ours: writers of this process: with some network file systems a lock does not tell two
@@ -56,41 +53,45 @@ class Sweeper:
         problems: what should have been removed and could not be, and why.
     """
 
-    def __init__(self, root: Root, removal: Removal, ours: frozenset[str] = frozenset()) -> None:
+    def __init__(self, root: Root, stop: StopFlag, ours: frozenset[str]) -> None:
+        super().__init__(root.fd, stop)
         self._root = root
-        self._removal = removal
-        self._stop = removal.stop
         self._ours = ours
         self.problems: list[str] = []
 
+    def remove_leftovers(self, want_bytes: int) -> int:
+        """Remove orphans, then what ``sweep`` does, then the quarantine, until so many bytes are removed."""
+        removed = self.sweep_orphans(want_bytes)
+        if removed < want_bytes:
+            removed += self.sweep()
+        return removed + self._sweep_quarantines(want_bytes - removed)
+
     def sweep(self) -> int:
-        """Remove what the dead left behind and epochs that nobody uses. Returns the bytes removed, about."""
+        """Remove what the dead left behind, epochs that nobody uses, and quarantined files over the bound."""
         removed = 0
         for namespace in self._root.namespaces():
-            removed += self.sweep_writers(namespace) + self.sweep_epochs(namespace)
+            removed += self._sweep_writers(namespace) + self._sweep_epochs(namespace)
             if namespace.is_kvtiers:
                 removed += self._prune_quarantine(namespace)
         return removed
 
-    def sweep_writers(self, namespace: Namespace) -> int:
-        """Remove the unfinished files of dead writers."""
+    def _sweep_writers(self, namespace: Namespace) -> int:
         folder = f"{namespace.name}/.tmp"
         names = set(self._root.names(folder))
         removed = 0
         for writer in {name.removesuffix(".lock") for name in names} - self._ours:
-            if self._stop:
+            if self.stop:
                 break
             lock = f"{folder}/{writer}.lock"
-            with suppress(OSError), self._removal.alone(lock, create=False) as alone:
+            with suppress(OSError), self.alone(lock, create=False) as alone:
                 if alone:
-                    removed += self._removal.tree(f"{folder}/{writer}")
+                    removed += self.tree(f"{folder}/{writer}")
             # The lock is there before the directory and goes after it.
             if f"{writer}.lock" not in names and not self._root.is_there(lock):
-                removed += self._removal.tree(f"{folder}/{writer}")
+                removed += self.tree(f"{folder}/{writer}")
         return removed
 
-    def sweep_epochs(self, namespace: Namespace) -> int:
-        """Remove epochs that are behind and that nobody uses."""
+    def _sweep_epochs(self, namespace: Namespace) -> int:
         current = namespace.epoch
         if current is None:
             return 0
@@ -98,12 +99,12 @@ class Sweeper:
         traces |= {found.epoch for found in namespace.data_dirs}
         removed = 0
         for number in sorted(number for number in traces if number < current):
-            if self._stop:
+            if self.stop:
                 break
             lock = layout.users_lock(namespace.name, number)
-            with suppress(OSError), self._removal.alone(lock, create=True) as alone:
+            with suppress(OSError), self.alone(lock, create=True) as alone:
                 if alone:
-                    removed += self._removal.tree(layout.data_dir(namespace.name, number))
+                    removed += self.tree(layout.data_dir(namespace.name, number))
         return removed
 
     def sweep_orphans(self, want_bytes: float = inf) -> int:
@@ -111,26 +112,26 @@ class Sweeper:
         removed = 0
         for namespace in self._root.namespaces():
             if removed < want_bytes and namespace.is_orphaned:
-                removed += sum(self._removal.tree(found.name) for found in namespace.data_dirs)
+                removed += sum(self.tree(found.name) for found in namespace.data_dirs)
         return removed
 
-    def sweep_quarantines(self, want_bytes: int) -> int:
+    def _sweep_quarantines(self, want_bytes: int) -> int:
         """Remove what failed a check, the oldest first in each namespace, until so many bytes are removed."""
         removed = 0
         for namespace in self._root.namespaces():
             for name in by_age(namespace.quarantine()):
-                if self._stop or removed >= want_bytes:
+                if self.stop or removed >= want_bytes:
                     return removed
                 with suppress(OSError):
-                    removed += self._removal.entry(f"{namespace.name}/quarantine/{name}")
+                    removed += self.entry(f"{namespace.name}/quarantine/{name}")
         return removed
 
     def _prune_quarantine(self, namespace: Namespace) -> int:
-        if self._stop:
+        if self.stop:
             return 0
         folder = f"{namespace.name}/quarantine"
-        pruned = prune(self._root.fd, self._removal, folder, MAX_FILES)
-        if pruned.problem is not None and not self._stop and self._root.is_there(folder):
+        pruned = prune(self, folder, MAX_FILES)
+        if pruned.problem is not None and not self.stop and self._root.is_there(folder):
             what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
             self.problems.append(f"{what}: {pruned.problem}")
         return pruned.bytes

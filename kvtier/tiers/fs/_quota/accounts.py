@@ -40,32 +40,19 @@ def _new_mark() -> str:
 
 
 class Accounts(msgspec.Struct):
-    """What is known of a root's bytes: also the form in which it is stored. Larger numbers are damage.
+    """What is known of a root's bytes: also the form in which it is stored. Larger numbers are damage."""
 
-    Attributes:
-        used: bytes below the root. Where ``is_exact`` is not set, all that the file system held: never too
-            little.
-        boot: the boot of the machine in which it was last known to be right.
-        is_exact: whether the root was counted.
-        added: sum of the bytes that were ever written, to be compared with an earlier one.
-        removed: the same of bytes that were removed.
-        counted_at: when the root was counted last, in seconds since 1970; 0: never.
-        leases: bytes that each living writer may be writing.
-        unconfirmed: those of the bytes in ``used`` that may not be there: dead writers may have written them,
-            or they were removed and a count may have seen it. They take room until the next count, but
-            nothing is evicted for them.
-        mark: a random word, another one in a new ledger and after each count.
-    """
-
-    used: _Bytes
-    boot: str = ""
-    is_exact: bool = False
-    added: _Sum = 0
-    removed: _Sum = 0
-    counted_at: Annotated[float, Meta(ge=0, lt=MAX_STORED)] = 0.0
-    leases: dict[str, _Bytes] = {}
+    used: _Bytes  # below the root; until ``is_exact`` all that the file system held, so never too little
+    boot: str = ""  # the boot of the machine in which it was last known to be right
+    is_exact: bool = False  # whether the root was counted
+    added: _Sum = 0  # bytes ever written; compared with an earlier sum
+    removed: _Sum = 0  # bytes ever removed
+    counted_at: Annotated[float, Meta(ge=0, lt=MAX_STORED)] = 0.0  # Unix time of the last count; 0: never
+    leases: dict[str, _Bytes] = {}  # bytes that each living writer may be writing
+    # Those of ``used`` that may not be there: dead writers may have written them, or they were removed and a
+    # count may have seen it. They take room until the next count, but nothing is evicted for them.
     unconfirmed: _Bytes = 0
-    mark: str = msgspec.field(default_factory=_new_mark)
+    mark: str = msgspec.field(default_factory=_new_mark)  # random; another one after each count
     format: Literal[2] = 2
 
     @property
@@ -74,18 +61,15 @@ class Accounts(msgspec.Struct):
         return sum(self.leases.values())
 
     def add(self, nbytes: int) -> None:
-        """Take in that bytes were written."""
+        """Add bytes that were written."""
         self.used += nbytes
         self.added += nbytes
 
     def remove(self, nbytes: int, since: str) -> None:
-        """Take in that bytes were removed.
+        """Subtract bytes that were removed since ``mark`` was ``since``.
 
-        A count that has ended since then, or the first bytes of a new ledger, may be without them already.
-        Subtracted once more they would be a hole in the bound, so they take room until the next count.
-
-        Args:
-            since: ``mark`` before the first of them was removed.
+        A count that has ended since then, or a new ledger, may be without them already. Subtracted once more
+        they would be a hole in the bound, so they take room until the next count.
         """
         if since == self.mark:
             self.used = max(0, self.used - nbytes)
@@ -101,15 +85,11 @@ class Accounts(msgspec.Struct):
             self.unconfirmed += left
 
     def end_count(self, start: Accounts, counted: int, now: float) -> None:
-        """Take in a count, which has seen some of what was written and removed meanwhile.
+        """Take over a count, which has seen some of what was written and removed since ``start``.
 
-        What was there when it ended is between ``counted`` less all that was removed and ``counted``
-        and all that was written meanwhile. Within these the sum is kept; beyond them it is proven wrong, and
-        the most that can be there takes its place.
-
-        Args:
-            start: the accounts when the count began.
-            now: in seconds since 1970.
+        What was there at its end is between ``counted`` less all that was removed and ``counted`` plus all
+        that was written meanwhile. A sum within these is kept; one beyond them is wrong, and replaced by the
+        most that can be there.
         """
         if start.mark != self.mark:
             return
@@ -124,19 +104,12 @@ class Accounts(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What all writers of a root keep to.
+    """What all writers of a root keep to."""
 
-    Attributes:
-        max_bytes: bytes below the root; None: ``DEFAULT_SHARE`` of what is free and what it holds.
-        min_free: bytes of the file system that stay free.
-        high: share of what the root may hold above which eviction begins.
-        low: share at which it ends.
-    """
-
-    max_bytes: int | None
-    min_free: int
-    high: float
-    low: float
+    max_bytes: int | None  # below the root; None: ``DEFAULT_SHARE`` of what is free and what it holds
+    min_free: int  # bytes of the file system
+    high: float  # share of what the root may hold above which eviction begins
+    low: float  # share at which it ends
 
     def limit(self, used: int, disk: FileSystem) -> int:
         """Return the bytes that may be below a root that holds ``used``."""
@@ -150,10 +123,10 @@ class Bounds:
         return below_limit, disk.free - self.min_free - accounts.leased
 
     def excess(self, accounts: Accounts, disk: FileSystem, wanted: int = 0, unit: int = 0) -> int:
-        """Return the bytes that should be evicted now, 0 for none.
+        """Return the bytes to evict now.
 
         Args:
-            wanted: bytes that were asked for and could not be leased.
+            wanted: bytes that could not be leased.
             unit: the least of them that are of any use.
         """
         if not accounts.is_exact:

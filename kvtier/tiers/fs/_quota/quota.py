@@ -1,14 +1,12 @@
 """The bounds of the file tier: how many chunks may be written now.
 
-Two bounds hold at once, for all processes that use the root: ``max_bytes`` for everything below it,
-and ``min_free_bytes`` for the file system. The bytes of a batch are leased from the root's ledger before it
-is written, so that no number of jobs and processes oversteps them. Where there is plenty of room, a writer
-leases some more with them for the batches of the next milliseconds, which then need not ask.
+Two bounds hold at once, for all processes that use the root: ``max_bytes`` for everything below it, and
+``min_free_bytes`` for the file system. The bytes of a batch are leased from the root's ledger before it is
+written. If there is plenty of room, a writer leases some more for the batches of the next milliseconds, which
+then need not ask.
 
-What the root holds is known from the ledger, and is counted where the ledger is new or was counted
-long ago. Before the first count the root is taken to hold all that the file system holds: that is
-never too little, so the bound holds from the first put on. Puts that only this refuses are refused
-as ``COUNTING``.
+Before the first count the root is assumed to hold all that the file system holds, so the bound holds from the
+first put on. Puts that only this refuses are refused as ``COUNTING``.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ _AHEAD_SHARE: Final = 64
 def stat_file_system(root_fd: int) -> FileSystem:
     """Return the state of the file system that an open directory is on. Blocks.
 
-    Where hardly any file can be made any more, its free bytes are of no use, and none are said to be free: a
-    chunk may need directories as well, and where it gets some of them alone, nothing would ever make room.
+    Reports no free bytes when inodes are nearly exhausted: a chunk may need directories as well, and with
+    those alone nothing would ever make room.
     """
     found = os.fstatvfs(root_fd)
     unit = found.f_frsize
-    # Of no inodes in all the file system makes them as they are needed.
+    # A total of 0 inodes means that the file system makes them as needed.
     has_inodes = found.f_files == 0 or found.f_favail > min(_MIN_FREE_INODES, found.f_files // 16)
     free = found.f_bavail * unit if has_inodes else 0
     return FileSystem(found.f_blocks * unit, (found.f_blocks - found.f_bfree) * unit, free)
@@ -56,59 +54,42 @@ def _bounds_of(config: FsConfig, disk: FileSystem) -> Bounds:
 
 
 class Known(NamedTuple):
-    """What the ledger said last, in bytes.
+    """What the ledger said last, in bytes."""
 
-    Attributes:
-        used: bytes below the root, less what this writer has not reported.
-        is_exact: whether the root was counted; ``used`` is never too little before.
-        limit: bytes that may be below the root; None before the default is known.
-        excess: bytes that should be evicted.
-        unconfirmed: bytes that writers who have died may have written, until the root is counted again.
-        leased: bytes that writers have leased for chunks.
-    """
-
-    used: int
-    is_exact: bool = False
-    limit: int | None = None
-    excess: int = 0
-    unconfirmed: int = 0
+    used: int  # below the root, less what this writer has not reported
+    is_exact: bool = False  # whether the root was counted
+    limit: int | None = None  # bytes that may be below the root; None before the default is known
+    excess: int = 0  # bytes to evict
+    unconfirmed: int = 0  # see Accounts
     leased: int = 0
 
 
 @dataclass(slots=True)
 class _Change:
-    """The accounts while they are held, and what is to be leased in addition.
-
-    Attributes:
-        reserve: bytes that a put is going to write.
-        ahead: bytes for later puts.
-    """
+    """The accounts while they are held, and what is to be leased in addition."""
 
     accounts: Accounts
     disk: FileSystem
-    reserve: int = 0
-    ahead: int = 0
+    reserve: int = 0  # bytes that a put is going to write
+    ahead: int = 0  # bytes for later puts
 
 
 class Quota:
-    """What may be written. Any thread may call it; what asks the ledger or the file system blocks.
+    """What may be written. Any thread may call it.
+
+    Methods that do not say otherwise ask the ledger and the file system: they block, and raise OSError if
+    either does not answer.
 
     Args:
         file_bytes: the most bytes that writing one chunk can take.
         stat: returns the file system's state; it blocks.
-
-    Attributes:
-        known: what the ledger said last. Any thread may look at it.
-
-    Raises:
-        OSError: the file system cannot be asked.
     """
 
     def __init__(
         self, config: FsConfig, file_bytes: int, shared: Ledger, stat: Callable[[], FileSystem]
     ) -> None:
-        self._asking = threading.Lock()  # held by the one who asks the ledger or the file system
-        self._lock = threading.Lock()  # of the three numbers below; nobody is asked while it is held
+        self._asking = threading.Lock()  # held while the ledger or the file system is asked
+        self._lock = threading.Lock()  # of the three numbers below; nothing is asked while it is held
         self._reserved = 0  # of this writer's lease, by puts that have not ended
         self._ahead = 0  # of this writer's lease, for puts to come
         self._unreported = 0  # written, and not in the ledger yet: the lease there still covers it
@@ -138,10 +119,9 @@ class Quota:
         return self._unreported > 0 or self._reserved != self._leased
 
     def reserve_ahead(self, chunks: int) -> bool:
-        """Reserve bytes for new files from what is leased ahead: all or none. ``settle`` ends it.
+        """Reserve bytes for new files from what is leased ahead, all or none. ``settle`` ends it.
 
-        Returns:
-            Whether they are reserved. It does not block.
+        Returns whether they are reserved. Does not block.
         """
         wanted = chunks * self._file_bytes
         with self._lock:
@@ -154,11 +134,7 @@ class Quota:
     def reserve(self, chunks: int) -> tuple[int, Result]:
         """Reserve bytes for new files. ``settle`` ends it.
 
-        Returns:
-            How many of ``chunks`` may be written, and why the others may not.
-
-        Raises:
-            OSError: the file system or the ledger does not answer.
+        Returns how many of ``chunks`` may be written, and why the others may not.
         """
         wanted = chunks * self._file_bytes
         with self._change() as change:
@@ -185,7 +161,7 @@ class Quota:
     def flush(self) -> None:
         """Report to the ledger what was settled, and give back what was leased ahead.
 
-        Where the ledger does not answer, the next put or the next refresh reports it.
+        Raises nothing: if the ledger does not answer, the next put or refresh reports it.
         """
         if self.has_news:
             with suppress(OSError), self._change():
@@ -194,23 +170,18 @@ class Quota:
     def mark(self) -> str:
         """Return the ledger's mark, for ``removed`` with the bytes that are removed from now on.
 
-        Where the ledger does not answer it fits no ledger: the bytes take room until the root is counted.
+        Raises nothing: if the ledger does not answer, the mark fits none, and the bytes take room until the
+        root is counted.
         """
         with suppress(OSError), self._change() as change:
             return change.accounts.mark
         return ""
 
     def removed(self, nbytes: int, since: str) -> str:
-        """Report that so many bytes were removed.
+        """Report removed bytes, and return the mark for those that are removed from now on.
 
         Args:
-            since: from ``mark``, or from here, before the first of them was removed.
-
-        Returns:
-            The mark for the bytes that are removed from now on.
-
-        Raises:
-            OSError: the ledger does not answer.
+            since: the mark from before the first of them was removed.
         """
         if not nbytes:
             return since
@@ -219,11 +190,7 @@ class Quota:
             return change.accounts.mark
 
     def refresh(self) -> None:
-        """Report what was written, and read what others wrote and removed.
-
-        Raises:
-            OSError: the file system or the ledger does not answer.
-        """
+        """Report what was written, and read what others wrote and removed."""
         with self._change() as change:
             self._ledger.expire_dead_leases(change.accounts)
 
@@ -235,11 +202,7 @@ class Quota:
             return accounts.unconfirmed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
 
     def count(self, add_up: Callable[[], int]) -> None:
-        """Count what the root holds. Blocks as long as ``add_up`` does.
-
-        Raises:
-            OSError: it could not be counted; the last count stays.
-        """
+        """Count what the root holds, with ``add_up``. On OSError the last count stays."""
         with self._change() as change:
             start = copy(change.accounts)
         counted = add_up()

@@ -27,7 +27,7 @@ RootOption = Annotated[
         help="Directory on the disk to measure; emptied afterwards. Default: a temporary one.",
     ),
 ]
-ModelOption = Annotated[engines.Size, typer.Option(help="Size of the randomly initialised model.")]
+ModelOption = Annotated[engines.Size, typer.Option(help="Size of the randomly initialized model.")]
 ChunkBytesOption = Annotated[
     list[int] | None,
     typer.Option(min=4096, help="Chunk size in bytes; repeatable. [65536, 524288, 2097152]"),
@@ -70,7 +70,7 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of a generated trace.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what share of a trace's chunks each eviction policy finds, by the size of host memory.
+    """Show the hit rate of each eviction policy on a trace, by size of host memory.
 
     Example: kvtier simulate trace.jsonl --capacity 64GiB --capacity 256GiB --device 40GiB
     """
@@ -142,7 +142,7 @@ def fleet(
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """An engine is asked for what another one has computed: its TTFT by what they share; real engines.
+    """Time to the first token for what another engine has computed, by the tier they share; real engines.
 
     Example: kvtier bench fleet --tier '{"type": "mooncake", "master": "localhost:50051"}'
     """
@@ -182,10 +182,10 @@ def replay(
             "[none, and kvtier with host memory and files]",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests, of whole conversations.")] = 200,
-    speed: Annotated[float, typer.Option(min=1e-3, help="Times of the trace are divided by this.")] = 30.0,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests, as whole conversations.")] = 200,
+    speed: Annotated[float, typer.Option(min=1e-3, help="Divide the times of the trace by this.")] = 30.0,
     tokens_per_chunk: Annotated[
-        int, typer.Option(min=16, max=512, help="What 512 tokens of the trace become.")
+        int, typer.Option(min=16, max=512, help="Tokens that replace 512 tokens of the trace.")
     ] = 32,
     seed: Annotated[int, typer.Option(help="Seed of the choice of conversations, and of the tokens.")] = 0,
     model: ModelOption = engines.Size.TINY,
@@ -215,7 +215,7 @@ def versus(
     only: Annotated[engines.Part | None, typer.Option(help="Measure only this.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """kvtier, vLLM's own tiering and LMCache: speed, and what becomes of requests when the cache fails.
+    """kvtier, vLLM's own tiering and LMCache: speed, and how requests fare when the cache fails.
 
     Example: kvtier bench versus --lmcache /opt/lmcache/bin/python
     """

@@ -1,16 +1,18 @@
 """The asking side of the control channel: connections to peers, kept up in the background.
 
 Lookups use only the peers that are connected. One that cannot be reached, or does not answer, costs at most
-``answer_timeout_s`` once: it is dropped, and connected to again in the background.
+``answer_timeout_s`` once: it is dropped, and connected to again in the background. One that answers late
+is not waited for while others have answered, nor asked until its answer has come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import anyio
@@ -18,6 +20,7 @@ import anyio
 from kvtier.keys import OffloadKey
 from kvtier_nixl import _protocol as protocol
 from kvtier_nixl._agent import Agent
+from kvtier_nixl._pace import Pace, share_out
 from kvtier_nixl._protocol import Challenge, Hello, Message, MessageT, ProtocolError, Welcome
 from kvtier_nixl._server import Facts
 from kvtier_nixl.config import parse_address
@@ -25,6 +28,8 @@ from kvtier_nixl.config import parse_address
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 _FIRST_TRIES_S: Final = 5.0
+_PATIENCE: Final = 0.1
+"""Share of ``answer_timeout_s`` for which a late peer is waited for when half of them have answered."""
 
 
 class PeerError(Exception):
@@ -50,6 +55,8 @@ class Peer:
 
     Attributes:
         was_tried: set once the first attempt to connect has ended.
+        pace: how fast chunks are read from it.
+        is_late: whether the answer to a lookup, which nobody waits for any more, has not come yet.
     """
 
     def __init__(
@@ -64,6 +71,8 @@ class Peer:
         self._turn = anyio.Lock()
         self._is_lost = asyncio.Event()
         self.was_tried = asyncio.Event()
+        self.pace = Pace()
+        self.is_late = False
         self._is_self = False
 
     async def keep_connected(self) -> None:
@@ -130,7 +139,8 @@ class Peer:
             self._agent.free_rows(rows)
             raise PeerError("it is not connected")
         try:
-            await self._agent.read(link.welcome.agent, addresses, rows)
+            with self.pace.reading(len(rows)):
+                await self._agent.read(link.welcome.agent, addresses, rows)
         except asyncio.CancelledError:
             if self._link is link:
                 self.drop("a read took too long")
@@ -217,7 +227,9 @@ class Peers:
         warn: Callable[[str, str], None],
     ) -> None:
         self._peers = [Peer(address, facts, agent, timeout_s, warn) for address in addresses]
+        self._patience_s = _PATIENCE * timeout_s
         self._tasks: list[asyncio.Task[None]] = []
+        self._lookups: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Begin to connect, in the background; wait a while until each peer has been tried once."""
@@ -236,25 +248,56 @@ class Peers:
     async def aclose(self) -> None:
         """Stop, and wait until nothing is in the background."""
         self.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if tasks := [*self._tasks, *self._lookups]:
+            await asyncio.wait(tasks)
 
     async def locate(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Peer]:
-        """Ask all that are connected; return for each key that is held one that holds it."""
-        found: dict[OffloadKey, Peer] = {}
+        """Ask all that are connected; return for each key that is held which holder to read it from."""
+        holders: dict[OffloadKey, list[Peer]] = {key: [] for key in keys}
+        peers = [peer for peer in self._peers if peer.is_connected and not peer.is_late]
+        asked = {asyncio.create_task(_look_up(peer, keys, holders)): peer for peer in peers}
+        self._lookups.update(asked)
+        for task in asked:
+            task.add_done_callback(self._lookups.discard)
+        try:
+            late = await self._answers(asked)
+        except BaseException:
+            for task in asked:
+                task.cancel()
+            raise
+        for task in late:
+            asked[task].is_late = True
+            task.add_done_callback(partial(_was_late, asked[task]))
+        return share_out({key: held for key, held in holders.items() if held}, lambda peer: peer.pace)
 
-        async def ask(peer: Peer) -> None:
-            with suppress(PeerError):  # logged, and the peer is dropped
-                held = await peer.lookup(keys)
-                for key, is_held in zip(keys, held, strict=True):
-                    if is_held:
-                        found.setdefault(key, peer)
+    async def _answers(self, waiting: Collection[asyncio.Task[None]]) -> Collection[asyncio.Task[None]]:
+        """Wait until the tasks end; return those that take much longer than half of them."""
+        loop = asyncio.get_running_loop()
+        half, begun_s = len(waiting) // 2, loop.time()
+        limit_s: float | None = None
+        while waiting:
+            left_s = None if limit_s is None else limit_s - loop.time()
+            done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for task in done:
+                task.result()
+            if limit_s is None and len(waiting) <= half:
+                limit_s = 2 * loop.time() - begun_s + self._patience_s
+        return waiting
 
-        async with anyio.create_task_group() as tasks:
-            for peer in self._peers:
-                if peer.is_connected:
-                    tasks.start_soon(ask, peer)
-        return found
+
+async def _look_up(peer: Peer, keys: Sequence[OffloadKey], holders: Mapping[OffloadKey, list[Peer]]) -> None:
+    """Ask one peer; enter it as a holder of the keys that it holds."""
+    with suppress(PeerError):  # logged, and the peer is dropped
+        held = await peer.lookup(keys)
+        for key, is_held in zip(keys, held, strict=True):
+            if is_held:
+                holders[key].append(peer)
+
+
+def _was_late(peer: Peer, _: asyncio.Task[None]) -> None:
+    peer.is_late = False
 
 
 def _pieces(keys: Sequence[OffloadKey]) -> list[tuple[OffloadKey, ...]]:

@@ -25,8 +25,8 @@ class NixlConfig(TierConfig):
     peers: tuple[str, ...] = Field(
         default=(),
         max_length=256,
-        description="`listen` addresses of the engines to read from. One's own is ignored, so the list can "
-        "be the same everywhere.",
+        description="`listen` addresses of the engines to read from. An engine ignores its own, so the list "
+        "can be the same everywhere.",
     )
     secret_file: Path | None = Field(
         default=None,

@@ -52,7 +52,7 @@ class RedisConfig(TierConfig):
         default="redis", description="Name of the tier's entry point in the group kvtier.tiers."
     )
     mode: Literal["single", "sentinel", "cluster"] = Field(
-        default="single", description="One server, a primary that sentinels name, or a cluster."
+        default="single", description="One server, a primary named by sentinels, or a cluster."
     )
     addresses: tuple[str, ...] = Field(
         default=(f"127.0.0.1:{_DEFAULT_PORT}",),
@@ -85,7 +85,7 @@ class RedisConfig(TierConfig):
     tls_key_file: Path | None = Field(default=None, description="PEM file of the client certificate's key.")
     tls_verify: Literal["full", "chain", "none"] = Field(
         default="full",
-        description="What is verified of the server's certificate: chain and host name, chain only, or "
+        description="What to verify in the server's certificate: chain and host name, chain only, or "
         "nothing.",
     )
     connections: int = Field(

@@ -96,7 +96,7 @@ class S3Config(TierConfig):
         default=False, description="Allow an endpoint without TLS: chunks travel unencrypted."
     )
     verify: StrictBool = Field(
-        default=True, description="Verify the store's certificate. Without, anybody can pose as the store."
+        default=True, description="Verify the store's certificate. Otherwise anyone can pose as the store."
     )
     ca_file: Path | None = Field(
         default=None, description="PEM file of authorities trusted in addition to the system's."

@@ -99,7 +99,8 @@ async def test_a_root_whose_ledger_cannot_be_written_is_read_until_it_can_be(
     await world.put(tier, [1])
     await tier.aclose()
     frozen_ledger("ro")
-    lost, tried = [], threading.Semaphore(0)
+    lost: list[str] = []
+    tried = threading.Semaphore(0)
     may_be_written = Namespace.is_writable_again
 
     def is_writable_again(*args):

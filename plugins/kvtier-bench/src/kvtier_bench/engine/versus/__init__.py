@@ -1,1 +1,1 @@
-"""kvtier beside vLLM's own tiering and LMCache: speed, and what becomes of requests when the cache fails."""
+"""kvtier beside vLLM's own tiering and LMCache: speed, and how requests fare when the cache fails."""
