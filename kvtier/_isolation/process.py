@@ -35,9 +35,10 @@ from kvtier._isolation.link import Link, ReadState
 from kvtier._isolation.wire import Hello, SlotChecksumsLayout, WireError
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.errors import IsolationError, StateError
 
-logger = logging.getLogger("kvtier.executor")
+logger = GuardedLogger("kvtier.executor")
 
 _KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
 _START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
@@ -203,7 +204,7 @@ class ExecutorProcess:
             self._notify()
         except Exception:
             self._is_notice_due = True
-            _log(logging.ERROR, "the callback for new events failed; retrying", exc_info=True)
+            logger.exception("the callback for new events failed; retrying")
         else:
             self._is_notice_due = False
 
@@ -228,8 +229,7 @@ class ExecutorProcess:
                     if self._decide_first_start(repr(error)):
                         self._closing = True
                     else:
-                        text = "tier process killed after an error of its supervisor; restarting"
-                        _log(logging.ERROR, text, exc_info=True)
+                        logger.exception("tier process killed after an error of its supervisor; restarting")
                 if not self._closing:
                     self._sleep(self._backoff.next_s())
         finally:
@@ -335,8 +335,7 @@ class ExecutorProcess:
             gives_up = self._closing and now_s > self._end_by_s - LAST_STEP_S
             if now_s > warn_s or gives_up:
                 warn_s = inf
-                _log(
-                    logging.ERROR,
+                logger.error(
                     "tier process %d does not exit after SIGKILL: it is blocked in the kernel, probably in "
                     "disk I/O",
                     link.pid,
@@ -354,15 +353,14 @@ class ExecutorProcess:
                 if link.state is ReadState.DRAINED:
                     return
         except Exception as error:  # its transfers fail with the others
-            _log(logging.WARNING, "tier process %d: its last messages are malformed: %s", link.pid, error)
+            logger.warning("tier process %d: its last messages are malformed: %s", link.pid, error)
 
     def _report_end(self, end: _End, pid: int | None = None) -> None:
         """Report an end before it is waited for: from here on the tiers are given nothing."""
         if self._decide_first_start(end.text):  # ``start`` raises it
             self._closing = True
             return
-        name = "" if pid is None else f" {pid}"
-        _log(logging.ERROR, "tier process%s ended: %s; restarting", name, end.text)
+        logger.error("tier process%s ended: %s; restarting", "" if pid is None else f" {pid}", end.text)
         self.events.append(ProcessEnded(end.reason))
         for tier in range(len(self.activity)):
             self.events.append(TierDown(tier, f"the tier process ended: {end.text}"))
@@ -392,12 +390,6 @@ class ExecutorProcess:
 
 AnyExecutor = ExecutorThread | ExecutorProcess
 """An executor beside its owner."""
-
-
-def _log(level: int, text: str, *arguments: object, exc_info: bool = False) -> None:
-    """Log a line. A handler of the engine's that fails costs the line, not the end of a process."""
-    with suppress(Exception):
-        logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:

@@ -664,6 +664,30 @@ def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -
     assert {event.tier for event in it.received if isinstance(event, TierDown)} == {0}
 
 
+def test_a_failing_log_handler_does_not_end_the_thread() -> None:
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            written.append(record.getMessage())
+            raise OSError("no room for the log")
+
+    class Fails(DummyTier):
+        async def open(self, context: TierContext) -> None:
+            raise OSError("unplugged")
+
+    written: list[str] = []
+    handler = Failing()
+    logging.getLogger("kvtier").addHandler(handler)
+    try:
+        it = Harness(Fails(DummyConfig()), dummy(), where="thread")
+        it.process.start()
+        it.until(lambda: any(isinstance(event, TierDown) for event in it.received), "its failure")
+        it.hold([1], tier=1)
+        it.close()
+    finally:
+        logging.getLogger("kvtier").removeHandler(handler)
+    assert any("unplugged" in line for line in written)
+
+
 def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:
     class Dies(Executor):
         def submit(self, commands: Any) -> None:

@@ -30,11 +30,11 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files.call import Flag, Place
 from kvtier.tiers.fs._locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
+from kvtier.tiers.fs._quota import ledger
 
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DURABILITY: Final = {
     "none": Flag.NONE,
     "data": Flag.SYNC_DATA,
@@ -131,7 +131,7 @@ class Namespace:
     @property
     def can_evict(self) -> bool:
         """Whether files may be removed: also where nothing can be written for want of room."""
-        return not self._refusal or self._refusal in _NO_ROOM
+        return not self._refusal or self._refusal in ledger.NO_ROOM
 
     @property
     def tmp_dir(self) -> str:

@@ -7,7 +7,6 @@ own, so that room is made meanwhile. A failure is logged, fails no put or get, a
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Final
 
 import anyio
 
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import call_soon
@@ -41,7 +41,7 @@ _UNCOUNTED_S: Final = 1.0  # between two tries to count a root that was never co
 _ROOM_EVERY_S: Final = 0.02  # between two tries of a put that waits for room that another process makes
 _TOUCHED_A_CALL: Final = 1024
 _LINES_EVERY_S: Final = 30.0
-_log = logging.getLogger("kvtier.tiers.fs")
+_log = GuardedLogger("kvtier.tiers.fs")
 
 
 class Maintenance:
@@ -229,6 +229,11 @@ class Maintenance:
             self.evicted_chunks += expired.chunks
 
     def _evict(self) -> None:
+        try:
+            self._quota.refresh()
+        except OSError as error:  # by what the ledger said last, each try would remove as much again
+            if error.errno not in ledger.NO_ROOM:
+                raise
         need = self._quota.known.excess
         if not need:
             return
