@@ -29,6 +29,7 @@ from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, U
 from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
+from tests.common import failing_log_handler
 from tests.unit.isolation.conftest import (
     CHUNK_BYTES,
     CLOSE_S,
@@ -665,26 +666,16 @@ def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -
 
 
 def test_a_failing_log_handler_does_not_end_the_thread() -> None:
-    class Failing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            written.append(record.getMessage())
-            raise OSError("no room for the log")
-
     class Fails(DummyTier):
         async def open(self, context: TierContext) -> None:
             raise OSError("unplugged")
 
-    written: list[str] = []
-    handler = Failing()
-    logging.getLogger("kvtier").addHandler(handler)
-    try:
+    with failing_log_handler() as written:
         it = Harness(Fails(DummyConfig()), dummy(), where="thread")
         it.process.start()
         it.until(lambda: any(isinstance(event, TierDown) for event in it.received), "its failure")
         it.hold([1], tier=1)
         it.close()
-    finally:
-        logging.getLogger("kvtier").removeHandler(handler)
     assert any("unplugged" in line for line in written)
 
 

@@ -27,6 +27,7 @@ from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link
 from kvtier.tiers._base import Usage
 from kvtier.tiers._seal import TRAILER_BYTES
+from tests.common import failing_log_handler
 
 from .conftest import (
     CHUNK_BYTES,
@@ -119,10 +120,6 @@ def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
         if is_armed.is_set():
             raise OSError("no memory for it")
 
-    class Failing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            fail()
-
     def is_overdue(it: Heartbeat) -> bool:
         return looks(it) or (is_armed.is_set() and not is_killed.is_set())
 
@@ -142,12 +139,10 @@ def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
     before = children()
     monkeypatch.setattr(Heartbeat, "is_overdue", is_overdue)
     monkeypatch.setattr(processes, "Link", Witness)
-    handler = Failing()
-    logging.getLogger("kvtier").addHandler(handler)
     if what == "the log":
         monkeypatch.setattr(processes, "_WARN_S", 0.0)
         monkeypatch.setattr(processes, "_LOOK_S", 0.0)
-    try:
+    with failing_log_handler(fails=is_armed.is_set):
         notify = fail if what == "the callback" else int
         it = launch(make_tier("dummy", put_latency_s=600, deadline_s=600), notify=notify)
         put, pid = it.put([1]), it.pid()
@@ -159,8 +154,6 @@ def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
         it.until_up()
         assert (it.endings, is_alive(pid)) == (["silent"], False)
         assert [set(pids) - set(before) for pids in left] == [set(), set()]
-    finally:
-        logging.getLogger("kvtier").removeHandler(handler)
 
 
 @pytest.mark.usefixtures("reckless")

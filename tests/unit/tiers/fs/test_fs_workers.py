@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 
 import anyio
@@ -15,6 +14,7 @@ from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._quota.ledger import SharedLedger
 from kvtier.tiers.fs._quota.quota import Quota
+from tests.common import failing_log_handler
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -52,10 +52,6 @@ async def test_puts_go_on_after_a_flush_has_failed(world, monkeypatch):
 
 
 async def test_a_log_handler_that_fails_does_not_end_the_ticks(world, monkeypatch):
-    class Failing(logging.Handler):
-        def emit(self, record):
-            raise OSError("no room for the log")
-
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     tries, refresh = threading.Semaphore(0), Quota.refresh
 
@@ -63,16 +59,12 @@ async def test_a_log_handler_that_fails_does_not_end_the_ticks(world, monkeypatc
         tries.release()
         raise OSError("the share hangs")
 
-    handler = Failing()
-    logging.getLogger("kvtier").addHandler(handler)
-    try:
+    with failing_log_handler():
         await world.open(max_bytes=2**50)
         monkeypatch.setattr(Quota, "refresh", fail)
         for _ in range(3):
             await world.eventually(lambda: tries.acquire(blocking=False))
-    finally:
-        logging.getLogger("kvtier").removeHandler(handler)
-        monkeypatch.setattr(Quota, "refresh", refresh)
+    monkeypatch.setattr(Quota, "refresh", refresh)
 
 
 async def test_nothing_more_is_evicted_while_the_ledger_cannot_be_told(world, monkeypatch):
