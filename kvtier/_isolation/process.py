@@ -203,8 +203,9 @@ class ExecutorProcess:
         try:
             self._notify()
         except Exception:
-            self._is_notice_due = True
-            logger.exception("the callback for new events failed; retrying")
+            was_due, self._is_notice_due = self._is_notice_due, True
+            if not was_due:  # once for as long as it fails
+                logger.exception("the callback for new events failed; retrying")
         else:
             self._is_notice_due = False
 

@@ -157,6 +157,19 @@ def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
 
 
 @pytest.mark.usefixtures("reckless")
+def test_an_error_that_names_no_text_reaches_the_engine(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names of files are bytes. Those that are not UTF-8 have lone surrogates in Python."""
+    it = launch(make_tier("reckless", act="no_text"), make_tier("dummy"))
+    it.until(lambda: any(isinstance(event, TierDown) for event in it.received), "its failure")
+    (down,) = [event for event in it.received if isinstance(event, TierDown)]
+    assert "/mnt/caf\\udce9" in down.reason
+    it.hold([1], tier=1)
+    it.until(lambda: "/mnt/caf\\udce9" in caplog.text, "the line about it")
+
+
+@pytest.mark.usefixtures("reckless")
 def test_secrets_are_in_neither_arguments_nor_environment(launch: Launch) -> None:
     it = launch(make_tier("reckless", password="correct-horse"))
     it.hold([1])
@@ -272,6 +285,7 @@ def test_a_command_submitted_while_the_process_dies_is_answered(
         pytest.param("segfault", "crashed", SWIFT, id="segfault"),
         pytest.param("exit", "exited", SWIFT, id="exit", marks=pytest.mark.full),
         pytest.param("block", "silent", STRICT, id="block"),
+        pytest.param("report_junk", "exited", SWIFT, id="junk"),
     ],
 )
 def test_a_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, times: SupervisorTimes) -> None:
@@ -279,7 +293,8 @@ def test_a_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, tim
     it.hold([1])
     it.hold([1], tier=1)
     end = it.fetched([1], [10])
-    assert (list(end.answers), end.reasons) == ([MISSING], {"process": 1})
+    if act != "report_junk":  # its get may have been answered before
+        assert (list(end.answers), end.reasons) == ([MISSING], {"process": 1})
     it.until_up()
     assert it.endings[0] == ending
     it.hold([2])
