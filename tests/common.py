@@ -1,11 +1,13 @@
-"""What tests of all kinds do: import a file that is in no package, wait for what nobody tells of."""
+"""What tests of all kinds do: import a loose file, wait for what nobody tells of, have the log fail."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +30,27 @@ def wait_until(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < end_s
         time.sleep(0.005)
+
+
+@contextmanager
+def failing_log_handler(
+    level: int = logging.WARNING, fails: Callable[[], object] = lambda: True
+) -> Iterator[list[str]]:
+    """Give kvtier's logger a handler that raises, as on a full disk; yields the lines that it was given."""
+
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            if fails():
+                raise OSError("no room for the log")
+
+    lines: list[str] = []
+    handler, logger = Failing(), logging.getLogger("kvtier")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -118,7 +118,7 @@ class Proxy:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = None
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError, LookupError, RecursionError):  # no JSON, no charset, nested too deeply
             body = await request.json()
         if not isinstance(body, dict):
             return _error(400, "the body must be a JSON object")
@@ -129,6 +129,8 @@ class Proxy:
             return await _forward(request, answer, first)
         except NoEngine as error:
             return _error(503, str(error))
+        except RecursionError:  # what was just decoded can be too deep to be encoded
+            return _error(400, "the body is nested too deeply")
         finally:  # of a client that has left too: engines abort what nobody reads
             prefill.cancel()
             if answer is not None:

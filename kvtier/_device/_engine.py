@@ -8,7 +8,6 @@ lock.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -31,9 +30,10 @@ from kvtier._device.plan import CopyPlan, CopyPlanner
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.errors import StateError
 
-logger = logging.getLogger("kvtier.device")
+logger = GuardedLogger("kvtier.device")
 
 _PLAIN = (Attempt.FIRST, Attempt.RETRY)
 _WITH_STAGED = (*_PLAIN, Attempt.STAGED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from kvtier._device._audit import Check
 from kvtier._device._runtime import Event, Runtime, Stream
 from kvtier._device.base import Attempt, CopyQueue, Finished
 from kvtier._device.plan import CopyPlan
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.errors import AuditError, DamagedSlotError, DeviceLostError, DeviceStuckError
 
-logger = logging.getLogger("kvtier.device")
+logger = GuardedLogger("kvtier.device")
 
 LOST_AFTER = 5
 """So many transfers in a row that fail in every attempt, in all queues together, mean a lost device."""

@@ -8,7 +8,6 @@ event, and only when the tier no longer touches its slots.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import threading
 import time
@@ -21,12 +20,13 @@ import anyio.abc
 from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, TierDown, Touch
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.tiers._activity import NamedTier, TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
 from kvtier.tiers._drain import call_soon, until_done
 from kvtier.tiers._runner import Post, TierRunner
 
-logger = logging.getLogger("kvtier.executor")
+logger = GuardedLogger("kvtier.executor")
 
 _SEAL_THREADS = 4
 CLOSE_S = 1.5

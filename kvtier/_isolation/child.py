@@ -26,7 +26,7 @@ from pathlib import Path
 import anyio
 from msgspec.structs import asdict
 
-from kvtier._core.messages import MAX_TEXT, Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
+from kvtier._core.messages import Command, Event, ProcessEnded, Reset, SlotsReady, TierDown
 from kvtier._execution.executor import Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
@@ -139,7 +139,7 @@ class TierServer:
     def _post(self, event: Event) -> None:
         assert not isinstance(event, SlotsReady | ProcessEnded), event
         if isinstance(event, TierDown):
-            event = TierDown(event.tier, event.reason[:MAX_TEXT])
+            event = TierDown(event.tier, wire.sendable(event.reason))
         self._report(event)
 
     def _report(self, report: Report) -> None:
@@ -151,7 +151,12 @@ class TierServer:
     def _flush(self) -> None:
         if self._reports:
             reports, self._reports = self._reports, []
-            self.send_queue.add(wire.pack([*self._changed_activities(), *reports]))
+            try:
+                frame = wire.pack([*self._changed_activities(), *reports])
+            except Exception:  # the engine would wait for ever for what is in it
+                logger.exception("tier process exits: a message for the engine cannot be sent")
+                os._exit(1)
+            self.send_queue.add(frame)
 
     def _changed_activities(self) -> list[wire.Activity]:
         now = [wire.activity_of(tier, activity) for tier, activity in enumerate(self._activity)]

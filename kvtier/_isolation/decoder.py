@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from kvtier import _reasons as reasons
 from kvtier._core.messages import Answer, Event, Get, GetEnded, Put, PutEnded, Removed, TierDown, TierUp
@@ -14,6 +12,7 @@ from kvtier._execution.executor import NamedTier, TierActivity
 from kvtier._isolation import wire
 from kvtier._isolation.link import Link
 from kvtier._isolation.wire import WireError
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.tiers._base import Usage
 
 _OURS = "kvtier"
@@ -125,5 +124,4 @@ def _update_activity(report: wire.Activity, activity: TierActivity) -> None:
 
 def _log(line: wire.LogLine) -> None:
     name = line.logger if line.logger.startswith(_OURS) else _OURS
-    with suppress(Exception):  # a handler of the engine's that fails costs a line, not the tiers
-        logging.getLogger(name).log(line.level, "%s", line.text)
+    GuardedLogger(name).log(line.level, "%s", line.text)

@@ -35,9 +35,10 @@ from kvtier._isolation.link import Link, ReadState
 from kvtier._isolation.wire import Hello, SlotChecksumsLayout, WireError
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.errors import IsolationError, StateError
 
-logger = logging.getLogger("kvtier.executor")
+logger = GuardedLogger("kvtier.executor")
 
 _KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
 _START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
@@ -74,7 +75,8 @@ class ExecutorProcess:
         times: how closely it is supervised.
         start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; after
             that, starting is retried for ever.
-        notify: called, by any thread, when there are new events.
+        notify: called, by any thread, when there are new events. Where it raises, it is called again with the
+            next heartbeat.
         chance: the source of chance, for pauses that differ from engine to engine.
 
     Attributes:
@@ -112,6 +114,7 @@ class ExecutorProcess:
         self._start_wait_s = start_wait_s
         self._first_start: Future[str] = Future()  # why the first process has failed; "" where it works
         self._notify = notify
+        self._is_notice_due = False  # because ``notify`` raised
         self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
         self._epochs = (0,) * len(tiers)
         self._link: Link | None = None
@@ -193,7 +196,18 @@ class ExecutorProcess:
             if self._closing:
                 self.events.append(TierDown(command.tier, "the executor has ended"))
             self.events.extend(failure_of(command, "down"))
-        self._notify()
+        self._notify_owner()
+
+    def _notify_owner(self) -> None:
+        """Call ``notify``. Raises nothing: neither the owner's ``submit`` nor an end may stop half-way."""
+        try:
+            self._notify()
+        except Exception:
+            was_due, self._is_notice_due = self._is_notice_due, True
+            if not was_due:  # once for as long as it fails
+                logger.exception("the callback for new events failed; retrying")
+        else:
+            self._is_notice_due = False
 
     # --- the first start, which supervisor and owner decide about: whoever comes first -----------
 
@@ -212,7 +226,7 @@ class ExecutorProcess:
             while not self._closing:
                 try:
                     self._run_process()
-                except Exception as error:  # of the owner's callbacks, or ours
+                except Exception as error:
                     if self._decide_first_start(repr(error)):
                         self._closing = True
                     else:
@@ -284,8 +298,8 @@ class ExecutorProcess:
         for frame in link.receive():
             if self._decoder.decode(frame, link):
                 heartbeat.acknowledge()
-        if len(self.events) != count:
-            self._notify()
+        if len(self.events) != count or self._is_notice_due:
+            self._notify_owner()
 
     def _overdue(self, heartbeat: Heartbeat) -> _End:
         if heartbeat.has_started:
@@ -295,33 +309,24 @@ class ExecutorProcess:
     def _finish(self, link: Link, end: _End) -> None:
         """Kill a process; when it is gone fail what is still in flight there.
 
-        The owner is told first, and what it does then may raise: none of the rest may be left out, or two
-        processes would write to the same slots.
+        Nothing in here may raise: the next process starts after it, in slots that are free by then.
         """
         is_shutdown = self._closing
         self._link = None
-        try:
-            if not is_shutdown and end is not _EXITED:
-                self._report_end(end, link.pid)
-        finally:
-            link.kill()
-            if self._wait_for_end(link):
-                self._bury(link, end, is_shutdown=is_shutdown)
-            else:
-                self._link = link  # its slots are still touched, and nobody may have them
-
-    def _bury(self, link: Link, end: _End, *, is_shutdown: bool) -> None:
-        """Take the last answers of a process that is gone, and fail what is still in flight there."""
+        link.kill()
+        if not is_shutdown and end is not _EXITED:
+            self._report_end(end, link.pid)
+        if not self._wait_for_end(link):
+            self._link = link  # its slots are still touched, and nobody may have them
+            return
         if end.reason != "garbled":
             self._receive_rest(link)
         code = link.reap()
         link.is_over = True
         self._decoder.clear_activity()
-        try:
-            if not is_shutdown and end is _EXITED:
-                self._report_end(_end_of(code), link.pid)
-        finally:
-            self._fail_pending(link, "cancelled" if is_shutdown else "process")
+        if not is_shutdown and end is _EXITED:
+            self._report_end(_end_of(code), link.pid)
+        self._fail_pending(link, "cancelled" if is_shutdown else "process")
 
     def _wait_for_end(self, link: Link) -> bool:
         """Wait until a killed process is gone, however long that takes; at a shutdown until its deadline."""
@@ -348,11 +353,11 @@ class ExecutorProcess:
                     self._decoder.decode(frame, link, is_last=True)
                 if link.state is ReadState.DRAINED:
                     return
-        except WireError as error:
+        except Exception as error:  # its transfers fail with the others
             logger.warning("tier process %d: its last messages are malformed: %s", link.pid, error)
 
     def _report_end(self, end: _End, pid: int | None = None) -> None:
-        """Report an end before anything else: from here on the tiers are given nothing."""
+        """Report an end before it is waited for: from here on the tiers are given nothing."""
         if self._decide_first_start(end.text):  # ``start`` raises it
             self._closing = True
             return
@@ -360,7 +365,7 @@ class ExecutorProcess:
         self.events.append(ProcessEnded(end.reason))
         for tier in range(len(self.activity)):
             self.events.append(TierDown(tier, f"the tier process ended: {end.text}"))
-        self._notify()
+        self._notify_owner()
 
     def _fail_pending(self, link: Link, reason: str) -> None:
         """Fail what is in flight in a process that is gone. Supervisor and owner may do so at once."""
@@ -368,7 +373,7 @@ class ExecutorProcess:
             command = link.in_flight.pop(transfer, None)
             if command is not None:
                 self.events.extend(failure_of(command, reason))
-        self._notify()
+        self._notify_owner()
 
     def _sleep(self, pause_s: float) -> None:
         """Sleep, unless all is to end."""

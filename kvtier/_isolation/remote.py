@@ -51,5 +51,9 @@ class RemoteExecutor:
     def _take(self) -> None:
         self._is_woken = False  # first: what comes from here on wakes the loop again
         events = self._process.events
-        while events:
-            self._post(events.popleft())
+        try:
+            while events:
+                self._post(events.popleft())
+        finally:
+            if events:  # one could not be posted: nobody would wake the loop for the others
+                self._wake()

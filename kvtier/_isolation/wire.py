@@ -154,7 +154,12 @@ def activity_of(tier: int, activity: TierActivity) -> Activity:
 
 def log_line(level: int, logger: str, text: str) -> LogLine:
     """Return a message with a line for the log, cut to the length that can be sent."""
-    return LogLine(min(100, max(0, level)), logger[:256], text[:MAX_TEXT])
+    return LogLine(min(100, max(0, level)), sendable(logger)[:256], sendable(text))
+
+
+def sendable(text: str) -> str:
+    """Return a text as it can be sent: cut, and without the lone surrogates of names that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
 
 
 def pack(messages: Iterable[Order | Report] | Hello) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import threading
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 
 from kvtier._memory import numa, pages
 from kvtier._memory._locked_file import LockedFile
+from kvtier._telemetry.guarded_log import GuardedLogger
 
-logger = logging.getLogger("kvtier.memory")
+logger = GuardedLogger("kvtier.memory")
 
 PIECE_BYTES = 64 * 2**20
 THREAD_NAME = "kvtier-populate"

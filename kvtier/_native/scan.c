@@ -16,6 +16,7 @@
 #define SUB_BITS 8
 #define AGE_BITS 50 /* microseconds of 35 years */
 #define MOST_AGE (INT64_MAX - 1) /* less than ages.NEVER */
+#define MOST_AHEAD INT64_C(3600000000) /* microseconds by which the clock that dates a file may be ahead */
 #define BUCKETS ((AGE_BITS - SUB_BITS + 1) << SUB_BITS)
 
 /* Mirrored in kvtier/_native/layouts.py. */
@@ -39,7 +40,7 @@ struct chunk_scan {
 /* The bucket of an age, as ages.bucket_of does it. */
 static size_t bucket_of(int64_t age_us)
 {
-    uint64_t age = age_us < 0 ? 0 : (uint64_t)age_us;
+    uint64_t age = (uint64_t)age_us;
     if (age >> AGE_BITS)
         age = (UINT64_C(1) << AGE_BITS) - 1;
     int bits = age ? 64 - __builtin_clzll(age) : 0;
@@ -99,11 +100,14 @@ static bool is_later(struct timespec one, struct timespec other)
     return one.tv_sec != other.tv_sec ? one.tv_sec > other.tv_sec : one.tv_nsec > other.tv_nsec;
 }
 
-/* Microseconds since a time. In 128 bits: a file system keeps times whose nanoseconds have more than 64. */
+/* Microseconds since a time. In 128 bits: a file system keeps times whose nanoseconds have more than 64.
+ *
+ * What lies ahead by more than clocks differ was written while a clock was wrong. It would be the youngest there is
+ * until that time has come, and all that is new would leave before it: it is taken for the oldest. */
 static int64_t age_of(struct timespec used, int64_t now_ns)
 {
     __int128 age = ((__int128)now_ns - (__int128)used.tv_sec * 1000000000 - used.tv_nsec) / 1000;
-    return age > MOST_AGE ? MOST_AGE : age < -MOST_AGE ? -MOST_AGE : (int64_t)age;
+    return age > MOST_AGE || age < -MOST_AHEAD ? MOST_AGE : age < 0 ? 0 : (int64_t)age;
 }
 
 static void note_failure(int error, struct chunk_scan *scan)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from kvtier._core.shared import Notice
+from kvtier._telemetry.guarded_log import GuardedLogger
 
 _CHANGES_EVERY_S = 30.0
 
@@ -42,7 +43,7 @@ class NoticeLog:
     """Logs the core's notices, at most one of a kind per interval."""
 
     def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
+        self._logger = GuardedLogger(logger.name)
         self._limit = LogLimit(_CHANGES_EVERY_S)
 
     def write(self, notices: Iterable[Notice], now_s: float) -> None:

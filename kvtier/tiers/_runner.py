@@ -27,6 +27,7 @@ from kvtier._core.messages import (
 )
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
@@ -48,7 +49,7 @@ from kvtier.tiers._integrity import IntegrityChecks
 from kvtier.tiers._retry import Progress, Retries, health_of
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
 
-logger = logging.getLogger("kvtier.executor")
+logger = GuardedLogger("kvtier.executor")
 
 Post = Callable[[Event], None]
 T = TypeVar("T")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 
 from kvtier._core.tiers.backoff import Backoff, RandomSource
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.tiers._base import SecondaryTier, TierContext
 from kvtier.tiers._faults import require_fault, words_of
 
-logger = logging.getLogger("kvtier.tiers")
+logger = GuardedLogger("kvtier.tiers")
 
 AnyTier = SecondaryTier[Any]
 

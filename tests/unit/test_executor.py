@@ -29,6 +29,7 @@ from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, U
 from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
+from tests.common import failing_log_handler
 from tests.unit.isolation.conftest import (
     CHUNK_BYTES,
     CLOSE_S,
@@ -662,6 +663,20 @@ def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -
     ends = [(event.id, dict(event.reasons)) for event in ends_of(it.received)]
     assert ends == [(put, {"down": 2}), (fetch, {"down": 1})]
     assert {event.tier for event in it.received if isinstance(event, TierDown)} == {0}
+
+
+def test_a_failing_log_handler_does_not_end_the_thread() -> None:
+    class Fails(DummyTier):
+        async def open(self, context: TierContext) -> None:
+            raise OSError("unplugged")
+
+    with failing_log_handler() as written:
+        it = Harness(Fails(DummyConfig()), dummy(), where="thread")
+        it.process.start()
+        it.until(lambda: any(isinstance(event, TierDown) for event in it.received), "its failure")
+        it.hold([1], tier=1)
+        it.close()
+    assert any("unplugged" in line for line in written)
 
 
 def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:

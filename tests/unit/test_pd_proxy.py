@@ -308,10 +308,24 @@ async def test_without_decode_engines_it_says_so() -> None:
 async def test_what_is_no_object_is_refused() -> None:
     async with world(ready(), ready()) as it:
         assert (await it.text([1]))[0] == 400
-        async with it.session.post(it.url + "/v1/completions", data="[" * 100_000) as answer:
-            assert answer.status == 400
+        for body, kind in (("[" * 100_000, "json"), ("{}", "json; charset=unheard-of")):
+            headers = {"Content-Type": f"application/{kind}"}
+            async with it.session.post(it.url + "/v1/completions", data=body, headers=headers) as answer:
+                assert answer.status == 400
         odd = {**BODY, "kv_transfer_params": {"kvtier": 7}}
         assert await it.text(odd) == (200, ALL)
+
+
+@pytest.mark.anyio
+async def test_however_deep_a_body_is_it_is_answered_or_refused() -> None:
+    """One level less than what cannot be decoded may be what cannot be encoded for an engine."""
+    statuses = []
+    async with world(ready(), ready()) as it:
+        for depth in range(940, 1000):
+            body = '{"x": ' + "[" * depth + "]" * depth + "}"
+            async with it.session.post(it.url + "/v1/completions", data=body) as answer:
+                statuses.append(answer.status)
+    assert set(statuses) == {200, 400}
 
 
 @pytest.mark.anyio

@@ -18,17 +18,19 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
+from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files.call import Flag, Place
 from kvtier.tiers.fs._locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
+from kvtier.tiers.fs._quota import ledger
 
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
@@ -40,7 +42,9 @@ _DURABILITY: Final = {
 }
 _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
+_LINES_EVERY_S: Final = 30.0
 _log = logging.getLogger("kvtier.tiers.fs")
+_log_limit = LogLimit(_LINES_EVERY_S)  # of the process: a tier that fails to open is made anew each time
 
 
 def errno_name(number: int) -> str:
@@ -125,6 +129,11 @@ class Namespace:
         return errno_name(self._refusal) if self._refusal else None
 
     @property
+    def can_evict(self) -> bool:
+        """Whether files may be removed: also where nothing can be written for want of room."""
+        return not self._refusal or self._refusal in ledger.NO_ROOM
+
+    @property
     def tmp_dir(self) -> str:
         """This writer's own directory for unfinished files."""
         return f"{self.name}/.tmp/{self.writer}"
@@ -151,13 +160,16 @@ class Namespace:
     def _is_removed(self) -> bool:
         try:
             return not os.fstat(self.root_fd).st_nlink and os.path.ismount(self._mount)
-        except OSError:  # a share that hangs or is gone
-            return False
+        except OSError as error:  # a share that hangs or is gone, or whose server has no such directory
+            return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
-    def is_writable_again(self) -> bool:
+    def is_writable_again(self, try_ledger: Callable[[], object]) -> bool:
         """Return whether a root that was read-only when it was opened can be written by now.
 
         Tries at growing intervals: on a file system without locks each try makes a file.
+
+        Args:
+            try_ledger: raises OSError where the root's ledger cannot be written.
         """
         if not self._refusal or time.monotonic() < self._next_try_s:
             return False
@@ -165,6 +177,7 @@ class Namespace:
         self._try_pause_s = min(2 * self._try_pause_s, _LONGEST_TRY_PAUSE_S)
         try:
             self._make_writer()
+            try_ledger()
         except OSError:
             return False
         else:
@@ -215,9 +228,7 @@ class Namespace:
         try:
             self._make_writer()
         except OSError as error:
-            if error.errno not in _READ_ONLY:
-                raise
-            self._accept_read_only(error)
+            self.accept_read_only(error)
         self.direct = self._probe_direct()
         with self._epoch_lock():
             return self._enter(self._current_epoch())
@@ -239,14 +250,21 @@ class Namespace:
         except OSError as error:
             raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno or 0)})") from error
 
-    def _accept_read_only(self, error: OSError) -> None:
-        self._refusal = error.errno or errno.EROFS
-        if not self._exists(layout.MANIFEST):
-            raise error
+    def accept_read_only(self, refusal: OSError) -> None:
+        """Only read the root from now on, because something of it cannot be written.
+
+        Raises:
+            OSError: ``refusal``, where nothing is there to be read, or it says something else.
+        """
+        if refusal.errno not in _READ_ONLY or not self._exists(layout.MANIFEST):
+            raise refusal
+        self._refusal = refusal.errno
         self._remove_writer()
         where = self._config.root_dir / self.name
-        what = "%s: %s cannot be written (%s): it is only read until it can be written"
-        _log.warning(what, self._context.name, where, error)
+        added = _log_limit.allow(f"{where}: {self.read_only}", time.monotonic())
+        if added is not None:
+            what = "%s: %s cannot be written (%s): it is only read until it can be written%s"
+            _log.warning(what, self._context.name, where, refusal, added)
 
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Final
@@ -22,6 +23,7 @@ from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._namespace import Epoch, Namespace, errno_name
 from kvtier.tiers.fs._outcomes import chunks_with
 from kvtier.tiers.fs._puts import Puts
+from kvtier.tiers.fs._quota.accounts import FileSystem
 from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger
 from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
 
@@ -105,8 +107,7 @@ class Session:
         self._resources.callback(namespace.close)
         stat = partial(stat_file_system, namespace.root_fd)
         try:
-            is_writable = namespace.read_only is None
-            ledger = SharedLedger(namespace.root_fd, stat) if is_writable else Ledger(stat())
+            ledger = _open_ledger(namespace, stat)
             self._resources.callback(ledger.close)
             self.quota = Quota(self._config, max_disk_bytes(self._context.chunk_bytes), ledger, stat)
         except OSError as error:
@@ -148,3 +149,13 @@ class Session:
         for workers in self._all_workers:
             workers.join()
         self._resources.close()
+
+
+def _open_ledger(namespace: Namespace, stat: Callable[[], FileSystem]) -> Ledger:
+    """Open the root's ledger. Where it cannot be written the root is only read. Blocks."""
+    if namespace.read_only is None:
+        try:
+            return SharedLedger(namespace.root_fd, stat)
+        except OSError as error:
+            namespace.accept_read_only(error)
+    return Ledger(stat())

@@ -34,7 +34,7 @@ from kvtier_testing.device import (
     Shape,
     rig,
 )
-from tests.common import wait_until
+from tests.common import failing_log_handler, wait_until
 from tests.unit.device.conftest import engine_on
 
 CHUNK = Shape().layout.chunk_bytes
@@ -282,6 +282,16 @@ def test_a_refused_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: Play
             (None, Attempt.RETRY),
             (None, Attempt.FIRST),
         ]
+
+
+def test_a_failing_log_handler_does_not_end_the_copies(device: PlayedDevice) -> None:
+    device.refused = {5}
+    with failing_log_handler() as lines, rig(engine_on(device)) as it:
+        it.store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
+        it.engine.drain()
+        (end,) = it.engine.finished()
+        assert (end.error, end.attempt) == (None, Attempt.RETRY)
+    assert any("repeating it" in line for line in lines)
 
 
 def test_the_next_transfer_is_given_before_the_last_one_has_ended(device: PlayedDevice) -> None:

@@ -67,9 +67,12 @@ class Reckless(DummyTier):
     Config = Config
 
     async def open(self, context):
+        self.removed = context.removed
         if self.config.act == "log":
             logging.getLogger("kvtier.reckless").warning("a line with %s", "arguments")
             logging.getLogger("other.library").info("too little to be told")
+        if self.config.act == "no_text":
+            raise ValueError("nothing at /mnt/caf\\udce9")
         if self.config.act == "block_at_once":
             (self.config.folder / "begun").touch()
             time.sleep(1000)
@@ -86,6 +89,9 @@ class Reckless(DummyTier):
             await act(batch)
             return Outcome.all(Status.OK, len(batch))
         return await super().get(batch)
+
+    async def _report_junk(self, batch):
+        self.removed([object()])
 
     async def _segfault(self, batch):
         ctypes.string_at(0)

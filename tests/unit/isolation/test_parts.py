@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pydantic import SecretStr
 from kvtier._execution.executor import NamedTier
 from kvtier._isolation import settings
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
+from kvtier._isolation.remote import RemoteExecutor
 from kvtier._isolation.send_queue import SendQueue
 from kvtier._isolation.wire import Frames
 from kvtier.errors import ConfigError
@@ -227,3 +230,43 @@ def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> No
     clock.now_s += 3600
     assert not heartbeat.is_overdue()
     assert heartbeat.wait_s == 1
+
+
+# --- the owner on an event loop ------------------------------------------------------------------
+
+
+async def test_what_fails_at_one_event_does_not_hold_up_the_next() -> None:
+    class Silent:
+        """A process from which nothing comes but what the test gives."""
+
+        def __init__(self, notify: Callable[[], None]) -> None:
+            self.events: deque[Any] = deque()
+            self.activity = ()
+            self.notify = notify
+
+        def start(self) -> None: ...
+
+        def close(self, *_: float) -> None: ...
+
+    taken: list[object] = []
+    has_taken_all = asyncio.Event()
+
+    def post(event: object) -> None:
+        taken.append(event)
+        if event == 1:
+            raise RuntimeError("a bug")
+        has_taken_all.set()
+
+    made: list[Silent] = []
+
+    def make(notify: Callable[[], None]) -> Any:
+        made.append(Silent(notify))
+        return made[0]
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with RemoteExecutor(make, post):
+        made[0].events.extend((1, 2))
+        made[0].notify()
+        async with asyncio.timeout(30):
+            await has_taken_all.wait()
+    assert taken == [1, 2]

@@ -22,6 +22,7 @@ from kvtier._memory import region as regions
 from kvtier._memory.population import PIECE_BYTES
 from kvtier._memory.region import Region
 from kvtier.errors import RegionError, StateError
+from tests.common import failing_log_handler
 
 if TYPE_CHECKING:
     from tests.unit.memory.conftest import Mounted
@@ -274,6 +275,13 @@ def test_the_end_of_population_is_told_once(fails: bool, shm: Path, monkeypatch:
         assert ended.acquire(timeout=30)
         assert sorted(piece.start for piece in pieces) == ([] if fails else [0, 1, 2])
     assert not ended.acquire(blocking=False)
+
+
+def test_a_failing_log_handler_does_not_hide_the_end_of_population(shm: Path) -> None:
+    ended = threading.Semaphore(0)
+    with failing_log_handler(logging.INFO), Region.open("a", 3, PIECE_BYTES, shm) as region:
+        region.populate(lambda _: None, threads=1, on_end=ended.release)
+        assert ended.acquire(timeout=30)
 
 
 def test_where_memory_runs_out_there_are_fewer_slots(

@@ -14,10 +14,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.errors import StateError
 from kvtier.tiers._drain import until_done
 
 T = TypeVar("T")
+_log = GuardedLogger("kvtier.tiers.fs")
 
 
 class Workers:
@@ -37,7 +39,7 @@ class Workers:
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Submit a function. It must not raise."""
+        """Submit a function. What it raises is logged."""
         self._queue.put(job)
 
     def call(self, job: Callable[[], T]) -> asyncio.Future[T]:
@@ -61,7 +63,10 @@ class Workers:
 
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # the jobs behind it would wait for ever, and puts with them
+                _log.exception("a job of the file tier failed")
             del job  # what it holds is given back before the next one is waited for
 
 

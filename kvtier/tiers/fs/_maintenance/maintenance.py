@@ -7,7 +7,6 @@ own, so that room is made meanwhile. A failure is logged, fails no put or get, a
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Final
 
 import anyio
 
+from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import call_soon
@@ -29,7 +29,7 @@ from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._maintenance.recency import Recency
 from kvtier.tiers.fs._namespace import Epoch, Namespace
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.quota import Quota
+from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
 
 TICK_S: Final = 2.0
 """Between two reads of the ledger, which see what others need."""
@@ -41,7 +41,7 @@ _UNCOUNTED_S: Final = 1.0  # between two tries to count a root that was never co
 _ROOM_EVERY_S: Final = 0.02  # between two tries of a put that waits for room that another process makes
 _TOUCHED_A_CALL: Final = 1024
 _LINES_EVERY_S: Final = 30.0
-_log = logging.getLogger("kvtier.tiers.fs")
+_log = GuardedLogger("kvtier.tiers.fs")
 
 
 class Maintenance:
@@ -111,7 +111,7 @@ class Maintenance:
 
     def make_room_soon(self) -> None:
         """Request an eviction if one is due. Any thread may call it."""
-        if not self._is_eviction_paused:
+        if self._namespace.can_evict and not self._is_eviction_paused:
             self._request(self._quick, self._evict, "eviction")
 
     async def room_made(self, give_up_at: float) -> bool:
@@ -183,10 +183,7 @@ class Maintenance:
         call_soon(self._loop, self._plan_next)
 
     def _do_tick(self, place: Place) -> None:
-        if self._namespace.is_replaced():
-            self._lost(f"{self._config.root_dir} was replaced by another directory or removed")
-        elif self._namespace.is_writable_again():
-            self._lost(f"{self._config.root_dir} can be written now")
+        self._try(self._look_for_change, "looking for a change of its directory")
         self._try(self._quota.refresh, "reading its ledger")
         if self._quota.known.excess:
             self.make_room_soon()
@@ -195,6 +192,16 @@ class Maintenance:
         if self._namespace.read_only is None:
             self._try(partial(self._touch, place), "setting the access times of its files")
         call_soon(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+
+    def _look_for_change(self) -> None:
+        if self._namespace.is_replaced():
+            self._lost(f"{self._config.root_dir} was replaced by another directory or removed")
+        elif self._namespace.is_writable_again(self._try_ledger):
+            self._lost(f"{self._config.root_dir} can be written now")
+
+    def _try_ledger(self) -> None:
+        root_fd = self._namespace.root_fd
+        ledger.SharedLedger(root_fd, partial(stat_file_system, root_fd)).close()
 
     def _count(self) -> None:
         if not self._quota.count_is_due(self._config.recount_s):
@@ -222,6 +229,11 @@ class Maintenance:
             self.evicted_chunks += expired.chunks
 
     def _evict(self) -> None:
+        try:
+            self._quota.refresh()
+        except OSError as error:  # by what the ledger said last, each try would remove as much again
+            if error.errno not in ledger.NO_ROOM:
+                raise
         need = self._quota.known.excess
         if not need:
             return

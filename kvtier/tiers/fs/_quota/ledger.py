@@ -47,10 +47,12 @@ FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
 COUNTING: Final = f"{FOLDER}/count.lock"
 _LEDGER: Final = f"{FOLDER}/ledger"
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Where these are why nothing can be written, files can still be removed."""
+
 _PAGE_BYTES: Final = 4096
 _MAX_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 2.0
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _log = logging.getLogger("kvtier.tiers.fs")
@@ -189,7 +191,7 @@ def elected(root_fd: int, path: str) -> Iterator[int | None]:
     try:
         fd = open_lock(root_fd, path, create=True)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise
         # Where not even an empty file can be made, room is needed most: the directory is locked instead.
         fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)

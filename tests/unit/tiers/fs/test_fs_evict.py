@@ -317,14 +317,52 @@ async def test_chunks_that_were_not_used_for_ttl_leave(world):
     assert (await world.get(tier, range(4))).statuses == (ABSENT, OK, ABSENT, OK)
 
 
-@pytest.mark.parametrize("ttl_s", [HOUR, 1e18, 1e300, float("inf")])
-async def test_times_that_no_clock_shows_and_endless_ones_make_no_chunk_old(world, evictor, ttl_s):
-    """The nanoseconds of a time after 2262 have 65 bits, and so have the microseconds of a very long one."""
+NO_TIMES = (2**33, 2**34 - 1, 2**50)  # a file system may keep a nearer one
+
+
+async def times_that_no_clock_shows(world):
+    """The nanoseconds of a time after 2262 have 65 bits."""
     tier = await filled(world, [(0, None)] * 3)
-    for number, when_s in enumerate((2**33, 2**34 - 1, 2**50)):  # a file system may keep a nearer one
+    for number, when_s in enumerate(NO_TIMES):
         os.utime(world.file(number), (when_s, when_s))
+    return tier
+
+
+@pytest.mark.parametrize("ttl_s", [1e18, 1e300, float("inf")])
+async def test_with_an_endless_ttl_no_chunk_is_too_old(world, evictor, ttl_s):
+    """The microseconds of a very long one have 65 bits."""
+    tier = await times_that_no_clock_shows(world)
     await anyio.to_thread.run_sync(evictor.expire, ttl_s)
     assert list((await world.get(tier, range(3))).statuses) == [OK] * 3
+
+
+async def test_what_a_wrong_clock_dated_ahead_is_not_kept_beyond_its_ttl(world, evictor):
+    tier = await times_that_no_clock_shows(world)
+    await anyio.to_thread.run_sync(evictor.expire, HOUR)
+    assert list((await world.get(tier, range(3))).statuses) == [ABSENT] * 3
+
+
+async def test_what_a_clock_a_little_ahead_has_dated_is_new(world, evictor):
+    tier = await filled(world, [(-60, None), (0, None)])
+    await anyio.to_thread.run_sync(evictor.expire, HOUR)
+    assert list((await world.get(tier, range(2))).statuses) == [OK] * 2
+    evicted = await anyio.to_thread.run_sync(evictor.make_room, 2**40)
+    assert evicted.chunks == 2
+
+
+YEAR = 365 * 24 * HOUR
+
+
+async def test_after_a_clock_was_set_back_there_is_room_for_new_chunks(world, monkeypatch):
+    monkeypatch.setattr(maintenance, "TICK_S", 0.02)
+    tier = await filled(world, [(-YEAR, None), (-YEAR, 10), (-YEAR, -2 * YEAR)] * 8)
+    used = await world.bytes_below()
+    await tier.aclose()
+    tier = await world.open(max_bytes=used)
+    for number in range(100, 104):
+        assert (await world.put(tier, [number])).statuses == (OK,)
+    await world.eventually(lambda: tier.statistics().evicted_chunks >= 4)
+    assert (await world.get(tier, range(100, 104))).statuses == (OK,) * 4
 
 
 async def test_gets_and_touches_are_told_to_all_processes_through_the_files(world, monkeypatch):

@@ -73,6 +73,20 @@ async def test_a_root_that_is_removed_is_told_of_and_made_anew(world, tier, told
     assert (await world.put(tier, range(4))).statuses == (OK,) * 4
 
 
+async def test_a_root_that_another_host_has_removed_is_told_of(world, tier, told, monkeypatch):
+    """A network file system has no inode any more of what it removed on another client."""
+    root_fd, fstat = tier._session.namespace.root_fd, os.fstat
+
+    def stale(fd):
+        if fd == root_fd:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(fd)
+
+    monkeypatch.setattr(os, "fstat", stale)
+    world.root.rename(world.root.with_name("elsewhere"))
+    await world.eventually(lambda: told)
+
+
 async def test_a_root_that_is_removed_while_it_is_unmounted_is_not_made_anew(world, told, looks, mounted):
     world.root = mounted / "root"
     tier = await world.open(lost=told.append, max_bytes=2**50)
@@ -162,6 +176,22 @@ async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told,
     bare.mkdir(parents=True, exist_ok=True)
     await world.eventually(lambda: told)
     await tier.aclose()
+
+
+async def test_a_look_that_fails_is_not_the_last_one(world, tier, told, monkeypatch, caplog):
+    is_replaced = Namespace.is_replaced
+    errors = iter([RuntimeError("no more threads")])
+
+    def fail_once(namespace):
+        for error in errors:
+            raise error
+        return is_replaced(namespace)
+
+    monkeypatch.setattr(Namespace, "is_replaced", fail_once)
+    world.root.rename(world.root.with_name("before"))
+    world.root.mkdir()
+    await world.eventually(lambda: told)
+    assert "no more threads" in caplog.text
 
 
 async def test_what_fails_at_each_look_is_told_once_in_a_while(world, tier, monkeypatch, caplog):

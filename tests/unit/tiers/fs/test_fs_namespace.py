@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import anyio
@@ -14,10 +16,14 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.tiers._base import Status, TierContext
-from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier.tiers.fs import FsConfig, FsTier, _namespace
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _locks as locks
 from kvtier.tiers.fs._locks import make_lock
+from kvtier.tiers.fs._maintenance import maintenance
+from kvtier.tiers.fs._maintenance.evict import Evictor
+from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._quota.quota import Quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
@@ -69,6 +75,94 @@ async def test_a_root_that_can_only_be_read_is_read(world, mounted, caplog):
         await tier.reset()
     assert (await world.get(tier, [1])).statuses == (ABSENT,)
     assert (await world.put(tier, [1])).statuses == (REFUSED,)
+
+
+@pytest.fixture
+def frozen_ledger(world):
+    """A root with chunk 1, of which only the ledger's directory cannot be written."""
+    point = world.root / ".kvtier"
+    world.root.mkdir()
+    point.mkdir()
+    done = subprocess.run(["mount", "--bind", str(point), str(point)], capture_output=True)
+    if done.returncode:
+        pytest.skip("nothing can be mounted here")
+    yield lambda how: subprocess.run(["mount", "-o", f"remount,bind,{how}", str(point)], check=True)
+    subprocess.run(["umount", "--lazy", str(point)], check=False, capture_output=True)
+
+
+async def test_a_root_whose_ledger_cannot_be_written_is_read_until_it_can_be(
+    world, frozen_ledger, monkeypatch, caplog
+):
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
+    monkeypatch.setattr(_namespace, "_FIRST_TRY_PAUSE_S", 0.0)
+    tier = await world.open()
+    await world.put(tier, [1])
+    await tier.aclose()
+    frozen_ledger("ro")
+    lost: list[str] = []
+    tried = threading.Semaphore(0)
+    may_be_written = Namespace.is_writable_again
+
+    def is_writable_again(*args):
+        tried.release()
+        return may_be_written(*args)
+
+    monkeypatch.setattr(Namespace, "is_writable_again", is_writable_again)
+    for _ in range(2):  # it is opened again and again while something else is wrong
+        tier = await world.open(lost=lost.append)
+        assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
+        outcome = await world.put(tier, [2])
+        assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,), {"erofs": 1})
+        assert tier.statistics().read_only == "erofs"
+        for _ in range(4):
+            assert await anyio.to_thread.run_sync(tried.acquire, True, 20)
+        assert lost == []
+        await tier.aclose()
+    assert world.writers() == []
+    assert sum("only read" in record.message for record in caplog.records) == 1
+    tier = await world.open(lost=lost.append)
+    frozen_ledger("rw")
+    await world.eventually(lambda: lost)
+    await tier.aclose()
+    assert sorted(path.name for path in (world.root / ".kvtier").glob("*-*.lock")) == []
+    tier = await world.open()
+    assert (await world.put(tier, [2])).statuses == (OK,)
+
+
+@pytest.mark.parametrize(("number", "evicts"), [(errno.EROFS, False), (errno.EDQUOT, True)])
+async def test_who_can_remove_nothing_does_not_try_to_evict(world, monkeypatch, number, evicts):
+    """A root without room is what eviction is for, though nothing can be written there."""
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
+    tier = await world.open()
+    await world.put(tier, range(8))
+    await tier.aclose()
+    limit = await world.bytes_below() // 2
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    requested, ticks = [], threading.Semaphore(0)
+    make_room, refresh = Evictor.make_room, Quota.refresh
+
+    def counted(evictor, need, freed):
+        requested.append(need)
+        return make_room(evictor, need, freed)
+
+    def ticked(quota):
+        ticks.release()
+        refresh(quota)
+
+    monkeypatch.setattr(Evictor, "make_room", counted)
+    monkeypatch.setattr(Quota, "refresh", ticked)
+    monkeypatch.setattr(_namespace, "make_writer_lock", refuse)
+    tier = await world.open(max_bytes=limit)
+    for _ in range(8):
+        assert await anyio.to_thread.run_sync(ticks.acquire, True, 20)
+    if evicts:
+        await world.eventually(lambda: tier.statistics().evicted_chunks)
+    else:
+        assert tier._session.quota.known.excess
+        assert requested == []
 
 
 async def test_an_empty_root_that_can_only_be_read_is_refused(world, mounted):

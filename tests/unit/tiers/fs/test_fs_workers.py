@@ -1,0 +1,99 @@
+"""The threads of the file tier outlive what fails in them."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import anyio
+import pytest
+
+from kvtier.tiers._base import Status
+from kvtier.tiers.fs._files.workers import Workers
+from kvtier.tiers.fs._maintenance import maintenance
+from kvtier.tiers.fs._maintenance.evict import Evictor
+from kvtier.tiers.fs._quota.ledger import SharedLedger
+from kvtier.tiers.fs._quota.quota import Quota
+from tests.common import failing_log_handler
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_job_that_fails_does_not_end_its_thread(caplog):
+    done = threading.Event()
+
+    def fail():
+        raise RuntimeError("a bug")
+
+    workers = Workers("test", 1)
+    workers.submit(fail)
+    workers.submit(done.set)
+    assert done.wait(30)
+    workers.close()
+    workers.join()
+    assert "a bug" in caplog.text
+
+
+async def test_puts_go_on_after_a_flush_has_failed(world, monkeypatch):
+    failed = threading.Event()
+
+    def fail(quota):
+        failed.set()
+        raise RuntimeError("a bug")
+
+    tier = await world.open(max_bytes=2**50)
+    monkeypatch.setattr(Quota, "flush", fail)
+    assert (await world.put(tier, [1])).statuses == (Status.OK,)
+    await world.eventually(failed.is_set)
+    # What is leased ahead is given back: the next put asks the thread.
+    await anyio.to_thread.run_sync(tier._session.quota.refresh)
+    assert (await world.put(tier, [2])).statuses == (Status.OK,)
+    monkeypatch.undo()
+
+
+async def test_a_log_handler_that_fails_does_not_end_the_ticks(world, monkeypatch):
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
+    tries, refresh = threading.Semaphore(0), Quota.refresh
+
+    def fail(quota):
+        tries.release()
+        raise OSError("the share hangs")
+
+    with failing_log_handler():
+        await world.open(max_bytes=2**50)
+        monkeypatch.setattr(Quota, "refresh", fail)
+        for _ in range(3):
+            await world.eventually(lambda: tries.acquire(blocking=False))
+    monkeypatch.setattr(Quota, "refresh", refresh)
+
+
+async def test_nothing_more_is_evicted_while_the_ledger_cannot_be_told(world, monkeypatch):
+    """What it said last may be an hour old where a process that was stopped holds its lock."""
+    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
+    tier = await world.open()
+    await world.put(tier, range(16))
+    await tier.aclose()
+    used = await world.bytes_below()
+    evicted, ticks, change, refresh = [], threading.Semaphore(0), SharedLedger.change, Quota.refresh
+
+    def fail(ledger):
+        raise TimeoutError(errno.ETIMEDOUT, "another process has held it")
+
+    def make_room(evictor, need, freed):
+        monkeypatch.setattr(SharedLedger, "change", fail)
+        evicted.append(need)
+        return make_room_(evictor, need, freed)
+
+    def ticked(quota):
+        ticks.release()
+        refresh(quota)
+
+    make_room_ = Evictor.make_room
+    monkeypatch.setattr(Evictor, "make_room", make_room)
+    monkeypatch.setattr(Quota, "refresh", ticked)
+    tier = await world.open(max_bytes=used // 2)
+    await world.eventually(lambda: evicted)
+    for _ in range(8):
+        await world.eventually(lambda: ticks.acquire(blocking=False))
+    assert len(evicted) == 1
+    monkeypatch.setattr(SharedLedger, "change", change)
