@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtier._core.awaited import Wait
-from kvtier._core.chunks import Chunk
+from kvtier._core.chunks import DEFAULT, Chunk
 from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
@@ -39,6 +39,9 @@ class Request(Stateful):
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
         wait: its wait for chunks that no tier has yet; None where that is a miss at once.
+        priority: 0 to 3: of the chunks it uses, unless another request has given them a higher one.
+        releases: whether chunks that it alone has used leave the primary tier when it has ended.
+        own: those that have their priority from it, and whether a tier is known to have them.
         record: what becomes of its lookups; None where nobody wants to know.
     """
 
@@ -62,6 +65,9 @@ class Request(Stateful):
     is_prefetch: bool = False
     answers_stand: bool = False
     wait: Wait | None = None
+    priority: int = DEFAULT
+    releases: bool = False
+    own: dict[OffloadKey, bool] = field(default_factory=dict)
     record: LookupRecord | None = None
 
     def __str__(self) -> str:
