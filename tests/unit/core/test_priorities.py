@@ -300,11 +300,15 @@ def test_what_another_request_has_used_stays(other: Request) -> None:
     assert there(core, A) == A[:2]
 
 
-def test_what_another_request_was_told_of_stays() -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_another_request_was_told_of_stays(is_held: bool) -> None:
     core, request, other = make(tiers=1), releasing(), Request()
     store(core, A, request=request)
+    (get,) = world.step(core, Request(), B[:1])
     core.close(request)
     assert world.ask(core, other, A) == [HIT] * 4
+    if is_held:
+        world.answer(core, get, [world.MISSING])
     core.settle(0.0)
     assert there(core, A) == A
     load(core, A, other)
@@ -330,16 +334,14 @@ def test_what_was_there_before_stays() -> None:
 
 
 def test_after_a_reset_nothing_is_released_by_what_was_before() -> None:
-    core, request = make(tiers=1), releasing()
+    core, request = make(slots=64, tiers=2), releasing()
     puts = begin(core, A, request)
     core.reset()
-    again = begin(core, A, request)
+    first, second = begin(core, A, request)
     core.close(request)
-    for put in puts:
-        world.put_ends(core, put)
+    world.put_ends(core, puts[0])
+    world.put_ends(core, first, [False] * 4)
+    world.put_ends(core, second, [False, False, True, True])
+    world.put_ends(core, puts[1])
     core.settle(0.0)
-    assert there(core, A) == A, "the tier has forgotten it"
-    for put in again:
-        world.put_ends(core, put)
-    core.settle(0.0)
-    assert there(core, A) == []
+    assert there(core, A) == A[:2], "the tiers have forgotten that"
