@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtier._core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
@@ -71,7 +70,7 @@ class ChunkTable:
         added = [Chunk(slot) for slot in slots]
         self.all += added
         self.free[:0] = reversed(added)
-        self._call(DEFAULT, methodcaller("resize", len(self.all)))
+        self._call(DEFAULT, lambda policy: policy.resize(len(self.all)))
 
     @property
     def evictable(self) -> int:
@@ -96,13 +95,12 @@ class ChunkTable:
 
     def lower(self, most: int) -> int:
         """Give candidates of high priority beyond so many the default one; return how many."""
-        over = sum(map(len, self.orders[DEFAULT + 1 :])) - most
-        lowered: list[OffloadKey] = []
-        for order in self.orders[DEFAULT + 1 :]:
-            lowered += order.evict(over - len(lowered))
+        second, highest = self.orders[DEFAULT + 1 :]
+        lowered = second.evict(len(second) + len(highest) - most)
+        lowered += highest.evict(len(highest) - most)
         for key in lowered:
             self._forget_user(key)
-        self._call_each("add", lowered[::-1], used=False)
+        self._call_each(lowered[::-1], lambda order, keys: order.add(keys, used=False))
         return len(lowered)
 
     def evict(self, count: int) -> list[OffloadKey]:
@@ -149,20 +147,20 @@ class ChunkTable:
         candidates = [chunk.key for chunk in chunks if chunk.state is _READY and not chunk.pins]
         self.orders[DEFAULT].add(candidates[::-1], used=False)  # what came first goes first
 
-    def _call(self, priority: int, act: Callable[[EvictionPolicy], object]) -> None:
+    def _call(self, priority: int, act: Callable[..., object], *keys: list[OffloadKey]) -> None:
         """Call an order. A policy that raises is replaced by LRU over the chunks as they are."""
         try:
-            act(self.orders[priority])
+            act(self.orders[priority], *keys)
         except Exception:
             self._replace_policy("raised")
 
-    def _call_each(self, method: str, keys: list[OffloadKey], **options: bool) -> None:
+    def _call_each(self, keys: list[OffloadKey], act: Callable[..., object]) -> None:
         """Call the orders of the keys, each with its own ones."""
         parts = {} if self.users else {DEFAULT: keys}
         for key in keys if self.users else ():
             parts.setdefault(self.priority(key), []).append(key)
         for priority, part in parts.items():
-            self._call(priority, methodcaller(method, part, **options))
+            self._call(priority, act, part)
 
     def _forget_user(self, key: OffloadKey) -> None:
         if (user := self.users.pop(key, None)) is not None:
@@ -202,7 +200,7 @@ class ChunkTable:
                 held.append(chunk.key)
             chunk.pins += 1
         if held:
-            self._call_each("pin", held)
+            self._call_each(held, lambda order, keys: order.pin(keys))
 
     def unpin(self, chunks: Iterable[Chunk], *, used: bool = False) -> None:
         """Remove a pin from chunks, prefix first; ``used`` is whether a request has read them."""
@@ -215,7 +213,7 @@ class ChunkTable:
                 else:
                     self._free(chunk)
         if candidates:
-            self._call_each("add", candidates, used=used)
+            self._call_each(candidates, lambda order, keys: order.add(keys, used=used))
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for good and take a pin from each; a slot is free when its chunk's last pin ends."""
@@ -234,7 +232,7 @@ class ChunkTable:
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
-        self._call(DEFAULT, methodcaller("clear"))
+        self._call(DEFAULT, lambda policy: policy.clear())
 
     def _free(self, chunk: Chunk) -> None:
         chunk.move(ChunkEvent.FREED)

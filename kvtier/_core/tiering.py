@@ -17,7 +17,7 @@ from math import inf
 
 from kvtier._core import messages
 from kvtier._core.cascade import Cascades
-from kvtier._core.chunks import Chunk, ChunkTable
+from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
 from kvtier._core.kv_events import KVEvent
 from kvtier._core.prefetch import Prefetches
 from kvtier._core.promotion.promotions import Promotions
@@ -301,8 +301,9 @@ class Tiering:
             chunk.origin = None
         self.handles.add(pinned)
         self.holds.promoting.difference_update(chunks)
-        brought = (key for key, tier in zip(keys, pinned.origins, strict=True) if tier is not None)
-        self.priorities.use(request, keys, brought)
+        if self.table.users or (request is not None and request.priority != DEFAULT):
+            origins = zip(keys, pinned.origins, strict=True)
+            self.priorities.use(request, keys, [key for key, tier in origins if tier is not None])
         if request is not None:
             self.served(request)
             request.forget_answers()
@@ -312,7 +313,8 @@ class Tiering:
         """End a load: its chunks may be evicted again, as recently used ones."""
         self._end(pinned)
         self.table.unpin(pinned.chunks, used=True)
-        self.priorities.unpinned(pinned.chunks, (origin is not None for origin in pinned.origins))
+        if self.table.users:
+            self.priorities.unpinned(pinned.chunks, (origin is not None for origin in pinned.origins))
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
         """End a load whose copies failed: its chunks are dropped from the primary tier.
