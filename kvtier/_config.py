@@ -110,8 +110,8 @@ class TieringConfig(Settings):
         default=0.25,
         ge=0,
         le=0.9,
-        description="Largest share of the primary tier that requests may reserve with `ttl_s` and `pin` in "
-        "their `kv_transfer_params`. 0: none. Only with vLLM.",
+        description="Largest share of the primary tier that requests may reserve with `ttl_s`, `pin` or "
+        "`priority` in their `kv_transfer_params`. 0: none. Only with vLLM.",
     )
     request_deadline_s: float = Field(
         default=5.0,

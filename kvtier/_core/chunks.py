@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtier._core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import EvictionPolicy
 from kvtier.policies._lru import LRU
 
+if TYPE_CHECKING:
+    from kvtier._core.requests import Request
+
 NO_KEY = OffloadKey(b"")
+LOW, DEFAULT, HIGHEST = 0, 1, 3  # priorities
 _FILLING, _READY = ChunkState.FILLING, ChunkState.READY
 _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that this is allowed in
 
@@ -35,8 +39,9 @@ class Chunk(Stateful):
 class ChunkTable:
     """Owns the slots. Visible chunks are found by key; one that is being promoted is not visible.
 
-    A chunk is a candidate for eviction, and known to the policy as one, exactly while it is READY
-    and has no pins. The policy is a plug-in: what it chooses is checked here.
+    A chunk is a candidate for eviction, and known as one to the order of its priority, exactly while it is
+    READY and has no pins. Lower priorities leave first. Those of DEFAULT, nearly all, are ordered by the
+    policy. That is a plug-in: what it chooses is checked here.
 
     Attributes:
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
@@ -44,7 +49,9 @@ class ChunkTable:
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy  # LRU from its first fault on
+        # They choose what is evicted, by priority; that of DEFAULT is LRU from its first fault on.
+        self.orders: list[EvictionPolicy] = [LRU(), policy, LRU(), LRU()]
+        self.users: dict[OffloadKey, Request] = {}  # from which chunks have another priority than DEFAULT
         self.faults: list[tuple[str, str]] = []
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
@@ -55,43 +62,68 @@ class ChunkTable:
         added = [Chunk(slot) for slot in slots]
         self.all += added
         self.free[:0] = reversed(added)
-        self._call_policy(lambda policy: policy.resize(len(self.all)))
+        self._call(DEFAULT, lambda policy: policy.resize(len(self.all)))
 
     @property
     def evictable(self) -> int:
         """How many chunks may be evicted, as far as the policy knows."""
-        try:
-            return len(self.policy)
-        except Exception:
-            self._replace_policy("raised")
-            return len(self.policy)
+        self._call(DEFAULT, len)
+        return sum(map(len, self.orders))
+
+    def priority(self, key: OffloadKey) -> int:
+        """Return the priority of a chunk: 0 to 3."""
+        return DEFAULT if (user := self.users.get(key)) is None else user.priority
+
+    def prioritize(self, keys: Iterable[OffloadKey], user: Request | None) -> None:
+        """Give visible chunks the priority of a request; None for DEFAULT."""
+        chunks = [chunk for key in keys if (chunk := self.visible.get(key)) is not None]
+        self.pin(chunks)
+        for chunk in chunks:
+            self._forget_user(chunk.key)
+            if user is not None:
+                self.users[chunk.key] = user
+                user.own[chunk.key] = False
+        self.unpin(chunks)
+
+    def lower(self, most: int) -> int:
+        """Give candidates of high priority beyond so many the default one; return how many."""
+        second, highest = self.orders[DEFAULT + 1 :]
+        lowered = second.evict(len(second) + len(highest) - most)
+        lowered += highest.evict(len(highest) - most)
+        for key in lowered:
+            self._forget_user(key)
+        self._call_each(lowered[::-1], lambda order, keys: order.add(keys, used=False))
+        return len(lowered)
 
     def evict(self, count: int) -> list[OffloadKey]:
-        """Free up to ``count`` slots by the policy's choice; return the keys that went.
+        """Free up to ``count`` slots, by priority and the policy's choice; return the keys that went.
 
         A policy that chooses what it must not is not asked again: LRU takes its place.
         """
         evicted: list[OffloadKey] = []
-        fault = self._evict(count, evicted)
-        if fault:
-            self._replace_policy(fault)
-            self._evict(count - len(evicted), evicted)
+        for priority in range(len(self.orders)) if self.users else (DEFAULT,):
+            if len(evicted) < count and (fault := self._evict(priority, count - len(evicted), evicted)):
+                self._replace_policy(fault)
+                self._evict(DEFAULT, count - len(evicted), evicted)
         return evicted
 
-    def _evict(self, count: int, evicted: list[OffloadKey]) -> str:
-        """Free what the policy chooses as far as it may be freed; return what was wrong with the choice."""
-        fault = ""
+    def _evict(self, priority: int, count: int, evicted: list[OffloadKey]) -> str:
+        """Free what an order chooses as far as it may be freed; return what was wrong with the choice."""
+        fault, order = "", self.orders[priority]
         try:
-            keys = self.policy.evict(count)
+            keys = order.evict(count)
             if len(keys) > count:
                 keys, fault = keys[:count], "too_many"
-            elif len(keys) < count and len(self.policy):
+            elif len(keys) < count and len(order):
                 fault = "withheld"
             for key in keys:
                 chunk = self.visible.get(key)
-                if chunk is None or chunk.state is not _READY or chunk.pins:
+                is_other = self.users and self.priority(key) != priority
+                if chunk is None or chunk.state is not _READY or chunk.pins or is_other:
                     fault = "not_a_candidate"
                     continue
+                if self.users:
+                    self._forget_user(key)
                 del self.visible[key]
                 chunk.state = _AFTER_EVICTION
                 self.free.append(chunk)
@@ -101,18 +133,30 @@ class ChunkTable:
         return fault
 
     def _replace_policy(self, fault: str) -> None:
-        self.faults.append((type(self.policy).__name__, fault))
-        self.policy = LRU(len(self.all))
-        chunks = self.visible.values()
+        self.faults.append((type(self.orders[DEFAULT]).__name__, fault))
+        self.orders[DEFAULT] = LRU(len(self.all))
+        chunks = [chunk for chunk in self.visible.values() if chunk.key not in self.users]
         candidates = [chunk.key for chunk in chunks if chunk.state is _READY and not chunk.pins]
-        self.policy.add(candidates[::-1], used=False)  # what came first goes first
+        self.orders[DEFAULT].add(candidates[::-1], used=False)  # what came first goes first
 
-    def _call_policy(self, act: Callable[[EvictionPolicy], object]) -> None:
-        """Call the policy. One that raises is replaced by LRU over the chunks as they are."""
+    def _call(self, priority: int, act: Callable[..., object], *keys: list[OffloadKey]) -> None:
+        """Call an order. A policy that raises is replaced by LRU over the chunks as they are."""
         try:
-            act(self.policy)
+            act(self.orders[priority], *keys)
         except Exception:
             self._replace_policy("raised")
+
+    def _call_each(self, keys: list[OffloadKey], act: Callable[..., object]) -> None:
+        """Call the orders of the keys, each with its own ones."""
+        parts = {} if self.users else {DEFAULT: keys}
+        for key in keys if self.users else ():
+            parts.setdefault(self.priority(key), []).append(key)
+        for priority, part in parts.items():
+            self._call(priority, act, part)
+
+    def _forget_user(self, key: OffloadKey) -> None:
+        if (user := self.users.pop(key, None)) is not None:
+            del user.own[key]
 
     def take(self, keys: Sequence[OffloadKey], *, visible: bool) -> list[Chunk]:
         """Assign a free slot to each key: FILLING, with the pin of the copy that will fill it."""
@@ -141,14 +185,14 @@ class ChunkTable:
         return ready
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
-        """Add a pin to READY chunks."""
+        """Add a pin to chunks that are visible."""
         held = []
         for chunk in chunks:
             if not chunk.pins:
                 held.append(chunk.key)
             chunk.pins += 1
         if held:
-            self._call_policy(lambda policy: policy.pin(held))
+            self._call_each(held, lambda order, keys: order.pin(keys))
 
     def unpin(self, chunks: Iterable[Chunk], *, used: bool = False) -> None:
         """Remove a pin from chunks, prefix first; ``used`` is whether a request has read them."""
@@ -161,7 +205,7 @@ class ChunkTable:
                 else:
                     self._free(chunk)
         if candidates:
-            self._call_policy(lambda policy: policy.add(candidates, used=used))
+            self._call_each(candidates, lambda order, keys: order.add(keys, used=used))
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for good and take a pin from each; a slot is free when its chunk's last pin ends."""
@@ -169,16 +213,18 @@ class ChunkTable:
             chunk.move(ChunkEvent.DROPPED)
             if self.visible.get(chunk.key) is chunk:
                 del self.visible[chunk.key]
+                self._forget_user(chunk.key)
         self.unpin(chunks)
 
     def reset(self) -> None:
         """Hide every visible chunk for good; slots of unpinned chunks become free at once."""
+        self.prioritize([*self.users], None)
         for chunk in self.visible.values():
             chunk.move(ChunkEvent.DROPPED)
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
-        self._call_policy(lambda policy: policy.clear())
+        self._call(DEFAULT, lambda policy: policy.clear())
 
     def _free(self, chunk: Chunk) -> None:
         chunk.move(ChunkEvent.FREED)

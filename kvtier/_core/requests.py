@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtier._core.awaited import Wait
-from kvtier._core.chunks import Chunk
+from kvtier._core.chunks import DEFAULT, Chunk
 from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
@@ -25,6 +25,7 @@ class Request(Stateful):
         absent: keys that no tier has, or could give, or gives sooner than they are computed.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
+        own: chunks that have their priority from it, and whether a tier is known to have them.
     """
 
     MOVES: ClassVar = REQUEST_MOVES
@@ -47,6 +48,9 @@ class Request(Stateful):
     is_prefetch: bool = False  # no client waits for it: it makes way for all others
     answers_stand: bool = False
     wait: Wait | None = None  # for chunks that no tier has yet; None where these are misses at once
+    priority: int = DEFAULT  # of the chunks it uses, unless another request has given them a higher one
+    releases: bool = False  # chunks that it alone has used leave the primary tier when it has ended
+    own: dict[OffloadKey, bool] = field(default_factory=dict)
     record: LookupRecord | None = None  # what becomes of its lookups, if anybody wants to know
 
     def __str__(self) -> str:

@@ -1,16 +1,17 @@
-"""Chunks that stay in the primary tier because a client has said that they will be needed."""
+"""Chunks that stay in the primary tier, or leave it, because a client has said when they will be needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final
 
-from kvtier._core.chunks import Chunk
-from kvtier._core.shared import SharedState
-from kvtier._core.states import ChunkState
+from kvtier._core.chunks import DEFAULT, LOW, Chunk
+from kvtier._core.requests import Request
+from kvtier._core.shared import Keys, SharedState
+from kvtier._core.states import ChunkState, RequestState
 from kvtier.keys import OffloadKey
 
 MOST_PER_SLOT: Final = 16
@@ -35,7 +36,7 @@ class Retention:
     """
 
     def __init__(self, shared: SharedState) -> None:
-        self.pinned: dict[OffloadKey, Chunk] = {}
+        self.pinned = shared.kept
         self._shared = shared
         self._kept: dict[str, _Kept] = {}
         self._holders: dict[OffloadKey, set[str]] = {}  # the names that keep it
@@ -51,12 +52,7 @@ class Retention:
     @property
     def room(self) -> int:
         """How many chunks more may be kept."""
-        return max(0, self._budget - len(self.pinned) - len(self._waiting))
-
-    @property
-    def _budget(self) -> int:
-        """How many chunks may be kept in all."""
-        return int(len(self._shared.table.all) * self._shared.limits.pin_budget)
+        return max(0, self._shared.pin_budget - len(self.pinned) - len(self._waiting))
 
     def keep(self, name: str, keys: Iterable[OffloadKey]) -> None:
         """Keep chunks that are there or being stored, until ``expire`` or ``release`` of this name."""
@@ -121,11 +117,11 @@ class Retention:
         self._waiting.clear()
         self._ends.clear()
         self._size = 0
-        chunks, self.pinned = list(self.pinned.values()), {}
-        self._shared.table.unpin(chunks)
+        self._shared.table.unpin(self.pinned.values())
+        self.pinned.clear()
 
     def _pin_arrived(self) -> list[Chunk]:
-        shared, budget = self._shared, self._budget
+        shared, budget = self._shared, self._shared.pin_budget
         arrived: list[Chunk] = []
         refused: list[OffloadKey] = []
         waiting: dict[OffloadKey, None] = {}
@@ -157,3 +153,42 @@ class Retention:
                 del self._kept[name].keys[key]
                 if not self._kept[name].keys:
                     del self._kept[name]
+
+
+class Priorities:
+    """Gives chunks the highest priority of the requests that use them; finds those that leave with theirs.
+
+    A low priority is given only to what is there because of the request.
+    """
+
+    def __init__(self, shared: SharedState) -> None:
+        self._table = shared.table
+        self.due: list[OffloadKey] = []  # their request, a put or a load of them has ended
+        self._several = Request(priority=LOW)  # stands for more than one
+
+    def use(self, request: Request | None, keys: Keys, new: Iterable[OffloadKey] = ()) -> None:
+        """Note that a request uses chunks, of which ``new`` are there because of it."""
+        mine = None if request is None or request.priority == DEFAULT else request
+        users, priority = self._table.users, DEFAULT if mine is None else mine.priority
+        if mine is None and not users:
+            return
+        was = {key: self._table.priority(key) for key in keys}
+        lowered = frozenset(new if priority == LOW else ())
+        others = [key for key in was if was[key] == LOW == priority and users[key] is not mine]
+        self._table.prioritize([key for key in was if priority > was[key] or key in lowered], mine)
+        self._table.prioritize(others, self._several)
+
+    def unpinned(self, chunks: Sequence[Chunk], are_put: Iterable[bool]) -> None:
+        """Note that puts or loads of chunks have ended, and whether a tier is known by that to have each."""
+        for chunk, is_put in zip(chunks, are_put, strict=True) if self._table.users else ():
+            user = self._table.users.get(chunk.key)
+            if user is not None and user.releases and chunk.state is ChunkState.READY:
+                user.own[chunk.key] |= is_put
+                self.due.append(chunk.key)
+
+    def released(self) -> list[Chunk]:
+        """Return what is to leave now: its request has ended, no other uses it, and a tier has it."""
+        due, self.due = dict.fromkeys(self.due), []
+        users, visible = self._table.users, self._table.visible
+        of_ended = [key for key in due if key in users and users[key].state is RequestState.CLOSED]
+        return [visible[key] for key in of_ended if users[key].own[key] and not visible[key].pins]

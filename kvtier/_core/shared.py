@@ -47,6 +47,7 @@ class SharedState:
         self.tiers = list(tiers)
         self.limits = limits
         self.windowed = windowed  # groups that are not looked up from the front of the prompt
+        self.kept: dict[OffloadKey, Chunk] = {}  # for clients
         self.gate = LoadGate(limits.load_gate, len(self.tiers))
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
@@ -56,6 +57,11 @@ class SharedState:
         self.kv_events = KVEventLog(len(self.tiers), limits.max_announced, enabled=track_kv_events)
         self._earliest_s = inf  # no running transfer has an earlier deadline
         self._last_id = 0
+
+    @property
+    def pin_budget(self) -> int:
+        """How many chunks may be kept for clients in all."""
+        return int(len(self.table.all) * self.limits.pin_budget)
 
     def short_of(self, what: str) -> str:
         """Return the reason to count for a lack of slots: "starting" while slots are added, else ``what``."""
@@ -126,6 +132,8 @@ class SharedState:
         """Free up to ``count`` slots of chunks that nobody pins."""
         if count <= 0:
             return []
+        if self.table.users and (lowered := self.table.lower(self.pin_budget - len(self.kept))):
+            self.counts["keep_refused", "budget"] += lowered
         keys = self.table.evict(count)
         self.counts["evicted",] += len(keys)
         self.kv_events.removed(keys)

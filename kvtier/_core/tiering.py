@@ -17,12 +17,12 @@ from math import inf
 
 from kvtier._core import messages
 from kvtier._core.cascade import Cascades
-from kvtier._core.chunks import Chunk, ChunkTable
+from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
 from kvtier._core.kv_events import KVEvent
 from kvtier._core.prefetch import Prefetches
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
-from kvtier._core.retention import Retention
+from kvtier._core.retention import Priorities, Retention
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
@@ -69,6 +69,7 @@ class Tiering:
         self.holds = self.promotions.holds
         self.cascades = Cascades(self.shared)
         self.retention = Retention(self.shared)
+        self.priorities = Priorities(self.shared)
         self.prefetches = Prefetches(self.shared, self.holds, self.retention, self.lookup, self.close)
         self.epoch = 0
         self.handles: set[Handle] = set()  # the stores and loads that have not ended
@@ -144,6 +145,7 @@ class Tiering:
         for request in asked:
             if request.state is RequestState.CLOSED:
                 continue
+            self.priorities.use(request, request.hits)
             if request.wanted:
                 self._defer(request, now_s)
             elif request.state is not RequestState.EXPIRED:
@@ -162,6 +164,10 @@ class Tiering:
             if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
                 self.holds.release(request)
         self.holds.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
+        if self.table.users and (released := self.priorities.released()):
+            self._counts["released",] += len(released)
+            self.table.pin(released)
+            self._drop(released)
         if self._tiers:
             self.holds.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:
@@ -217,6 +223,8 @@ class Tiering:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
         self._end_wait(request, "aborted")
+        if request.releases:
+            self.priorities.due += request.own
         self.shared.gate.running.discard(request)
         self.holds.unhold(request)
         request.forget_answers()
@@ -245,6 +253,7 @@ class Tiering:
         """Pin what was answered HIT in this round, before something is evicted in its midst."""
         for request in self._asked:
             if request.hits and not request.locates and request.state is not RequestState.CLOSED:
+                self.priorities.use(request, request.hits)
                 self.holds.hold(request)
 
     def _expire(self, request: Request, now_s: float) -> None:
@@ -278,6 +287,9 @@ class Tiering:
             chunk.origin = None
         self.handles.add(pinned)
         self.holds.promoting.difference_update(chunks)
+        if self.table.users or (request is not None and request.priority != DEFAULT):
+            origins = zip(keys, pinned.origins, strict=True)
+            self.priorities.use(request, keys, [key for key, tier in origins if tier is not None])
         if request is not None:
             self.served(request)
             request.forget_answers()
@@ -287,6 +299,8 @@ class Tiering:
         """End a load: its chunks may be evicted again, as recently used ones."""
         self._end(pinned)
         self.table.unpin(pinned.chunks, used=True)
+        if self.table.users:
+            self.priorities.unpinned(pinned.chunks, (origin is not None for origin in pinned.origins))
 
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
         """End a load whose copies failed: its chunks are dropped from the primary tier.
@@ -323,8 +337,8 @@ class Tiering:
 
     # --- stores ----------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
-        """Reserve slots for those of ``keys`` that are not there yet; evict for them where need be.
+    def reserve(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Reservation | None:
+        """Reserve slots for those of a request's ``keys`` that are not there yet; evict where need be.
 
         Where room is short a prefix of them is given slots: a prompt with holes serves nobody. Returns None
         where no slot can be had now, and an empty reservation where nothing is to be stored.
@@ -349,6 +363,7 @@ class Tiering:
             del new[len(free) :]
         reservation = Reservation(self.table.take(new, visible=True), new, evicted)
         self.handles.add(reservation)
+        self.priorities.use(request, keys, new)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
@@ -390,7 +405,9 @@ class Tiering:
             self._hold_hits()
             self.cascades.backfill(self.promotions.get_ended(event, now_s), now_s)
         elif isinstance(event, messages.PutEnded):
-            self.holds.free_budget(self.cascades.put_ended(event, now_s))
+            chunks = self.cascades.put_ended(event, now_s)
+            self.holds.free_budget(chunks)
+            self.priorities.unpinned(chunks, event.kept)
             self._has_damage = self._has_damage or "audit" in event.reasons
         elif isinstance(event, messages.SlotsReady):
             self.table.add_slots(event.slots)

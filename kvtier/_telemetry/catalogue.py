@@ -69,6 +69,7 @@ COUNTERS: Mapping[str, Metric] = {
         ("reason",),
         reasons.KEEP_REFUSED,
     ),
+    "released": Metric("kvtier_released_chunks", "Chunks that left the primary tier by `release: true`."),
     "prefetched": Metric(
         "kvtier_prefetched_chunks", "Chunks promoted because a client had announced their next use."
     ),

@@ -273,6 +273,21 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     assert it.core.shared.counts["dropped", "store"] == 8
 
 
+def test_a_request_shows_all_that_it_uses_where_something_has_the_lowest_priority(make: Make) -> None:
+    """The device may have the front of its prompt, and vLLM offers that only where it is asked to."""
+    it = make(slots=8)
+    low = ReqContext(req_id="low", kv_transfer_params={"kvtier": {"priority": 0}})
+    assert it.manager.on_new_request(low).policy == OffloadPolicy("chunk_level")
+    it.store(prompt(1, 2), low)
+    other = ReqContext(req_id="other")
+    assert it.manager.on_new_request(other).policy == OffloadPolicy("request_level")
+    it.manager.prepare_store(prompt(1, 2), other)
+    it.request("the lowest priority is gone")
+    high = ReqContext(req_id="high", kv_transfer_params={"kvtier": {"priority": 2}})
+    assert it.manager.on_new_request(high).policy == OffloadPolicy("request_level")
+    it.check_idle()
+
+
 PREFILL = {"do_remote_decode": True}
 
 

@@ -74,3 +74,46 @@ def test_a_session_is_back_in_host_memory_when_its_client_comes_back(
         assert answers == [right]
         assert sum(loaded.values()) == PROMPT_CHUNKS
         assert engine.settled().value("kvtier_fetched_chunks") == fetched, "nothing had to be fetched for it"
+
+
+def test_a_high_priority_survives_a_flood_and_a_flood_of_the_lowest_evicts_nobody(
+    launcher: Launcher, llama: Path, reference: Ask
+) -> None:
+    high, default = reference(SESSION, STRANGER)
+    with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
+        engine.generate(SESSION, **_hints(priority=2))
+        engine.generate(STRANGER)
+        engine.generate(*OTHERS)
+        assert engine.served(SESSION) == ([high], FOUND)
+        assert engine.served(STRANGER) == ([default], {}), "it had the default priority"
+        for other in OTHERS:  # one by one: in flight together they would need more room than is left
+            engine.generate(other, **_hints(priority=0))
+            engine.settled()
+        assert engine.served(STRANGER) == ([default], FOUND)
+        assert engine.served(SESSION) == ([high], FOUND)
+        assert engine.served(OTHERS[0])[1] == {}
+
+
+def _release(engine: Engine, chunks: int, **how: Any) -> None:
+    """Compute or load the session; wait until so many chunks have been released; empty the device's cache."""
+    engine.generate(SESSION, **how)
+    engine.until(
+        lambda it: it.value("kvtier_released_chunks") == chunks, "it has left host memory for the tier"
+    )
+    engine.reset(connector=False)
+
+
+def test_a_released_prompt_leaves_host_memory_after_its_put_and_is_served_from_the_tier(
+    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
+) -> None:
+    right, other = reference(SESSION, STRANGER)
+    tiers = [{"type": "fs", "root_dir": str(tmp_path)}]
+    settings = {**SETTINGS, "promotion_budget": 0.5, "secondary_tiers": tiers}
+    with launcher.start(llama, settings, num_gpu_blocks_override=24, max_model_len=640) as engine:
+        engine.until_up("fs")
+        engine.generate(STRANGER)
+        _release(engine, PROMPT_CHUNKS, **_hints(release=True))
+        prefill = {"do_remote_decode": True, "kvtier": {"release": True}}
+        _release(engine, 2 * PROMPT_CHUNKS, kv_transfer_params=prefill)
+        assert engine.served(STRANGER) == ([other], FOUND), "it was not released"
+        assert engine.served(SESSION) == ([right], {"fs": PROMPT_CHUNKS})

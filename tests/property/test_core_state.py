@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier._core.awaited import Wait
+from kvtier._core.chunks import Chunk
 from kvtier._core.messages import (
     Answer,
     Get,
@@ -160,6 +161,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.loads: list[Pinned] = []
         self.jobs: list[Job] = []
         self.stored: list[set[OffloadKey]] = []
+        self.confirmed: set[OffloadKey] = set()  # a tier has said in this epoch that it has them
         self.announced: set[OffloadKey] = set()
         self.believed: list[set[OffloadKey]] = []  # what a router believes of each tier
         self.untold: list[set[OffloadKey]] = []  # chunks that have left a tier, which does not say so yet
@@ -191,11 +193,27 @@ class CoreMachine(RuleBasedStateMachine):
         self.core = EfficiencyCheckedTiering(
             policy(), gates, limits, windowed_groups=windowed, track_kv_events=True
         )
+        invariants.watch_evictions(self.core)
+        self._watch_released()
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
             self.believed.append(set())
             self.untold.append(set())
         self.core.on_event(SlotsReady(range(slots)), self.now_s)
+
+    def _watch_released(self) -> None:
+        released = self.core.priorities.released
+
+        def checked() -> list[Chunk]:
+            chunks = released()
+            for chunk in chunks:
+                assert chunk.key in self.confirmed, "a tier has it"
+                assert not chunk.pins, "nobody uses it"
+                assert not any(chunk.key in (asker.scan or ()) for asker in self.askers), "nobody asks for it"
+                assert all(chunk.key not in asker.request.own for asker in self.askers)
+            return chunks
+
+        setattr(self.core.priorities, "released", checked)  # noqa: B010
 
     # --- what an engine does ---------------------------------------------------------------------
 
@@ -206,6 +224,8 @@ class CoreMachine(RuleBasedStateMachine):
         backwards=st.booleans(),
         allowed=filters,
         wait_s=st.sampled_from([0.0, 0.0, 1.0, 8.0]),
+        priority=st.sampled_from([1, 1, 0, 0, 2, 3]),
+        releases=st.booleans(),
     )
     def new_request(
         self,
@@ -214,8 +234,11 @@ class CoreMachine(RuleBasedStateMachine):
         backwards: bool,
         allowed: frozenset[int] | None,
         wait_s: float,
+        priority: int,
+        releases: bool,
     ) -> None:
-        request = Request(tiers=allowed, wait=Wait(wait_s) if wait_s else None)
+        request = Request(tiers=allowed, wait=Wait(wait_s) if wait_s else None, priority=priority)
+        request.releases = releases and priority == 0
         is_windowed = group_index(prompt[0]) in self.windowed
         patience_s = REQUEST_DEADLINE_S + wait_s
         self.askers.append(Asker(prompt[:length], backwards and is_windowed, request, patience_s=patience_s))
@@ -330,10 +353,20 @@ class CoreMachine(RuleBasedStateMachine):
         if self._reserve(prompt, start, length) and at_once:
             self._commit(*self.reservations.pop())
 
-    def _reserve(self, prompt: list[OffloadKey], start: int, length: int) -> bool:
+    @precondition(lambda self: self.askers)
+    @rule(pick=picks, at_once=st.booleans())
+    def store_computed(self, pick: int, at_once: bool) -> None:
+        """A request has computed its prompt."""
+        asker = _pick(self.askers, pick)
+        if self._reserve(asker.keys, 0, len(asker.keys), asker.request) and at_once:
+            self._commit(*self.reservations.pop())
+
+    def _reserve(
+        self, prompt: list[OffloadKey], start: int, length: int, request: Request | None = None
+    ) -> bool:
         offered = prompt[start : start + length]
         there = {key for key in offered if key in self.core.table.visible}
-        reservation = self.core.reserve(offered)
+        reservation = self.core.reserve(offered, request)
         if reservation is None:
             return False
         new = [key for key in offered if key not in there]
@@ -422,6 +455,7 @@ class CoreMachine(RuleBasedStateMachine):
         if pick % 8:  # seldom: so soon after a reset there is little to find
             return
         self.epoch += 1
+        self.confirmed.clear()
         self.core.reset()
         assert self.core.epoch == self.epoch
         for asker in self.askers:
@@ -505,6 +539,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.contents[slot] == (key, job.epoch), "what is being put stays as it was"
         self._end_reading(command.slots)
         kept = kept[: len(command.keys)]
+        if job.epoch == self.epoch:
+            self.confirmed.update(key for key, ok in zip(command.keys, kept, strict=True) if ok)
         if job.epoch == self.epoch and not job.is_written:
             self.stored[command.tier].update(key for key, ok in zip(command.keys, kept, strict=True) if ok)
         event = PutEnded(command.id, kept, {"error": kept.count(False)}, took_s, health, "helped")
@@ -528,6 +564,8 @@ class CoreMachine(RuleBasedStateMachine):
                 self._end_writing(command.slots[index], job, (key, job.epoch) if landed else GARBAGE)
             elif answer is Answer.COPIED:
                 answer = Answer.LOCATED
+            if answer is Answer.COPIED and job.epoch == self.epoch:
+                self.confirmed.add(key)
             answers.append(answer)
         event = GetEnded(command.id, answers, {"error": 1}, took_s, health, "no_time", took_s)
         self.core.on_event(event, self.now_s)
@@ -674,7 +712,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert not self.core.holds.promoting
         assert sum(chunk.pins for chunk in table.all) == 0
         assert len(table.free) + len(table.visible) == len(table.all)
-        assert len(table.policy) == len(table.visible)
+        assert table.evictable == len(table.visible)
 
 
 def _pick(items: list[T], pick: int) -> T:

@@ -73,6 +73,7 @@ SHOWN = (
     *("core put_dropped unresponsive", "core skipped unresponsive", "core skipped filter"),
     *(f"core retries {verb} {how}" for verb in ("get", "put") for how in ("helped", "failed")),
     *("core retries get no_time", "core retries get no_budget", "core prefetched"),
+    *("core released", "core keep_refused budget"),
     *(f"core breaker_opened {verb} {why}" for verb in ("get", "put") for why in ("failures", "overdue")),
     *("core breaker_opened get probe", "core breaker_closed get", "core breaker_closed put"),
 )

@@ -27,10 +27,11 @@ def test_without_hints_nothing_is_said(reader: HintReader, params: Any, caplog: 
 
 
 def test_all_hints_together(reader: HintReader):
-    hints = {"explain": True, "ttl_s": 60, "pin": "agent 7", "release": "agent 6", "wait_s": 2.5}
+    hints = {"explain": True, "ttl_s": 60, "pin": "a 7", "release": "a 6", "wait_s": 2.5, "priority": 2}
     assert reader.read("a", {"kvtier": hints}) == Hints(
-        explain=True, ttl_s=60, pin="agent 7", release="agent 6", wait_s=2.5
+        explain=True, ttl_s=60, pin="a 7", release="a 6", wait_s=2.5, priority=2
     )
+    assert reader.read("a", {"kvtier": {"release": True, "priority": 0}}) == Hints(release=True, priority=0)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,14 @@ def test_all_hints_together(reader: HintReader):
         ({"ttl_s": 1e9}, "not 1000000000.0"),
         ({"pin": ""}, "pin must be a name of 1 to 128 characters"),
         ({"pin": "x" * 5000}, "pin must be a name"),
-        ({"release": 7}, "release must be a name"),
+        ({"release": 7}, "release must be true or a name of 1 to 128 characters, not 7"),
+        ({"release": False}, "release must be true or a name of 1 to 128 characters, not False"),
         ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release, wait_s, next_use_s"),
+        ({"priority": 4}, "priority must be an integer from 0 to 3, not 4"),
+        ({"priority": -1}, "priority must be an integer from 0 to 3, not -1"),
+        ({"priority": True}, "priority must be an integer from 0 to 3, not True"),
+        ({"priority": "high"}, "priority must be an integer from 0 to 3, not 'high'"),
+        ({"priority": NESTED}, "priority must be an integer from 0 to 3, not list"),
         ({"wait_s": -1}, "wait_s must be a number of seconds above 0"),
         ({"wait_s": float("inf")}, "wait_s must be a number of seconds above 0"),
     ],

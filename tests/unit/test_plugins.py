@@ -34,7 +34,7 @@ def load(name: str) -> type[EvictionPolicy]:
 def test_a_policy_of_another_distribution_is_used_by_its_name(install_policy):
     install_policy("mine", f"{LRU_IMPORT}class Policy(LRU): pass")
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "eviction_policy": "mine"})
-    assert type(make_core(config, 4096).table.policy).__name__ == "Policy"
+    assert type(make_core(config, 4096).table.orders[1]).__name__ == "Policy"
 
 
 @pytest.mark.parametrize(

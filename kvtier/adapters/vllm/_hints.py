@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from kvtier._core.chunks import DEFAULT, HIGHEST, LOW
 from kvtier._core.prefetch import Prefetches
 from kvtier._core.retention import Retention
 from kvtier._telemetry.log_limit import LogLimit
@@ -38,9 +39,10 @@ class Hints:
     explain: bool = False  # log what was found of its prompt
     ttl_s: float = 0.0  # keep its chunks in the primary tier for so long after its end
     pin: str = ""  # keep them under this name, until its release or ``ttl_s`` after its last request
-    release: str = ""  # a name whose chunks need not be kept any more once the request has ended
+    release: str | bool = False  # a name kept no more once the request has ended; True: its own chunks
     wait_s: float = 0.0  # wait for chunks that no tier has yet: another engine computes them
     next_use_s: float = 0.0  # from its end until its chunks are needed again; 0: nobody knows
+    priority: int = DEFAULT  # of its chunks in the primary tier: lower ones are evicted first
 
     @property
     def keeps(self) -> bool:
@@ -50,7 +52,7 @@ class Hints:
     @property
     def needs_all(self) -> bool:
         """Whether all chunks of the request count, those too that it does not compute."""
-        return self.keeps or bool(self.next_use_s)
+        return self.keeps or bool(self.next_use_s) or self.priority > DEFAULT
 
     @property
     def kept_s(self) -> float:
@@ -85,9 +87,10 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "explain": (lambda value: isinstance(value, bool), "true or false"),
     "ttl_s": (_is_time, _A_TIME),
     "pin": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
-    "release": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
+    "release": (lambda it: it is True or _is_name(it), f"true or a name of 1 to {_LONGEST_NAME} characters"),
     "wait_s": (_is_time, _A_TIME),
     "next_use_s": (_is_time, _A_TIME),
+    "priority": (lambda it: type(it) is int and LOW <= it <= HIGHEST, f"an integer from {LOW} to {HIGHEST}"),
 }
 
 
@@ -172,8 +175,7 @@ class ClientHints:
     def loaded(self, req_id: str, keys: Collection[OffloadKey]) -> None:
         """Keep or note chunks that a request loads, if its client wants that."""
         if (used := self._keep(req_id, keys)) is not None:
-            for key in keys:
-                used.setdefault(key)
+            used.update(dict.fromkeys(keys))
 
     def stored(self, req_id: str, keys: Collection[OffloadKey]) -> None:
         """Keep or note chunks that a request has offered to be stored, if its client wants that."""
@@ -201,7 +203,7 @@ class ClientHints:
             if not self._followed_names[name]:
                 del self._followed_names[name]
                 self._retention.expire(name, self._clock() + hints.kept_s)
-        if hints.release:
+        if isinstance(hints.release, str):
             name = Hints(pin=hints.release).name(req_id)
             self._retention.release(name)
             self._prefetches.release(name)

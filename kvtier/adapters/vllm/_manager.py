@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.awaited import Wait
+from kvtier._core.chunks import LOW
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
@@ -146,10 +147,13 @@ class KVTierManager(OffloadingManager):
         hints = self._hints.begin(req_context.req_id, params, tiers)
         if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
             request.wait = Wait(wait_s)
+        request.releases = hints.release is True
+        request.priority = LOW if request.releases else hints.priority
         if hints.explain or self._explainer.is_on:
             self._explainer.begin(req_context, request, is_asked=hints.explain)
         is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
-        return _OF_ALL_CHUNKS if hints.needs_all or is_selective or is_prefill(params) else _OF_NEW_CHUNKS
+        needs_all = hints.needs_all or is_selective or is_prefill(params) or len(self._core.table.orders[LOW])
+        return _OF_ALL_CHUNKS if needs_all else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be under way."""
@@ -252,8 +256,8 @@ class KVTierManager(OffloadingManager):
         if self._core.refusal:
             return _nothing_stored()
         keys = list(keys)
-        reservation = self._core.reserve(keys)
         request = self._requests.get(req_context.req_id)
+        reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
         if reservation is None and self._repeats_stores:

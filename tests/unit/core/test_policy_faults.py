@@ -95,7 +95,7 @@ def test_a_policy_that_chooses_wrongly_is_replaced_and_room_is_made_all_the_same
     assert counts["evicted",] == 3
     (notice,) = core.take_notices()
     assert notice.subject == "eviction policy Wild"
-    assert type(core.table.policy) is LRU
+    assert type(core.table.orders[1]) is LRU
 
 
 @pytest.mark.parametrize("where", ["evict", "add", "pin", "clear", "resize", "len"])
@@ -112,7 +112,7 @@ def test_a_policy_that_raises_is_replaced(where: str) -> None:
     invariants.check(core)
     core.settle(0.0)
     assert core.take_counts()["policy_replaced", "raised"] == 1
-    assert type(core.table.policy) is LRU
+    assert type(core.table.orders[1]) is LRU
 
 
 def test_what_came_first_goes_first_after_a_policy_was_replaced() -> None:

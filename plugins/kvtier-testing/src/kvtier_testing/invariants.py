@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtier._core.chunks import Chunk
+from kvtier._core.chunks import DEFAULT, HIGHEST, LOW, Chunk, ChunkTable
 from kvtier._core.states import BreakerState, ChunkState
 from kvtier._core.tiering import Tiering
+from kvtier.keys import OffloadKey
 
 
 def check(core: Tiering) -> None:
@@ -36,14 +37,16 @@ def check(core: Tiering) -> None:
         )
         if chunk in visible:
             candidate = state is ChunkState.READY and not chunk.pins
-            _require((chunk.key in table.policy) is candidate, "{} is known to the policy as it is", chunk)
+            priority = table.priority(chunk.key)
+            found = [index for index, order in enumerate(table.orders) if chunk.key in order]
+            _require(found == [priority] * candidate, "{} of priority {} is in its order", chunk, priority)
             candidates += candidate
     held = sum(1 for chunk in table.all if chunk.state is not ChunkState.ABSENT)
     _require(len(free) + held == len(table.all), "free and held slots are all slots")
     _require(
         all(table.visible[key].key == key for key in table.visible), "chunks are found by their own keys"
     )
-    _require(len(table.policy) == candidates, "the policy knows no more than there is")
+    _require(table.evictable == candidates, "the policy knows no more than there is")
     _require(all(chunk.pins for chunk in core.holds.promoting), "what lands is pinned")
     _require(
         all(request.state.name != "CLOSED" for request in [*core.holds.pending, *core.holds.awaiting]),
@@ -55,10 +58,43 @@ def check(core: Tiering) -> None:
     )
     kept = core.retention.pinned
     _require(all(chunk.key == key for key, chunk in kept.items()), "what is kept is what was to be kept")
-    _require(
-        len(kept) <= int(len(table.all) * core.shared.limits.pin_budget), "no more is kept than the budget"
-    )
+    most = int(len(table.all) * core.shared.limits.pin_budget)
+    _require(len(kept) <= most, "no more is kept than the budget")
+    for key, user in table.users.items():
+        _require(key in table.visible and key in user.own, "{} has a priority, and is there", key)
+        _require(user.priority != DEFAULT, "{} has another priority than others", key)
     _check_gates(core)
+
+
+def watch_evictions(core: Tiering) -> None:
+    """Have every eviction checked: it frees what it can, by priority, and nothing that is in use.
+
+    Raises:
+        AssertionError: later, from whatever evicts; the message says what was wrong.
+    """
+    table, shared, evict = core.table, core.shared, core.shared.evict
+
+    def checked(count: int) -> list[OffloadKey]:
+        priorities = {key: table.priority(key) for key, chunk in table.visible.items() if not chunk.pins}
+        most_high = max(0, int(len(table.all) * shared.limits.pin_budget) - len(core.retention.pinned))
+        is_in_budget = _high(table) <= most_high
+        wanted = max(0, min(count, table.evictable))
+        evicted = evict(count)
+        _require(len(evicted) == wanted, "{} of {} evictable chunks are evicted", len(evicted), wanted)
+        _require(priorities.keys() >= set(evicted), "nothing in use is evicted")
+        left = next((priority for priority, order in enumerate(table.orders) if len(order)), HIGHEST)
+        highest = max((priorities[key] for key in evicted), default=LOW)
+        if is_in_budget or left == LOW:
+            _require(highest <= left, "priority {} is evicted before {}", highest, left)
+        _require(count <= 0 or _high(table) <= most_high, "high priorities are given within the budget")
+        return evicted
+
+    setattr(shared, "evict", checked)  # noqa: B010  # mypy takes no assignment to a method
+
+
+def _high(table: ChunkTable) -> int:
+    """Return how many candidates have a high priority."""
+    return sum(map(len, table.orders[DEFAULT + 1 :]))
 
 
 def _expected_pins(core: Tiering) -> Counter[Chunk]:

@@ -58,9 +58,9 @@ class EfficiencyCheckedTiering(Tiering):
                 self._require_of_use(command, self.shared.transfers[command.id])
         return commands
 
-    def reserve(self, keys: Sequence[OffloadKey]) -> Reservation | None:
+    def reserve(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Reservation | None:
         """Give slots to a store: its chunks are there soon, whatever tiers said of them."""
-        reservation = super().reserve(keys)
+        reservation = super().reserve(keys, request)
         self._found(reservation.keys if reservation is not None else ())
         return reservation
 

@@ -132,6 +132,7 @@ class EngineProcess(Process):
         self._driver = Driver(core, executor, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"engine/{world.process}")
         self._patience = world.chance(f"patience/{world.process}")
+        self._priorities = world.chance(f"priorities/{world.process}")
         self._full_steps = 0  # there is room for no request: those that wait are not asked for
         self._jobs: list[Job] = []
         self._requests = 0
@@ -239,6 +240,8 @@ class EngineProcess(Process):
         job.next_use_s = self._patience.choice((0.0, 0.1, 0.3, 2.0))
         wait_s = self._patience.choice(self._scenario.waits_s)
         job.request.wait = Wait(wait_s) if wait_s else None
+        job.request.priority = self._priorities.choice((1, 1, 1, 0, 0, 2, 3))
+        job.request.releases = job.request.priority == 0 and self._priorities.random() < 0.7
         job.patience_s = wait_s + self._scenario.limits.request_deadline_s
         self._jobs.append(job)
 
@@ -331,7 +334,7 @@ class EngineProcess(Process):
 
     def _run(self, job: Job) -> None:
         """Store what a request has computed; it may be offered again where there is no room."""
-        has_ended = self._store(job.keys) or self._chance.random() < 0.5
+        has_ended = self._store(job.keys, job.request) or self._chance.random() < 0.5
         self._keep(job, job.keys)
         if has_ended:
             self._finish(job)
@@ -340,9 +343,9 @@ class EngineProcess(Process):
         if job.keeps_s:
             self.core.retention.keep(job.name, keys)
 
-    def _store(self, keys: Sequence[OffloadKey]) -> bool:
+    def _store(self, keys: Sequence[OffloadKey], request: Request | None = None) -> bool:
         """Begin to store; return whether there was room, or nothing to do."""
-        reservation, epoch = self.core.reserve(keys), self._epoch
+        reservation, epoch = self.core.reserve(keys, request), self._epoch
         if reservation is None:
             return False
         if not reservation.keys:

@@ -207,6 +207,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
     def watch(self, world: World, memory: SimMemory) -> None:
         """Start checking against a world."""
         self.world, self.memory = world, memory
+        invariants.watch_evictions(self)
         self._process = world.process
         self._announced_in_primary: set[OffloadKey] = set()
         self.announced: list[set[OffloadKey]] = [set() for _ in self.shared.tiers]
@@ -298,7 +299,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
         pinned = [chunk for chunk in table.all if chunk.pins]
         require(not pinned, f"pinned by nobody: {pinned}")
         require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")
-        require(len(table.policy) == len(table.visible), "the policy knows all that may be evicted")
+        require(table.evictable == len(table.visible), "the policy knows all that may be evicted")
         busy = [
             gate.name for gate in self.shared.tiers if gate.backlog or gate.puts.overdue or gate.gets.overdue
         ]

@@ -1,0 +1,347 @@
+"""Priorities that clients give, under any policy; chunks that leave when their request has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier._core.messages import Put, SlotsReady
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from kvtier.keys import OffloadKey
+from kvtier.policies import ARC, LHD, LRU, Auto, EvictionPolicy
+from kvtier_testing import invariants
+from tests.unit.core import world
+from tests.unit.core.world import HIT, keys
+
+A, B, C = keys("a", 4), keys("b", 4), keys("c", 4)
+
+any_policy = pytest.mark.parametrize("policy", [LRU, ARC, LHD, Auto])
+
+
+def make(policy: EvictionPolicy | None = None, slots: int = 16, tiers: int = 0, pin_budget: float = 0.25):
+    core = world.make(slots, tiers, policy, pin_budget=pin_budget)
+    invariants.watch_evictions(core)
+    return core
+
+
+def store(
+    core: Tiering, chunks: Sequence[OffloadKey], priority: int = 1, request: Request | None = None
+) -> None:
+    """Store chunks for a request; the puts end at once."""
+    for put in begin(core, chunks, request or Request(priority=priority)):
+        world.put_ends(core, put)
+    core.settle(0.0)
+
+
+def begin(core: Tiering, chunks: Sequence[OffloadKey], request: Request) -> list[Put]:
+    """Store chunks for a request; return the puts."""
+    reservation = core.reserve(chunks, request)
+    assert reservation is not None
+    core.commit(reservation, 0.0)
+    return [command for command in world.taken(core) if isinstance(command, Put)]
+
+
+def load(core: Tiering, chunks: Sequence[OffloadKey], request: Request) -> None:
+    """Load chunks that are there."""
+    assert world.ask(core, request, chunks) == [HIT] * len(chunks)
+    core.release(core.acquire(chunks, request))
+    core.settle(0.0)
+
+
+def promote(core: Tiering, chunks: Sequence[OffloadKey], request: Request) -> None:
+    """Promote chunks that a tier has."""
+    gets = world.step(core, request, chunks)
+    while gets:
+        core.on_event(world.answered(gets.pop()), 0.0)
+        gets += world.fetches(core)
+
+
+def flood(core: Tiering, priority: int = 1, prompts: int = 8) -> None:
+    """Store many prompts one after the other."""
+    for index in range(prompts):
+        store(core, keys(f"flood{index}/", 4), priority)
+
+
+def there(core: Tiering, chunks: Sequence[OffloadKey]) -> list[OffloadKey]:
+    """Return which chunks are in the primary tier, without using them."""
+    invariants.check(core)
+    return [key for key in chunks if key in core.table.visible]
+
+
+def releasing() -> Request:
+    return Request(priority=0, releases=True)
+
+
+# --- priorities ----------------------------------------------------------------------------------
+
+
+def test_nobody_pays_where_no_client_says_anything() -> None:
+    core = make(tiers=1)
+    store(core, A)
+    load(core, A, Request())
+    assert not core.table.users
+    assert core.table.evictable == len(core.table.orders[1]) == 4
+
+
+@any_policy
+def test_a_flood_of_the_lowest_priority_pushes_nothing_else_out(policy: type[EvictionPolicy]) -> None:
+    core = make(policy())
+    for chunks in (A, B, C):
+        store(core, chunks)
+    flood(core, priority=0)
+    assert there(core, A + B + C) == A + B + C
+
+
+@any_policy
+def test_a_high_priority_survives_a_flood_that_evicts_another(policy: type[EvictionPolicy]) -> None:
+    core = make(policy())
+    store(core, A, 2)
+    store(core, B)
+    flood(core)
+    assert there(core, A) == A
+    assert there(core, B) == []
+
+
+def test_the_highest_priority_leaves_after_the_next_one() -> None:
+    core = make(pin_budget=0.5)
+    store(core, A, 3)
+    store(core, B, 2)
+    store(core, C, 2)
+    flood(core)
+    assert there(core, A + B + C) == A + C, "within the budget"
+    store(core, B, 3)
+    flood(core)
+    assert there(core, A + B + C) == A + B
+
+
+def test_of_one_priority_the_least_recently_used_loses_it() -> None:
+    core = make(pin_budget=0.5)
+    store(core, A, 3)
+    store(core, B, 3)
+    load(core, A, Request())
+    store(core, C, 3)
+    flood(core)
+    assert there(core, A + B + C) == A + C
+    assert core.take_counts()["keep_refused", "budget"] == 4
+
+
+def test_beyond_the_budget_a_priority_is_the_default_one_not_the_lowest() -> None:
+    core = make()
+    store(core, A)
+    store(core, B, 3)
+    store(core, C, 3)
+    store(core, keys("d", 4))
+    store(core, keys("e", 4))
+    assert there(core, A + B + C) == B + C, "the oldest of the default priority has left"
+
+
+def test_what_is_kept_shares_the_budget() -> None:
+    core = make(pin_budget=0.5)
+    store(core, A, 3)
+    store(core, B, 3)
+    store(core, C)
+    core.retention.keep("session", C)
+    core.settle(0.0)
+    flood(core)
+    assert there(core, A + B + C) == B + C
+
+
+def test_where_all_else_is_in_use_a_high_priority_is_evicted() -> None:
+    core = make(slots=8, pin_budget=1.0)
+    store(core, A, 3)
+    store(core, B)
+    core.acquire(B)
+    store(core, keys("d", 2))
+    assert there(core, A) == A[:2], "the tail first"
+
+
+def test_a_chunk_has_the_highest_priority_of_those_that_use_it() -> None:
+    core = make()
+    store(core, A, 0)
+    store(core, B)
+    load(core, A, Request())
+    load(core, B, Request(priority=0))
+    assert not core.table.users
+    load(core, B, Request(priority=2))
+    load(core, B, Request(priority=0))
+    flood(core)
+    assert there(core, A + B) == B
+
+
+def test_what_was_promoted_for_a_request_has_its_priority() -> None:
+    core = make(tiers=1)
+    for chunks in (A, B):
+        store(core, chunks)
+    flood(core)
+    low, high = Request(priority=0), Request(priority=3)
+    for request, chunks in ((low, A), (high, B)):
+        promote(core, chunks, request)
+        load(core, chunks, request)
+    store(core, C)
+    assert there(core, A + B) == B
+    flood(core)
+    assert there(core, A + B) == B
+
+
+def test_more_slots_give_more_budget() -> None:
+    core = make()
+    core.on_event(SlotsReady(range(16, 32)), 0.0)
+    store(core, A, 2)
+    store(core, B, 2)
+    flood(core)
+    assert there(core, A + B) == A + B
+
+
+def test_a_reset_forgets_priorities() -> None:
+    core = make()
+    store(core, A, 0)
+    store(core, B, 3)
+    reservation = world.reserve(core, C)
+    core.reset()
+    core.abort(reservation)
+    assert not core.table.users
+    assert core.table.evictable == 0
+    store(core, A)
+    flood(core, priority=0)
+    assert there(core, A) == A
+
+
+class Greedy(LRU):
+    """Evicts what it does not know."""
+
+    choice: Sequence[OffloadKey] = ()
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        return [*self.choice] or super().evict(count)
+
+
+def test_a_policy_has_no_say_in_what_has_a_priority_and_priorities_outlive_it() -> None:
+    policy = Greedy()
+    core = make(policy)
+    store(core, A, 3)
+    store(core, B)
+    store(core, C)
+    policy.choice = A[:1]
+    flood(core)
+    assert core.take_counts()["policy_replaced", "not_a_candidate"] == 1
+    assert there(core, A + B + C) == A
+
+
+# --- release -------------------------------------------------------------------------------------
+
+
+def test_chunks_leave_when_their_request_has_ended_and_a_tier_has_them() -> None:
+    core, request = make(tiers=1), releasing()
+    (put,) = begin(core, A, request)
+    core.close(request)
+    core.settle(0.0)
+    assert there(core, A) == A, "the put has not ended"
+    core.take_kv_events()
+    world.put_ends(core, put, [True, True, True, False])
+    core.settle(0.0)
+    assert there(core, A) == A[3:], "no tier has taken that"
+    assert core.take_counts()["released",] == 3
+    assert [event.keys for event in core.take_kv_events() if event.removed] == [tuple(A[:3])]
+    for chunks in (B, C, keys("d", 4), keys("e", 4)):
+        store(core, chunks)
+    assert there(core, A + B) == B, "and it is evicted first"
+
+
+def test_chunks_stay_while_their_request_has_not_ended() -> None:
+    core, request = make(tiers=1), releasing()
+    store(core, A, request=request)
+    assert there(core, A) == A
+    load(core, A, request)
+    core.close(request)
+    core.settle(0.0)
+    assert there(core, A) == []
+    assert not core.table.users
+
+
+def test_chunks_that_have_come_from_a_tier_leave_too() -> None:
+    core, request = make(tiers=1), releasing()
+    store(core, A)
+    flood(core)
+    promote(core, A, request)
+    assert world.ask(core, request, A) == [HIT] * 4
+    pinned = core.acquire(A, request)
+    core.close(request)
+    core.settle(0.0)
+    assert there(core, A) == A, "the load has not ended"
+    core.release(pinned)
+    core.settle(0.0)
+    assert there(core, A) == []
+
+
+def test_chunks_leave_when_the_last_put_has_ended_whatever_came_of_it() -> None:
+    core, request = make(tiers=2), releasing()
+    first, second = begin(core, A, request)
+    core.close(request)
+    world.put_ends(core, first)
+    core.settle(0.0)
+    assert there(core, A) == A
+    world.put_ends(core, second, [False] * 4)
+    core.settle(0.0)
+    assert there(core, A) == []
+
+
+@pytest.mark.parametrize("other", [Request(), Request(priority=0), releasing()])
+def test_what_another_request_has_used_stays(other: Request) -> None:
+    core, request = make(tiers=1), releasing()
+    puts = begin(core, A, request)
+    load(core, A[:2], other)
+    core.close(request)
+    for put in puts:
+        world.put_ends(core, put)
+    core.close(other)
+    core.settle(0.0)
+    assert there(core, A) == A[:2]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_another_request_was_told_of_stays(is_held: bool) -> None:
+    core, request, other = make(tiers=1), releasing(), Request()
+    store(core, A, request=request)
+    (get,) = world.step(core, Request(), B[:1])
+    core.close(request)
+    assert world.ask(core, other, A) == [HIT] * 4
+    if is_held:
+        world.answer(core, get, [world.MISSING])
+    core.settle(0.0)
+    assert there(core, A) == A
+    load(core, A, other)
+
+
+def test_what_is_kept_stays() -> None:
+    core, request = make(tiers=1), releasing()
+    store(core, A, request=request)
+    core.retention.keep("session", A)
+    core.settle(0.0)
+    core.close(request)
+    core.settle(0.0)
+    assert there(core, A) == A
+
+
+def test_what_was_there_before_stays() -> None:
+    core, request = make(tiers=1), releasing()
+    store(core, A[:2])
+    store(core, A, request=request)
+    core.close(request)
+    core.settle(0.0)
+    assert there(core, A) == A[:2]
+
+
+def test_after_a_reset_nothing_is_released_by_what_was_before() -> None:
+    core, request = make(slots=64, tiers=2), releasing()
+    puts = begin(core, A, request)
+    core.reset()
+    first, second = begin(core, A, request)
+    core.close(request)
+    world.put_ends(core, puts[0])
+    world.put_ends(core, first, [False] * 4)
+    world.put_ends(core, second, [False, False, True, True])
+    world.put_ends(core, puts[1])
+    core.settle(0.0)
+    assert there(core, A) == A[:2], "the tiers have forgotten that"
