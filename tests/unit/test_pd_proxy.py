@@ -321,11 +321,12 @@ async def test_however_deep_a_body_is_it_is_answered_or_refused() -> None:
     """One level less than what cannot be decoded may be what cannot be encoded for an engine."""
     statuses = []
     async with world(ready(), ready()) as it:
-        for depth in range(940, 1000):
+        for depth in (1, *range(900, 1000)):  # where the limit is depends on how deep the stack is already
             body = '{"x": ' + "[" * depth + "]" * depth + "}"
             async with it.session.post(it.url + "/v1/completions", data=body) as answer:
                 statuses.append(answer.status)
-    assert set(statuses) == {200, 400}
+    assert statuses[0] == 200
+    assert set(statuses) <= {200, 400}
 
 
 @pytest.mark.anyio
