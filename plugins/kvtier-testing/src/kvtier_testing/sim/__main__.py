@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from kvtier_testing.sim.simulation import run
+from kvtier_testing.sim.fleet import run
 
 _BLOCK = 25
 _MODULE = "kvtier_testing.sim"
