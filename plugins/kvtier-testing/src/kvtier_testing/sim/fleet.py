@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.loop import OWNER, SimTask, simulate
@@ -18,11 +19,19 @@ from kvtier_testing.sim.network import Network
 from kvtier_testing.sim.scenario import Fleet, chain, host
 from kvtier_testing.sim.simulation import Engine, Overrides
 
+T = TypeVar("T")
+
 if TYPE_CHECKING:
     from kvtier_testing.sim.peers import Fabric
 
+_HANDSHAKE_MESSAGES = 3
+_COLLECT_SELDOM = (1_000_000, 10, 1000)
+"""Thresholds of the garbage collector: connections are many objects that live long."""
 _FOUND_AGAIN_S = 300.0
 """In which engines have to be connected again and breakers closed."""
+
+_RECOVERING = 2
+"""Engines whose tiers are each tried in the end, one after the other: they empty what all share."""
 
 HAS_PEERS = find_spec("kvtier_nixl") is not None
 
@@ -61,11 +70,32 @@ def run(
     async def main() -> Result:
         return await FleetRun(seed, given or Overrides(), fleet, trace).run()
 
+    return _simulate(main, seed, engines)
+
+
+def report(engines: int) -> str:
+    """Return what lookups cost and find in a world of so many engines without faults."""
+
+    async def main() -> str:
+        fleet = FleetRun("quiet", Overrides(), Fleet.quiet(engines), None)
+        await fleet.live()
+        text = fleet.describe()
+        await fleet.close()
+        return text
+
+    return _simulate(main, "quiet", engines)
+
+
+def _simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object, engines: int) -> T:
     logging.disable()  # nearly all that happens here is an error
+    thresholds = gc.get_threshold()
+    if engines > 1:
+        gc.set_threshold(*_COLLECT_SELDOM)
     try:
         return simulate(main, seed, scale=engines)
     finally:
         logging.disable(logging.NOTSET)
+        gc.set_threshold(*thresholds)
 
 
 class FleetRun:
@@ -96,21 +126,42 @@ class FleetRun:
         await self.live()
         for engine in self.engines:
             engine.require_nothing_false_announced()
-        for engine in self.engines:
+        for engine in self.engines[:_RECOVERING]:
             await engine.require_recovery()
         if self.fabric is not None:
             await self._require_found_by_peers()
+        await self.close()
+        return Result(+self._world.seen)
+
+    async def close(self) -> None:
+        """Shut all engines down; fail unless nothing is left of them."""
         await self._all(engine.require_end() for engine in self.engines)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         self._world.require(not left, f"tasks are left behind: {left}")
-        return Result(+self._world.seen)
+
+    def describe(self) -> str:
+        """Return how much was asked of peers, and how evenly, where there are peers."""
+        fabric, seen = self.fabric, self._world.seen
+        assert fabric is not None
+        network, lookups = fabric.network, max(1, fabric.lookups)
+        asking = network.messages - _HANDSHAKE_MESSAGES * network.connections
+        read = sorted((fabric.read_from[engine.host] for engine in self.engines), reverse=True)
+        total, tenth = sum(read), max(1, len(read) // 10)
+        loaded, stored = seen["chunks loaded"], seen["chunks stored"]
+        return (
+            f"{len(self.engines)} engines, {network.connections} connections\n"
+            f"{lookups} lookups, {asking / lookups:.1f} messages on the control channel for each\n"
+            f"{loaded} chunks loaded, {stored} computed: {loaded / max(1, loaded + stored):.1%} hits\n"
+            f"{total} chunks read from peers, {total / len(read):.1f} from each; {read[0]} from one at most, "
+            f"{sum(read[:tenth]) / max(1, total):.1%} from the busiest tenth"
+        )
 
     async def live(self) -> None:
         """Run all engines until the last fault is over and all has come to rest."""
         await self._all(engine.run() for engine in self.engines)
         await self._all(engine.require_rest() for engine in self.engines)
 
-    async def _all(self, works: Any) -> None:
+    async def _all(self, works: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in [asyncio.ensure_future(work) for work in works]:
             await task
 
@@ -148,11 +199,12 @@ class FleetRun:
                 return
             names = [engine.host for engine in waiting]
             self._world.require(
-                self._world.now_s < until_s, f"{names} do not find what {holder.host} holds, though all is well"
+                self._world.now_s < until_s,
+                f"{names} do not find what {holder.host} holds, though all is well",
             )
             await asyncio.sleep(1.0)
 
-    def _on_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _on_unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Fail, unless it is of a process that is dead."""
         error, of = context.get("exception"), context.get("task") or context.get("future")
         handle = context.get("handle")

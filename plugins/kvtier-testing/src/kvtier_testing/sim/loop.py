@@ -29,10 +29,10 @@ import anyio.to_thread
 if TYPE_CHECKING:
     from kvtier_testing.sim.network import Network
 
-Owner = tuple[str, int]
+ProcessId = tuple[str, int]
 """A simulated process: the address of its host, and which process of that host it is."""
 
-OWNER: ContextVar[Owner | None] = ContextVar("OWNER", default=None)
+OWNER: ContextVar[ProcessId | None] = ContextVar("OWNER", default=None)
 """Whose the tasks, connections and servers are that are made now."""
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class SimLoop(asyncio.BaseEventLoop):
         task.owner = OWNER.get() if context is None else context.get(OWNER)
         return task
 
-    def tasks_of(self, owner: Owner) -> set[asyncio.Task[Any]]:
+    def tasks_of(self, owner: ProcessId) -> set[asyncio.Task[Any]]:
         """Return the tasks of a simulated process that have not ended."""
         return {task for task in asyncio.all_tasks(self) if isinstance(task, SimTask) and task.owner == owner}
 
@@ -202,7 +202,7 @@ class SimTask(asyncio.Task[T]):
     """A task with a number, the first one is 1, and the process that it is of."""
 
     number: int
-    owner: Owner | None
+    owner: ProcessId | None
 
 
 def cancel_begun(tasks: Iterable[asyncio.Task[Any]]) -> None:

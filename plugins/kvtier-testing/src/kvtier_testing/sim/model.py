@@ -126,9 +126,7 @@ class World:
         is_alive: whether one lives. What a dead one would still do is of no account.
     """
 
-    def __init__(
-        self, seed: object, trace: Callable[[str], object] | None = None, identity: int = 0
-    ) -> None:
+    def __init__(self, seed: object, trace: Callable[[str], object] | None = None, identity: int = 0) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop = loop
@@ -188,7 +186,11 @@ class World:
 
     def fail(self, what: str | BaseException) -> NoReturn:
         """End the run: something happened that must not. Nobody can catch this but the run itself."""
-        error = what if isinstance(what, BaseException) else Violation(f"at {self.now_s:.4f} s: {self._name}{what}")
+        error = (
+            what
+            if isinstance(what, BaseException)
+            else Violation(f"at {self.now_s:.4f} s: {self._name}{what}")
+        )
         if self.is_alive:
             self.loop.fail(error)
         raise error

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
-from kvtier_testing.sim.loop import OWNER, Owner, SimLoop
+from kvtier_testing.sim.loop import OWNER, ProcessId, SimLoop
 
 Address = tuple[str, int]
 MakeProtocol = Callable[[], asyncio.BaseProtocol]
@@ -57,13 +58,13 @@ class Network:
     def __init__(self, loop: SimLoop, chance: Random, latency_s: float, faults: Sequence[LinkFault]) -> None:
         self.loop = loop
         self.chance = chance
-        self.dead: set[Owner] = set()
+        self.dead: set[ProcessId] = set()
         self.connections = 0
         self.messages = 0
         self._latency_s = latency_s
         self._faults = faults
         self._listeners: dict[Address, Listener] = {}
-        self._ends: dict[Owner, dict[_End, None]] = {}
+        self._ends: dict[ProcessId, dict[_End, None]] = {}
 
     def send(
         self,
@@ -90,7 +91,7 @@ class Network:
         now_s = self.loop.time()
         return (fault for fault in self._faults if fault.hits(one, other, now_s, reads=reads))
 
-    def kill(self, owner: Owner) -> None:
+    def kill(self, owner: ProcessId) -> None:
         """Have a process be dead: its connections are reset, and it listens no more."""
         self.dead.add(owner)
         for address, listener in list(self._listeners.items()):
@@ -110,13 +111,16 @@ class Network:
     async def connect(self, make: MakeProtocol, address: Address) -> tuple[_End, asyncio.BaseProtocol]:
         """Connect to an address. Takes as long as the network is cut."""
         owner, arrived = _owner(), self.loop.create_future()
-        self.send(owner[0], address[0], lambda: arrived.done() or arrived.set_result(None))
+        self.send(owner[0], address[0], partial(_set, arrived))
         await arrived
         listener = self._listeners.get(address)
         if listener is None or owner in self.dead:
             raise ConnectionRefusedError(f"nobody listens at {address}")
         self.connections += 1
-        near, far = _End(self, owner, address, make()), _End(self, listener.owner, (owner[0], 0), listener.make())
+        near, far = (
+            _End(self, owner, address, make()),
+            _End(self, listener.owner, (owner[0], 0), listener.make()),
+        )
         near.other, far.other = far, near
         for end in (near, far):
             self._ends.setdefault(end.owner, {})[end] = None
@@ -136,7 +140,7 @@ class Network:
 class Listener:
     """A server, and its own socket, as far as asyncio's are used."""
 
-    def __init__(self, network: Network, make: MakeProtocol, address: Address, owner: Owner) -> None:
+    def __init__(self, network: Network, make: MakeProtocol, address: Address, owner: ProcessId) -> None:
         self.make = make
         self.address = address
         self.owner = owner
@@ -158,7 +162,9 @@ class _End(asyncio.Transport):
 
     other: _End
 
-    def __init__(self, network: Network, owner: Owner, peer: Address, protocol: asyncio.BaseProtocol) -> None:
+    def __init__(
+        self, network: Network, owner: ProcessId, peer: Address, protocol: asyncio.BaseProtocol
+    ) -> None:
         super().__init__({"socket": self, "peername": peer})
         assert isinstance(protocol, asyncio.Protocol)
         self.owner = owner
@@ -217,7 +223,12 @@ class _End(asyncio.Transport):
         self._network.loop.call_soon(self.protocol.connection_lost, error)
 
 
-def _owner() -> Owner:
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _owner() -> ProcessId:
     owner = OWNER.get()
     assert owner is not None, "only simulated processes are in the simulated network"
     return owner

@@ -22,7 +22,7 @@ from kvtier.tiers import Batch, Outcome, Status
 from kvtier_nixl import NixlTier
 from kvtier_nixl._agent import Agent, Memory
 from kvtier_nixl.config import NixlConfig
-from kvtier_testing.sim.loop import OWNER, Owner
+from kvtier_testing.sim.loop import OWNER, ProcessId
 from kvtier_testing.sim.model import World, show
 from kvtier_testing.sim.network import Network
 
@@ -38,7 +38,7 @@ class Fabric:
 
     Attributes:
         read_from: chunks read from each host.
-        lookups, asked, found: lookups at peers, and the chunks that they asked for and found.
+        lookups: calls of tiers that ask all peers.
     """
 
     def __init__(self, network: Network, read_s: Sequence[float], until_s: float) -> None:
@@ -47,7 +47,7 @@ class Fabric:
         self._until_s = until_s
         self.agents: dict[str, SimNixl] = {}
         self.read_from: Counter[str] = Counter()
-        self.lookups = self.asked = self.found = 0
+        self.lookups = 0
 
     def takes_s(self) -> float:
         """Draw how long a read takes."""
@@ -65,7 +65,9 @@ class _Read:
 class SimNixl:
     """Stands in for an agent of NIXL; see there. Its metadata are its name."""
 
-    def __init__(self, fabric: Fabric, name: str, memory: Sequence[Memory], on_end: Callable[[], object]) -> None:
+    def __init__(
+        self, fabric: Fabric, name: str, memory: Sequence[Memory], on_end: Callable[[], object]
+    ) -> None:
         self.owner = _require_owner()
         self.is_closed = False
         self._memory = memory  # as long as somebody may read from it
@@ -176,11 +178,7 @@ class PeerTier(NixlTier):
             took_s = time.monotonic() - began_s
             if took_s > self.config.answer_timeout_s + _MOMENT_S:
                 self._world.fail(f"peers have kept a lookup waiting for {took_s:.4f} s")
-        fabric.lookups, fabric.asked, fabric.found = (
-            fabric.lookups + 1,
-            fabric.asked + len(keys),
-            fabric.found + sum(held),
-        )
+        fabric.lookups += 1
         return held
 
     async def get(self, batch: Batch) -> Outcome:
@@ -204,7 +202,9 @@ class PeerTier(NixlTier):
             return
         pool.clear()
         free = pool.reserve(pool.rows, time.monotonic())
-        self._world.require(len(free) == pool.rows, f"{pool.rows - len(free)} served rows are pinned by nobody")
+        self._world.require(
+            len(free) == pool.rows, f"{pool.rows - len(free)} served rows are pinned by nobody"
+        )
         for row in free:
             pool.give_back(row)
         with anyio.move_on_after(1.0):
@@ -215,7 +215,7 @@ class PeerTier(NixlTier):
         self._world.fail("no row of the receiving memory is free")
 
 
-def _require_owner() -> Owner:
+def _require_owner() -> ProcessId:
     owner = OWNER.get()
     assert owner is not None
     return owner

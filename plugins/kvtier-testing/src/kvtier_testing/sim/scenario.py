@@ -156,7 +156,9 @@ class Fleet:
         if count == 1:
             return Fleet((base,))
         chance = Random(f"{seed}/fleet")
-        tiers = [_tier(chance, chance, base.slots, base.faults_end_s) for _ in range(chance.choice((1, 1, 2)))]
+        tiers = [
+            _tier(chance, chance, base.slots, base.faults_end_s) for _ in range(chance.choice((1, 1, 2)))
+        ]
         drawn = [Scenario.draw(f"{seed}/{number}") for number in range(count)]
         end_s = max(1.0, *(it.faults_end_s for it in drawn))
         others = chance.choice((0.0, 0.0, 0.3))  # share of engines that have another identity
@@ -167,13 +169,14 @@ class Fleet:
                 prompts=base.prompts,
                 windowed=base.windowed,
                 faults_end_s=end_s,
+                resets=engine.resets / 4,  # who was reset is nobody's peer
                 tiers=tuple(_of_another_engine(tier, chance, end_s) for tier in tiers),
             )
             for engine in drawn
         ]
         if not has_peers:
             return Fleet(tuple(engines))
-        peers = chance.randint(0, len(tiers))
+        peers = chance.choice((0, 0, len(tiers)))
         shared = _peer_settings(chance, count)
         for number, engine in enumerate(engines):
             tier = peer_tier(shared | {"listen": f"{host(number)}:{_PORT}"}, end_s)
@@ -181,10 +184,48 @@ class Fleet:
         return Fleet(
             tuple(engines),
             peers,
-            latency_s=chance.choice((0.0005, 0.002, 0.01)),
-            read_s=chance.choice(((0.0, 0.001), (0.0, 0.0, 0.02, 0.5))),
-            link_faults=tuple(_link_fault(chance, count, end_s) for _ in range(chance.randint(0, 2 + count // 4))),
+            latency_s=chance.choice((0.0005, 0.002)),
+            read_s=chance.choice(((0.0, 0.001), (0.0, 0.02, 0.1), (0.0, 0.02, 0.1, 0.5))),
+            link_faults=tuple(
+                _link_fault(chance, count, end_s) for _ in range(chance.randint(0, 2 + count // 4))
+            ),
         )
+
+    @staticmethod
+    def quiet(count: int) -> Fleet:
+        """Return a run of so many engines without faults, whose only tier is that of their peers.
+
+        The more engines, the fewer requests of each: what a lookup costs grows with the engines.
+        """
+        room = {name: 1000 * CHUNK_BYTES for name in ("serve_bytes", "receive_bytes")}
+        settings: dict[str, object] = {"peers": peer_addresses(count), **room}
+        engine = replace(
+            Scenario.draw("quiet"),
+            owner=Owner.ENGINE,
+            policy="lru",
+            slots=16,
+            limits=Limits(),
+            windowed=False,
+            process_ends=(),
+            faults_end_s=10.0,
+            step_s=0.2,
+            requests=max(2, 512 // count),
+            resets=0.0,
+            copy_failures=0.0,
+            prompts=tuple(chain(f"{number}.", 8) for number in range(50)),
+            chunk_s=0.0,
+            waits_s=(0.0,),
+        )
+        engines = [
+            replace(engine, tiers=(peer_tier(settings | {"listen": address}, engine.faults_end_s),))
+            for address in peer_addresses(count)
+        ]
+        return Fleet(tuple(engines), peers=0, latency_s=0.001)
+
+
+def draw_count(seed: object) -> int:
+    """Draw how many engines there are, where there are several: mostly few, which show most in their time."""
+    return Random(f"{seed}/count").choice((2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 5, 6, 6, 8, 12, 64))
 
 
 def host(number: int) -> str:
@@ -219,9 +260,9 @@ def _peer_settings(chance: Random, count: int) -> dict[str, object]:
     answer_timeout_s = chance.choice((0.05, 0.2))
     return {
         "peers": peer_addresses(count),
-        "serve_bytes": chance.choice((2, 6, 100)) * CHUNK_BYTES,
+        "serve_bytes": chance.choice((2, 4, 4, 8, 100)) * CHUNK_BYTES,
         "receive_bytes": chance.choice((1, 3, 100)) * CHUNK_BYTES,
-        "lease_s": chance.choice((0.01, 0.1, 1.0)),
+        "lease_s": chance.choice((0.01, 0.03, 1.0)),
         "answer_timeout_s": answer_timeout_s,
         "deadline_s": chance.choice((3, 8)) * answer_timeout_s,
         "max_concurrency": chance.choice((1, 2, 8)),
@@ -234,7 +275,9 @@ def _link_fault(chance: Random, count: int, faults_end_s: float) -> LinkFault:
     """Draw a pair that is cut off from each other, a host from all, or one half from the other."""
     hosts = [host(number) for number in range(count)]
     chance.shuffle(hosts)
-    left, right = chance.choice((((0, 1), (1, 2)), ((0, 1), (1, count)), ((0, count // 2), (count // 2, count))))
+    left, right = chance.choice(
+        (((0, 1), (1, 2)), ((0, 1), (1, count)), ((0, count // 2), (count // 2, count)))
+    )
     begin_s = chance.random() * faults_end_s
     return LinkFault(
         begin_s=begin_s,
@@ -247,7 +290,7 @@ def _link_fault(chance: Random, count: int, faults_end_s: float) -> LinkFault:
 
 
 def _of_another_engine(tier: TierScenario, chance: Random, faults_end_s: float) -> TierScenario:
-    """Draw what is an engine's own of a tier that engines share: its faults, and what happens to its chunks."""
+    """Draw what is an engine's own of a tier that engines share: its faults, and what becomes of chunks."""
     own = _tier(chance, chance, 1, faults_end_s)
     return replace(own, config=tier.config, verifies=tier.verifies, capacity=tier.capacity)
 

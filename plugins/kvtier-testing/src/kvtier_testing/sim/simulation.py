@@ -8,7 +8,7 @@ from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvtier._build import make_tier_status
 from kvtier._execution.executor import Executor, NamedTier
@@ -19,13 +19,14 @@ from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import EngineProcess, SimExecutorThread
 from kvtier_testing.sim.faults import FaultyTier
-from kvtier_testing.sim.loop import OWNER, Owner, cancel_begun
+from kvtier_testing.sim.loop import OWNER, ProcessId, cancel_begun
 from kvtier_testing.sim.model import CHUNK_BYTES, CheckedTiering, SimMemory, World, show
 from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig, VerifyingSimTier
 
 if TYPE_CHECKING:
+    from kvtier_nixl import NixlConfig
     from kvtier_testing.sim.peers import Fabric, PeerTier
 
 _RECOVERY_S = 1800.0
@@ -97,7 +98,7 @@ class Engine:
         self.world.note("the last fault is over")
 
     @property
-    def _owner(self) -> Owner:
+    def _owner(self) -> ProcessId:
         return self.host, self.world.process
 
     async def _run_process(self, until_s: float, end: End) -> None:
@@ -258,7 +259,9 @@ class Engine:
         tiers, named = self._tiers(memory)
         core.watch(world, memory)
         chance = world.chance(f"executor/{world.process}").random
-        executor = SimExecutorThread(lambda post: Executor(named, world.identity, memory, post, chance=chance))
+        executor = SimExecutorThread(
+            lambda post: Executor(named, world.identity, memory, post, chance=chance)
+        )
         return EngineProcess(world, scenario, core, tiers, executor, self._copies(memory))
 
     def _core(self) -> CheckedTiering:
@@ -310,20 +313,22 @@ class Engine:
     def peer_tier(self) -> PeerTier:
         """The tier of the process that lives now which reads from peers."""
         assert self._peers is not None
-        tier: PeerTier = self.process.tiers[self._peers[0]].inner
-        return tier
+        return cast("PeerTier", self.process.tiers[self._peers[0]].inner)
 
     def _tier(self, index: int, memory: SimMemory) -> FaultyTier:
         scenario, backend = self._scenario.tiers[index], self._backends[index]
         inner: SecondaryTier[Any]
         config, drains = scenario.config, False
         if isinstance(config, SimTierConfig):
-            inner, drains = (VerifyingSimTier if scenario.verifies else SimTier)(config, backend), config.drains
+            inner, drains = (
+                (VerifyingSimTier if scenario.verifies else SimTier)(config, backend),
+                config.drains,
+            )
         else:
             from kvtier_testing.sim.peers import PeerTier  # needs kvtier-nixl
 
             assert self._peers is not None
-            inner = PeerTier(config, self._peers[1], self.world)
+            inner = PeerTier(cast("NixlConfig", config), self._peers[1], self.world)
         if self._given.tier is not None and index == 0:
             inner = self._given.tier(backend)
         return FaultyTier(inner, backend, memory, drains=drains)
