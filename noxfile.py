@@ -78,12 +78,12 @@ def full(session: nox.Session) -> None:
 
 @nox.session
 def sim(session: nox.Session) -> None:
-    """Does it hold whatever fails when? 2,000 runs in virtual time; ``-- --minutes 60`` for more."""
+    """Does it hold whatever fails when? 2,040 runs in virtual time; ``-- --minutes 60`` for more."""
     install_torch_cpu(session)
-    install_kvtier(session, "torch", distributions=["kvtier-testing"])
-    session.run(
-        "python", "-m", "kvtier_testing.sim", *(session.posargs or ["--seeds", "20000" if FULL else "2000"])
-    )
+    install_kvtier(session, "torch", distributions=["kvtier-testing", "kvtier-nixl"])
+    single, several = ["--seeds", "20000" if FULL else "2000"], ["--seeds", "400" if FULL else "40"]
+    for arguments in [session.posargs] if session.posargs else [single, [*several, "--engines", "many"]]:
+        session.run("python", "-m", "kvtier_testing.sim", *arguments)
 
 
 @nox.session(python=PYTHONS)
@@ -313,10 +313,11 @@ def install_kvtier(
 ) -> None:
     """Install kvtier editable, so that tests see the sources, with its entry points and native library.
 
-    The group ``tests`` brings the distributions of ``TESTED_WITH``, too; ``also`` are other requirements.
+    The group ``tests`` brings the distributions of ``TESTED_WITH``, too, and kvtier-nixl, which is simulated;
+    ``also`` are other requirements.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
-    beside = [*(TESTED_WITH if "tests" in groups else ()), *distributions]
+    beside = [*((*TESTED_WITH, "kvtier-nixl") if "tests" in groups else ()), *distributions]
     editable = [word for name in beside for word in ("-e", f"plugins/{name}")]
     session.install("-e", f".{chosen}", *editable, *group(*groups), *also)
 

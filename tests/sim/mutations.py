@@ -231,6 +231,70 @@ MUTATIONS = (
     ),
 )
 
+FLEET_MUTATIONS = (
+    Mutation(
+        "lease_may_have_run_out",
+        "kvtier_nixl.tier:NixlTier._read",
+        (("if not await peer.release(leased.lease):", "if await peer.release(leased.lease) is None:"),),
+    ),
+    Mutation(
+        "leased_rows_are_used_again",
+        "kvtier_nixl._pool:Pool.discard",
+        (("if self._pins[chunk.row] > 0:", "if False:"),),
+    ),
+    Mutation(
+        "reader_that_dies_keeps_its_lease",
+        "kvtier_nixl._pool:Pool._expire",
+        (("if lease.expires_s > now_s:", "if True:"),),
+    ),
+    Mutation(
+        "holder_serves_after_its_reset",
+        "kvtier_nixl.tier:NixlTier.reset",
+        (("await self._isolate()", "self._peers and await self._peers.aclose()"),),
+    ),
+    Mutation(
+        "reader_reads_after_its_reset",
+        "kvtier_nixl.tier:NixlTier.reset",
+        (("await self._isolate()", "self._server and await self._server.aclose()"),),
+    ),
+    Mutation(
+        "reads_that_a_reset_overtakes_end_well",
+        "kvtier_nixl.tier:NixlTier._read",
+        (("elif resets == self._resets:", "else:"),),
+    ),
+    Mutation(
+        "other_identities_are_welcome",
+        "kvtier_nixl._server:ControlServer._welcome",
+        (("if hello.identity != facts.identity:", "if False:"),),
+    ),
+    Mutation(
+        "stopped_peer_is_waited_for",
+        "kvtier_nixl._peers:Peer._ask",
+        (("anyio.fail_after(self._timeout_s)", "anyio.fail_after(None)"),),
+    ),
+    Mutation(
+        "lost_peer_is_not_connected_to_again",
+        "kvtier_nixl._peers:Peer.close",
+        (("self._is_lost.set()", "pass"),),
+    ),
+    Mutation(
+        "late_answer_is_taken_for_the_next",
+        "kvtier_nixl._peers:Peer._ask",
+        (("raise self._broken(_words(error)) from None", "raise PeerError(_words(error)) from None"),),
+    ),
+    Mutation(
+        "rows_are_free_while_a_read_goes_on",
+        "kvtier_nixl._agent:Agent.read",
+        (("read.is_given_up = True", "self.free_rows(rows)"), ("self._given_up_rows += len(rows)", "pass")),
+    ),
+    Mutation(
+        "rows_of_a_failed_read_are_lost",
+        "kvtier_nixl._agent:Agent.read",
+        (("self.free_rows(rows)", "pass"),),
+    ),
+)
+"""Bugs of kvtier-nixl, which runs of several engines find."""
+
 
 @contextmanager
 def planted(mutation: Mutation) -> Iterator[None]:

@@ -7,23 +7,39 @@ from collections.abc import Callable
 import pytest
 
 from kvtier_testing.sim import run
-from tests.sim.mutations import MUTATIONS, Mutation, planted
+from tests.sim.mutations import FLEET_MUTATIONS, MUTATIONS, Mutation, planted
 
 SEEDS = range(2_000)
+FLEETS = range(200)  # of four engines each
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_bug_is_found(mutation: Mutation, record_property: Callable[[str, object], None]) -> None:
+    _require_found(mutation, SEEDS, 1, record_property)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutation", FLEET_MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_bug_planted_among_peers_is_found(
+    mutation: Mutation, record_property: Callable[[str, object], None]
+) -> None:
+    _require_found(mutation, FLEETS, 4, record_property)
+
+
+def _require_found(
+    mutation: Mutation, seeds: range, engines: int, record_property: Callable[[str, object], None]
+) -> None:
     with planted(mutation):
-        for seed in SEEDS:
+        for seed in seeds:
             try:
-                run(seed)
+                run(seed, engines=engines)
             except Exception as found:
                 record_property("found", f"seed {seed}: {type(found).__name__}: {found}")
                 return
-    pytest.fail(f"{len(SEEDS)} seeds have not found it")
+    pytest.fail(f"{len(seeds)} seeds have not found it")
 
 
 def test_what_was_planted_is_gone_afterwards() -> None:

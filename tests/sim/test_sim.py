@@ -26,7 +26,7 @@ import hashlib, sys
 from kvtier_testing.sim import run
 for seed in range(2):
     lines = []
-    run(seed, trace=lines.append)
+    run(seed, engines=1 + 2 * seed, trace=lines.append)
     print(seed, len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
 """
 
@@ -90,6 +90,21 @@ def test_most_of_what_is_stored_is_of_use(seen: Counter[str]) -> None:
     """A world in which nearly nothing goes well would show no wrong bytes either."""
     assert seen["chunks loaded"] > seen["chunks stored"] / 10
     assert seen["core loaded"] > seen["core loaded cpu"] / 20
+
+
+PEERS_SHOWN = (
+    *("crash", "shutdown", "reset", "core get_failed lease", "core get_failed transfer"),
+    *("peers lease", "peers timeout", "peers connection", "peers transfer"),
+)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_each_of_these_happens_among_peers() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(100):
+        seen += run(seed, engines=4).seen
+    assert [what for what in PEERS_SHOWN if not seen[what]] == []
 
 
 @pytest.mark.parametrize("trailer", [b"", b"trailer"])
@@ -170,3 +185,9 @@ def test_the_command_runs_seeds_in_processes(capsys: pytest.CaptureFixture[str])
     told = capsys.readouterr().out
     assert told.startswith("40 runs")
     assert "chunks stored" in told
+
+
+def test_the_command_runs_worlds_of_several_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "2", "--jobs", "1", "--engines", "3"]) == 0
+    assert main(["--fleet", "5"]) == 0
+    assert "5 engines, 25 connections" in capsys.readouterr().out

@@ -93,7 +93,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
 
     async def _open_agent(self) -> None:
         is_local = all(map(is_loopback, (self.config.listen, *self.config.peers)))
-        self._agent = Agent(self._serving, self._receiving, is_local=is_local)
+        self._agent = self._new_agent(is_local=is_local)
         try:
             await self._agent.open()
         except ImportError as error:
@@ -106,6 +106,10 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 f"NIXL does not start ({type(error).__name__}: {error}); see what UCX has logged, and the "
                 "variables UCX_TLS and UCX_NET_DEVICES"
             ) from None
+
+    def _new_agent(self, *, is_local: bool) -> Agent:
+        """Return an agent that is not open; the simulation has another one."""
+        return Agent(self._serving, self._receiving, is_local=is_local)
 
     async def _connect(self, secret: bytes) -> None:
         agent, context = self._opened, self._context

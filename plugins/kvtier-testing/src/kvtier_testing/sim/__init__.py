@@ -11,9 +11,10 @@ seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` sh
 from __future__ import annotations
 
 from kvtier_testing.sim.backend import Backend
+from kvtier_testing.sim.fleet import Result, run
 from kvtier_testing.sim.loop import Spinning, Stalled, simulate
 from kvtier_testing.sim.model import Violation
-from kvtier_testing.sim.simulation import Overrides, Result, run
+from kvtier_testing.sim.simulation import Overrides
 from kvtier_testing.sim.tiers import SimTier, SimTierConfig
 
 __all__ = [

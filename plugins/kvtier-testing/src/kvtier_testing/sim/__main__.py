@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from kvtier_testing.sim.simulation import run
+from kvtier_testing.sim.fleet import report, run
+from kvtier_testing.sim.scenario import draw_count
 
 _BLOCK = 25
 _MODULE = "kvtier_testing.sim"
@@ -32,28 +33,32 @@ class Tally:
     failures: dict[int, str] = field(default_factory=dict)
 
 
-def run_block(seeds: Sequence[int]) -> Tally:
-    """Run seeds one after the other."""
+def run_block(seeds: Sequence[int], engines: int | None = 1) -> Tally:
+    """Run seeds one after the other, each with so many engines; None: as many as it draws."""
     tally = Tally(runs=len(seeds))
     for seed in seeds:
         try:
-            tally.seen += run(seed).seen
+            tally.seen += run(seed, engines=engines or draw_count(seed)).seen
         except Exception as error:
             tally.failures[seed] = f"{type(error).__name__}: {error}"
     return tally
 
 
-def run_many(first: int, count: int | None, minutes: float | None, jobs: int) -> Tally:
+def run_many(
+    first: int, count: int | None, minutes: float | None, jobs: int, engines: int | None = 1
+) -> Tally:
     """Run seeds in several processes, until one fails, all are through or the time is over."""
     until_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
     last = sys.maxsize if count is None else first + count
     total = Tally()
+    block = _BLOCK if engines == 1 else 1
     with ProcessPoolExecutor(jobs) as pool:
         running: deque[Future[Tally]] = deque()
         while running or first < last:
             while first < last and len(running) < 2 * jobs:
-                running.append(pool.submit(run_block, range(first, min(first + _BLOCK, last))))
-                first += _BLOCK
+                seeds = range(first, min(first + block, last))
+                running.append(pool.submit(run_block, seeds, engines))
+                first += block
             done = running.popleft().result()
             total.runs += done.runs
             total.seen += done.seen
@@ -66,13 +71,17 @@ def run_many(first: int, count: int | None, minutes: float | None, jobs: int) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return the exit status."""
     given = _parser().parse_args(arguments)
+    engines = None if given.engines == "many" else int(given.engines)
+    if given.fleet is not None:
+        print(report(given.fleet))
+        return 0
     if given.seed is not None:
-        run(given.seed, trace=print if given.trace else None)
+        run(given.seed, engines=engines or draw_count(given.seed), trace=print if given.trace else None)
         print(f"seed {given.seed}: nothing to complain about")
         return 0
     count = given.seeds if given.seeds is not None or given.minutes is not None else 20_000
     began_s = time.monotonic()
-    total = run_many(given.first, count, given.minutes, given.jobs)
+    total = run_many(given.first, count, given.minutes, given.jobs, engines)
     seconds = time.monotonic() - began_s
     each_ms = given.jobs * seconds / max(1, total.runs) * 1e3
     print(f"{total.runs} runs in {seconds:.0f} s, {each_ms:.1f} ms each on one of {given.jobs} processes")
@@ -80,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for what, number in sorted(total.seen.items()):
             print(f"{number:10} {what}")
     for seed, what in sorted(total.failures.items()):
-        print(f"\nseed {seed}: {what}\n  see it:  python -m {_MODULE} --seed {seed} --trace")
+        again = f"python -m {_MODULE} --seed {seed} --engines {given.engines} --trace"
+        print(f"\nseed {seed}: {what}\n  see it:  {again}")
     return 1 if total.failures else 0
 
 
@@ -95,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--first", type=int, default=0, help="the first of them (default: 0)")
     add("--minutes", type=float, help="for how long")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each CPU)")
+    add("--engines", default="1", help="how many share their tiers; many: 2 to 64, as the seed draws")
+    add("--fleet", type=int, metavar="ENGINES", help="report what so many cost each other without faults")
     add("--show", action="store_true", help="say what was seen how often")
     return parser
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from random import Random
 
 from kvtier.keys import OffloadKey
@@ -58,39 +59,47 @@ class Record:
     Attributes:
         trailer: what proves them.
         durable: whether they are there after a crash.
-        private: whether only the process that put them may have them: there was a reset.
+        owner: through which backend they were put.
     """
 
     payload: bytes
     trailer: bytes
     durable: bool
-    private: bool
+    owner: Backend
 
 
 class Backend:
-    """What is behind a tier: a disk, a server. It outlives the processes that use it.
+    """What is behind a tier, a disk or a server, as one engine has it. It outlives the engine's processes.
+
+    Args:
+        beside: the backend of another engine with the same identity, where both share their chunks.
 
     Attributes:
-        records: the chunks, the least recently used first.
+        records: the chunks, the least recently used first. After a reset they are those of one process.
         capacity: how many there may be.
         process: who has it open.
-        resets: resets of all time: what was put before one is not given after it.
         unreported: chunks that may be announced though they are gone: nobody reported that they left.
     """
 
-    def __init__(self, world: World, name: str, capacity: int) -> None:
+    def __init__(self, world: World, name: str, capacity: int, beside: Backend | None = None) -> None:
         self.world = world
         self.name = name
         self.chance = world.chance(name)
-        self.records: OrderedDict[OffloadKey, Record] = OrderedDict()
+        self._shared: OrderedDict[OffloadKey, Record] = OrderedDict() if beside is None else beside._shared
+        self._sharing: list[Backend] = [] if beside is None else beside._sharing
+        self._sharing.append(self)
+        self.records = self._shared
         self.capacity = capacity
         self.faults = NO_FAULTS
         self.process = 0
-        self.resets = 0
-        self.was_reset = False
         self.unreported: set[OffloadKey] = set()
         self.resumed = asyncio.Event()
         self.resumed.set()
+
+    @property
+    def was_reset(self) -> bool:
+        """Whether this process was reset: it has chunks of its own only."""
+        return self.records is not self._shared
 
     def set_faults(self, faults: FaultProfile) -> None:
         """Inject other faults from now on. Calls that hang resume when the new profile has no hangs."""
@@ -105,14 +114,14 @@ class Backend:
     def connect(self) -> int:
         """A process opens it; what another one put after a reset is not for it."""
         self.process += 1
-        self.was_reset = False
-        self._keep(lambda record: not record.private)
+        self.records = self._shared
         return self.process
 
     def crash(self) -> None:
         """The process has died: what was not durable is gone, as far as chance will have it."""
         self.process += 1
-        self._keep(lambda record: record.durable or self.chance.random() < 0.3)
+        mine = [key for key, record in self.records.items() if record.owner is self and not record.durable]
+        self._drop([key for key in mine if self.chance.random() >= 0.3])
         if self.chance.random() < self.faults.damage:
             self.damage()
 
@@ -122,14 +131,14 @@ class Backend:
             return False
         if key not in self.records and len(self.records) >= self.capacity:
             return False
-        self.records[key] = Record(payload, trailer, durable, self.was_reset)
+        self.records[key] = Record(payload, trailer, durable, self)
         self.records.move_to_end(key)
         return True
 
     def preload(self, key: OffloadKey) -> None:
         """Store a chunk as a run before this one has, with the weights that processes start with."""
-        payload = content(key, 0)
-        trailer = seal(key, memoryview(payload), IDENTITY.short_digest)
+        payload = content(key, self.world.first_weights)
+        trailer = seal(key, memoryview(payload), self.world.identity.short_digest)
         self.write(self.process, key, payload, trailer, durable=True)
 
     def share(self, key: OffloadKey) -> None:
@@ -148,24 +157,21 @@ class Backend:
     def forget(self, process: int, keys: Sequence[OffloadKey]) -> None:
         """Keep these no longer."""
         if process == self.process:
-            for key in keys:
-                self.records.pop(key, None)
+            self._drop(keys)
 
     def empty(self) -> None:
         """Lose everything, without a word."""
         self.unreported.update(self.records)
-        self.records.clear()
+        self._drop(list(self.records))
 
-    def evict(self, count: int) -> list[OffloadKey]:
+    def evict(self, count: int) -> Sequence[OffloadKey]:
         """Lose the least recently used chunks."""
-        return [self.records.popitem(last=False)[0] for _ in range(min(count, len(self.records)))]
+        return self._drop(list(islice(self.records, count)))
 
     def reset(self, process: int) -> None:
-        """Forget everything for ever."""
+        """Forget everything for as long as this process lives; other engines do not."""
         if process == self.process:
-            self.resets += 1
-            self.was_reset = True
-            self.records.clear()
+            self.records = OrderedDict()
 
     def damage(self, share: float = 0.5) -> None:
         """Corrupt a share of the stored chunks."""
@@ -181,8 +187,14 @@ class Backend:
         record = self.records.get(key)
         return record is not None and record.payload == content(key, weights)
 
-    def _keep(self, stays: Callable[[Record], bool]) -> None:
-        self.records = OrderedDict((key, record) for key, record in self.records.items() if stays(record))
+    def _drop(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Keep these no longer; the other engines that have announced them are not told."""
+        for key in keys:
+            self.records.pop(key, None)
+        for other in self._sharing:
+            if other is not self:
+                other.unreported.update(keys)
+        return keys
 
 
 def corrupt(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]:

@@ -293,9 +293,10 @@ class FaultyTier(SecondaryTier[TierConfig]):
     def _require_whole(self, batch: Batch, oldest: int) -> None:
         """What is put must be what its key says, of weights that the tier may have."""
         for key, slot in zip(batch.keys, batch.slots, strict=True):
-            weights = range(oldest, self._world.weights + 1)
-            if not any(self._memory.holds(slot, key, one) for one in weights):
-                held = self._world.name_of(bytes(self._memory.view(slot)), batch.keys)
+            view = self._memory.view(slot)
+            if not self._world.is_of(key, view, oldest):
+                held = self._world.name_of(bytes(view), batch.keys)
                 self._world.fail(
-                    f"{self._backend.name} is to put {show(key)} of {weights}, but slot {slot} has {held}"
+                    f"{self._backend.name} is to put {show(key)} of weights {oldest} or newer, "
+                    f"but slot {slot} has {held}"
                 )

@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import Context
+from contextvars import Context, ContextVar
 from functools import partial
 from inspect import CORO_CREATED, getcoroutinestate
 from random import Random
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 from unittest import mock
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+
+if TYPE_CHECKING:
+    from kvtier_testing.sim.network import Network
+
+ProcessId = tuple[str, int]
+"""A simulated process: the address of its host, and which process of that host it is."""
+
+OWNER: ContextVar[ProcessId | None] = ContextVar("OWNER", default=None)
+"""Whose the tasks, connections and servers are that are made now."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -51,14 +61,21 @@ class SimLoop(asyncio.BaseEventLoop):
 
     Args:
         chance: draws the order and how long threads take.
+        scale: about how many processes are simulated: so much more may happen.
+
+    Attributes:
+        network: what connections and servers are made in.
     """
+
+    network: Network
 
     _ready: deque[asyncio.Handle]  # the base's
     _scheduled: list[asyncio.TimerHandle]
 
-    def __init__(self, chance: Random) -> None:
+    def __init__(self, chance: Random, scale: int = 1) -> None:
         super().__init__()
         self.chance = chance
+        self._scale = scale
         self._now_s = 0.0
         self._clock_resolution = 1e-9  # a timer that is due now is taken
         self._selector = self  # what the base waits with, where nothing is ready
@@ -103,7 +120,23 @@ class SimLoop(asyncio.BaseEventLoop):
         task = SimTask(coro, loop=self, **settings)
         self._tasks += 1
         task.number = self._tasks
+        context: Context | None = settings.get("context")
+        task.owner = OWNER.get() if context is None else context.get(OWNER)
         return task
+
+    def tasks_of(self, owner: ProcessId) -> set[asyncio.Task[Any]]:
+        """Return the tasks of a simulated process that have not ended."""
+        return {task for task in asyncio.all_tasks(self) if isinstance(task, SimTask) and task.owner == owner}
+
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Listen in the simulated network."""
+        return self.network.listen(protocol_factory, (host, port))
+
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any
+    ) -> Any:
+        """Connect in the simulated network."""
+        return await self.network.connect(protocol_factory, (host, port))
 
     def run_in_executor(
         self,
@@ -143,7 +176,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self._shuffle()
         self._called += len(self._ready)
         self._called_now += len(self._ready)
-        if self._called_now > _MOST_AT_ONCE or self._called > _MOST_CALLBACKS:
+        most_now, most = _MOST_AT_ONCE * self._scale, _MOST_CALLBACKS * self._scale
+        if self._called_now > most_now or self._called > most:
             raise Spinning(f"{self._called} callbacks by {self._now_s:.3f} s, {self._called_now} at once")
         super()._run_once()  # type: ignore[misc]
         if self._failure is not None:
@@ -165,9 +199,10 @@ class SimLoop(asyncio.BaseEventLoop):
 
 
 class SimTask(asyncio.Task[T]):
-    """A task with a number: the first one is 1."""
+    """A task with a number, the first one is 1, and the process that it is of."""
 
     number: int
+    owner: ProcessId | None
 
 
 def cancel_begun(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -243,16 +278,23 @@ def _one_thread(loop: SimLoop) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: object) -> Iterator[None]:
-    """Seed the chance that everybody shares, for those who draw from it."""
+    """Seed the chance that everybody shares, for those who draw from it, secrets included."""
     state = random.getstate()
     random.seed(f"{seed}/shared")
+    secret = Random(f"{seed}/secrets")
     try:
-        yield
+        with mock.patch.multiple(
+            secrets,
+            token_bytes=secret.randbytes,
+            token_hex=lambda count: secret.randbytes(count).hex(),
+            randbits=secret.getrandbits,
+        ):
+            yield
     finally:
         random.setstate(state)
 
 
-def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
+def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0, scale: int = 1) -> T:
     """Run a coroutine to its end in virtual time; the same seed gives the same run.
 
     ``time.monotonic``, ``time.perf_counter`` and ``time.time`` say the virtual time meanwhile, where they
@@ -261,6 +303,7 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
 
     Args:
         seed: anything whose ``str`` names the run.
+        scale: about how many processes are simulated: so much more may happen before it is ``Spinning``.
 
     Returns:
         What the coroutine returns.
@@ -268,7 +311,7 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0) -> T:
     Raises:
         Stalled, Spinning: see there. What the coroutine raises.
     """
-    loop = SimLoop(Random(f"{seed}/loop"))
+    loop = SimLoop(Random(f"{seed}/loop"), scale)
     with _one_thread(loop), _seeded(seed):
         try:
             return loop.run_until_complete(main())

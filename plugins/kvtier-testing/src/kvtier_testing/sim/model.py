@@ -7,6 +7,7 @@ The world knows every slot, and who reads or writes it now.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import re
 from collections import Counter
@@ -27,6 +28,8 @@ from kvtier_testing.sim.loop import SimLoop
 
 CHUNK_BYTES = 64
 IDENTITY = Identity.make("simulated", {"dtype": "int8"})
+IDENTITIES = (IDENTITY, Identity.make("simulated", {"dtype": "fp8"}))
+"""Identities of engines. The weights that an engine starts with are numbered as its identity is."""
 GARBAGE = b"\xee" * CHUNK_BYTES
 
 
@@ -57,14 +60,11 @@ class SimMemory:
     def __init__(self, world: World, slots: int) -> None:
         self.slots = slots
         self._world = world
-        self._bytes = memoryview(bytearray(slots * CHUNK_BYTES))
+        held = bytearray(slots * CHUNK_BYTES)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(held))
+        self._bytes = memoryview(held)
         self._views = [self._bytes[slot * CHUNK_BYTES :][:CHUNK_BYTES] for slot in range(slots)]
         self._uses: list[list[Use]] = [[] for _ in range(slots)]
-
-    @property
-    def address(self) -> int:
-        """Not available: nothing outside of Python may touch simulated slots."""
-        raise NotImplementedError("simulated slots have no address")
 
     @property
     def chunk_bytes(self) -> int:
@@ -111,31 +111,43 @@ class SimMemory:
 
 
 class World:
-    """The truth about one run, over all the processes that live in it one after the other.
+    """The truth about one engine, over all its processes that live in a run one after the other.
 
     Args:
         seed: names the run; each part draws from a stream of its own that follows from it.
         trace: called with each line of what happens; None where nobody reads it.
+        identity: which of ``IDENTITIES`` the engine has.
 
     Attributes:
-        weights: the weights of the process that lives now; the first ones of every process are 0.
+        weights: the weights of the process that lives now. Those of its start are what the identity names;
+            later ones no other engine has.
         seen: what happened how often, for whoever asks whether a run showed anything at all.
         process: counts the processes.
         is_alive: whether one lives. What a dead one would still do is of no account.
     """
 
-    def __init__(self, seed: object, trace: Callable[[str], object] | None = None) -> None:
+    def __init__(self, seed: object, trace: Callable[[str], object] | None = None, identity: int = 0) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop = loop
         self.seed = seed
-        self.weights = 0
+        self.identity = IDENTITIES[identity]
+        self.first_weights = self.weights = identity
         self.seen: Counter[str] = Counter()
         self.process = 0
         self.traces = trace is not None
         self.is_alive = True
         self._trace = trace
-        self._last_weights = 0
+        self._name = ""
+        self._had: list[int] = []  # weights that this process has had
+        self._all: list[int] = list(range(len(IDENTITIES)))
+
+    def beside(self, number: int, identity: int) -> World:
+        """Return the truth about another engine of the same run."""
+        other = World(f"{self.seed}/{number}", self._trace, identity)
+        other._name = f"{number}: "
+        other.seen, other._all = self.seen, self._all
+        return other
 
     @property
     def now_s(self) -> float:
@@ -149,22 +161,36 @@ class World:
     def note(self, line: str) -> None:
         """Add a line to the trace. Ask ``traces`` first where making the line costs time."""
         if self._trace is not None:
-            self._trace(f"{self.now_s:9.4f}  {ADDRESS.sub('...', line)}")
+            self._trace(f"{self.now_s:9.4f}  {self._name}{ADDRESS.sub('...', line)}")
 
     def start_process(self) -> None:
         """Start a process, with the weights that an engine has at first."""
         self.process += 1
-        self.weights = 0
+        self.weights = self.first_weights
+        self._had = [self.weights]
         self.is_alive = True
 
     def new_weights(self) -> None:
         """Give the engine weights that no engine had before."""
-        self._last_weights += 1
-        self.weights = self._last_weights
+        self.weights = len(self._all)
+        self._all.append(self.weights)
+        self._had.append(self.weights)
+
+    def weights_since(self, oldest: int) -> list[int]:
+        """Return the weights that this process has had from ``oldest`` on."""
+        return [weights for weights in self._had if weights >= oldest]
+
+    def is_of(self, key: OffloadKey, held: bytes | memoryview, oldest: int) -> bool:
+        """Return whether bytes are a chunk's, of weights that this process has had from ``oldest`` on."""
+        return any(held == content(key, weights) for weights in self.weights_since(oldest))
 
     def fail(self, what: str | BaseException) -> NoReturn:
         """End the run: something happened that must not. Nobody can catch this but the run itself."""
-        error = what if isinstance(what, BaseException) else Violation(f"at {self.now_s:.4f} s: {what}")
+        error = (
+            what
+            if isinstance(what, BaseException)
+            else Violation(f"at {self.now_s:.4f} s: {self._name}{what}")
+        )
         if self.is_alive:
             self.loop.fail(error)
         raise error
@@ -176,14 +202,14 @@ class World:
 
     def is_whole(self, key: OffloadKey, held: bytes | memoryview) -> bool:
         """Return whether bytes are a chunk's, of whatever weights."""
-        return any(held == content(key, weights) for weights in range(self._last_weights + 1))
+        return any(held == content(key, weights) for weights in self._all)
 
     def name_of(self, held: bytes, keys: Iterable[OffloadKey]) -> str:
         """Return what bytes are, for messages."""
         if held == GARBAGE:
             return "nobody's bytes"
         for key in keys:
-            for weights in range(self._last_weights + 1):
+            for weights in self._all:
                 if held == content(key, weights):
                     return f"chunk {show(key)} of weights {weights}"
         return "no chunk's bytes"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 
 from kvtier._core.tiers.admission import Limits
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.tiers import TierConfig
 from kvtier_testing.sim.backend import NO_FAULTS, FaultProfile
+from kvtier_testing.sim.model import CHUNK_BYTES
+from kvtier_testing.sim.network import LinkFault
 from kvtier_testing.sim.tiers import SimTierConfig
 
 _MOST_PROMPTS = 8
+_PORT = 18_570
 
 
 class Owner(Enum):
@@ -44,7 +49,7 @@ class TierScenario:
         shared_at_s: when another engine stores the chunks of a prompt there: the prompt, and when for each.
     """
 
-    config: SimTierConfig
+    config: TierConfig
     verifies: bool
     capacity: int
     is_recreated: bool
@@ -58,7 +63,7 @@ class TierScenario:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run.
+    """An engine's part of a run.
 
     Attributes:
         owner: who drives the core.
@@ -75,6 +80,7 @@ class Scenario:
         prompts: what requests ask for the beginning of.
         chunk_s: how long computing a chunk takes, as the core is told; 0: it is not, and loads everything.
         waits_s: how long requests wait for chunks of other engines; each draws one of these.
+        identity: which of ``IDENTITIES`` the engine has.
     """
 
     owner: Owner
@@ -93,6 +99,7 @@ class Scenario:
     prompts: tuple[tuple[OffloadKey, ...], ...] = field(repr=False)
     chunk_s: float
     waits_s: tuple[float, ...]
+    identity: int = 0
 
     @staticmethod
     def draw(seed: object) -> Scenario:
@@ -122,6 +129,170 @@ class Scenario:
             chunk_s=chance.choice((0.0, 0.0, 0.0001, 0.002, 0.02)),
             waits_s=sharing.choice(((0.0,), (0.0, 0.05, 0.5), (0.5, 2.0))),
         )
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A run of engines that share tiers and read from each other.
+
+    Attributes:
+        engines: the engines.
+        peers: which of their tiers reads from peers; None: none does.
+        latency_s: how long a message takes at most.
+        read_s: how long reads of memory take; each draws one of these.
+        link_faults: faults of the network.
+    """
+
+    engines: tuple[Scenario, ...]
+    peers: int | None = None
+    latency_s: float = 0.0
+    read_s: tuple[float, ...] = (0.0,)
+    link_faults: tuple[LinkFault, ...] = ()
+
+    @staticmethod
+    def draw(seed: object, count: int, *, has_peers: bool) -> Fleet:
+        """Draw a run of so many engines. The same seed draws the same one."""
+        base = Scenario.draw(seed)
+        if count == 1:
+            return Fleet((base,))
+        chance = Random(f"{seed}/fleet")
+        tiers = [
+            _tier(chance, chance, base.slots, base.faults_end_s) for _ in range(chance.choice((1, 1, 2)))
+        ]
+        drawn = [Scenario.draw(f"{seed}/{number}") for number in range(count)]
+        end_s = max(1.0, *(it.faults_end_s for it in drawn))
+        others = chance.choice((0.0, 0.0, 0.3))  # share of engines that have another identity
+        engines = [
+            replace(
+                engine,
+                identity=int(chance.random() < others),
+                prompts=base.prompts,
+                windowed=base.windowed,
+                faults_end_s=end_s,
+                resets=engine.resets / 4,  # who was reset is nobody's peer
+                tiers=tuple(_of_another_engine(tier, chance, end_s) for tier in tiers),
+            )
+            for engine in drawn
+        ]
+        if not has_peers:
+            return Fleet(tuple(engines))
+        peers = chance.choice((0, 0, len(tiers)))
+        shared = _peer_settings(chance, count)
+        for number, engine in enumerate(engines):
+            tier = peer_tier(shared | {"listen": f"{host(number)}:{_PORT}"}, end_s)
+            engines[number] = replace(engine, tiers=(*engine.tiers[:peers], tier, *engine.tiers[peers:]))
+        return Fleet(
+            tuple(engines),
+            peers,
+            latency_s=chance.choice((0.0005, 0.002)),
+            read_s=chance.choice(((0.0, 0.001), (0.0, 0.02, 0.1), (0.0, 0.02, 0.1, 0.5))),
+            link_faults=tuple(
+                _link_fault(chance, count, end_s) for _ in range(chance.randint(0, 2 + count // 4))
+            ),
+        )
+
+    @staticmethod
+    def quiet(count: int) -> Fleet:
+        """Return a run of so many engines without faults, whose only tier is that of their peers.
+
+        The more engines, the fewer requests of each: what a lookup costs grows with the engines.
+        """
+        room = {name: 1000 * CHUNK_BYTES for name in ("serve_bytes", "receive_bytes")}
+        settings: dict[str, object] = {"peers": peer_addresses(count), **room}
+        engine = replace(
+            Scenario.draw("quiet"),
+            owner=Owner.ENGINE,
+            policy="lru",
+            slots=16,
+            limits=Limits(),
+            windowed=False,
+            process_ends=(),
+            faults_end_s=10.0,
+            step_s=0.2,
+            requests=max(2, 512 // count),
+            resets=0.0,
+            copy_failures=0.0,
+            prompts=tuple(chain(f"{number}.", 8) for number in range(50)),
+            chunk_s=0.0,
+            waits_s=(0.0,),
+        )
+        engines = [
+            replace(engine, tiers=(peer_tier(settings | {"listen": address}, engine.faults_end_s),))
+            for address in peer_addresses(count)
+        ]
+        return Fleet(tuple(engines), peers=0, latency_s=0.001)
+
+
+def draw_count(seed: object) -> int:
+    """Draw how many engines there are, where there are several: mostly few, which show most in their time."""
+    return Random(f"{seed}/count").choice((2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 5, 6, 6, 8, 12, 64))
+
+
+def host(number: int) -> str:
+    """Return the address of an engine's host: a loopback address, so that nobody asks for a secret."""
+    return f"127.0.{1 + number // 250}.{1 + number % 250}"
+
+
+def peer_tier(settings: dict[str, object], faults_end_s: float) -> TierScenario:
+    """Return a tier that reads from peers. What fails are they and the network, not what is around it."""
+    from kvtier_nixl import NixlConfig
+
+    return TierScenario(
+        config=NixlConfig.model_validate(settings),
+        verifies=False,
+        capacity=0,
+        is_recreated=True,
+        checks_damage=False,
+        fault_schedule=((faults_end_s, NO_FAULTS),),
+        preloaded=(),
+        corrupts_at_s=(),
+        loses_at_s=(),
+        shared_at_s=(),
+    )
+
+
+def peer_addresses(count: int) -> tuple[str, ...]:
+    """Return where so many engines listen."""
+    return tuple(f"{host(number)}:{_PORT}" for number in range(count))
+
+
+def _peer_settings(chance: Random, count: int) -> dict[str, object]:
+    answer_timeout_s = chance.choice((0.05, 0.2))
+    return {
+        "peers": peer_addresses(count),
+        "serve_bytes": chance.choice((2, 4, 4, 8, 100)) * CHUNK_BYTES,
+        "receive_bytes": chance.choice((1, 3, 100)) * CHUNK_BYTES,
+        "lease_s": chance.choice((0.01, 0.03, 1.0)),
+        "answer_timeout_s": answer_timeout_s,
+        "deadline_s": chance.choice((3, 8)) * answer_timeout_s,
+        "max_concurrency": chance.choice((1, 2, 8)),
+        "breaker_pause_s": chance.choice((0.05, 0.5)),
+        "retry_share": chance.choice((0.0, 1.0)),
+    }
+
+
+def _link_fault(chance: Random, count: int, faults_end_s: float) -> LinkFault:
+    """Draw a pair that is cut off from each other, a host from all, or one half from the other."""
+    hosts = [host(number) for number in range(count)]
+    chance.shuffle(hosts)
+    left, right = chance.choice(
+        (((0, 1), (1, 2)), ((0, 1), (1, count)), ((0, count // 2), (count // 2, count)))
+    )
+    begin_s = chance.random() * faults_end_s
+    return LinkFault(
+        begin_s=begin_s,
+        end_s=begin_s + (faults_end_s - begin_s) * chance.choice((0.1, 0.5, 1.0)),
+        left=frozenset(hosts[slice(*left)]),
+        right=frozenset(hosts[slice(*right)]),
+        delay_s=chance.choice((math.inf, math.inf, 0.03, 0.3)),
+        reads=chance.random() < 0.7,
+    )
+
+
+def _of_another_engine(tier: TierScenario, chance: Random, faults_end_s: float) -> TierScenario:
+    """Draw what is an engine's own of a tier that engines share: its faults, and what becomes of chunks."""
+    own = _tier(chance, chance, 1, faults_end_s)
+    return replace(own, config=tier.config, verifies=tier.verifies, capacity=tier.capacity)
 
 
 def _limits(chance: Random) -> Limits:

@@ -1,15 +1,14 @@
-"""One run: processes that follow each other over the same backends, until the last one has drained."""
+"""One engine: its processes follow each other over the same backends, until the last one has drained."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvtier._build import make_tier_status
 from kvtier._execution.executor import Executor, NamedTier
@@ -20,11 +19,15 @@ from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import EngineProcess, SimExecutorThread
 from kvtier_testing.sim.faults import FaultyTier
-from kvtier_testing.sim.loop import cancel_begun, simulate
-from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, show
+from kvtier_testing.sim.loop import OWNER, ProcessId, cancel_begun
+from kvtier_testing.sim.model import CHUNK_BYTES, CheckedTiering, SimMemory, World, show
 from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
-from kvtier_testing.sim.tiers import SimTier, VerifyingSimTier
+from kvtier_testing.sim.tiers import SimTier, SimTierConfig, VerifyingSimTier
+
+if TYPE_CHECKING:
+    from kvtier_nixl import NixlConfig
+    from kvtier_testing.sim.peers import Fabric, PeerTier
 
 _RECOVERY_S = 1800.0
 """In which all tiers have to be used again: each may need two puts, and bounded writes are minutes apart."""
@@ -32,18 +35,6 @@ _RECOVERY_S = 1800.0
 _POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
 
 MakeTier = Callable[[Backend], SecondaryTier[Any]]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run has shown.
-
-    Attributes:
-        seen: what happened how often, in the words of the simulation and, with ``core`` before them, in
-            those of the core's counts.
-    """
-
-    seen: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -60,71 +51,65 @@ class Overrides:
     policy: Callable[[], EvictionPolicy] | None = None
 
 
-def run(
-    seed: object,
-    given: Overrides | None = None,
-    *,
-    trace: Callable[[str], object] | None = None,
-) -> Result:
-    """Run one seed.
+class Engine:
+    """An engine of a run: its processes, what they share, and what is required of it in the end.
 
     Args:
-        seed: names the run.
-        trace: called with each line of what happens.
+        host: where it runs.
+        backends: what is behind its tiers.
+        peers: which tier reads from peers, and what with; None: none does.
 
-    Raises:
-        Violation, AssertionError, KVTierError: something happened that must not.
+    Attributes:
+        process: the process that lives now, or has lived last.
     """
 
-    async def main() -> Result:
-        return await _Run(seed, given or Overrides(), Scenario.draw(seed), trace).run()
+    process: Process
+    _context: Context
 
-    logging.disable()  # nearly all that happens here is an error
-    try:
-        return simulate(main, seed)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-class _Run:
     def __init__(
-        self, seed: object, given: Overrides, scenario: Scenario, trace: Callable[[str], object] | None
+        self,
+        world: World,
+        host: str,
+        given: Overrides,
+        scenario: Scenario,
+        backends: Sequence[Backend],
+        peers: tuple[int, Fabric] | None,
     ) -> None:
-        self.world = World(seed, trace)
+        self.world = world
+        self.host = host
         self._given = given
         self._scenario = scenario
+        self._backends = backends
+        self._peers = peers
         self._outliving: set[asyncio.Task[Any]] = set()  # calls that nothing cancels, of ended processes
-        self._backends = [
-            Backend(self.world, f"tier{index}", tier.capacity) for index, tier in enumerate(scenario.tiers)
-        ]
         self._to_damage = {
             index for index, tier in enumerate(scenario.tiers) if tier.checks_damage and given.tier is None
         }
 
-    async def run(self) -> Result:
-        scenario, world = self._scenario, self.world
-        world.loop.set_exception_handler(self._on_unhandled)
-        world.note(f"{scenario}")
+    async def run(self) -> None:
+        """Run one process after the other; return when the last fault is over. The last one is open still."""
+        scenario = self._scenario
+        self.world.note(f"{scenario}")
         for backend, tier in zip(self._backends, scenario.tiers, strict=True):
             self._schedule_faults(backend, tier)
         for until_s, end in scenario.process_ends:
             await self._run_process(until_s, end)
-        await self._run_last_process()
-        if self._outliving:
-            await asyncio.wait(self._outliving, timeout=DRAIN_S)
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        world.require(not left, f"tasks are left behind: {left}")
-        return Result(+world.seen)
+        await self._start(scenario.faults_end_s)
+        self.world.note("the last fault is over")
+
+    @property
+    def _owner(self) -> ProcessId:
+        return self.host, self.world.process
 
     async def _run_process(self, until_s: float, end: End) -> None:
-        process = self._start()
-        task = asyncio.ensure_future(process.run(until_s))
+        task = self._start(until_s)
+        process = self.process
         self.world.seen[end.value] += 1
         if end is End.SHUTDOWN:
             await task
             await process.aclose()
             self._count(process)
-            self._outliving |= asyncio.all_tasks() - {asyncio.current_task()}
+            self._outliving |= self.world.loop.tasks_of(self._owner)
             return
         await asyncio.wait([task], timeout=max(0.0, until_s - self.world.now_s))
         if task.done():
@@ -136,43 +121,46 @@ class _Run:
         self.world.note("crash")
         self.world.is_alive = False
         self._count(process)
+        self.world.loop.network.kill(self._owner)
         for backend in self._backends:
             backend.crash()
             backend.resumed.set()
         task.cancel()
         with suppress(BaseException):
             await task
-        closing = asyncio.ensure_future(process.aclose())
+        closing = self._spawn(process.aclose())
         await asyncio.wait([closing], timeout=DRAIN_S)
-        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+        while left := self.world.loop.tasks_of(self._owner):
             cancel_begun(left)
             for ended in (await asyncio.wait(left, timeout=0.001))[0]:
                 _ = ended.cancelled() or ended.exception()  # looked at
         for backend in self._backends:
             backend.set_faults(backend.faults)
 
-    async def _run_last_process(self) -> None:
-        world, scenario = self.world, self._scenario
-        process = self._start()
-        await process.run(scenario.faults_end_s)
-        world.note("the last fault is over")
-        await self._within(DRAIN_S, process.drain(), "all has come to rest")
-        process.core.require_idle()
-        self._require_nothing_false_announced(process)
-        await self._require_recovery(process)
-        await self._within(DRAIN_S, process.drain(), "all has come to rest again")
-        process.core.require_idle()
+    async def require_rest(self) -> None:
+        """Fail unless all comes to rest; nothing is held then."""
+        await self._within(DRAIN_S, self.process.drain(), "all has come to rest")
+        self.process.core.require_idle()
+
+    async def require_end(self) -> None:
+        """Fail unless all comes to rest and the last process shuts down."""
+        process = self.process
+        await self.require_rest()
+        if self._peers is not None:
+            await self.peer_tier.require_idle()
         await self._within(DRAIN_S, process.aclose(), "the process is shut down")
         busy = [tier for tier in process.tiers if +tier.running]
-        world.require(not busy, f"after shutdown there are calls under way: {[it.running for it in busy]}")
+        self.world.require(not busy, f"after shutdown calls are under way: {[it.running for it in busy]}")
         self._count(process)
+        if self._outliving:
+            await asyncio.wait(self._outliving, timeout=DRAIN_S)
 
-    def _require_nothing_false_announced(self, process: Process) -> None:
+    def require_nothing_false_announced(self) -> None:
         """Fail if a chunk is announced that is gone, unless nobody reported that it left."""
         for index, (backend, announced) in enumerate(
-            zip(self._backends, process.core.announced, strict=True)
+            zip(self._backends, self.process.core.announced, strict=True)
         ):
-            if self._is_given(index):
+            if self._is_elsewhere(index):
                 continue  # what is in it is not known here
             wrong = announced - backend.records.keys() - backend.unreported
             names = sorted(map(show, wrong))
@@ -180,15 +168,15 @@ class _Run:
 
     # --- recovery --------------------------------------------------------------------------------
 
-    async def _require_recovery(self, process: Process) -> None:
+    async def require_recovery(self) -> None:
         """Fail unless what is stored is found again in the primary tier and in every secondary tier."""
+        process = self.process
         given_alone = self._given.tier is not None
         waiting = list(range(len(self._backends[:1] if given_alone else self._backends)))
         until_s = self.world.now_s + _RECOVERY_S
         for attempt in count():
-            keys = chain(f"probe{attempt}.", 1)
-            for backend in self._backends:
-                backend.empty()  # there is room
+            keys = chain(f"probe{self.host}.{attempt}.", 1)
+            self.empty_backends()  # there is room
             await process.store(keys)
             await process.store(keys)  # some write policies wait for the second offer
             found = await process.find(keys)
@@ -204,19 +192,30 @@ class _Run:
     async def _serves(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> bool:
         """Evict a chunk from the primary tier; return whether this tier gives it back."""
         (key,), backend = keys, self._backends[index]
-        if key not in backend.records and not self._is_given(index):
+        if key not in backend.records and not self._is_elsewhere(index):
             return False
-        for other in self._backends:
-            if other is not backend:
-                other.forget(other.process, keys)
-        for _ in process.core.table.all:
-            if key in process.core.table.visible:
-                process.core.shared.evict(1)
-        self.world.require(key not in process.core.table.visible, f"{show(key)} cannot be evicted")
+        for other, tier in enumerate(process.tiers):
+            if other != index:
+                await tier.inner.discard(keys)
+        await self._within(DRAIN_S, process.drain(), "nothing has the chunk pinned")
+        self.evict(key)
         if index in self._to_damage:
             await self._require_set_aside(process, index, keys)
             return False
         return await process.find(keys) == 1 and process.core.shared.tiers[index].works
+
+    def empty_backends(self) -> None:
+        """Lose all that is behind the tiers, but not what peers hold."""
+        for backend in self._backends:
+            backend.empty()
+
+    def evict(self, key: OffloadKey) -> None:
+        """Evict a chunk from the primary tier."""
+        process = self.process
+        for _ in process.core.table.all:
+            if key in process.core.table.visible:
+                process.core.shared.evict(1)
+        self.world.require(key not in process.core.table.visible, f"{show(key)} cannot be evicted")
 
     async def _require_set_aside(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> None:
         """Damage a chunk; where the tier is asked for it, it is not found, and forgotten."""
@@ -233,10 +232,21 @@ class _Run:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _start(self) -> Process:
+    def _start(self, until_s: float) -> asyncio.Task[None]:
+        """Start a process; return what it does until then."""
+        self.world.start_process()
+        self.world.note(f"process {self.world.process} starts")
+        self._context = copy_context()
+        self._context.run(OWNER.set, self._owner)
+        self.process = self._context.run(self._make_process)
+        return self._spawn(self.process.run(until_s))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something as the process that lives now."""
+        return self.world.loop.create_task(work, context=self._context.copy())
+
+    def _make_process(self) -> Process:
         scenario, world = self._scenario, self.world
-        world.start_process()
-        world.note(f"process {world.process} starts")
         core = self._core()
         if scenario.owner is Owner.TASKS:
             from kvtier_testing.sim.tasks import ManagerProcess, SimRegion  # needs torch
@@ -249,7 +259,9 @@ class _Run:
         tiers, named = self._tiers(memory)
         core.watch(world, memory)
         chance = world.chance(f"executor/{world.process}").random
-        executor = SimExecutorThread(lambda post: Executor(named, IDENTITY, memory, post, chance=chance))
+        executor = SimExecutorThread(
+            lambda post: Executor(named, world.identity, memory, post, chance=chance)
+        )
         return EngineProcess(world, scenario, core, tiers, executor, self._copies(memory))
 
     def _core(self) -> CheckedTiering:
@@ -292,18 +304,34 @@ class _Run:
             named.append(NamedTier(f"tier{index}", tiers[index], again if scenario.is_recreated else None))
         return tiers, named
 
-    def _is_given(self, index: int) -> bool:
-        """Whether a tier is an author's own: it may keep its chunks elsewhere."""
-        return index == 0 and self._given.tier is not None
+    def _is_elsewhere(self, index: int) -> bool:
+        """Whether a tier keeps its chunks elsewhere: an author's own may, and that of peers does."""
+        is_of_peers = self._peers is not None and self._peers[0] == index
+        return is_of_peers or (index == 0 and self._given.tier is not None)
+
+    @property
+    def peer_tier(self) -> PeerTier:
+        """The tier of the process that lives now which reads from peers."""
+        assert self._peers is not None
+        return cast("PeerTier", self.process.tiers[self._peers[0]].inner)
 
     def _tier(self, index: int, memory: SimMemory) -> FaultyTier:
         scenario, backend = self._scenario.tiers[index], self._backends[index]
         inner: SecondaryTier[Any]
-        if self._given.tier is not None and self._is_given(index):
-            inner = self._given.tier(backend)
+        config, drains = scenario.config, False
+        if isinstance(config, SimTierConfig):
+            inner, drains = (
+                (VerifyingSimTier if scenario.verifies else SimTier)(config, backend),
+                config.drains,
+            )
         else:
-            inner = (VerifyingSimTier if scenario.verifies else SimTier)(scenario.config, backend)
-        return FaultyTier(inner, backend, memory, drains=scenario.config.drains)
+            from kvtier_testing.sim.peers import PeerTier  # needs kvtier-nixl
+
+            assert self._peers is not None
+            inner = PeerTier(cast("NixlConfig", config), self._peers[1], self.world)
+        if self._given.tier is not None and index == 0:
+            inner = self._given.tier(backend)
+        return FaultyTier(inner, backend, memory, drains=drains)
 
     def _schedule_faults(self, backend: Backend, scenario: TierScenario) -> None:
         for prompt, preloaded in zip(self._scenario.prompts, scenario.preloaded, strict=False):
@@ -331,8 +359,8 @@ class _Run:
             if when_s > self.world.now_s:
                 self.world.loop.call_at(when_s, lose, chance.randint(1, 6))
 
-    async def _within(self, longest_s: float, work: Any, what: str) -> None:
-        task = asyncio.ensure_future(work)
+    async def _within(self, longest_s: float, work: Coroutine[Any, Any, None], what: str) -> None:
+        task = self._spawn(work)
         done, _ = await asyncio.wait([task], timeout=longest_s)
         if not done:
             self.world.fail(f"{longest_s:g} s after the last fault it is not so that {what}")
@@ -343,11 +371,3 @@ class _Run:
         for parts, number in process.core.take_counts().items():
             what = " ".join(part for part in parts if part not in names)
             self.world.seen[f"core {what}"] += int(number)
-
-    def _on_unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if self.world.is_alive:
-            self.world.note(f"unhandled: {context}")
-            self.world.loop.fail(
-                error if isinstance(error, Exception) else AssertionError(context["message"])
-            )

@@ -19,7 +19,7 @@ from kvtier.errors import StateError, TransferError
 from kvtier.keys import OffloadKey
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faults import FaultyTier
-from kvtier_testing.sim.model import CHUNK_BYTES, IDENTITY, CheckedTiering, SimMemory, World, content, show
+from kvtier_testing.sim.model import CHUNK_BYTES, CheckedTiering, SimMemory, World, content, show
 from kvtier_testing.sim.processes import Process
 from kvtier_testing.sim.scenario import Scenario
 
@@ -132,7 +132,7 @@ class ManagerProcess(Process):
         self._manager = TieringManager(
             core=core,
             tiers=named,
-            identity=IDENTITY,
+            identity=world.identity,
             region=cast(Region, region),
             engine=self._engine,
             blocks_per_chunk=1,
@@ -310,7 +310,7 @@ class ManagerProcess(Process):
 
     def _require_content(self, keys: Sequence[OffloadKey], got: Sequence[bytes], oldest: int) -> None:
         """Fail unless all bytes are of one epoch, and of none before the call began."""
-        for weights in range(oldest, self._world.weights + 1):
+        for weights in self._world.weights_since(oldest):
             if all(one == content(key, weights) for key, one in zip(keys, got, strict=True)):
                 return
         held = [self._world.name_of(one, keys) for one in got]

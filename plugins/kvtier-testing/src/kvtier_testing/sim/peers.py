@@ -1,0 +1,221 @@
+"""kvtier-nixl in the simulation: the real tier and its agent, over a simulated NIXL and network.
+
+Reads of memory take their time. They move half of each chunk at their beginning and half at their end,
+whatever the holder does with its memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers import Batch, Outcome, Status
+from kvtier_nixl import NixlTier
+from kvtier_nixl._agent import Agent, Memory
+from kvtier_nixl.config import NixlConfig
+from kvtier_testing.sim.loop import OWNER, ProcessId
+from kvtier_testing.sim.model import World, show
+from kvtier_testing.sim.network import Network
+
+_MOMENT_S = 0.05
+"""Seconds that a lookup may take beyond those that it waits for peers: for what is simulated as threads."""
+
+
+class Fabric:
+    """What reads memory of other hosts.
+
+    Args:
+        read_s: seconds that reads take until ``until_s``; each draws one of these. Later ones take none.
+
+    Attributes:
+        read_from: chunks read from each host.
+        lookups: calls of tiers that ask all peers.
+    """
+
+    def __init__(self, network: Network, read_s: Sequence[float], until_s: float) -> None:
+        self.network = network
+        self._read_s = read_s
+        self._until_s = until_s
+        self.agents: dict[str, SimNixl] = {}
+        self.read_from: Counter[str] = Counter()
+        self.lookups = 0
+
+    def takes_s(self) -> float:
+        """Draw how long a read takes."""
+        return self.network.chance.choice(self._read_s) if self.network.loop.time() < self._until_s else 0.0
+
+
+@dataclass(eq=False)
+class _Read:
+    peer: str
+    local: Sequence[tuple[int, int, int]]
+    remote: Sequence[tuple[int, int, int]]
+    state: str = "PROC"
+
+
+class SimNixl:
+    """Stands in for an agent of NIXL; see there. Its metadata are its name."""
+
+    def __init__(
+        self, fabric: Fabric, name: str, memory: Sequence[Memory], on_end: Callable[[], object]
+    ) -> None:
+        self.owner = _require_owner()
+        self.is_closed = False
+        self._memory = memory  # as long as somebody may read from it
+        self._fabric = fabric
+        self._on_end = on_end
+        fabric.agents[name] = self
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        return metadata
+
+    def remove_remote_agent(self, name: str) -> None:
+        pass
+
+    def get_xfer_descs(self, parts: Sequence[tuple[int, int, int]], _: str) -> Sequence[tuple[int, int, int]]:
+        return parts
+
+    def initialize_xfer(self, _: str, local: Any, remote: Any, peer: str) -> _Read:
+        return _Read(peer, local, remote)
+
+    def transfer(self, read: _Read) -> str:
+        fabric = self._fabric
+        holder = fabric.agents[read.peer]
+        if self._can_move(holder):
+            _move(read, first=True)
+        ended = partial(self._end, read, holder)
+        fabric.network.send(self.owner[0], holder.owner[0], ended, reads=True, takes_s=fabric.takes_s())
+        return read.state
+
+    def check_xfer_state(self, read: _Read) -> str:
+        return read.state
+
+    def release_xfer_handle(self, read: _Read) -> None:
+        """Do nothing: a read cannot be stopped."""
+
+    def _can_move(self, holder: SimNixl) -> bool:
+        dead = self._fabric.network.dead
+        return not (self.is_closed or holder.is_closed or {self.owner, holder.owner} & dead)
+
+    def _end(self, read: _Read, holder: SimNixl) -> None:
+        read.state = "ERR"
+        if self._can_move(holder):
+            _move(read, first=False)
+            read.state = "DONE"
+            self._fabric.read_from[holder.owner[0]] += len(read.local)
+        self._on_end()
+
+
+def _move(read: _Read, *, first: bool) -> None:
+    for (to, length, _), (source, _, _) in zip(read.local, read.remote, strict=True):
+        half = length // 2
+        start, count = (0, half) if first else (half, length - half)
+        ctypes.memmove(to + start, source + start, count)
+
+
+class SimAgent(Agent):
+    """The real agent. What its thread does is done by callbacks, over a simulated NIXL."""
+
+    def __init__(self, fabric: Fabric, *memory: Memory, is_local: bool) -> None:
+        super().__init__(*memory, is_local=is_local)
+        self._fabric = fabric
+        self._waiting: deque[Callable[[], None] | None] = deque()
+        self._thread: Any = SimpleNamespace(start=lambda: None)
+        self._jobs: Any = SimpleNamespace(put=self._put)
+
+    def _put(self, job: Callable[[], None] | None) -> None:
+        self._waiting.append(job)
+        network = self._fabric.network
+        network.loop.call_later(network.chance.choice((0.0, 0.0, 1e-4)), self._do_next)
+
+    def _do_next(self) -> None:
+        job = self._waiting.popleft()
+        if job is None:
+            self._end()
+        else:
+            job()
+            self._poll()
+
+    def _start(self) -> None:
+        self._agent = SimNixl(self._fabric, self.name, (self._serving, self._receiving), self._poll)
+        self.metadata = self.name.encode()
+
+    def _end(self) -> None:
+        if self._agent is not None:
+            self._agent.is_closed = True
+        super()._end()
+
+
+class PeerTier(NixlTier):
+    """The real tier, and what must hold of it whatever peers and the network do."""
+
+    def __init__(self, config: NixlConfig, fabric: Fabric, world: World) -> None:
+        super().__init__(config)
+        self._fabric = fabric
+        self._world = world
+
+    def _new_agent(self, *, is_local: bool) -> Agent:
+        return SimAgent(self._fabric, self._serving, self._receiving, is_local=is_local)
+
+    def _warn(self, subject: str, text: str) -> None:
+        self._world.note(f"{self._context.name}: {subject}: {text}")
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Look up. A peer that does not answer costs ``answer_timeout_s`` at most."""
+        began_s, fabric = time.monotonic(), self._fabric
+        try:
+            held = await super().contains(keys)
+        finally:
+            took_s = time.monotonic() - began_s
+            if took_s > self.config.answer_timeout_s + _MOMENT_S:
+                self._world.fail(f"peers have kept a lookup waiting for {took_s:.4f} s")
+        fabric.lookups += 1
+        return held
+
+    async def get(self, batch: Batch) -> Outcome:
+        """Get. Nothing damages chunks here, so what it gives is right before kvtier checks it."""
+        began = self._world.weights
+        outcome = await super().get(batch)
+        for index, key in enumerate(batch.keys):
+            held = bytes(batch.views[index])
+            if outcome.statuses[index] is Status.OK and not self._world.is_of(key, held, began):
+                what = self._world.name_of(held, batch.keys)
+                self._world.fail(f"peers have given {what} for {show(key)}, of no weights from {began} on")
+        for reason, count in outcome.reasons.items():
+            self._world.seen[f"peers {reason}"] += count
+        return outcome
+
+    async def require_idle(self) -> None:
+        """Fail unless no memory is in use but for chunks, which are dropped. Leases end first."""
+        await anyio.sleep(self.config.lease_s)
+        pool, agent = self._pool, self._agent
+        if pool is None or agent is None:
+            return
+        pool.clear()
+        free = pool.reserve(pool.rows, time.monotonic())
+        self._world.require(
+            len(free) == pool.rows, f"{pool.rows - len(free)} served rows are pinned by nobody"
+        )
+        for row in free:
+            pool.give_back(row)
+        with anyio.move_on_after(1.0):
+            rows = await agent.take_rows(self._receiving.rows)
+            agent.free_rows(rows)
+            self._world.require(len(rows) == self._receiving.rows, "rows of the receiving memory are lost")
+            return
+        self._world.fail("no row of the receiving memory is free")
+
+
+def _require_owner() -> ProcessId:
+    owner = OWNER.get()
+    assert owner is not None
+    return owner
