@@ -106,8 +106,11 @@ MUTATIONS = (
     ),
     Mutation(
         "commit_before_the_copy_has_ended",
-        "kvtier._manager.device_copies:DeviceCopies._ended",
-        (("await until_done(self.in_flight[copy])", "Finished(copy, 0, 0.0)"),),
+        "kvtier._manager.device_copies:DeviceCopies._copy",
+        (
+            ("await wait_for_end(self.in_flight[copy])", "None"),
+            ("self.in_flight.pop(copy).result()", "type('Ended', (), {'error': None})"),
+        ),
     ),
     Mutation(
         "deadline_ignored",
@@ -122,7 +125,7 @@ MUTATIONS = (
     Mutation(
         "pinned_chunks_are_evicted",
         "kvtier._core.chunks:ChunkTable.pin",
-        (("policy.pin(held)", "None"),),
+        (("order.pin(keys)", "None"),),
     ),
     Mutation(
         "answers_in_the_wrong_order",

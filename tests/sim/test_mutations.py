@@ -42,6 +42,13 @@ def _require_found(
     pytest.fail(f"{len(seeds)} seeds have not found it")
 
 
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *FLEET_MUTATIONS], ids=lambda mutation: mutation.name)
+def test_a_bug_can_be_planted(mutation: Mutation) -> None:
+    """Whether it is found is seen in the full tests only: here, that the code it changes is still there."""
+    with planted(mutation):
+        pass
+
+
 def test_what_was_planted_is_gone_afterwards() -> None:
     mutation = next(one for one in MUTATIONS if one.name == "checksum_not_verified")
     seed = next(seed for seed in SEEDS if _is_found(mutation, seed))
