@@ -241,11 +241,6 @@ FLEET_MUTATIONS = (
         (("if not await peer.release(leased.lease):", "if await peer.release(leased.lease) is None:"),),
     ),
     Mutation(
-        "leased_rows_are_used_again",
-        "kvtier_nixl._pool:Pool.discard",
-        (("if self._pins[chunk.row] > 0:", "if False:"),),
-    ),
-    Mutation(
         "reader_that_dies_keeps_its_lease",
         "kvtier_nixl._pool:Pool._expire",
         (("if lease.expires_s > now_s:", "if True:"),),

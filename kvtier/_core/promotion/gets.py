@@ -49,10 +49,7 @@ class Gets:
             transfer.is_poll = not located and all(
                 request.wait is not None and keys[0] in request.wait.keys for request in waiters
             )
-            expected = self.expected[allowed_tiers(waiters)]
-            # A prefetch goes on to the next tier meanwhile: requests that came later follow their own get.
-            is_later = not all(request.is_prefetch for request in waiters)
-            expected.update({key: transfer for key in keys if is_later or key not in expected})
+            self.expected[allowed_tiers(waiters)].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
         return transfer

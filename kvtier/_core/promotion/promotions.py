@@ -11,7 +11,7 @@ from kvtier._core.promotion.gets import Gets, select
 from kvtier._core.promotion.holds import Holds
 from kvtier._core.promotion.tier_order import TierOrder
 from kvtier._core.promotion.waits import Waits
-from kvtier._core.promotion.wanted import Waiters, loading, of_use, still_wanted
+from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, of_use, still_wanted
 from kvtier._core.requests import Request
 from kvtier._core.shared import Keys, SharedState
 from kvtier._core.transfers import SlotUse, Transfer
@@ -110,6 +110,8 @@ class Promotions:
         located = select(transfer.keys, answers, Answer.LOCATED)
         for request in waiters:
             request.located.update(dict.fromkeys(located, transfer.tier))
+        if all(request.is_prefetch for request in waiters):
+            missing = self._not_asked_by_others(missing, waiters)
         self._tiers.ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
         waiters = loading(waiters)
         if waiters and transfer.slot_use is SlotUse.EVICT:
@@ -121,6 +123,17 @@ class Promotions:
             others = chain(self.holds.pending, self.holds.awaiting)
             if first in waiters and not any(other.held for other in others if other is not first):
                 self._trim_first(first, run)  # nobody can make way for it
+
+    def _not_asked_by_others(self, keys: list[OffloadKey], waiters: Waiters) -> list[OffloadKey]:
+        """Return the keys of prefetches that no request's get is to tell them about, or has told them."""
+        expected = self._gets.expected[allowed_tiers(waiters)]
+        others = [expected.get(key) for key in keys]
+        keys = [
+            key
+            for key, get in zip(keys, others, strict=True)
+            if get is None or not waiters.keys() <= get.waiters.keys()
+        ]
+        return of_use(keys, waiters, self._windowed)
 
     def _has_to_decide(self, request: Request, transfer: Transfer) -> bool:
         """Return whether a request that wants keys of a get is to be gated: nobody was who waits for it."""

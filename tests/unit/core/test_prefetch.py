@@ -212,15 +212,18 @@ def test_a_request_that_is_computed_sooner_than_loaded_does_not_wait_for_a_prefe
     assert world.ask(core, client, PROMPT) == [world.MISS]
 
 
-def test_a_request_asks_no_tier_again_while_a_prefetch_goes_on_to_the_next_one():
+def test_a_prefetch_that_waits_for_a_requests_get_asks_no_tier_by_itself():
     core = world.make(tiers=2, pin_budget=0.5, load_gate="latency")  # type: ignore[arg-type]
     core.note_computed(0, 1, 10.0)
     core.prefetches.announce("agent", PROMPT[:1], from_s=1.0, until_s=30.0)
     (prefetch,) = due(core, 1.0)
     client = Request("client")
-    assert [get.tier for get in step(core, client, PROMPT[:1], 1.0)] == [0]
-    assert [get.tier for get in answer(core, prefetch, [MISSING], 1.0)] == [1]
-    assert step(core, client, PROMPT[:1], 1.0) == []
+    (get,) = step(core, client, PROMPT[:1], 1.0)
+    assert answer(core, prefetch, [MISSING], 1.0) == []
+    assert step(core, client, PROMPT[:1], 1.0) == [], "the request asks once, too"
+    (second,) = answer(core, get, [MISSING], 1.0)
+    assert answer(core, second, [COPIED], 1.0) == []
+    assert world.there(core, PROMPT[:1]) == PROMPT[:1]
 
 
 def test_when_its_time_is_over_the_rest_is_not_promoted():
