@@ -256,16 +256,6 @@ FLEET_MUTATIONS = (
         (("await self._isolate()", "self._server and await self._server.aclose()"),),
     ),
     Mutation(
-        "reads_that_a_reset_overtakes_end_well",
-        "kvtier_nixl.tier:NixlTier._read",
-        (("elif resets == self._resets:", "else:"),),
-    ),
-    Mutation(
-        "other_identities_are_welcome",
-        "kvtier_nixl._server:ControlServer._welcome",
-        (("if hello.identity != facts.identity:", "if False:"),),
-    ),
-    Mutation(
         "stopped_peer_is_waited_for",
         "kvtier_nixl._peers:Peer._ask",
         (("anyio.fail_after(self._timeout_s)", "anyio.fail_after(None)"),),
@@ -279,11 +269,6 @@ FLEET_MUTATIONS = (
         "late_answer_is_taken_for_the_next",
         "kvtier_nixl._peers:Peer._ask",
         (("raise self._broken(_words(error)) from None", "raise PeerError(_words(error)) from None"),),
-    ),
-    Mutation(
-        "rows_are_free_while_a_read_goes_on",
-        "kvtier_nixl._agent:Agent.read",
-        (("read.is_given_up = True", "self.free_rows(rows)"), ("self._given_up_rows += len(rows)", "pass")),
     ),
     Mutation(
         "rows_of_a_failed_read_are_lost",
