@@ -305,14 +305,14 @@ def test_tensors_that_are_not_what_the_engine_says_are_refused_by_the_worker() -
     ("change", "words"),
     [
         ({"world_size": 4}, "4 workers are not 2 tensor-parallel ranks"),
-        ({"is_parallelism_agnostic": False}, r"blocks of this KV cache \(FullAttentionSpec\)"),
+        ({"is_parallelism_agnostic": False}, r"this KV cache \(FullAttentionSpec\)"),
     ],
     ids=["stages", "kind of cache"],
 )
 def test_an_engine_that_cannot_be_undone_is_refused_in_words(change: dict[str, Any], words: str) -> None:
     rank = ranks(Model(KINDS["packed, tokens inside"], 2), 2)[1]
     config = replace(rank.config, parallel=replace(rank.config.parallel, **change))
-    with pytest.raises(ConfigError, match=f"^canonical_layout: .*{words}.*; remove canonical_layout"):
+    with pytest.raises(ConfigError, match=f"^canonical_layout .*{words}.*; remove canonical_layout"):
         slot_shape(config, rank.engine)
 
 
