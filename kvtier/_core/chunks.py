@@ -148,8 +148,11 @@ class ChunkTable:
 
     def _call_each(self, keys: list[OffloadKey], act: Callable[..., object]) -> None:
         """Call the orders of the keys, each with its own ones."""
-        parts = {} if self.users else {DEFAULT: keys}
-        for key in keys if self.users else ():
+        if not self.users:
+            self._call(DEFAULT, act, keys)
+            return
+        parts: dict[int, list[OffloadKey]] = {}
+        for key in keys:
             parts.setdefault(self.priority(key), []).append(key)
         for priority, part in parts.items():
             self._call(priority, act, part)
