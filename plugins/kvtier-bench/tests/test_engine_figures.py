@@ -17,11 +17,12 @@ def test_a_second_engine_is_compared_with_files_in_the_same_round() -> None:
     def one(ttft_s: float, answer: int, cached: int = fleet.PROMPT_TOKENS) -> Sample:
         return Sample(ttft_s, [ttft_s], [[answer]], {"cached": cached})
 
-    first = one(10.0, 1, 0)
-    pairs = {fleet.FILES: [(first, one(1.0, 1)), (first, one(2.0, 1))]}
-    pairs["redis"] = [(first, one(3.0, 1)), (first, one(6.0, 2, 0))]
-    files, redis, computed = fleet.table(pairs)
-    assert (files.ratio, redis.ratio, computed.ratio) == (1.0, 3.0, 7.5)
+    def found(*seconds: Sample) -> list[fleet.Answers]:
+        return [fleet.Answers(one(10.0, 1, 0), second, one(0.5, 1)) for second in seconds]
+
+    answers = {fleet.FILES: found(one(1.0, 1), one(2.0, 1)), "redis": found(one(3.0, 1), one(6.0, 2, 0))}
+    files, redis, computed, device = fleet.table(answers)
+    assert (files.ratio, redis.ratio, computed.ratio, device.ratio) == (1.0, 3.0, 7.5, 0.375)
     assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
 
 

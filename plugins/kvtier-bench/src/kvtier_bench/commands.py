@@ -116,6 +116,21 @@ def tier(
 
 
 @bench.command()
+def peers(
+    chunk_bytes: ChunkBytesOption = None,
+    mib: MibOption = 256,
+    rounds: RoundsOption = 5,
+    as_json: JsonFlag = False,
+) -> None:
+    """Throughput and latency of reads from another process's memory: the nixl tier, beside NIXL itself.
+
+    Example: UCX_TLS=tcp,self kvtier bench peers
+    """
+    measure = _lazy("storage.peers")
+    figures.report(measure.run(chunk_bytes or measure.SIZES, mib, rounds), as_json)
+
+
+@bench.command()
 def device(
     backend: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, rocm or xpu. Default: detected.")

@@ -1,7 +1,8 @@
 """An engine that is asked for what another one has computed, over each tier that both share.
 
 Pairs of engines, all alive at once: in each pair the first computes prompts, and the second is asked for the
-same ones when the first has stored them. They share nothing but the tier: not even a tier process.
+same ones when the first has stored them. They share nothing but the tier: not even a tier process. Then the
+first is asked again, and has them on its device.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier_bench.engine.compared import (
@@ -27,7 +28,7 @@ from kvtier_bench.engine.compared import (
 from kvtier_bench.engine.server import free_port
 from kvtier_bench.machine import Machine, files_below, open_folder
 
-FILES, NIXL, COMPUTED = "files", "nixl", "computed"
+FILES, NIXL, COMPUTED, DEVICE = "files", "nixl", "computed", "device"
 PROMPT_TOKENS, OUTPUT_TOKENS, CHUNK_TOKENS = 1280, 8, 256
 _ROOM = 20  # primary tiers, and what a tier keeps in memory, in prompts of a round
 _SECOND = "{} (second)"
@@ -38,7 +39,8 @@ class Served:
     """Time to the first token of the second engine, by what it shares with the first
 
     Attributes:
-        way: the tier; ``computed`` is the first engine, which finds nothing and computes.
+        way: the tier; ``computed`` is the first engine, which finds nothing and computes; ``device`` is the
+            first engine when it is asked again.
         ttft_ms: median over rounds of the median over prompts.
         ratio: median over rounds of the time over that with files in the same round.
         low, high: 95 % of the medians of resampled rounds lie between them.
@@ -53,6 +55,14 @@ class Served:
     high: float
     from_cache: str
     wrong: str
+
+
+class Answers(NamedTuple):
+    """What the engines of a pair did in one round."""
+
+    first: Sample
+    second: Sample
+    again: Sample
 
 
 @dataclass(frozen=True)
@@ -94,42 +104,47 @@ def run(root: Path | None, work: Work, tiers: Sequence[str], *, nixl: bool) -> l
             for way, pair in ways.items()
             for name, tier in zip((way, _SECOND.format(way)), pair, strict=True)
         }
-        arguments = {"max_model_len": PROMPT_TOKENS + OUTPUT_TOKENS, "num_gpu_blocks_override": 64}
+        length = PROMPT_TOKENS + OUTPUT_TOKENS
+        blocks = (work.prompts + 1) * -(-length // BLOCK_TOKENS)
+        arguments = {"max_model_len": length, "num_gpu_blocks_override": blocks}
         with open_engines(logs, work.model, settings, **arguments) as engines:
             firsts = {way: engines[way] for way in ways}
-            pairs: dict[str, list[tuple[Sample, Sample]]] = {way: [] for way in ways}
+            answers: dict[str, list[Answers]] = {way: [] for way in ways}
             measure(
                 firsts,
                 range(-1, work.rounds),
                 lambda way, first, number: _ask(
-                    first, engines[_SECOND.format(way)], work.of_round(way, number), pairs[way]
+                    first, engines[_SECOND.format(way)], work.of_round(way, number), answers[way]
                 ),
             )
-    return [*table({way: rows[1:] for way, rows in pairs.items()}), work, machine.again()]
+    return [*table({way: rows[1:] for way, rows in answers.items()}), work, machine.again()]
 
 
-def _ask(
-    first: Engine, second: Engine, prompts: Sequence[Sequence[int]], pairs: list[tuple[Sample, Sample]]
-) -> Sample:
-    """Have the first engine compute and store, and ask the second; return what the second did."""
+def _ask(first: Engine, second: Engine, prompts: Sequence[Sequence[int]], answers: list[Answers]) -> Sample:
+    """Have the first engine compute and store, ask the second, and the first again; return the second's."""
     found = []
-    for engine in (first, second):
+    for engine in (first, second, first):
         answer = engine.ask("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=False)
         counts = {"cached": sum(answer["cached"])}
         sample = Sample(answer["wall_s"], answer["ttft_s"], answer["answers"], counts)
         found.append(sample)
         engine.ask("settle")
-    pairs.append((found[0], found[1]))
+    answers.append(Answers(*found))
     return found[1]
 
 
-def table(pairs: Mapping[str, Sequence[tuple[Sample, Sample]]]) -> list[Served]:
+def table(answers: Mapping[str, Sequence[Answers]]) -> list[Served]:
     """Compare each way with files, round by round."""
-    base = [median(second.ttft_s) for _, second in pairs[FILES]]
-    rows = {way: [second for _, second in found] for way, found in pairs.items()}
-    firsts = {way: [first for first, _ in found] for way, found in pairs.items()}
-    served = [_served(way, rows[way], firsts[way], base) for way in pairs]
-    return [*served, _served(COMPUTED, firsts[FILES], firsts[FILES], base)]
+    base = [median(it.second.ttft_s) for it in answers[FILES]]
+    firsts = {way: [it.first for it in found] for way, found in answers.items()}
+    rows = {way: [it.second for it in found] for way, found in answers.items()}
+    served = [_served(way, rows[way], firsts[way], base) for way in answers]
+    again = [it.again for it in answers[FILES]]
+    return [
+        *served,
+        _served(COMPUTED, firsts[FILES], firsts[FILES], base),
+        _served(DEVICE, again, firsts[FILES], base),
+    ]
 
 
 def _served(way: str, rows: Sequence[Sample], firsts: Sequence[Sample], base: Sequence[float]) -> Served:

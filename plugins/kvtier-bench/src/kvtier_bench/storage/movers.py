@@ -58,22 +58,26 @@ class BatchMover(Contestant, Generic[BatchT]):
         self._serial = 0
         self._prepared: list[BatchT] = []
         self._stored: list[BatchT] = []
+        self._held: list[BatchT] = []
 
-    @abstractmethod
     def make(self, keys: Sequence[OffloadKey]) -> BatchT:
         """Make a batch of new chunks."""
+        raise NotImplementedError
 
-    @abstractmethod
     async def put(self, batch: BatchT, slots: range) -> None:
         """Put a batch. Raises where one of its chunks could not be put."""
+        raise NotImplementedError
 
     @abstractmethod
     async def get(self, batch: BatchT, slots: range) -> None:
         """Get a batch. Raises where one of its chunks could not be had."""
 
-    @abstractmethod
     async def remove(self, batches: Sequence[BatchT]) -> None:
         """Remove batches that were put."""
+
+    def hold(self, batches: Sequence[BatchT]) -> None:
+        """Get these, which somebody else has put and keeps."""
+        self._held = list(batches)
 
     def new_keys(self, count: int) -> list[OffloadKey]:
         """Return keys that were not used before."""
@@ -91,7 +95,7 @@ class BatchMover(Contestant, Generic[BatchT]):
             self._stored += batches
             await self._move_all(batches, self.put)
         else:
-            await self._move_all(list(islice(cycle(self._stored), count)), self.get)
+            await self._move_all(list(islice(cycle(self._held or self._stored), count)), self.get)
         return count * self._batch_chunks * self.memory.chunk_bytes
 
     async def discard(self) -> None:
@@ -139,11 +143,11 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
 
     async def put(self, batch: tuple[Sequence[OffloadKey], list[bytes]], slots: range) -> None:
         keys, trailers = batch
-        _require_ok("put", await self.tier.put(Batch(keys, slots, self.memory, list(trailers))))
+        require_ok("put", await self.tier.put(Batch(keys, slots, self.memory, list(trailers))))
 
     async def get(self, batch: tuple[Sequence[OffloadKey], list[bytes]], slots: range) -> None:
         wanted = Batch(batch[0], slots, self.memory)
-        _require_ok("get", await self.tier.get(wanted))
+        require_ok("get", await self.tier.get(wanted))
         self._last = wanted
 
     def check(self) -> None:
@@ -171,7 +175,8 @@ def _checksum_us(memory: HeapMemory) -> float:
     return (time.thread_time() - before_s) / memory.slots * 1e6
 
 
-def _require_ok(verb: str, outcome: Outcome) -> None:
+def require_ok(verb: str, outcome: Outcome) -> None:
+    """Raise KVTierError unless all chunks of a put or get are OK."""
     bad = [Status(status).name for status in outcome.statuses if status != Status.OK]
     if bad:
         remedy = machine.REMEDY if _NO_ROOM.intersection(outcome.reasons) else "see the log"

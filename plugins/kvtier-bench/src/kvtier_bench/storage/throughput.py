@@ -75,21 +75,23 @@ async def compare(
     nbytes: float,
     rounds: int,
     goal: float | None = None,
+    verbs: Sequence[str] = ("put", "get"),
 ) -> list[Throughput]:
     """Measure subjects beside a reference.
 
     Args:
         goal: the ratio that a subject should reach.
+        verbs: what is measured, in this order.
     """
     found: dict[tuple[str, str], list[_Round]] = {}
     for subject in subjects.values():
         async with _emptied(subject, reference):  # connects, makes directories, starts threads
-            for verb in ("put", "get"):
+            for verb in verbs:
                 await _round(subject, reference, verb, min(nbytes, _WARM_UP_BYTES))
     for _ in range(rounds):
         for name, subject in subjects.items():
             async with _emptied(subject, reference):
-                for verb in ("put", "get"):
+                for verb in verbs:
                     row = await _round(subject, reference, verb, nbytes)
                     found.setdefault((name, verb), []).append(row)
                 subject.check()

@@ -173,10 +173,16 @@ async def _latencies(size: int, tier: TierMover, bare: BareMover | None, rounds:
         if bare is not None:
             await _time_calls(bare, theirs)
         for _ in range(QUERIES):
-            ours.setdefault(query, []).append(await _time(tier.tier.contains(tier.new_keys(QUERY_KEYS))))
+            ours.setdefault(query, []).append(await timed(tier.tier.contains(tier.new_keys(QUERY_KEYS))))
+    none = None, None
     return [
-        Latency(size, call, *_percentiles_ms(times), *_percentiles_ms(theirs.get(call)))  # type: ignore[arg-type]
-        for call, times in sorted(ours.items())
+        Latency(
+            size,
+            call,
+            *percentiles_ms(ours[call]),
+            *(percentiles_ms(theirs[call]) if call in theirs else none),
+        )
+        for call in sorted(ours)
     ]
 
 
@@ -185,20 +191,19 @@ async def _time_calls(mover: BatchMover[Any], times: dict[str, list[float]]) -> 
     batches = [mover.make(mover.new_keys(1)) for _ in range(SINGLES)]
     try:
         for verb, call in (("put", mover.put), ("get", mover.get)):
-            times.setdefault(verb, []).extend([await _time(call(batch, range(1))) for batch in batches])
+            times.setdefault(verb, []).extend([await timed(call(batch, range(1))) for batch in batches])
     finally:
         await mover.remove(batches)
 
 
-async def _time(work: Awaitable[object]) -> float:
+async def timed(work: Awaitable[object]) -> float:
+    """Return the seconds that something takes."""
     started_s = time.perf_counter()
     await work
     return time.perf_counter() - started_s
 
 
-def _percentiles_ms(times: Sequence[float] | None) -> tuple[float | None, float | None]:
+def percentiles_ms(times_s: Sequence[float]) -> tuple[float, float]:
     """Return the median and the 99th percentile, in milliseconds."""
-    if not times:
-        return None, None
-    ordered = sorted(times)
-    return ordered[len(times) // 2] * 1e3, ordered[min(len(times) - 1, len(times) * 99 // 100)] * 1e3
+    ordered = sorted(times_s)
+    return ordered[len(ordered) // 2] * 1e3, ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e3
