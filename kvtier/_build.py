@@ -176,7 +176,7 @@ def open_manager(
     refs = [ref for group in kv_caches.groups for ref in group]
     if config.canonical_layout and not all(ref.mapping for ref in refs):
         raise ConfigError(
-            "canonical_layout is set, but the KV tensors come without mappings (PageRef.mapping): remove it"
+            "canonical_layout is set, but the KV tensors have no mappings (PageRef.mapping): remove it"
         )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
     region, slot_checksums = _make_memory(config, layout)

@@ -203,7 +203,7 @@ class TieringConfig(Settings):
         if self.isolation_memory_limit is not None and self.isolation != "process":
             raise ValueError("isolation_memory_limit requires isolation 'process': set both, or remove it")
         if self.block_size is not None and self.blocks_per_chunk is not None:
-            raise ValueError("give block_size or blocks_per_chunk, not both")
+            raise ValueError("set block_size or blocks_per_chunk, not both")
         given = [tier.name for tier in self.secondary_tiers if tier.name is not None]
         if twice := sorted({name for name in given if given.count(name) > 1}):
             raise ValueError(f"secondary_tiers: two tiers have the name {', '.join(twice)}")
@@ -211,7 +211,7 @@ class TieringConfig(Settings):
             raise ValueError(f"secondary_tiers: {problem}: give each a directory of its own")
         if PRIMARY in self.tier_names:
             raise ValueError(
-                f"secondary_tiers: {PRIMARY!r} is the name of the primary tier: give that tier another"
+                f"secondary_tiers: {PRIMARY!r} is reserved for the primary tier: rename that tier"
             )
         return self
 

@@ -131,7 +131,7 @@ class Identity:
             found = differences(json.loads(manifest), dict(self.fields))
         except (ValueError, RecursionError) as error:
             raise IdentityError(
-                f"{where} is not readable JSON ({error}); move it away to start anew"
+                f"{where} is not readable JSON ({error}); move it away to start an empty cache"
             ) from None
         if found:
             lines = [_in_words(difference) for difference in found]

@@ -26,9 +26,9 @@ def pack_key(content_hash: bytes, group: int = 0) -> OffloadKey:
         ValueError: the hash is empty or too long, or the group is out of range.
     """
     if not 0 < len(content_hash) <= MAX_KEY_BYTES - GROUP_BYTES:
-        raise ValueError(f"content_hash has {len(content_hash)} bytes; 1 to 64 are possible")
+        raise ValueError(f"content_hash has {len(content_hash)} bytes; it must have 1 to 64")
     if not 0 <= group < 2**32:
-        raise ValueError(f"group is {group}; 0 to 2**32 - 1 are possible")
+        raise ValueError(f"group is {group}; it must be 0 to 2**32 - 1")
     return OffloadKey(content_hash + group.to_bytes(GROUP_BYTES, "big"))
 
 

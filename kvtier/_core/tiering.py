@@ -332,7 +332,7 @@ class Tiering:
 
     def _end(self, handle: Handle) -> None:
         if handle not in self.handles:
-            raise StateError(f"{type(handle).__name__} was ended before")
+            raise StateError(f"{type(handle).__name__} has already ended")
         self.handles.remove(handle)
 
     # --- stores ----------------------------------------------------------------------------------

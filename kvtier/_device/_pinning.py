@@ -53,7 +53,7 @@ class PinnedSlots:
         except Exception as error:
             self.state = replace(self.state, failed=True)
             logger.warning(
-                "%d of %d bytes of the primary tier are pinned, and no more can be (%s): copies to and "
+                "%d of %d bytes of the primary tier are pinned, the rest cannot be (%s): copies to and "
                 "from the rest are slower",
                 self.state.nbytes,
                 self._region.nbytes,

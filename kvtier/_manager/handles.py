@@ -73,7 +73,7 @@ class Written(_Lent):
     """Slots of the primary tier, to be filled inside a ``write`` block.
 
     Attributes:
-        keys: the keys that were given a slot: those that the primary tier lacks, as far as there is room.
+        keys: the keys that have a slot: those that the primary tier lacks, as far as there is space.
     """
 
     _ENDED = "the slots were given back: use them inside of the write block"

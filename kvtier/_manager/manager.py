@@ -131,8 +131,8 @@ class TieringManager:
     async def locate(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether any tier probably has it. Promotes nothing.
 
-        Returns after ``request_deadline_s`` at the latest. What is not known by then counts as not there.
-        ``load_gate``, which decides about loads, is not asked.
+        Returns after ``request_deadline_s`` at the latest. Keys that are not known by then count as absent.
+        ``load_gate`` has no effect.
         """
         with self._request() as request:
             request.locates = True
@@ -223,7 +223,7 @@ class TieringManager:
         """Yield slots for those of ``keys`` that the primary tier lacks, to be filled by the caller.
 
         The chunks are stored when the block ends, and their puts into the secondary tiers follow. If it
-        raises, nothing is stored. Where room is short, the leading keys get slots, or none does.
+        raises, nothing is stored. If space is short, the leading keys get slots, or none does.
         """
         self._require_open()
         reservation = self._core.reserve(keys)
@@ -240,7 +240,7 @@ class TieringManager:
                 written._give_back()
 
     def report_computed(self, chunks: int, seconds: float, *, first: int = 0) -> None:
-        """Report how long computing took: lookups end before chunks that are computed sooner than loaded.
+        """Report how long computing took: lookups end before chunks that are faster to compute than to load.
 
         See ``load_gate``. Without any report, everything is loaded.
 

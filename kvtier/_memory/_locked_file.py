@@ -231,7 +231,7 @@ def _require_same(fd: int, path: Path, nbytes: int, note: bytes) -> None:
     notes = f" ({_words(theirs)}; here {_words(note)})" if theirs != note else ""
     raise RegionError(
         f"{path} is in use with {found} bytes, this process needs {asked}{notes}: all processes of an engine "
-        "need the same settings, and each engine an id of its own"
+        "need the same settings, and each engine a different engine_id"
     )
 
 

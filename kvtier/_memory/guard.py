@@ -40,7 +40,7 @@ def start(path: str, fd: int) -> int:
         )
     except (OSError, subprocess.SubprocessError) as error:
         os.close(ours)
-        raise OSError(f"no guard of {path} can be started: {error}") from error
+        raise OSError(f"cannot start the guard process of {path}: {error}") from error
     finally:
         os.close(theirs)
     return ours

@@ -73,5 +73,5 @@ def _set_policy(mode: int, node: int | None = None) -> bool:
         ctypes.c_ulong(0 if node is None else _MAX_NODES),
     )
     if failed:
-        logger.debug("memory of NUMA node %s cannot be asked for: %s", node, os.strerror(ctypes.get_errno()))
+        logger.debug("memory of NUMA node %s cannot be requested: %s", node, os.strerror(ctypes.get_errno()))
     return not failed

@@ -175,7 +175,7 @@ class Region:
         self._require_open()
         if self._file is not None and not _locked_file.claim(self._file):
             raise RegionError(
-                f"{self.path} belongs to another running engine: give each engine an id of its own"
+                f"{self.path} belongs to another running engine: set a different engine_id for each engine"
             )
 
     def start_guard(self) -> None:
@@ -269,7 +269,7 @@ class Region:
 
 def _note(contents: str) -> bytes:
     if len(contents) > _NOTE_BYTES:
-        raise ValueError(f"contents has {len(contents)} characters; {_NOTE_BYTES} are possible")
+        raise ValueError(f"contents has {len(contents)} characters; at most {_NOTE_BYTES} are allowed")
     return contents.encode("ascii").ljust(_NOTE_BYTES, b"\0") if contents else b""
 
 
@@ -280,7 +280,7 @@ def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
             os.posix_fallocate(file.fd, offset, nbytes)
         except OSError as error:
             raise RegionError(
-                f"{file.path or 'shared memory'}: there is no room for {nbytes} bytes: {error.strerror}"
+                f"{file.path or 'shared memory'}: no space for {nbytes} bytes: {error.strerror}"
             ) from error
 
 

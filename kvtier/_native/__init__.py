@@ -84,7 +84,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         reason = f"{path}: {wrong}"
     except (OSError, AttributeError) as error:
         reason = f"{path} cannot be loaded: {error}"
-    _log.warning("native library not loaded (%s): copies are slower, and there is no file tier", reason)
+    _log.warning("native library not loaded (%s): copies are slower, and the tier fs is unavailable", reason)
     return None, reason
 
 

@@ -108,7 +108,7 @@ def _require_text(value: str | PurePath) -> None:
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
-        raise ValueError("has characters that neither text nor a path can have") from None
+        raise ValueError("contains characters that are valid in neither text nor a path") from None
 
 
 def _require_bounds(name: str, value: float) -> None:

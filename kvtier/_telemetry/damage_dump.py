@@ -60,7 +60,7 @@ def _private(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} is not a directory of this user's own")
+        raise PermissionError(f"{folder} is not a directory owned by this user")
     folder.chmod(0o700)
     return folder
 

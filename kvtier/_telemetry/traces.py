@@ -40,7 +40,7 @@ def open_traces(shared: SharedState) -> Traces | None:
         return Traces(provider.get_tracer("kvtier"), shared)
     except Exception as error:  # a name that is not installed raises a bare StopIteration
         logger.warning(
-            "nothing is traced: OpenTelemetry's tracer provider cannot be used (%r); set "
+            "tracing disabled: OpenTelemetry's tracer provider cannot be used (%r); set "
             "OTEL_PYTHON_TRACER_PROVIDER to one that is installed, or unset it",
             error,
         )

@@ -90,7 +90,7 @@ class _Contest:
 
 
 class Auto(LHD):
-    """Least hit density, ARC or least recently used, by what hits most."""
+    """LHD, ARC or LRU, whichever hits most in a simulation on a sample of the keys."""
 
     _contest: _Contest | None = None  # made when it is needed: memory comes in many pieces, each a resize
 

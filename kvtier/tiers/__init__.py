@@ -1,4 +1,4 @@
-"""Secondary tiers: what a tier implements, and what helps its author. Tiers are found by entry points.
+"""Secondary tiers: the interface of a tier, and helpers for authors. Tiers are found through entry points.
 
 The file tier is in ``kvtier.tiers.fs``; ``kvtier.tiers.dummy`` keeps chunks in a dictionary.
 """

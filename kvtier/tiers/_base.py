@@ -335,10 +335,10 @@ class SecondaryTier(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def get(self, batch: Batch) -> Outcome:
-        """Write the chunks of ``batch`` into their slots. A slot whose status is not OK may hold anything."""
+        """Write the chunks of ``batch`` into their slots. A slot that is not OK may have any contents."""
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that ``keys`` were just loaded from the primary tier. For tiers that evict by recency.
+        """Record that ``keys`` were just loaded from the primary tier. For tiers that evict by recency.
 
         Keys are in the order of their prompts: evict the last of a call first. The tier may not have all of
         them. A get is not followed by a touch.
@@ -352,8 +352,9 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     async def reset(self) -> None:
         """Hide everything put so far, permanently, also after reopening.
 
-        That includes puts in flight: their chunks must not appear later. What is put afterwards is for this
-        opener alone, because a reset comes with new weights, and a later opener may have the old ones.
+        That includes puts in flight: their chunks must not appear later. Chunks put afterwards are visible to
+        this instance only, because a reset follows new weights, and an instance that opens later may have the
+        old ones.
 
         If it raises, the tier is not used until a later reset succeeds.
         """

@@ -26,7 +26,7 @@ def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:
-        logger.debug("an event loop is closed: nobody waits any more")
+        logger.debug("the event loop of a waiter is closed")
 
 
 async def wait_for_end(

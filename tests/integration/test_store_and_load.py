@@ -107,7 +107,7 @@ def test_replicas_have_a_primary_tier_each_and_share_the_rest(
         launcher.start(llama, settings, **ids[1]) as second,
     ):
         regions = [path.name for engine in (first, second) for path in engine.regions]
-        with pytest.raises(EngineError, match=r"another running engine: give each engine an id of its own"):
+        with pytest.raises(EngineError, match="another running engine: set a different engine_id"):
             launcher.start(llama, settings, **ids[1])
         by_first, _ = first.served(*PROMPTS)
         by_second, loaded = second.served(*PROMPTS)

@@ -70,7 +70,7 @@ def test_values_out_of_range_are_shown(name, value):
 
 
 def test_chunk_size_in_one_unit_only():
-    assert "give block_size or blocks_per_chunk, not both" in refusal(block_size=32, blocks_per_chunk=2)
+    assert "set block_size or blocks_per_chunk, not both" in refusal(block_size=32, blocks_per_chunk=2)
     assert config(blocks_per_chunk=2).blocks_per_chunk == 2
 
 
@@ -102,7 +102,7 @@ def test_a_name_that_is_no_label_is_refused(name):
 
 
 def test_no_tier_may_count_as_the_primary_one():
-    assert "'cpu' is the name of the primary tier" in refusal(
+    assert "'cpu' is reserved for the primary tier" in refusal(
         secondary_tiers=[{"type": "dummy", "name": "cpu"}]
     )
 

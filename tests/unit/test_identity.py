@@ -149,7 +149,7 @@ def test_difference_is_told_in_words():
     )
 
 
-UNREADABLE = r"^config.json is not readable JSON .*; move it away to start anew$"
+UNREADABLE = r"^config.json is not readable JSON .*; move it away to start an empty cache$"
 
 
 @pytest.mark.parametrize(

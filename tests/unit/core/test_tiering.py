@@ -23,7 +23,7 @@ def test_a_store_ends_once(end: str) -> None:
     core = make(8, 0)
     reservation = reserve(core, keys("a", 1))
     core.commit(reservation, 0.0)
-    with pytest.raises(StateError, match="Reservation was ended before"):
+    with pytest.raises(StateError, match="Reservation has already ended"):
         core.commit(reservation, 0.0) if end == "commit" else core.abort(reservation)
 
 

@@ -417,7 +417,7 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(
         assert device.unpinned == [it.region.address, it.region.address + 5 * CHUNK]
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        f"{10 * CHUNK} of {SLOTS * CHUNK} bytes of the primary tier are pinned, and no more can be (out of m"
+        f"{10 * CHUNK} of {SLOTS * CHUNK} bytes of the primary tier are pinned, the rest cannot be (out of m"
     )
 
 
