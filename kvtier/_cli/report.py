@@ -100,17 +100,22 @@ def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: b
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; numbers stand on the right. The first column is never broken."""
+    """Print a table and its title."""
+    print_line(title)
+    console().print(grid(columns, rows))
+
+
+def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table; numbers stand on the right. The first column is never broken."""
     cells = [list(row) for row in rows]
     shown = Table()
     for number, column in enumerate(columns):
-        numeric = bool(cells) and all(isinstance(row[number], int | Bytes | None) for row in cells)
+        numeric = bool(cells) and all(isinstance(row[number], int | float | None) for row in cells)
         side: JustifyMethod = "right" if numeric else "left"
         shown.add_column(Text(printable(column)), justify=side, overflow="fold", no_wrap=not number)
     for row in cells:
         shown.add_row(*(Text(_cell(value)) for value in row))  # as text: names of files are no markup
-    print_line(title)
-    console().print(shown)
+    return shown
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -142,6 +147,13 @@ class Bytes(int):
         return ByteSize(self).human_readable(separator=" ")
 
 
+class Share(float):
+    """A share of a whole, shown in percent."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:.1f} %"
+
+
 def ago(when: float | None) -> str:
     """Return how long ago a time was, in words."""
     if when is None:
@@ -165,6 +177,8 @@ def _cell(value: Any) -> str:
         return yes_no(value)
     if type(value) is int:
         return f"{value:,}"
+    if type(value) is float:
+        return f"{value:.2f}"
     if isinstance(value, list | tuple):
         return printable(", ".join(map(str, value))) or "-"
     return printable(str(value))
