@@ -45,10 +45,9 @@ from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus,
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
-from kvtier.adapters.vllm._telemetry import metrics
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.adapters.vllm._telemetry.published import Published
+from kvtier.adapters.vllm._telemetry.metrics import Published, definitions
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.errors import ConfigError
@@ -65,7 +64,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
         """See vLLM."""
-        return metrics.definitions()
+        return definitions()
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
