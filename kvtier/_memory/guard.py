@@ -20,9 +20,8 @@ _GRACE_S = 5  # for processes that still use the file; one that hangs in the ker
 def start(path: str, fd: int) -> int:
     """Start a guard of the file ``path``, open as ``fd``, for the life of this process, or raise OSError.
 
-    Returns:
-        A descriptor to close when the file is given back in order: the guard then ends as soon as the file
-        is gone, or removes it when no process uses it any more, or after five seconds.
+    Returns a descriptor to close when the file is given back in order: the guard then ends as soon as the
+    file is gone, or removes it when no process uses it any more, or after five seconds.
     """
     status = os.fstat(fd)
     theirs, ours = os.pipe2(os.O_CLOEXEC)

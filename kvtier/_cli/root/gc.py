@@ -107,11 +107,7 @@ def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | Non
 def _collect(
     path: Path, *, max_bytes: int | None, older_than_s: float | None, namespace: str | None, dry_run: bool
 ) -> CollectionResult:
-    """Remove what nobody can use, chunks not used for ``older_than_s``, then chunks beyond ``max_bytes``.
-
-    Raises:
-        TierError: the root cannot be read, has no such namespace, or somebody else is making room in it.
-    """
+    """Remove what nobody can use, chunks not used for ``older_than_s``, then chunks beyond ``max_bytes``."""
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
         with Root(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:

@@ -59,12 +59,7 @@ class HostStream:
 
 
 class CpuRuntime(Runtime):
-    """Host memory, which needs no pinning.
-
-    Args:
-        copy: makes the copies of a plan.
-        plain: the same in another way, where ``copy`` has failed, and for audits.
-    """
+    """Host memory, which needs no pinning. ``plain`` copies where ``copy`` has failed, and for audits."""
 
     transfers_at_once = 1
     can_pin = False

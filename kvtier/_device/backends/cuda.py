@@ -42,8 +42,7 @@ class Cudart(RuntimeLibrary):
     def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
         """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.
 
-        Raises:
-            AttributeError: the library is older than the call.
+        AttributeError if the library is older than the call.
         """
         failed = (ctypes.byref(ctypes.c_size_t()),) if self._tells_failed else ()
         arrays = (plan.dst.ctypes.data, plan.src.ctypes.data, plan.sizes.ctypes.data)
