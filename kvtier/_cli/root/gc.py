@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -215,7 +215,8 @@ class _Collection:
                 break
             (expired if used <= too_old else evicted).append(nbytes)
             excess -= nbytes
-        return Evicted(swept), _sum(expired), _sum(evicted)
+        by_age, by_size = (Evicted(0, len(sizes), sum(sizes)) for sizes in (expired, evicted))
+        return Evicted(swept), by_age, by_size
 
     def _is_left(self, one: Namespace, found: DataDir) -> bool:
         """Return whether chunks are orphans, or of an old epoch that nobody uses."""
@@ -254,7 +255,3 @@ class _Collection:
 
 
 _NOTHING: Final = Evicted()
-
-
-def _sum(sizes: Sequence[int]) -> Evicted:
-    return Evicted(0, len(sizes), sum(sizes))

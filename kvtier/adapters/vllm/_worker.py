@@ -44,7 +44,9 @@ def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches
     Where slots hold canonical pages, a page whose place in one is not known, or differs by parallel layout,
     raises ConfigError.
     """
-    tensors = tuple(_as_pages(tensor.tensor, tensor.page_size_bytes) for tensor in caches.tensors)
+    tensors = tuple(
+        tensor.tensor.view(torch.int8).view(-1, tensor.page_size_bytes) for tensor in caches.tensors
+    )
     groups = tuple(
         tuple(
             PageRef(ref.tensor_idx, ref.page_size_bytes, _mapping(ref) if canonical else None) for ref in refs
@@ -81,12 +83,6 @@ def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
         for run in mapping.runs
     )
     return PageMapping(mapping.canonical_page_size_bytes, runs, mapping.num_writers, mapping.writer_index)
-
-
-def _as_pages(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    if tensor.dtype == torch.int8 and tensor.ndim == 2 and tensor.shape[1] == page_bytes:
-        return tensor
-    return tensor.view(torch.int8).view(-1, page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
