@@ -17,7 +17,7 @@ DOCUMENTS: dict[str, Any] = {
     "`ls`": ls.RootListing,
     "of `ls`, a namespace": ls.CacheListing,
     "`compare`": compare.Comparison,
-    "of `compare`, a setting": compare.SettingDifference,
+    "of `compare`, a setting": compare.Difference,
     "`stat`": stat.ChunkState,
     "`du`": du.Usage,
     "of `du`, a part": du.UsagePart,
