@@ -191,7 +191,6 @@ class Region:
         on_ready: Callable[[range], None],
         parts: Sequence[Part] = (),
         threads: int | None = None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
@@ -199,14 +198,12 @@ class Region:
         content. Huge pages are used where the system grants them. Where memory runs out, one error is logged,
         the rest is not reported, and the region has fewer usable slots. ``close`` stops it.
 
-        ``on_ready`` is called in these threads with slots that can be used from now on, and ``on_end`` after
-        the last ones, unless the region is closed before. Neither may block. ``parts`` has the NUMA nodes to
-        allocate the parts of each slot on; default: as the system decides.
+        ``on_ready`` is called in these threads with slots that can be used from now on, and with an empty
+        range when no more will follow, unless the region is closed before. It must not block. ``parts`` has
+        the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
         """
         mapping = self._require_open()
-        population = Population(
-            self.slots, self.chunk_bytes, self._address, self._file, on_ready, on_end, parts
-        )
+        population = Population(self.slots, self.chunk_bytes, self._address, self._file, on_ready, parts)
         self._populations.append(population)
         population.start(mapping, threads)
 

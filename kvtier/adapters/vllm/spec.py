@@ -245,18 +245,14 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
 
     def on_ready(slots: range) -> None:
         nonlocal ready
-        events.append(SlotsReady(slots, is_last=False))
+        events.append(SlotsReady(slots, is_last=not slots))
         with lock:
             ready += len(slots)
-            if ready >= first:
+            if ready >= first or not slots:
                 enough.set()
 
-    def on_end() -> None:
-        events.append(SlotsReady(range(0)))
-        enough.set()
-
     lock = threading.Lock()
-    region.populate(on_ready, parts, on_end=on_end)
+    region.populate(on_ready, parts)
     if not enough.wait(_FIRST_SLOTS_S):
         logger.warning(
             "primary tier: %d of %d slots are ready after %g s; until the rest is allocated, misses and "
