@@ -90,12 +90,8 @@ def start_executor(
     """Start what runs the tiers beside the engine's thread, as ``isolation`` says.
 
     With ``auto`` that is a tier process, or a thread, with a warning, if none can be started. A tier that
-    crashes its process does not move to a thread: there it would end the engine.
-
-    Raises:
-        ConfigError: a tier's settings cannot be sent to the tier process, and isolation is ``process``.
-        IsolationError: no tier process can be started, and isolation is ``process``.
-        StateError: the region cannot be shared with it.
+    crashes its process does not move to a thread: there it would end the engine. With ``process`` it raises
+    ConfigError or IsolationError instead.
     """
     thread = ExecutorThread(partial(Executor, tiers, identity, region, slot_checksums=slot_checksums))
     if config.isolation == "thread" or (config.isolation == "auto" and not tiers):

@@ -218,9 +218,7 @@ class TieringConfig(Settings):
     def shared_directory(self, normal: Callable[[Path], str] = os.path.normpath) -> str:
         """Return a sentence that names the tiers that would write into one directory; "" if there are none.
 
-        Args:
-            normal: normalises a path before the comparison. The default does not access the file system,
-                which could hang.
+        ``normal`` normalises a path. The default does not access the file system, which could hang.
         """
         owners = [
             (normal(path), f"{name} ({path})")

@@ -148,21 +148,15 @@ def _listed(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that two identities do not have in common.
+    """A value that two identities do not have in common."""
 
-    Attributes:
-        path: where it stands, names joined by dots.
-        one: what the first has there; ``ABSENT`` where it has nothing.
-        other: what the second has there.
-    """
-
-    path: str
-    one: object
+    setting: str  # where it stands, nested names joined by dots
+    one: object  # what the first has there; None if it is not set there: at its default, say
     other: object
+    is_set: tuple[bool, bool] = (True, True)  # in the first and in the other
 
 
-ABSENT: Final = object()
-"""What stands for a value that is not there: for a setting that is at its default, say."""
+_ABSENT: Final = object()
 
 
 def differences(one: object, other: object, path: str = "") -> list[Difference]:
@@ -172,18 +166,19 @@ def differences(one: object, other: object, path: str = "") -> list[Difference]:
             found
             for name in sorted({*one, *other})
             for found in differences(
-                one.get(name, ABSENT), other.get(name, ABSENT), f"{path}.{name}" if path else str(name)
+                one.get(name, _ABSENT), other.get(name, _ABSENT), f"{path}.{name}" if path else str(name)
             )
         ]
-    if ABSENT in (one, other):
-        return [Difference(path, one, other)]
+    if one is _ABSENT:
+        return [Difference(path, None, other, (False, True))]
+    if other is _ABSENT:
+        return [Difference(path, one, None, (True, False))]
     # Compared as spelled: the digest tells 1 from 1.0 and from true, which Python's equality does not.
     same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
     return [] if same else [Difference(path, one, other)]
 
 
 def _in_words(difference: Difference) -> str:
-    there, here = (
-        "not set" if value is ABSENT else repr(value) for value in (difference.one, difference.other)
-    )
-    return f"{difference.path} is {there} there and {here} here"
+    values = zip((difference.one, difference.other), difference.is_set, strict=True)
+    there, here = (repr(value) if is_set else "not set" for value, is_set in values)
+    return f"{difference.setting} is {there} there and {here} here"

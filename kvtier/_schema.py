@@ -56,11 +56,8 @@ def table() -> str:
 def tables() -> dict[str, str]:
     """Return a Markdown table for kvtier's own settings, under "", and one for each installed tier."""
     schema = json_schema()
-    found = {"": _table(schema)}
-    for name, definition in sorted(schema["$defs"].items()):
-        if "type" in definition.get("properties", {}) and name.startswith("tier-"):
-            found[name.removeprefix("tier-")] = _table(definition)
-    return found
+    tiers = schema["properties"]["secondary_tiers"]["items"]["discriminator"]["mapping"]
+    return {"": _table(schema), **{name: _table(schema["$defs"][f"tier-{name}"]) for name in sorted(tiers)}}
 
 
 def own_table(kind: str) -> str:

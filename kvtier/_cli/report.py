@@ -41,7 +41,6 @@ JsonFlag = Annotated[
 ]
 
 LINE_EVERY_S: Final = 10.0
-_BAR_EVERY_S: Final = 0.1
 _UNBOUNDED_WIDTH: Final = 10_000
 
 
@@ -49,45 +48,34 @@ _UNBOUNDED_WIDTH: Final = 10_000
 def progress(what: str, total: int | None = None) -> Iterator[Tick]:
     """Show the progress of long work on standard error: on a terminal a bar, else a line every 10 seconds.
 
-    A thread of its own shows it, also while the count stands still. ``what`` is counted, such as "files".
+    Threads show it, also while the count stands still. ``what`` is counted, such as "files".
     """
-    counted, ended = 0, threading.Event()
+    shown, ended, began_s = console(stderr=True), threading.Event(), time.monotonic()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=shown, transient=True)
+    bar.add_task(what, total=total)
+    (task,) = bar.tasks
+    of_all = "" if total is None else f" of {total:,}"
 
     def tick(count: int) -> None:
-        nonlocal counted
-        counted += count
+        task.completed += count  # not through the bar: that takes longer than reading a file's status
 
-    def show_each(interval_s: float, show: Callable[[int], object]) -> None:
-        while not ended.wait(interval_s):
+    def write_lines() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            line = f"kvtier: {task.completed:,}{of_all} {what}, {time.monotonic() - began_s:.0f} s"
             with suppress(OSError):  # its reader is gone
-                show(counted)
+                typer.echo(line, err=True)
 
-    shown = console(stderr=True)
-    with _bar(shown, what, total) if shown.is_terminal else nullcontext(_line(what, total)) as show:
-        interval_s = _BAR_EVERY_S if shown.is_terminal else LINE_EVERY_S
-        thread = threading.Thread(target=show_each, args=(interval_s, show), daemon=True)
-        thread.start()
+    writer = threading.Thread(target=write_lines, daemon=True)
+    with bar if shown.is_terminal else nullcontext():
+        if not shown.is_terminal:
+            writer.start()
         try:
             yield tick
         finally:
             ended.set()
-            thread.join()
-
-
-@contextmanager
-def _bar(shown: Console, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=shown, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda counted: bar.update(task, completed=counted)
-
-
-def _line(what: str, total: int | None) -> Callable[[int], None]:
-    begun_s = time.monotonic()
-    of_all = "" if total is None else f" of {total:,}"
-    return lambda counted: typer.echo(
-        f"kvtier: {counted:,}{of_all} {what}, {time.monotonic() - begun_s:.0f} s", err=True
-    )
+            if writer.ident is not None:
+                writer.join()
 
 
 def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: bool) -> NoReturn:
@@ -100,17 +88,22 @@ def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: b
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; numbers stand on the right. The first column is never broken."""
+    """Print a table and its title."""
+    print_line(title)
+    console().print(grid(columns, rows))
+
+
+def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table; numbers stand on the right. The first column is never broken."""
     cells = [list(row) for row in rows]
     shown = Table()
     for number, column in enumerate(columns):
-        numeric = bool(cells) and all(isinstance(row[number], int | Bytes | None) for row in cells)
+        numeric = bool(cells) and all(isinstance(row[number], int | float | None) for row in cells)
         side: JustifyMethod = "right" if numeric else "left"
         shown.add_column(Text(printable(column)), justify=side, overflow="fold", no_wrap=not number)
     for row in cells:
         shown.add_row(*(Text(_cell(value)) for value in row))  # as text: names of files are no markup
-    print_line(title)
-    console().print(shown)
+    return shown
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -142,6 +135,13 @@ class Bytes(int):
         return ByteSize(self).human_readable(separator=" ")
 
 
+class Share(float):
+    """A share of a whole, shown in percent."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:.1f} %"
+
+
 def ago(when: float | None) -> str:
     """Return how long ago a time was, in words."""
     if when is None:
@@ -165,6 +165,8 @@ def _cell(value: Any) -> str:
         return yes_no(value)
     if type(value) is int:
         return f"{value:,}"
+    if type(value) is float:
+        return f"{value:.2f}"
     if isinstance(value, list | tuple):
         return printable(", ".join(map(str, value))) or "-"
     return printable(str(value))

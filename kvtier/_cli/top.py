@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier._cli import report
-from kvtier._cli.report import Bytes, JsonFlag
+from kvtier._cli.report import Bytes, JsonFlag, Share
 
 _TIMEOUT_S: Final = 5.0
 _PIECE_BYTES: Final = 2**16
@@ -35,7 +35,6 @@ _HOST_PORT: Final = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]+")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BREAKER: Final = {0: "closed", 1: "half open", 2: "open"}
 _PRIMARY: Final = "cpu"
-_POOR_RETURN: Final = 0.1
 
 _LOADED, _MISSES = "kvtier_loaded_chunks_total", "kvtier_misses_total"
 _READ, _WRITTEN = "vllm:kv_offload_tiering_read_bytes_total", "vllm:kv_offload_tiering_write_bytes_total"
@@ -50,14 +49,9 @@ Samples = Sequence[tuple[str, Mapping[str, str], float]]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The metrics of one engine at one time.
+    """The metrics of one engine at one time."""
 
-    Attributes:
-        at: monotonic time, in seconds.
-        samples: name, labels and value of each.
-    """
-
-    at: float
+    at: float  # monotonic, in seconds
     samples: Samples
 
     def by(
@@ -76,75 +70,52 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """What one tier of an engine does. Rates are per second; None where there is no earlier sample.
+    """What one tier of an engine does, in the order of the table's columns.
 
-    Attributes:
-        tier: its name; ``cpu`` is the primary tier.
-        is_up: whether it is open; None for the primary tier.
-        used_bytes: bytes that it holds, if known.
-        capacity_bytes: bytes that it may hold, if bounded.
-        hit_share: share of all chunks looked up, since the engine started or the last sample, that it served.
-        read_bytes_s: bytes promoted from it.
-        written_bytes_s: bytes put into it.
-        queued: puts and gets that wait.
-        in_flight: puts and gets that run.
-        read_per_written: bytes ever read from it for each byte ever written to it.
+    Rates are per second; None where there is no earlier sample.
     """
 
-    tier: str
-    is_up: bool | None
-    used_bytes: int | None
-    capacity_bytes: int | None
-    hit_share: float | None
-    read_bytes_s: float | None
-    written_bytes_s: float | None
-    queued: int
-    in_flight: int
+    tier: str  # its name; "cpu" is the primary tier
+    is_up: bool | None  # None for the primary tier
+    used_bytes: Bytes | None  # None if unknown
+    capacity_bytes: Bytes | None  # None if unbounded
+    hit_share: Share | None  # of all chunks looked up, since the engine started or the last sample
+    read_bytes_s: Bytes | None  # promoted from it
+    written_bytes_s: Bytes | None
+    queued: int  # puts and gets that wait
+    in_flight: int  # puts and gets that run
     breaker_get: str | None
     breaker_put: str | None
-    read_per_written: float | None
+    read_per_written: float | None  # bytes ever read from it for each byte ever written to it
+
+
+_COLUMNS: Final = (
+    "tier",
+    "up",
+    "used",
+    "of",
+    "hits",
+    "read/s",
+    "written/s",
+    "queued",
+    "in flight",
+    "get breaker",
+    "put breaker",
+    "read / written",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What one engine's cache does.
+    """What one engine's cache does."""
 
-    Attributes:
-        source: where its metrics were read.
-        error: why they could not be read; the rest is then empty.
-        seconds: what rates and shares cover; None: all since the engine started.
-        chunks: chunks that were looked up for requests: hits and misses.
-        hit_share: share of them that some tier had.
-        misses: the others, by reason, the most frequent first.
-        tiers: the tiers, the primary one first.
-    """
-
-    source: str
-    error: str | None = None
-    seconds: float | None = None
-    chunks: int = 0
-    hit_share: float | None = None
-    misses: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    tiers: Sequence[TierView] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """What writing to a tier of a running engine has brought since the engine started.
-
-    Attributes:
-        source: where the engine's metrics were read.
-        read_per_written: bytes read from the tier for each byte written to it.
-    """
-
-    source: str
-    tier: str
-    read_per_written: float
-
-    def __str__(self) -> str:
-        ratio = self.read_per_written
-        advice = '; "write_policy": "adaptive" writes less' if ratio < _POOR_RETURN else ""
-        return f"{self.source}: tier {self.tier} gave back {ratio:.2f} bytes per byte written{advice}"
+    source: str  # where its metrics were read
+    error: str | None = None  # why they could not be read; the rest is then empty
+    seconds: float | None = None  # what rates and shares cover; None: all since the engine started
+    chunks: int = 0  # that were looked up for requests: hits and misses
+    hit_share: Share | None = None  # of these, that some tier had
+    misses: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by reason, the most frequent first
+    tiers: Sequence[TierView] = ()  # the primary one first
 
 
 def command(
@@ -172,27 +143,17 @@ def command(
     if once or not any(map(_is_url, sources)):
         _print(views, as_json)
         raise typer.Exit(report.PROBLEMS if any(view.error for view in views) else report.OK)
-    with suppress(KeyboardInterrupt):
-        _watch(sources, views, earlier, interval, as_json)
-
-
-def _watch(
-    sources: Sequence[str],
-    views: Sequence[EngineView],
-    earlier: dict[str, Snapshot],
-    interval: float,
-    as_json: bool,
-) -> None:
     console = report.console()
-    if as_json or not console.is_terminal:
+    is_live = console.is_terminal and not as_json
+    live = Live(console=console, screen=True, auto_refresh=False) if is_live else None
+    with suppress(KeyboardInterrupt), live or nullcontext():
         while True:
-            _print(views, as_json)
+            if live is not None:
+                live.update(_shown(views), refresh=True)
+            else:
+                _print(views, as_json)
             time.sleep(interval)
             views = _views(sources, earlier)
-    with Live(_shown(views), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            live.update(_shown(_views(sources, earlier)), refresh=True)
 
 
 def _print(views: Sequence[EngineView], as_json: bool) -> None:
@@ -207,22 +168,6 @@ def _print(views: Sequence[EngineView], as_json: bool) -> None:
 
 def _is_url(source: str) -> bool:
     return "://" in source or _HOST_PORT.fullmatch(source) is not None
-
-
-def returns(source: str) -> list[Return]:
-    """Return what writing to each tier of an engine has brought, those left out that nothing was written to.
-
-    Raises:
-        typer.BadParameter: its metrics cannot be read.
-    """
-    view = _view(source, {})
-    if view.error is not None:
-        raise typer.BadParameter(f"{view.source}: {view.error}", param_hint="--metrics")
-    return [
-        Return(source, tier.tier, tier.read_per_written)
-        for tier in view.tiers
-        if tier.read_per_written is not None
-    ]
 
 
 def _views(sources: Sequence[str], earlier: dict[str, Snapshot]) -> list[EngineView]:
@@ -315,10 +260,10 @@ def view_of(source: str, now: Snapshot, before: Snapshot | None = None) -> Engin
         source,
         seconds=now.at - before.at if before is not None else None,
         chunks=int(chunks),
-        hit_share=sum(loaded.values()) / chunks if chunks else None,
+        hit_share=Share(sum(loaded.values()) / chunks) if chunks else None,
         misses={reason: int(count) for reason, count in by_frequency if count},
         tiers=[
-            _tier(tier, now, before, loaded.get(tier, 0.0) / chunks if chunks else None)
+            _tier(tier, now, before, Share(loaded.get(tier, 0.0) / chunks) if chunks else None)
             for tier in sorted(tiers, key=lambda tier: (tier != _PRIMARY, tier))
         ],
     )
@@ -332,27 +277,30 @@ def _grown(label: str, name: str, now: Snapshot, before: Snapshot | None) -> dic
     }
 
 
-def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: float | None) -> TierView:
+def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: Share | None) -> TierView:
     def gauge(name: str, join: Callable[[list[float]], float] = sum, **labels: str) -> float | None:
         return now.by("tier", name, join, **labels).get(tier)
 
-    def rate(name: str) -> float | None:
+    def size(name: str) -> Bytes | None:
+        # Engines share a root, and each has a primary tier.
+        value = gauge(name, sum if tier == _PRIMARY else max)
+        return None if value is None else Bytes(value)
+
+    def rate(name: str) -> Bytes | None:
         if before is None or tier not in now.by("tier", name):
             return None
-        return _grown("tier", name, now, before)[tier] / (now.at - before.at)
+        return Bytes(_grown("tier", name, now, before)[tier] / (now.at - before.at))
 
     def breaker(verb: str) -> str | None:
         state = gauge(_BREAKER_STATE, max, verb=verb)
         return None if state is None else _BREAKER.get(int(state))
 
     up, written = gauge(_UP, min), gauge(_WRITTEN)
-    of_all = sum if tier == _PRIMARY else max  # engines share a root, and each has a primary tier
-    used, capacity = gauge(_USED, of_all), gauge(_CAPACITY, of_all)
     return TierView(
         tier,
         is_up=None if up is None else up > 0,
-        used_bytes=None if used is None else int(used),
-        capacity_bytes=None if capacity is None else int(capacity),
+        used_bytes=size(_USED),
+        capacity_bytes=size(_CAPACITY),
         hit_share=hit_share,
         read_bytes_s=rate(_READ),
         written_bytes_s=rate(_WRITTEN),
@@ -376,55 +324,13 @@ def _engine(view: EngineView) -> list[Text | Table]:
     if view.error is not None:
         return [Text(f"{source}: {report.printable(view.error)}", style="bold red")]
     covered = "since it started" if view.seconds is None else f"in {view.seconds:.1f} s"
-    line = f"{source}: {view.chunks:,} chunks looked up {covered}, {_percent(view.hit_share)} hits"
+    hits = "-" if view.hit_share is None else view.hit_share
     misses = ", ".join(f"{name} {count:,}" for name, count in list(view.misses.items())[:_REASONS])
-    table = Table()
-    for number, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for tier in view.tiers:
-        table.add_row(
-            *(Text(report.printable(cell)) for cell in _row(tier)),
-            style="" if tier.is_up in (True, None) else "red",
-        )
-    return [Text(line, style="bold"), Text(f"misses: {report.printable(misses) or 'none'}"), table]
-
-
-_COLUMNS: Final = (
-    "tier",
-    "up",
-    "used",
-    "of",
-    "hits",
-    "read/s",
-    "written/s",
-    "queued",
-    "in flight",
-    "breakers",
-    "read / written",
-)
-
-
-def _row(tier: TierView) -> list[str]:
-    states = {tier.breaker_get, tier.breaker_put} - {None}
-    breakers = f"get {tier.breaker_get}, put {tier.breaker_put}" if states - {"closed"} else "closed"
+    table = report.grid(_COLUMNS, map(dataclasses.astuple, view.tiers))
+    for row, tier in zip(table.rows, view.tiers, strict=True):
+        row.style = "red" if tier.is_up is False else ""
     return [
-        tier.tier,
-        "-" if tier.is_up is None else report.yes_no(tier.is_up),
-        _bytes(tier.used_bytes),
-        _bytes(tier.capacity_bytes),
-        _percent(tier.hit_share),
-        _bytes(tier.read_bytes_s),
-        _bytes(tier.written_bytes_s),
-        f"{tier.queued:,}",
-        f"{tier.in_flight:,}",
-        breakers if states else "-",
-        "-" if tier.read_per_written is None else f"{tier.read_per_written:.2f}",
+        Text(f"{source}: {view.chunks:,} chunks looked up {covered}, {hits} hits", style="bold"),
+        Text(f"misses: {report.printable(misses) or 'none'}"),
+        table,
     ]
-
-
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else str(Bytes(value))
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"

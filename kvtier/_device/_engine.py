@@ -53,13 +53,8 @@ class StreamEngine(TransferEngine):
     copied all the same, slower: the device's library then stages the bytes and blocks the thread that makes
     the call, which is that of the queue and not the engine's.
 
-    Args:
-        region: the slots; it stays mapped until ``close``.
-        piece_bytes: at most so many bytes are pinned at once, but at least one slot.
-        deadline_s: when a copy is abandoned, and the device with it; noticed within a quarter more.
-
-    Raises:
-        ValueError: region, layout and tensors do not fit each other.
+    The region stays mapped until ``close``. That a copy passed its deadline is noticed within a quarter more.
+    ValueError if region, layout and tensors do not fit each other.
     """
 
     def __init__(

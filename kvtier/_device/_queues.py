@@ -30,18 +30,15 @@ copy, has missed one check and not its deadline."""
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A transfer in a queue.
-
-    Attributes:
-        begun: start and end of the copies in flight, or why they could not be enqueued; None before that, and
-            where nothing is tried because the device is lost.
-    """
+    """A transfer in a queue."""
 
     transfer_id: int
     plan: CopyPlan
     computed: Event | Exception  # what the copies wait for, or why it could not be recorded
     attempts: tuple[Attempt, ...]  # to make, in this order
     check: Check | None  # audits the copies when they have ended
+    # Start and end of the copies in flight, or why they could not be enqueued; None before that, and where
+    # nothing is tried because the device is lost.
     begun: tuple[Event, Event] | BaseException | None = None
 
     def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:

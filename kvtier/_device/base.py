@@ -19,10 +19,6 @@ _Integers = npt.NDArray[np.int64]
 DEADLINE_S = 60.0
 """Seconds that a copy may take by default: a thousand times what a large one needs."""
 
-BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-"""An engine's own operation. It takes sources, destinations and sizes as int64 tensors in host memory, shape
-(copies,), and gives the copies to the current stream of the device."""
-
 
 class CopyQueue(StrEnum):
     """The queues of transfers, each with a thread of its own; the value is the name of the thread."""
@@ -284,24 +280,19 @@ class TransferEngine(ABC):
     A transfer that fails its audit has failed, and is repeated like others. Its error is an ``AuditError``.
 
     Submissions come from one thread; the rest can be called from any.
-
-    Attributes:
-        stages_loads: whether ordinary loads fall back to a staging buffer when all else has failed. False
-            where the caller can recompute instead. Expedited loads always do: a request waits for them.
     """
 
     stages_loads: bool = True
+    """Whether ordinary loads fall back to a staging buffer when all else has failed. False where the caller
+    can recompute instead. Expedited loads always do: a request waits for them."""
 
     @abstractmethod
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
         """Copy ``blocks`` to ``slots``, after what the caller has given the device to do so far.
 
-        ``slots`` are as many as ``Blocks.slots_needed`` adds up to, group after group.
-
-        Raises:
-            ValueError: the number of slots does not fit, a block or slot is out of range, or a transfer of
-                this id is in flight.
-            StateError: the engine is closed.
+        ``slots`` are as many as ``Blocks.slots_needed`` adds up to, group after group. ValueError if they are
+        not, a block or slot is out of range, or a transfer of this id is in flight; StateError after
+        ``close``.
         """
 
     @abstractmethod

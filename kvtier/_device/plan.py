@@ -50,15 +50,10 @@ def split(plan: CopyPlan, most: int) -> CopyPlan:
 
 
 class CopyPlanner:
-    """Makes the copy plans of one worker.
+    """Makes the copy plans of one worker; the addresses of its tensors are taken now.
 
-    Args:
-        kv_caches: the device's tensors; their addresses are taken now.
-        address: address of slot 0, as the copying device sees it.
-        piece_slots: no copy crosses from one such piece of memory into the next; None: all slots are one.
-
-    Raises:
-        ValueError: ``layout`` was made for tensors with other page sizes.
+    ``address`` is that of slot 0, as the copying device sees it. No copy crosses from one piece of
+    ``piece_slots`` slots into the next; None: all slots are one. ValueError if the page sizes differ.
     """
 
     def __init__(
@@ -82,8 +77,7 @@ class CopyPlanner:
     def store(self, blocks: Blocks, slots: Sequence[int]) -> CopyPlan:
         """Plan the copies from ``blocks`` to ``slots``, of the pages that are this worker's to write.
 
-        Raises:
-            ValueError: the number of groups or slots does not fit, or a block or slot is out of range.
+        ValueError if the number of groups or slots does not fit, or a block or slot is out of range.
         """
         device, host, sizes = self._pairs(blocks, slots, to_write=True)
         return CopyPlan(device, host, sizes)
@@ -161,9 +155,8 @@ class _Pages:
     Pages in several pieces are copied block after block, others tensor after tensor: the pieces of a
     page lie close together, and small copies that jump through the memory cost a multiple.
 
-    Args:
-        joined_blocks: neighbours are copied as one up to a multiple of so many places; 1 where the
-            pages of neighbours have bytes between them.
+    Neighbours are copied as one up to a multiple of ``joined_blocks`` places; 1 where the pages of neighbours
+    have bytes between them.
     """
 
     def __init__(

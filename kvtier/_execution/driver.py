@@ -32,10 +32,8 @@ class CommandSink(Protocol):
 class Driver:
     """Connects the core with its executor and its log. All calls come from the owner's thread; none waits.
 
-    Args:
-        logger: where changes of a tier's state, or of the eviction policy, are logged.
-        slot_checksums: what audited slots must hold; None where nothing is audited.
-        has_damage: returns whether an audit ever failed; damage is looked for only then.
+    ``slot_checksums`` is None where nothing is audited. Damage is looked for once ``has_damage`` returns that
+    an audit has ever failed.
     """
 
     def __init__(

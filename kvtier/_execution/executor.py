@@ -21,10 +21,12 @@ from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, Pu
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
 from kvtier._telemetry.guarded_log import GuardedLogger
-from kvtier.tiers._activity import NamedTier, TierActivity
+from kvtier.tiers._activity import NamedTier as NamedTier
+from kvtier.tiers._activity import TierActivity as TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
 from kvtier.tiers._drain import call_soon, until_done
-from kvtier.tiers._runner import Post, TierRunner
+from kvtier.tiers._runner import Post as Post
+from kvtier.tiers._runner import TierRunner
 
 logger = GuardedLogger("kvtier.executor")
 
@@ -45,18 +47,11 @@ def time_left(drain_s: float, passed_s: float) -> tuple[float, float]:
 
 
 class Executor:
-    """The tiers at work on one event loop. Used as an async context manager.
+    """The tiers at work on one event loop. Used as an async context manager, which opens and closes them.
 
-    Args:
-        tiers: the tiers, in the core's order. They are opened, and closed, by the executor.
-        post: called on the loop with each event.
-        close_s: seconds that the tiers have to close, all at once.
-        chance: the source of chance, for pauses that differ from engine to engine.
-        slot_checksums: what audited slots must hold. The caller clears the slots of a get before it submits.
-
-    Attributes:
-        end_by_s: by when the tiers have to be closed, on the clock of ``time.monotonic``, in place of
-            ``close_s``. Set before the executor is left.
+    ``tiers`` are in the core's order. ``post`` is called on the loop with each event. The caller clears the
+    slots of a get in ``slot_checksums`` before it submits. The tiers have ``close_s`` seconds to close, all
+    at once.
     """
 
     def __init__(
@@ -77,7 +72,7 @@ class Executor:
         ]
         self.activity = tuple(runner.activity for runner in self._runners)
         self._post = post
-        self.end_by_s: float | None = None
+        self.end_by_s: float | None = None  # by when the tiers have to be closed, in place of ``close_s``
         self._close_s = close_s
         self._progress = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -189,15 +184,10 @@ class ExecutorThread:
             self._wake()
 
     def close(self, drain_s: float, close_s: float | None = None) -> bool:
-        """Drain for at most ``drain_s`` seconds, close the tiers, and end the thread.
+        """Drain for at most ``drain_s`` seconds, close the tiers in ``close_s`` more, and end the thread.
 
-        Args:
-            drain_s: seconds for what is under way.
-            close_s: seconds after these for everything else; default ``CLOSE_S``.
-
-        Returns:
-            Whether all has ended. Where it is false a tier hangs and may still touch slots: the
-            memory must stay where it is.
+        Returns whether all has ended. If not, a tier hangs and may still touch slots: the memory must stay
+        where it is.
         """
         if not self._thread.is_alive():
             return True
@@ -257,15 +247,3 @@ def failure_of(command: Command, reason: str) -> Sequence[Event]:
         answers = (Answer.MISSING,) * len(command.keys)
         return (GetEnded(command.id, answers, {reason: len(answers)}),)
     return ()
-
-
-__all__ = [
-    "CLOSE_S",
-    "Executor",
-    "ExecutorThread",
-    "NamedTier",
-    "Post",
-    "TierActivity",
-    "failure_of",
-    "time_left",
-]

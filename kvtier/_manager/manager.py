@@ -93,13 +93,10 @@ class TieringManager:
         first_slots = anyio.Event()
 
         def slots_ready(slots: range) -> None:
-            loop.call_soon_threadsafe(self._on_event, SlotsReady(slots, is_last=False))
+            loop.call_soon_threadsafe(self._on_event, SlotsReady(slots, is_last=not slots))
             loop.call_soon_threadsafe(first_slots.set)
 
-        def slots_end() -> None:
-            loop.call_soon_threadsafe(self._on_event, SlotsReady(range(0)))
-
-        self._region.populate(slots_ready, on_end=slots_end)  # raises where the manager was closed before
+        self._region.populate(slots_ready)  # raises where the manager was closed before
         self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._copies.collect))
         self._serving = asyncio.ensure_future(self._serve())
         self._is_open = True

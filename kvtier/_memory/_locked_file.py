@@ -51,10 +51,8 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
     """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
 
     Behind the zeros stands ``note``, always of one length: what all holders must agree on beside the size.
-
-    Raises:
-        RegionError: it exists with another size, note or owner, the directory has no room, or the name
-            stayed contested for ``PATIENCE_S`` seconds.
+    RegionError if it exists with another size, note or owner, the directory has no room, or the name stayed
+    contested for ``PATIENCE_S`` seconds.
     """
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:

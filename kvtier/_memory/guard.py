@@ -9,20 +9,20 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
+_RETRY_S = 0.05
 _GRACE_S = 5  # for processes that still use the file; one that hangs in the kernel may use it for hours
 
 
 def start(path: str, fd: int) -> int:
     """Start a guard of the file ``path``, open as ``fd``, for the life of this process, or raise OSError.
 
-    Returns:
-        A descriptor to close when the file is given back in order: the guard then ends as soon as the file
-        is gone, or removes it when no process uses it any more, or after five seconds.
+    Returns a descriptor to close when the file is given back in order: the guard then ends as soon as the
+    file is gone, or removes it when no process uses it any more, or after five seconds.
     """
     status = os.fstat(fd)
     theirs, ours = os.pipe2(os.O_CLOEXEC)
@@ -69,18 +69,14 @@ def _remove(path: str, identity: tuple[int, int]) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != identity:
         return  # another engine's by now
-    signal.signal(signal.SIGALRM, _give_up)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # the engine's thread may have blocked it
-    signal.alarm(_GRACE_S)
-    with suppress(TimeoutError):
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        signal.alarm(0)
+    until_s = time.monotonic() + _GRACE_S
+    while time.monotonic() < until_s:
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(_RETRY_S)
     if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
         os.unlink(path)
-
-
-def _give_up(*_: object) -> None:
-    raise TimeoutError
 
 
 if __name__ == "__main__":

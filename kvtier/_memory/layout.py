@@ -72,7 +72,3 @@ class SlotLayout:
         """Offset in the slot of each tensor's first page of this worker."""
         sizes = (size * self.blocks_per_chunk for size in self.page_bytes[:-1])
         return tuple(accumulate(sizes, initial=self.rank * self.area_bytes))
-
-    def offset(self, tensor: int, sub_block: int) -> int:
-        """Return the offset in the slot of the page of block ``sub_block`` of the chunk in ``tensor``."""
-        return self.tensor_offsets[tensor] + sub_block * self.page_bytes[tensor]

@@ -46,7 +46,6 @@ class Population:
         address: int,
         file: LockedFile | None,
         on_ready: Callable[[range], None],
-        on_end: Callable[[], None],
         parts: Sequence[Part],
     ) -> None:
         self._slots = slots
@@ -57,7 +56,6 @@ class Population:
         if self._fd is not None:
             weakref.finalize(self, os.close, self._fd).atexit = False  # threads may still use it
         self._on_ready = on_ready
-        self._on_end = on_end
         self._parts = parts or (Part(0, chunk_bytes, None),)
         self._start_s = time.monotonic()
         self._stopping = threading.Event()
@@ -143,7 +141,7 @@ class Population:
                 "with" if self._has_huge_pages else "without",
                 time.monotonic() - self._start_s,
             )
-            self._on_end()
+            self._on_ready(range(0))
 
     def _fail(self, code: int) -> None:
         """Skip the slots that are left, and log the shortage once."""
@@ -162,4 +160,4 @@ class Population:
             ready,
             self._slots,
         )
-        self._on_end()
+        self._on_ready(range(0))

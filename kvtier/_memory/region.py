@@ -74,20 +74,12 @@ class Region:
     ) -> Region:
         """Create the shared region ``name``, or join it where a living process has it open.
 
-        First removes what dead processes left behind in ``directory``.
+        First removes what dead processes left behind in ``directory``, which is on a file system in memory.
+        Each engine on this machine needs a ``name`` of its own. All who open the region must give the same
+        ``contents``, ASCII words: equal sizes do not prove that a slot means the same to them.
 
-        Args:
-            name: one name for each engine on this machine, such as the engine's id.
-            slots: number of slots, at least 1.
-            chunk_bytes: bytes of a slot, a multiple of the page size.
-            directory: where to make the file: on a file system in memory.
-            metadata_bytes: bytes to share beside the slots.
-            contents: what the slots hold, in ASCII words. All who open the region must give the same: equal
-                sizes do not prove that a slot means the same to them.
-
-        Raises:
-            RegionError: there is no room, a living region of that name has another size or contents, the
-                directory is not there, or ``chunk_bytes`` is not a multiple of the page size.
+        RegionError if there is no room, a living region of that name has another size or contents, the
+        directory is not there, or ``chunk_bytes`` is not a multiple of the page size.
         """
         _require_shape(slots, chunk_bytes)
         remove_stale_files(directory)
@@ -199,7 +191,6 @@ class Region:
         on_ready: Callable[[range], None],
         parts: Sequence[Part] = (),
         threads: int | None = None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
@@ -207,16 +198,12 @@ class Region:
         content. Huge pages are used where the system grants them. Where memory runs out, one error is logged,
         the rest is not reported, and the region has fewer usable slots. ``close`` stops it.
 
-        Args:
-            on_ready: called in these threads with slots that can be used from now on. It must not block.
-            parts: the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
-            threads: default: one for each four CPUs, four at most. The engine starts meanwhile.
-            on_end: called in one of these threads after the last slots, unless the region is closed before.
+        ``on_ready`` is called in these threads with slots that can be used from now on, and with an empty
+        range when no more will follow, unless the region is closed before. It must not block. ``parts`` has
+        the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
         """
         mapping = self._require_open()
-        population = Population(
-            self.slots, self.chunk_bytes, self._address, self._file, on_ready, on_end, parts
-        )
+        population = Population(self.slots, self.chunk_bytes, self._address, self._file, on_ready, parts)
         self._populations.append(population)
         population.start(mapping, threads)
 

@@ -66,13 +66,10 @@ def slot_checksums_bytes(slots: int, areas: int) -> int:
 class SlotChecksums:
     """The words of all slots.
 
-    One process at a time writes a word: the one that fills the slot, or the one that loads it.
-
-    Args:
-        words: ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first.
-        rate: share of chunks that are audited, 0 to 1.
-        is_shared: whether several workers write to an area. Then none of them knows what it must hold, and
-            after a store only device and slot are compared.
+    One process at a time writes a word: the one that fills the slot, or the one that loads it. ``words`` has
+    ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first; the share ``rate`` of chunks is audited.
+    Where an area ``is_shared``, several workers write to it, and none of them knows what it must hold: after
+    a store only device and slot are compared.
     """
 
     def __init__(

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 from kvtier._core.tiering import Tiering
 
 _UNANSWERED = "unanswered"
+
+
+def warn_not_written(
+    logger: logging.Logger, tier: str, what: str, reasons: Mapping[str, int], late: str = ""
+) -> None:
+    """Log that chunks are lost to the next engine, and why."""
+    why = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items()))
+    text = "tier %s: %s were not written (%s)%s: the next engine does not find them"
+    logger.warning(text, tier, what, why, late)
 
 
 class DroppedPuts:
@@ -37,15 +47,9 @@ class DroppedPuts:
             if tier in left:
                 reasons[_UNANSWERED] = left[tier]
             if reasons:
-                self._logger.warning(
-                    "tier %s: %d of %d chunks in flight at the shutdown were not written (%s) within "
-                    "drain_on_shutdown_s (%g): the next engine does not find them",
-                    tier,
-                    sum(reasons.values()),
-                    in_flight,
-                    ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items())),
-                    self._drain_s,
-                )
+                what = f"{sum(reasons.values())} of {in_flight} chunks in flight at the shutdown"
+                late = f" within drain_on_shutdown_s ({self._drain_s:g})"
+                warn_not_written(self._logger, tier, what, reasons, late)
 
     def _count_puts(self) -> dict[str, int]:
         return {status.name: status.backlog for status in self._core.shared.tiers if status.backlog}

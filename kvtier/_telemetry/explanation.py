@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
@@ -48,8 +47,13 @@ def write(explanation: Explanation) -> None:
     # In ASCII: a request's id may hold what the log's encoding lacks, or half of a character.
     request = explanation.request.encode(errors="replace").decode()
     fields = msgspec.to_builtins(msgspec.structs.replace(explanation, request=request))
-    with _shown():
-        logger.info("%s%s", PREFIX, json.dumps(fields))
+    line = f"{PREFIX}{json.dumps(fields)}"
+    if logger.hasHandlers():
+        logger.info("%s", line)
+    elif logger.isEnabledFor(logging.INFO):  # nobody has configured where lines go: Python would drop it
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
+        handler.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None))
 
 
 def enable() -> None:
@@ -60,21 +64,6 @@ def enable() -> None:
             return
         one = one.parent
     logger.setLevel(logging.INFO)
-
-
-@contextmanager
-def _shown() -> Iterator[None]:
-    """Have lines go to standard error as long as nobody has configured where else they go."""
-    if logger.hasHandlers():
-        yield
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:

@@ -40,7 +40,7 @@ from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.adapters.vllm._telemetry.published import Published
+from kvtier.adapters.vllm._telemetry.metrics import Published
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier._identity import (
-    ABSENT,
     Difference,
     Identity,
     canonical,
@@ -173,9 +172,13 @@ def test_numbers_that_json_does_not_know_are_refused():
         ({"a": True}, {"a": 1}, [Difference("a", True, 1)]),
         ({"a": {"b": 1}}, {"a": {"b": 2}}, [Difference("a.b", 1, 2)]),
         ({"a": {"b": 1}}, {"a": 3}, [Difference("a", {"b": 1}, 3)]),
-        ({"a": {}}, {"a": {"b": None}}, [Difference("a.b", ABSENT, None)]),
-        ({"a": {"b": 1}}, {"a": {}}, [Difference("a.b", 1, ABSENT)]),
-        ({"a": {"b": 1}}, {"c": 0}, [Difference("a", {"b": 1}, ABSENT), Difference("c", ABSENT, 0)]),
+        ({"a": {}}, {"a": {"b": None}}, [Difference("a.b", None, None, (False, True))]),
+        ({"a": {"b": 1}}, {"a": {}}, [Difference("a.b", 1, None, (True, False))]),
+        (
+            {"a": {"b": 1}},
+            {"c": 0},
+            [Difference("a", {"b": 1}, None, (True, False)), Difference("c", None, 0, (False, True))],
+        ),
     ],
 )
 def test_differences_of_values(found, expected, lines):

@@ -9,19 +9,9 @@ import typer
 
 from kvtier._cli.report import JsonFlag, finish, print_line, table
 from kvtier._cli.root.roots import RootArgument
-from kvtier._identity import ABSENT, Difference, differences
+from kvtier._identity import Difference, differences
 from kvtier.errors import TierError
 from kvtier.tiers.fs._root import Root
-
-
-@dataclass(frozen=True, slots=True)
-class SettingDifference:
-    """A setting in which two caches differ."""
-
-    setting: str  # nested names are joined by dots
-    one: object  # its value in the first cache; None if it is not set there
-    other: object
-    is_set: tuple[bool, bool]  # in the first and in the other cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +21,7 @@ class Comparison:
     root: str
     one: str
     other: str
-    differing: list[SettingDifference]
+    differing: list[Difference]
 
 
 def command(
@@ -48,15 +38,9 @@ def command(
     """
     with Root(root) as opened:
         left, right = (_fields(opened, name) for name in (one, other))
-    differing = [_differing(found) for found in differences(left, right)]
+    differing = differences(left, right)
     found = Comparison(str(root), one, other, differing)
     finish(found, _show, as_json=as_json, is_healthy=not differing)
-
-
-def _differing(found: Difference) -> SettingDifference:
-    values = (found.one, found.other)
-    first, second = (None if value is ABSENT else value for value in values)
-    return SettingDifference(found.path, first, second, (found.one is not ABSENT, found.other is not ABSENT))
 
 
 def _fields(root: Root, name: str) -> dict[str, object]:

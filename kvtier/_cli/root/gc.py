@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -107,11 +107,7 @@ def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | Non
 def _collect(
     path: Path, *, max_bytes: int | None, older_than_s: float | None, namespace: str | None, dry_run: bool
 ) -> CollectionResult:
-    """Remove what nobody can use, chunks not used for ``older_than_s``, then chunks beyond ``max_bytes``.
-
-    Raises:
-        TierError: the root cannot be read, has no such namespace, or somebody else is making room in it.
-    """
+    """Remove what nobody can use, chunks not used for ``older_than_s``, then chunks beyond ``max_bytes``."""
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
         with Root(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
@@ -219,7 +215,8 @@ class _Collection:
                 break
             (expired if used <= too_old else evicted).append(nbytes)
             excess -= nbytes
-        return Evicted(swept), _sum(expired), _sum(evicted)
+        by_age, by_size = (Evicted(0, len(sizes), sum(sizes)) for sizes in (expired, evicted))
+        return Evicted(swept), by_age, by_size
 
     def _is_left(self, one: Namespace, found: DataDir) -> bool:
         """Return whether chunks are orphans, or of an old epoch that nobody uses."""
@@ -258,7 +255,3 @@ class _Collection:
 
 
 _NOTHING: Final = Evicted()
-
-
-def _sum(sizes: Sequence[int]) -> Evicted:
-    return Evicted(0, len(sizes), sum(sizes))

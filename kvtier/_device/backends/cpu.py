@@ -12,7 +12,7 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device._runtime import Runtime
-from kvtier._device.base import BatchedCopy, CopyQueue
+from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
 
@@ -59,12 +59,7 @@ class HostStream:
 
 
 class CpuRuntime(Runtime):
-    """Host memory, which needs no pinning.
-
-    Args:
-        copy: makes the copies of a plan.
-        plain: the same in another way, where ``copy`` has failed, and for audits.
-    """
+    """Host memory, which needs no pinning. ``plain`` copies where ``copy`` has failed, and for audits."""
 
     transfers_at_once = 1
     can_pin = False
@@ -89,6 +84,6 @@ def missing() -> str | None:
     return None
 
 
-def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> CpuRuntime:  # noqa: ARG001
+def open_runtime(tensors: Sequence[torch.Tensor]) -> CpuRuntime:  # noqa: ARG001
     """Return the runtime for tensors in host memory."""
     return CpuRuntime()

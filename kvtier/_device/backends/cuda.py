@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
-from kvtier._device.base import BatchedCopy
 from kvtier._device.plan import CopyPlan
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
@@ -42,8 +41,7 @@ class Cudart(RuntimeLibrary):
     def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
         """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.
 
-        Raises:
-            AttributeError: the library is older than the call.
+        AttributeError if the library is older than the call.
         """
         failed = (ctypes.byref(ctypes.c_size_t()),) if self._tells_failed else ()
         arrays = (plan.dst.ctypes.data, plan.src.ctypes.data, plan.sizes.ctypes.data)
@@ -71,9 +69,7 @@ def open_library() -> Cudart:
     return Cudart(find_library("libcudart"))
 
 
-def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:
+def open_runtime(tensors: Sequence[torch.Tensor]) -> TorchRuntime:
     """Return the runtime of the NVIDIA GPU that the tensors are on."""
     library = open_library()
-    return TorchRuntime.open(
-        tensors[0].device, library, batched_copy, {"cudaMemcpyBatchAsync": library.copy_batch}
-    )
+    return TorchRuntime.open(tensors[0].device, library, library.copy_batch)

@@ -33,10 +33,8 @@ def engine_identity(
 
     Where slots hold canonical pages, all is as a single worker would have it. Else the parallel
     layout is a part: nothing is shared that is not proven to have the same bytes. ``namespace`` is the user's
-    own part, for what no engine knows, such as adapters that were replaced.
-
-    Raises:
-        ConfigError: nothing tells the weights or a setting from others of the same name.
+    own part, for what no engine knows, such as adapters that were replaced. ConfigError if nothing tells the
+    weights or a setting from others of the same name.
     """
     vllm_config = engine.vllm_config
     return Identity.make(

@@ -41,7 +41,7 @@ from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
 from kvtier.adapters.vllm._hints import EXPLAINED, PARAMS, ClientHints, is_prefill
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.adapters.vllm._telemetry.published import Published
+from kvtier.adapters.vllm._telemetry.metrics import Published
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 
 logger = logging.getLogger("kvtier.vllm")
@@ -85,11 +85,9 @@ class KVTierManager(OffloadingManager):
         executor: runs its commands; started already.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
         steps_ahead: the most scheduled steps in flight, the current one included.
-        on_shutdown: gives back what the manager was made with.
-        drain_s: seconds that it waits for puts, for the log.
+        on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
-        steps: measures how fast the engine computes; None where nobody wants to know.
     """
 
     def __init__(

@@ -100,8 +100,7 @@ def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bo
 def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int) -> SlotLayout:
     """Return where the pages of worker ``rank`` lie in a slot, from ``KVCaches.page_bytes``.
 
-    Raises:
-        RegionError: the tensors do not have the bytes that the engine says.
+    RegionError if the tensors do not have the bytes that the engine says.
     """
     has, says = sum(page_bytes), shape.bytes_per_block
     # Only a worker that holds fewer layers than others may have less.

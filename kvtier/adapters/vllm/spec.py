@@ -45,12 +45,11 @@ from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus,
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
-from kvtier.adapters.vllm._telemetry import metrics
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
-from kvtier.adapters.vllm._telemetry.published import Published
+from kvtier.adapters.vllm._telemetry.metrics import Published, definitions
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
-from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
+from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger("kvtier.vllm")
@@ -65,7 +64,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
         """See vLLM."""
-        return metrics.definitions()
+        return definitions()
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
@@ -168,13 +167,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         parallel = self.config.parallel
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank)
         region = self._open_region()
-        engine = open_transfer_engine(
-            caches,
-            layout,
-            region,
-            deadline_s=self._settings.copy_deadline_s,
-            batched_copy=batched_copy(),
-        )
+        engine = open_transfer_engine(caches, layout, region, deadline_s=self._settings.copy_deadline_s)
         if (slot_checksums := self._slot_checksums(region)) is not None:
             engine.begin_audits(slot_checksums)
         row = WorkerStatus(region.metadata, region.slots, parallel.rank)
@@ -252,18 +245,14 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
 
     def on_ready(slots: range) -> None:
         nonlocal ready
-        events.append(SlotsReady(slots, is_last=False))
+        events.append(SlotsReady(slots, is_last=not slots))
         with lock:
             ready += len(slots)
-            if ready >= first:
+            if ready >= first or not slots:
                 enough.set()
 
-    def on_end() -> None:
-        events.append(SlotsReady(range(0)))
-        enough.set()
-
     lock = threading.Lock()
-    region.populate(on_ready, parts, on_end=on_end)
+    region.populate(on_ready, parts)
     if not enough.wait(_FIRST_SLOTS_S):
         logger.warning(
             "primary tier: %d of %d slots are ready after %g s; until the rest is allocated, misses and "

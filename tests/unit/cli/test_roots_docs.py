@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier._cli.root import compare, du, gc, ls, stat, verify
+from kvtier._identity import Difference
 
 PAGE = Path(__file__).parents[3] / "docs" / "tiers" / "fs.md"
 
@@ -17,7 +18,7 @@ DOCUMENTS: dict[str, Any] = {
     "`ls`": ls.RootListing,
     "of `ls`, a namespace": ls.CacheListing,
     "`compare`": compare.Comparison,
-    "of `compare`, a setting": compare.SettingDifference,
+    "of `compare`, a setting": Difference,
     "`stat`": stat.ChunkState,
     "`du`": du.Usage,
     "of `du`, a part": du.UsagePart,

@@ -9,7 +9,7 @@ from kvtier._memory.layout import SlotLayout
 
 def test_no_byte_belongs_to_two_pages() -> None:
     owners = [
-        (layout.offset(tensor, block), size)
+        (layout.tensor_offsets[tensor] + block * size, size)
         for layout in (SlotLayout.make((96, 8, 33), 3, rank, 4) for rank in range(4))
         for tensor, size in enumerate(layout.page_bytes)
         for block in range(3)

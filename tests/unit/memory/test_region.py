@@ -270,17 +270,23 @@ def test_the_end_of_population_is_told_once(fails: bool, shm: Path, monkeypatch:
     if fails:
         monkeypatch.setattr(pages, "back", lambda *_, **__: errno.ENOSPC)
     pieces: list[range] = []
+
+    def on_ready(piece: range) -> None:
+        pieces.append(piece)
+        if not piece:
+            ended.release()
+
     with Region.open("a", 3, PIECE_BYTES, shm) as region:
-        region.populate(pieces.append, threads=2, on_end=ended.release)
+        region.populate(on_ready, threads=2)
         assert ended.acquire(timeout=30)
-        assert sorted(piece.start for piece in pieces) == ([] if fails else [0, 1, 2])
+        assert sorted(piece.start for piece in pieces[:-1]) == ([] if fails else [0, 1, 2])
     assert not ended.acquire(blocking=False)
 
 
 def test_a_failing_log_handler_does_not_hide_the_end_of_population(shm: Path) -> None:
     ended = threading.Semaphore(0)
     with failing_log_handler(logging.INFO), Region.open("a", 3, PIECE_BYTES, shm) as region:
-        region.populate(lambda _: None, threads=1, on_end=ended.release)
+        region.populate(lambda piece: None if piece else ended.release(), threads=1)
         assert ended.acquire(timeout=30)
 
 
@@ -288,15 +294,14 @@ def test_where_memory_runs_out_there_are_fewer_slots(
     small_tmpfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "kvtier.memory")
-    pieces: list[range] = []
     with Region.open("a", 4, 32 * MIB, small_tmpfs) as region:
         with (small_tmpfs / "other").open("wb") as other:
             os.posix_fallocate(other.fileno(), 0, 60 * MIB)
-        region.populate(pieces.append, threads=1)
-        while not caplog.records:
-            os.sched_yield()
+        pieces: queue.Queue[range] = queue.Queue()
+        region.populate(pieces.put, threads=1)
+        assert [pieces.get(timeout=30) for _ in range(2)] == [range(2), range(0)]
         region.view(1)[:] = b"x" * 32 * MIB
-    assert pieces == [range(2)]
+    assert pieces.empty()
     (record,) = caplog.records
     assert f"lacks {64 * MIB} of {128 * MIB} bytes (ENOSPC)" in record.getMessage()
     assert "2 of 4 slots" in record.getMessage()

@@ -51,9 +51,8 @@ class _Tracked:
 class Explainer:
     """Follows requests that are to be explained, from their arrival to the step that schedules them.
 
-    Args:
-        chunk_tokens: tokens of a chunk, by KV cache group.
-        rate: share of the requests to explain, besides those that ask for it.
+    The share ``rate`` of them is explained, besides those that ask for it. ``chunk_tokens`` is by KV cache
+    group.
     """
 
     def __init__(

@@ -1,13 +1,16 @@
-"""The metrics that kvtier adds to vLLM's endpoint, made of the core's counts and the workers' reports."""
+"""What vLLM publishes for a manager: metrics of the core's counts and the workers' reports, and KV events."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
 )
@@ -19,13 +22,15 @@ from kvtier._core.tiers.admission import TierStatus
 from kvtier._core.tiers.breaker import Breaker
 from kvtier._execution.executor import TierActivity
 from kvtier._memory.worker_status import StatusField, StatusTable
+from kvtier._reasons import BY_CHOICE
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
+from kvtier._telemetry.dropped_puts import warn_not_written
+from kvtier.adapters.vllm._telemetry.events import EventStream, Location
 
-Gauge = tuple[str, tuple[str, ...]]
-"""The name and the values of the labels of a gauge."""
+logger = logging.getLogger("kvtier.vllm")
 
-Gauges = Mapping[Gauge, float]
-"""Values of gauges."""
+Gauges = Mapping[tuple[str, tuple[str, ...]], float | None]
+"""Values of gauges, by their name and the values of their labels; None where there is none yet."""
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -51,34 +56,80 @@ def _unregister_earlier() -> None:
             REGISTRY.unregister(collector)
 
 
-class GaugeReader:
-    """Reads the gauges in each step, and says which of them have changed."""
+class Published:
+    """Collects what the core and the workers have counted and announced, in vLLM's forms.
 
-    def __init__(self, core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> None:
-        self._table = core.table
-        self._retention = core.retention
+    Args:
+        workers: what they report; nothing where it is None.
+        locations: where each secondary tier keeps its chunks, for requests that choose among them.
+        self_describing: whether events are sent only when vLLM can say what is in their chunks.
+        info: labels of the info metric.
+    """
+
+    def __init__(
+        self,
+        core: Tiering,
+        activity: Sequence[TierActivity],
+        workers: StatusTable | None = None,
+        *,
+        locations: Sequence[Location] = (),
+        chunk_bytes: int = 0,
+        self_describing: bool = False,
+        info: Mapping[str, str] | None = None,
+    ) -> None:
+        self._core = core
         self._tiers = list(zip(core.shared.tiers, activity, strict=True))
+        self.workers = workers or StatusTable(memoryview(b""), 0, 0)
+        self._reports = WorkerReports(self.workers)
+        self.locations = locations
+        self.names = [status.name for status in core.shared.tiers]
+        self.info = info or {}
+        self.stream = EventStream(self.names, locations, self_describing=self_describing)
         self._chunk_bytes = chunk_bytes
-        self._last: dict[Gauge, float | None] = {}
+        self._gauges: Gauges = {}  # as they were published last
+        self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
-    def changed(self, of_workers: Gauges) -> list[tuple[Gauge, float]]:
-        """Return the gauges, the workers' too, that have changed since the last call; usually none."""
-        values, last = {**self._read(), **of_workers}, self._last
-        if values == last:
-            return []
-        self._last = values
-        return [
-            (gauge, value)
-            for gauge, value in values.items()
-            if value is not None and value != last.get(gauge)
-        ]
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Take what was announced since the last call."""
+        return self.stream.events(self._core.take_kv_events())
 
-    def _read(self) -> dict[Gauge, float | None]:
-        table, size = self._table, self._chunk_bytes
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Take what was counted since the last call, and changed gauges; None if there are none."""
+        counts = {**self._take_counts(), **self._reports.take_counts()}
+        gauges, last = {**self._read_gauges(), **self._reports.gauges}, self._gauges
+        if not counts and gauges == last:
+            return None
+        self._gauges = gauges
+        stats = OffloadingConnectorStats()
+        for (what, *labels), value in counts.items():
+            stats.increase_counter(COUNTERS[what].name, value, tuple(labels))
+            if what in BYTES:
+                stats.increase_counter(BYTES[what].name, value * self._chunk_bytes, tuple(labels))
+        for gauge, reading in gauges.items():
+            if reading is not None and reading != last.get(gauge):
+                stats.set_gauge(gauge[0], reading, gauge[1])
+        return stats
+
+    def warn_of_chunks_not_put(self) -> None:
+        """Log how many chunks this engine never put, by tier and reason: its metrics end with the engine."""
+        self._take_counts()
+        for tier in sorted({tier for tier, _ in self._not_put}):
+            reasons = {reason: count for (name, reason), count in self._not_put.items() if name == tier}
+            warn_not_written(logger, tier, f"{sum(reasons.values())} chunks stored in host memory", reasons)
+
+    def _take_counts(self) -> dict[Count, float]:
+        counts = self._core.take_counts()
+        for (what, *labels), count in counts.items():
+            if what in ("put_dropped", "put_failed") and labels[1] not in BY_CHOICE:
+                self._not_put[labels[0], labels[1]] += int(count)
+        return counts
+
+    def _read_gauges(self) -> Gauges:
+        table, size = self._core.table, self._chunk_bytes
         slots, free = len(table.all), len(table.free)
-        kept = len(self._retention.pinned)
+        kept = len(self._core.retention.pinned)
         busy = max(0, slots - free - table.evictable - kept)  # those of them that are loaded are not counted
-        values: dict[Gauge, float | None] = {
+        values: dict[tuple[str, tuple[str, ...]], float | None] = {
             ("kvtier_slots", ()): slots,
             ("kvtier_free_slots", ()): free,
             ("kvtier_kept_bytes", ()): kept * size,
@@ -91,7 +142,7 @@ class GaugeReader:
         return values
 
 
-def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> dict[Gauge, float | None]:
+def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> Gauges:
     tier, puts, gets, usage = gate.name, activity.puts, activity.gets, activity.usage
     return {
         ("kvtier_tier_up", (tier,)): float(gate.disabled_reason is None),
@@ -113,20 +164,6 @@ def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> dict[Gau
 def _state_of(breaker: Breaker) -> BreakerState:
     """Return a breaker's state as users see it: OPEN while a transfer is overdue, for none is begun then."""
     return BreakerState.OPEN if breaker.overdue else breaker.state
-
-
-def as_stats(
-    counts: Mapping[Count, float], gauges: Iterable[tuple[Gauge, float]], chunk_bytes: int
-) -> OffloadingConnectorStats:
-    """Return counts and gauges in the form that vLLM carries to its metrics endpoint."""
-    stats = OffloadingConnectorStats()
-    for (what, *labels), value in counts.items():
-        stats.increase_counter(COUNTERS[what].name, value, tuple(labels))
-        if what in BYTES:
-            stats.increase_counter(BYTES[what].name, value * chunk_bytes, tuple(labels))
-    for (name, its_labels), value in gauges:
-        stats.set_gauge(name, value, its_labels)
-    return stats
 
 
 _COUNTED: Mapping[StatusField, Count] = {

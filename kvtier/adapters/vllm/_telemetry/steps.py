@@ -46,9 +46,8 @@ class _Step:
 class StepMeter:
     """Tells the core how long the engine computes.
 
-    Args:
-        stores_decodes: whether chunks of generated tokens are offered, too.
-        ends_last: whether a step is scheduled after its chunks are offered, or before.
+    ``stores_decodes``: chunks of generated tokens are offered, too. ``ends_last``: a step is scheduled after
+    its chunks are offered, not before.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ layer's tensor. Blocks are scattered on the device, so that no pages can be join
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier import KVCaches, PageRef
-from kvtier._device.auto import description, open_transfer_engine, torch_device, usable
+from kvtier._device.auto import BACKENDS, backend_module, open_transfer_engine, torch_type, usable
 from kvtier._device.base import Blocks, TransferEngine
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
@@ -108,12 +109,35 @@ def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
     Raises:
         ConfigError: there is no such backend, or it cannot be used here.
     """
-    name = usable(backend)
-    device = torch_device(name)
+    name = usable(backend or _accelerator())
+    device = _torch_device(name)
     is_host = device.type == "cpu"
     total = (mib or (64 if is_host else 2048)) * KIB * KIB
     with _one_thread(is_host):
         return _copies(name, device, total)
+
+
+def _accelerator() -> str:
+    return next((it for it in reversed(BACKENDS) if backend_module(it).missing() is None), "cpu")
+
+
+def _torch_device(name: str) -> torch.device:
+    """Return the device that holds a backend's tensors: the current one, if the machine has several."""
+    kind = torch_type(name)
+    return (
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    )
+
+
+def _description(name: str) -> str:
+    """Return the name of the device that a backend uses here, with the versions of its software."""
+    device = _torch_device(name)
+    if device.type == "cpu":
+        return f"{os.cpu_count()} CPUs, torch {torch.__version__}"
+    it = torch.get_device_module(device).get_device_properties(device)
+    version = torch.version.hip or torch.version.cuda or torch.version.xpu
+    driver = getattr(it, "driver_version", None) or backend_module(name).open_library().version("Driver")
+    return f"{it.name}, driver {driver}, runtime {version}, torch {torch.__version__}"
 
 
 @contextmanager
@@ -139,7 +163,7 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
             ways = ("store", "load", "both")
             speeds += [bench.speed(count // LAYERS, way) for count in counts for way in ways]
             losses += [bench.compute_loss(way, work) for way in ways[:2] for work in PRODUCTS]
-    machine = Machine(name, description(name), total // KIB // KIB, min(pinned))
+    machine = Machine(name, _description(name), total // KIB // KIB, min(pinned))
     return [machine, *speeds, *losses]
 
 

@@ -152,7 +152,8 @@ class TransferModel:
                     slot = next(coming)
                 block = next(ids)
                 for ref in refs:
-                    page = self._layout.offset(ref.tensor, sub_block)
+                    page = self._layout.tensor_offsets[ref.tensor]
+                    page += sub_block * self._layout.page_bytes[ref.tensor]
                     row = self.rows[ref.tensor][block]
                     yield ref, row, self.slots[slot], page, slot * per_chunk + sub_block
 

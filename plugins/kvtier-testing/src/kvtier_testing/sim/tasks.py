@@ -29,13 +29,13 @@ _MOMENT_S = 1e-6
 class SimRegion(SimMemory):
     """The simulated slots as a region that is backed with memory bit by bit."""
 
-    def populate(self, on_ready: Callable[[range], object], on_end: Callable[[], object]) -> None:
+    def populate(self, on_ready: Callable[[range], object]) -> None:
         """Report the slots as ready, the first of them soon."""
         first = max(1, self.slots // 2)
         self._world.loop.call_later(0.0, on_ready, range(first))
         if first < self.slots:
             self._world.loop.call_later(0.01, on_ready, range(first, self.slots))
-        self._world.loop.call_later(0.02, on_end)
+        self._world.loop.call_later(0.02, on_ready, range(0))
 
     def close(self) -> None:
         """Do nothing: what touches slots later is seen by other means."""
