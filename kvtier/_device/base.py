@@ -19,6 +19,10 @@ _Integers = npt.NDArray[np.int64]
 DEADLINE_S = 60.0
 """Seconds that a copy may take by default: a thousand times what a large one needs."""
 
+BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""An engine's own operation. It takes sources, destinations and sizes as int64 tensors in host memory, shape
+(copies,), and gives the copies to the current stream of the device."""
+
 
 class CopyQueue(StrEnum):
     """The queues of transfers, each with a thread of its own; the value is the name of the thread."""

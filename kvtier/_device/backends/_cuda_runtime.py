@@ -13,7 +13,7 @@ import ctypes
 import importlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device._runtime import Runtime
-from kvtier._device.base import CopyQueue
+from kvtier._device.base import BatchedCopy, CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
@@ -131,6 +131,16 @@ class RuntimeLibrary:
         return getattr(self._library, self._prefix + name)
 
 
+def engine_method(operation: BatchedCopy) -> CopyMethod:
+    """Return the method that uses the engine's own batched operation."""
+
+    def copy(plan: CopyPlan, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            operation(*(torch.from_numpy(it.view(np.int64)) for it in (plan.src, plan.dst, plan.sizes)))
+
+    return copy
+
+
 def in_groups(method: CopyMethod) -> CopyMethod:
     """Return the method with at most ``_GROUP`` copies in a call."""
 
@@ -171,15 +181,18 @@ def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None
             raise ValueError("it copied wrong bytes")
 
 
-def _is_exact(method: CopyMethod, device: torch.device, name: str) -> bool:
-    """Return whether this way to make all copies in one call works here and copies exactly."""
-    try:
-        with torch.cuda.device(device):
-            require_exact(method, device, torch.cuda.Stream(device))
-    except Exception as error:  # a driver that is too old, say, or no memory left
-        logger.info("copy method %r not used: %s", name, error)
-        return False
-    return True
+def _first_exact(device: torch.device, methods: Mapping[str, CopyMethod]) -> CopyMethod | None:
+    """Return the first of these ways to make all copies in one call that copies exactly, or None."""
+    stream = torch.cuda.Stream(device)
+    for name, method in methods.items():
+        try:
+            with torch.cuda.device(device):
+                require_exact(method, device, stream)
+        except Exception as error:  # a driver that is too old, say, or no memory left
+            logger.info("copy method %r not used: %s", name, error)
+        else:
+            return method
+    return None
 
 
 def _open_kernel(device: torch.device) -> PageKernel | None:
@@ -189,7 +202,7 @@ def _open_kernel(device: torch.device) -> PageKernel | None:
     except Exception as error:  # not installed, or broken: what is optional must not end the engine
         logger.info("copy kernel not used: %s", error)
         return None
-    return kernel if _is_exact(kernel.copy, device, "kernel") else None
+    return kernel if _first_exact(device, {"kernel": kernel.copy}) is not None else None
 
 
 def _new_event() -> Any:
@@ -253,11 +266,15 @@ class TorchRuntime(Runtime):
 
     @classmethod
     def open(
-        cls, device: torch.device, library: RuntimeLibrary, batched: CopyMethod | None = None
+        cls,
+        device: torch.device,
+        library: RuntimeLibrary,
+        batched_copy: BatchedCopy | None,
+        methods: Mapping[str, CopyMethod] | None = None,
     ) -> TorchRuntime:
-        """Return the runtime, with what copies exactly of a batched copy and the kernel."""
-        if batched is not None and not _is_exact(batched, device, "batched"):
-            batched = None
+        """Return the runtime with the first exact batched copy: the engine's, or one of ``methods``."""
+        own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
+        batched = _first_exact(device, {**own, **(methods or {})})
         return cls(device, library, batched and in_groups(batched), _open_kernel(device))
 
     def attach(self) -> None:

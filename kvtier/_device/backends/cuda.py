@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
+from kvtier._device.base import BatchedCopy
 from kvtier._device.plan import CopyPlan
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
@@ -69,7 +70,9 @@ def open_library() -> Cudart:
     return Cudart(find_library("libcudart"))
 
 
-def open_runtime(tensors: Sequence[torch.Tensor]) -> TorchRuntime:
+def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:
     """Return the runtime of the NVIDIA GPU that the tensors are on."""
     library = open_library()
-    return TorchRuntime.open(tensors[0].device, library, library.copy_batch)
+    return TorchRuntime.open(
+        tensors[0].device, library, batched_copy, {"cudaMemcpyBatchAsync": library.copy_batch}
+    )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
+from kvtier._device.base import BatchedCopy
 
 
 def missing() -> str | None:
@@ -25,6 +26,6 @@ def open_library() -> RuntimeLibrary:
     return RuntimeLibrary(find_library("libamdhip64"), "hip")
 
 
-def open_runtime(tensors: Sequence[torch.Tensor]) -> TorchRuntime:
+def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:
     """Return the runtime of the AMD GPU that the tensors are on."""
-    return TorchRuntime.open(tensors[0].device, open_library())
+    return TorchRuntime.open(tensors[0].device, open_library(), batched_copy)

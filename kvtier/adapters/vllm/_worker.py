@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from vllm import _custom_ops
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -18,11 +19,14 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier._device.base import (
     Attempt,
+    Audits,
+    BatchedCopy,
     Blocks,
     Finished,
     KVCaches,
     PageMapping,
     PageRef,
+    Pinning,
     Run,
     TransferEngine,
 )
@@ -50,6 +54,14 @@ def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches
         for refs in caches.group_data_refs
     )
     return KVCaches(tensors, groups)
+
+
+def batched_copy() -> BatchedCopy | None:
+    """Return vLLM's own operation for many copies at once; None where this build of vLLM has none."""
+    if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        return None
+    operation: BatchedCopy = _custom_ops.swap_blocks_batch
+    return operation
 
 
 def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
@@ -99,6 +111,7 @@ class KVTierWorker(OffloadingWorker):
         self._skipped: list[TransferResult] = []
         self._ended: list[Finished] = []
         self._jobs: dict[int, _Job] = {}
+        self._published: tuple[Pinning, Audits] = (Pinning(), Audits())
         self._failed_requests: set[str] | None = None
 
     def report_failed_loads(self) -> None:
@@ -115,25 +128,24 @@ class KVTierWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """See vLLM."""
-        assert isinstance(dst_spec, Slots)
-        blocks = _blocks(src_spec)
-        if not blocks.fill(len(dst_spec.slots), self._blocks_per_chunk):
+        slots, blocks = _slots(dst_spec), _blocks(src_spec)
+        if not blocks.fill(len(slots.slots), self._blocks_per_chunk):
             # vLLM leaves out blocks of a window that were given on before their chunk was complete, and
             # does not say which: the blocks that follow would be taken for those that are missing.
-            self._drop(dst_spec)
+            self._drop(slots)
             self._skipped.append(TransferResult(job_id=job_id, success=True))
             return True
-        self._jobs[job_id] = _Job(dst_spec, is_store=True)
-        self._engine.submit_store(job_id, blocks, dst_spec.slots)
+        self._jobs[job_id] = _Job(slots, is_store=True)
+        self._engine.submit_store(job_id, blocks, slots.slots)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """See vLLM. The request of an expedited load runs already, so a failure cannot be reported."""
-        assert isinstance(src_spec, Slots)
-        self._jobs[job_id] = _Job(src_spec, is_store=False, is_expedited=expedited)
-        self._engine.submit_load(job_id, src_spec.slots, _blocks(dst_spec), expedited=expedited)
+        slots = _slots(src_spec)
+        self._jobs[job_id] = _Job(slots, is_store=False, is_expedited=expedited)
+        self._engine.submit_load(job_id, slots.slots, _blocks(dst_spec), expedited=expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -208,12 +220,20 @@ class KVTierWorker(OffloadingWorker):
         self._row.count(StatusField.STORES_DROPPED)
 
     def _publish(self) -> None:
-        """Write pinned memory and audits to the status table."""
+        """Write pinned memory and audits to the status table, where something has changed."""
         pinning, audits = self._engine.pinning, self._engine.audits
-        self._row[StatusField.PINNED_BYTES] = pinning.nbytes
-        self._row[StatusField.PINNING_FAILED] = int(pinning.failed)
-        self._row[StatusField.AUDITED] = audits.chunks
-        self._row[StatusField.AUDITS_FAILED] = audits.failed
+        if (pinning, audits) != self._published:
+            self._published = pinning, audits
+            self._row[StatusField.PINNED_BYTES] = pinning.nbytes
+            self._row[StatusField.PINNING_FAILED] = int(pinning.failed)
+            self._row[StatusField.AUDITED] = audits.chunks
+            self._row[StatusField.AUDITS_FAILED] = audits.failed
+
+
+def _slots(spec: LoadStoreSpec) -> Slots:
+    if not isinstance(spec, Slots):
+        raise TypeError(f"a copy job of kvtier names slots, not {type(spec).__name__}")
+    return spec
 
 
 def _blocks(spec: GPULoadStoreSpec) -> Blocks:

@@ -49,9 +49,10 @@ class KVTierConnector(OffloadingConnector):
             )
         with providing_engine(EngineContext(vllm_config, kv_cache_config)):
             super().__init__(vllm_config, role, kv_cache_config)
+        self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
-        scheduler = self.connector_scheduler
-        self._manager = None if scheduler is None else _require(scheduler.manager, KVTierManager)
+        if self.connector_scheduler is not None:
+            self._manager = _require(self.connector_scheduler.manager, KVTierManager)
         if self.connector_worker is not None:
             _require(self.connector_worker.spec, KVTierOffloadingSpec)
 

@@ -49,7 +49,7 @@ from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published, definitions
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
-from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches
+from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger("kvtier.vllm")
@@ -167,7 +167,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
         parallel = self.config.parallel
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank)
         region = self._open_region()
-        engine = open_transfer_engine(caches, layout, region, deadline_s=self._settings.copy_deadline_s)
+        engine = open_transfer_engine(
+            caches,
+            layout,
+            region,
+            deadline_s=self._settings.copy_deadline_s,
+            batched_copy=batched_copy(),
+        )
         if (slot_checksums := self._slot_checksums(region)) is not None:
             engine.begin_audits(slot_checksums)
         row = WorkerStatus(region.metadata, region.slots, parallel.rank)

@@ -96,7 +96,7 @@ def test_the_backend_is_that_of_the_tensors(
     class OpenedError(Exception):
         pass
 
-    def open_runtime(tensors: object) -> None:
+    def open_runtime(tensors: object, batched_copy: object) -> None:
         raise OpenedError(name)
 
     module = import_module(f"kvtier._device.backends.{name}")

@@ -14,9 +14,11 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device.backends._cuda_runtime import (
+    CopyMethod,
     RuntimeLibrary,
     TorchRuntime,
     TorchStream,
+    engine_method,
     find_library,
     require_exact,
 )
@@ -151,7 +153,15 @@ def test_where_no_library_is_loaded_the_backend_says_so(name: str, tmp_path: Pat
         find_library(name, maps)
 
 
-FLAVOURS = [("cuda", "each"), ("cuda", "batch"), ("hip", "each")]
+def copy_like_vllm(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor) -> None:
+    """What an engine's own operation does, over host memory."""
+    for numbers in (src, dst, sizes):
+        assert (numbers.dtype, numbers.device.type, numbers.ndim) == (torch.int64, "cpu", 1)
+    for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+FLAVOURS = [("cuda", "each"), ("cuda", "batch"), ("cuda", "engine"), ("hip", "each"), ("hip", "engine")]
 
 
 @pytest.fixture(params=FLAVOURS, ids="-".join)
@@ -159,8 +169,10 @@ def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torc
     """A runtime with one way to make many copies in one call, or none."""
     prefix, chosen = request.param
     path = str(stub_paths[prefix])
-    batched = Cudart(path).copy_batch if chosen == "batch" else None
-    return TorchRuntime(torch.device("cpu"), RuntimeLibrary(path, prefix), batched)
+    methods: dict[str, CopyMethod] = {"engine": engine_method(copy_like_vllm)}
+    if prefix == "cuda":
+        methods["batch"] = Cudart(path).copy_batch
+    return TorchRuntime(torch.device("cpu"), RuntimeLibrary(path, prefix), methods.get(chosen))
 
 
 class TestEachMethod(DeviceConformance):
