@@ -23,7 +23,7 @@ import typer
 
 from kvtier import _build as build
 from kvtier import _reasons as reasons
-from kvtier._cli import report
+from kvtier._cli import report, top
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import PRIMARY
 from kvtier._execution.executor import NamedTier
@@ -80,6 +80,7 @@ class Diagnosis:
 
     not_well: list[str]
     checks: list[Check]
+    returns: list[top.Return]
 
 
 class _StepError(Exception):
@@ -111,6 +112,13 @@ def command(
             min=_PAGE_BYTES, max=2**30, callback=_whole_pages, help="Length of the chunk, a multiple of 4096."
         ),
     ] = 1_048_576,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL|FILE",
+            help="Metrics of a running engine, as for top: adds what each tier returned; repeatable.",
+        ),
+    ] = None,
     as_json: report.JsonFlag = False,
 ) -> None:
     """Check a configuration: put a chunk into each tier, get it back and discard it.
@@ -119,14 +127,17 @@ def command(
 
     Example: kvtier doctor --tier '{"type": "fs", "root_dir": "/var/cache/kvtier"}'
     """
+    returns = [found for source in metrics or [] for found in top.returns(source)]
     checks = run(config, tier or [], chunk_bytes)
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
-    report.finish(Diagnosis(failed, checks), _show, as_json=as_json, is_healthy=not failed)
+    report.finish(Diagnosis(failed, checks, returns), _show, as_json=as_json, is_healthy=not failed)
 
 
 def _show(found: Diagnosis) -> None:
     rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in found.checks]
     report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
+    for one in found.returns:
+        report.print_line(str(one))
     report.print_line(f"not well: {', '.join(found.not_well)}" if found.not_well else "all tiers are well")
 
 
