@@ -295,6 +295,42 @@ def test_models_with_windows_do_not_wait() -> None:
     assert ask(core, request, PROMPT) == [MISS]
 
 
+# --- where its client says that they are -----------------------------------------------------------
+
+THERE = ("10.0.0.1:18570",)
+
+
+def test_tiers_are_told_where_the_chunks_are_until_the_last_question() -> None:
+    core, request = make(), Request("decode", wait=Wait(WAIT_S), addresses=THERE)
+    (get,) = step(core, request, PROMPT)
+    assert get.addresses == THERE
+    answer(core, get, [MISSING] * 4)
+    now_s, get = poll(core, request, PROMPT, 0.0)
+    assert get.addresses == THERE
+    answer(core, get, [LOCATED] + [MISSING] * 3, now_s)
+    _, (again, located) = step_as_vllm(core, request, PROMPT, now_s)
+    assert (again.addresses, located.addresses) == (THERE, ()), "nobody is asked for what is located"
+    answer(core, again, [MISSING] * 3, now_s)
+    answer(core, located, [COPIED], now_s)
+    _, (last,) = step_as_vllm(core, request, PROMPT, WAIT_S)
+    assert last.addresses == (), "all are asked"
+
+
+def test_tiers_are_told_what_all_say_who_begin_to_wait_for_a_chunk() -> None:
+    core = make(tiers=[TierStatus("t0", 60.0), TierStatus("t1", 60.0)])
+    one, same, other = (Request(addresses=it) for it in (THERE, THERE, ("10.0.0.2:18570",)))
+    for index, (request, of_next) in enumerate([(same, THERE), (other, ()), (Request(), ())]):
+        prompt = keys(f"a{index}", 2)
+        for it in (one, request):
+            ask(core, it, prompt)
+        core.settle(0.0)
+        (get,) = fetches(core)
+        assert get.addresses == THERE
+        (get,) = answer(core, get, [MISSING] * 2)
+        assert (get.tier, get.addresses) == (1, of_next)
+        answer(core, get, [MISSING] * 2)
+
+
 # --- what the engine does not ask for -------------------------------------------------------------
 
 
