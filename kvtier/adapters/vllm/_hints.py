@@ -26,6 +26,7 @@ EXPLAINED = "explained"
 the parameters of a prefill engine's response to a decode engine."""
 
 FROM = "from"
+"""The key of the addresses of engines that have the chunks."""
 
 _LONGEST_TTL_S = 86_400
 _LONGEST_NAME = 128

@@ -173,9 +173,8 @@ class KVTierManager(OffloadingManager):
     def response_params(self, req_id: str, params: object) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of the response to a request that had ``params``, if any.
 
-        That is what explains its prefix, where its client asked for that, and how long an engine that
-        decodes its prompt is to wait for its chunks, and where to ask for them, where another one is to do
-        that.
+        That is what explains its prefix, where its client asked for that, and hints for the engine that
+        decodes its prompt, where another one is to do that.
         """
         ours: dict[str, Any] = {}
         if (explained := self._explainer.answer(req_id)) is not None:
@@ -185,11 +184,11 @@ class KVTierManager(OffloadingManager):
         return {PARAMS: ours} if ours else None
 
     def _hints_for_decode(self) -> dict[str, Any]:
-        """Return how long after a response the last chunks of its prompt may take to get into the tiers.
+        """Return how long an engine is to wait for the chunks of a prompt, and where it can read them.
 
-        Their copies begin a step later, and the puts that follow end within their deadline. Nothing where
-        nothing of it gets there: no tier takes puts, nothing is stored, or a reset was before. Beside it is
-        where others read from these tiers, if they are this engine's own.
+        The copies of the last chunks begin a step after the response, and the puts that follow end within
+        their deadline. Empty where no chunk gets into a tier: none takes puts, nothing is stored, or a reset
+        was before.
         """
         core, shared = self._core, self._core.shared
         if core.epoch or core.is_disabled or core.refusal:
