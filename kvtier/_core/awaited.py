@@ -1,6 +1,7 @@
 """Requests that wait for chunks that no tier has yet, because another engine still computes or stores them.
 
-Such a chunk is no miss until the request's time is over: tiers are asked for it again, in growing intervals.
+Such a chunk is no miss until the request's time is over: tiers are asked for it again, after pauses that grow
+with the time since the last arrival.
 ``Wait`` is what one request waits for. ``kvtier._core.promotion.waits`` asks the tiers, for all of them.
 """
 
@@ -13,9 +14,12 @@ from math import inf
 from kvtier.keys import OffloadKey
 
 FIRST_PAUSE_S = 0.02
-"""Seconds from an answer that a chunk is nowhere to the next question; doubled each time nothing is found."""
+"""Seconds, at least, from an answer that a chunk is nowhere to the next question."""
 
 LONGEST_PAUSE_S = 0.25
+
+PAUSE_SHARE = 1 / 8
+"""The same, as a share of the time since the last arrival: the next one is noticed so much late at most."""
 
 FEW_KEYS = 8
 """Chunks that are asked for again at once: the first ones. Those behind them are of no use without them."""
@@ -35,7 +39,7 @@ class Wait:
         "_failed",
         "_longest_s",
         "_most",
-        "_pause_s",
+        "_news_s",
         "_wanted",
         "again_s",
         "has_news",
@@ -57,7 +61,7 @@ class Wait:
         self.leading = 0  # chunks of the request's last scan that were there, and are not held for it
         self.promoted: set[OffloadKey] = set()  # promoted while it waits; again at the end if evicted since
         self._longest_s = longest_s
-        self._pause_s = FIRST_PAUSE_S
+        self._news_s = 0.0  # when it began, or something arrived
         self._most = FEW_KEYS
         self._wanted: Collection[OffloadKey] = ()
         self._confirmed: set[OffloadKey] = set()  # a tier was asked, and does not have them
@@ -71,7 +75,7 @@ class Wait:
     def begin(self, now_s: float) -> None:
         """Start its time, unless it has begun before."""
         if self.until_s is None:
-            self.until_s = now_s + self._longest_s
+            self.until_s, self._news_s = now_s + self._longest_s, now_s
 
     def is_over(self, now_s: float) -> bool:
         """Return whether the next answer is the last one."""
@@ -132,7 +136,7 @@ class Wait:
             if key in self.keys and not any(key in keys for keys in found):
                 left[key] = None
         if len(left) < len(self.keys):
-            self._pause_s, self._most, self.again_s = FIRST_PAUSE_S, MOST_KEYS, now_s
+            self._news_s, self._most, self.again_s = now_s, MOST_KEYS, now_s
             if not left and not all(any(key in keys for keys in found) for key in self.keys):
                 self.outcome = self.outcome or "gave_up"
         self.keys = left
@@ -140,13 +144,13 @@ class Wait:
     def ask_again(self) -> list[OffloadKey]:
         """Return the chunks that tiers are to be asked for now. ``postpone`` if none can be."""
         self._most, most = FEW_KEYS, self._most
-        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
         self.again_s = inf
         return list(islice(self.keys, most))
 
     def postpone(self, now_s: float) -> None:
         """Put the next question off by a pause, or to the end of the time where that is earlier."""
-        self.again_s = now_s + self._pause_s
+        pause_s = PAUSE_SHARE * (now_s - self._news_s)
+        self.again_s = now_s + min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause_s))
         if self.until_s is not None and now_s < self.until_s:
             self.again_s = min(self.again_s, self.until_s)
 

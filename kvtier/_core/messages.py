@@ -15,12 +15,15 @@ from msgspec import Meta, Struct, field
 from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 
 MAX_TEXT = 16_384
+MAX_ADDRESS = 300
+MAX_ADDRESSES = 16
 
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0)]
 Key = Annotated[OffloadKey, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Word = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Address = Annotated[str, Meta(max_length=MAX_ADDRESS)]
 
 
 class Put(Struct, array_like=True, frozen=True, gc=False, tag=1):
@@ -37,7 +40,8 @@ class Get(Struct, array_like=True, frozen=True, gc=False, tag=2):
 
     The key at each index belongs to the slot at that index; there are at most as many slots as keys.
     What is got is the run of found keys from the front, as far as the slots reach. Where ``located``
-    is true the keys are known to be there and need not be looked for.
+    is true the keys are known to be there and need not be looked for. ``addresses`` are where a client says
+    that engines have them: see ``SecondaryTier.contains_at``.
     """
 
     id: Number
@@ -45,6 +49,7 @@ class Get(Struct, array_like=True, frozen=True, gc=False, tag=2):
     keys: Sequence[Key]
     slots: Sequence[Number]
     located: bool
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
 
 
 class Touch(Struct, array_like=True, frozen=True, gc=False, tag=3):

@@ -21,6 +21,7 @@ class Request(Stateful):
     a scan that is asked again each step gets the same answers and comes to an end.
 
     Attributes:
+        addresses: where its client says that engines have its chunks. Tiers may ask these first.
         held: chunks that it pins until it has loaded them, and the round in which each was asked last.
         absent: keys that no tier has, or could give, or gives sooner than they are computed.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
@@ -32,6 +33,7 @@ class Request(Stateful):
 
     name: str = ""
     tiers: frozenset[int] | None = None  # that may be asked for it; None for all
+    addresses: tuple[str, ...] = ()
     state: RequestState = RequestState.IDLE
     deadline_s: float | None = None  # when what is pending becomes a miss; set while WAITING
     round: object = None  # in which it was last asked; what follows to ``wanted`` is of that round

@@ -243,6 +243,13 @@ class TierConfig(Settings):
         """Return the directories that only this tier of an engine may write into."""
         return ()
 
+    def peer_address(self) -> str | None:
+        """Return where other engines read from this tier, as their settings spell it; None if none can.
+
+        A prefill engine sends it to the decode engine, whose tier gets it in ``contains_at``.
+        """
+        return None
+
 
 def ignore_removed(keys: Sequence[OffloadKey]) -> None:
     """Ignore which keys have left a tier."""
@@ -325,6 +332,18 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return for each key whether a get would probably find it."""
+
+    async def contains_at(
+        self,
+        keys: Sequence[OffloadKey],
+        addresses: Sequence[str],  # noqa: ARG002
+    ) -> Sequence[bool]:
+        """Return what ``contains`` returns. A client says that engines at ``addresses`` have the keys.
+
+        kvtier calls this one. A tier that asks many engines may ask these first; ``addresses`` may be empty.
+        They are a client's: connect to none that the settings do not name, and expect them to be wrong.
+        """
+        return await self.contains(keys)
 
     @abstractmethod
     async def put(self, batch: Batch) -> Outcome:

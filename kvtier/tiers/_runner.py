@@ -249,7 +249,7 @@ class TierRunner:
     async def _get(self, command: Get, epoch: Epoch, progress: Progress) -> tuple[list[Answer], Outcome]:
         self._require_usable(epoch)
         count = len(command.keys)
-        found = [True] * count if command.located else await self._find(command.keys, epoch, progress)
+        found = [True] * count if command.located else await self._find(command, epoch, progress)
         answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
         run = min(found.index(False) if False in found else count, len(command.slots))
         if not run:
@@ -283,22 +283,25 @@ class TierRunner:
         await self._discard([batch.keys[index] for index in corrupt])
         return Outcome(statuses, counts)
 
-    async def _find(self, keys: Sequence[OffloadKey], epoch: Epoch, progress: Progress) -> list[bool]:
+    async def _find(self, command: Get, epoch: Epoch, progress: Progress) -> list[bool]:
+        keys, addresses = command.keys, command.addresses
         known = self._tier.known(keys)
         found = [knowledge == Knowledge.PRESENT for knowledge in known]
         unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
         if len(found) != len(keys):
             raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
         if unknown:
-            answers = await self._contains([keys[index] for index in unknown], epoch, progress)
+            answers = await self._contains([keys[index] for index in unknown], addresses, epoch, progress)
             for index, there in zip(unknown, answers, strict=True):
                 found[index] = bool(there)
         return found
 
-    async def _contains(self, keys: Sequence[OffloadKey], epoch: Epoch, progress: Progress) -> Sequence[bool]:
+    async def _contains(
+        self, keys: Sequence[OffloadKey], addresses: Sequence[str], epoch: Epoch, progress: Progress
+    ) -> Sequence[bool]:
         begun_s = self._now_s()
         try:
-            answers = await self._tier.contains(keys)
+            answers = await self._tier.contains_at(keys, addresses)
         except BaseException as error:
             require_fault(error)
             took_s = self._now_s() - begun_s
@@ -306,7 +309,7 @@ class TierRunner:
                 raise
             self._require_usable(epoch)
             progress.retry = "failed"
-            answers = await self._tier.contains(keys)
+            answers = await self._tier.contains_at(keys, addresses)
             progress.retry = "helped"
         if len(answers) != len(keys):
             raise TierError(f"contains() answered {len(answers)} of {len(keys)} keys")

@@ -9,9 +9,10 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ class World:
         repeats_stores: bool = True,
         workers: StatusTable | None = None,
         explainer: Explainer | None = None,
+        addresses: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
@@ -126,6 +128,7 @@ class World:
             steps_ahead=steps_ahead,
             repeats_stores=repeats_stores,
             explainer=explainer,
+            addresses=addresses,
             clock=clock,
             on_shutdown=self._shut_down,
         )
@@ -299,6 +302,17 @@ def test_a_decode_engine_is_told_to_wait_as_long_as_puts_may_take(make: Make) ->
     assert told["kvtier"]["wait_s"] > tier.deadline_s, "puts begin after the response"
     assert it.manager.response_params("a", {}) is None
     assert make(slots=8).manager.response_params("a", PREFILL) is None, "there is no tier"
+
+
+def test_a_decode_engine_is_told_where_to_ask_and_its_tiers_are(make: Make) -> None:
+    it = make(dummy(), dummy(), slots=8, limits=Limits(max_wait_s=3600.0), addresses={1: "10.0.0.1:18570"})
+    told = it.manager.response_params("a", PREFILL)
+    assert told is not None
+    assert told["kvtier"]["from"] == ["10.0.0.1:18570"]
+    it.core.on_event(TierDown(1, "gone"), 0.0)
+    assert "from" not in (it.manager.response_params("a", PREFILL) or {})["kvtier"]
+    it.manager.on_new_request(ReqContext(req_id="b", kv_transfer_params=told))
+    assert it.manager._requests["b"].addresses == ("10.0.0.1:18570",)
 
 
 @pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled"])

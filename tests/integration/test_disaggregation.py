@@ -170,7 +170,10 @@ def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
 ) -> None:
     asked, counts = prompt(2), Counts(decode)
     told = prefill.call("prefill", module=ROLES, prompt=asked)["params"]
-    assert told == {"kvtier": {"wait_s": told["kvtier"]["wait_s"]}}
+    address = shared.of(1).get("listen")
+    assert told == {
+        "kvtier": {"wait_s": told["kvtier"]["wait_s"], **({"from": [address]} if address else {})}
+    }
     assert PATIENCE_S <= told["kvtier"]["wait_s"] <= WAIT_S, "a put's deadline has passed by then"
     prefill.settled()
     answers, loaded = decode.served(asked, kv_transfer_params=told)

@@ -50,7 +50,7 @@ def test_all_hints_together(reader: HintReader):
         ({"pin": "x" * 5000}, "pin must be a name"),
         ({"release": 7}, "release must be true or a name of 1 to 128 characters, not 7"),
         ({"release": False}, "release must be true or a name of 1 to 128 characters, not False"),
-        ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release, wait_s, next_use_s"),
+        ({"keep": True}, "unknown key 'keep'; known keys: explain, ttl_s, pin, release, wait_s, from, next_"),
         ({"priority": 4}, "priority must be an integer from 0 to 3, not 4"),
         ({"priority": -1}, "priority must be an integer from 0 to 3, not -1"),
         ({"priority": True}, "priority must be an integer from 0 to 3, not True"),
@@ -58,6 +58,12 @@ def test_all_hints_together(reader: HintReader):
         ({"priority": NESTED}, "priority must be an integer from 0 to 3, not list"),
         ({"wait_s": -1}, "wait_s must be a number of seconds above 0"),
         ({"wait_s": float("inf")}, "wait_s must be a number of seconds above 0"),
+        ({"from": "10.0.0.1:18570"}, "from must be a list of 1 to 16 addresses such as 10.0.0.1:18570"),
+        ({"from": []}, "from must be a list of 1 to 16 addresses"),
+        ({"from": ["a:1"] * 17}, "from must be a list of 1 to 16 addresses"),
+        ({"from": ["a:1", 7]}, "from must be a list of 1 to 16 addresses"),
+        ({"from": ["x" * 301]}, "from must be a list of 1 to 16 addresses"),
+        ({"from": ["\ud800:1"]}, "from must be a list of 1 to 16 addresses"),
     ],
 )
 def test_what_is_wrong_is_ignored_with_a_warning(
@@ -86,6 +92,8 @@ def test_an_ordinary_request_is_no_prefill(params: Any):
 def test_what_a_prefill_returns_is_a_hint_for_the_engine_that_decodes(reader: HintReader):
     assert is_prefill({"do_remote_decode": True, "kvtier": {"explain": True}})
     assert reader.read("a", {"kvtier": {"wait_s": 5.0, "explained": {"tokens": {}}}}) == Hints(wait_s=5.0)
+    told = {"wait_s": 5.0, "from": ["10.0.0.1:18570"]}
+    assert reader.read("a", {"kvtier": told}) == Hints(wait_s=5.0, addresses=("10.0.0.1:18570",))
 
 
 class Session:

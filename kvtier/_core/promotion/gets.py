@@ -51,7 +51,8 @@ class Gets:
             )
             self.expected[allowed_tiers(waiters)].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
-        self._shared.commands.append(Get(transfer.id, tier, keys, slots, located))
+        addresses = () if located else _addresses(waiters)
+        self._shared.commands.append(Get(transfer.id, tier, keys, slots, located, addresses))
         return transfer
 
     def end(self, event: GetEnded, now_s: float) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:
@@ -171,6 +172,12 @@ class Gets:
         if copied:
             status.writes.fetched(select(transfer.keys, event.answers, Answer.COPIED))
         counts["absent", name] += max(0, missing - sum(event.reasons.values()))
+
+
+def _addresses(waiters: Waiters) -> tuple[str, ...]:
+    """Return where the keys are, where all clients who wait for them say the same."""
+    said = {request.addresses for request in waiters}
+    return said.pop() if len(said) == 1 else ()
 
 
 def select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:

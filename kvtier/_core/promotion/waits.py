@@ -88,6 +88,8 @@ class Waits:
             if request.wait is None or not request.wait.keys:
                 request.answers_stand = False
                 continue
+            if request.wait.is_over(now_s):
+                request.addresses = ()  # its last question is for all
             expected = self._gets.expected[request.tiers]
             keys = request.wait.ask_again()
             if keys[0] not in expected:

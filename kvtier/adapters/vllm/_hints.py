@@ -10,6 +10,7 @@ from math import inf
 from typing import Any
 
 from kvtier._core.chunks import DEFAULT, HIGHEST, LOW
+from kvtier._core.messages import MAX_ADDRESS, MAX_ADDRESSES
 from kvtier._core.prefetch import Prefetches
 from kvtier._core.retention import Retention
 from kvtier._telemetry.log_limit import LogLimit
@@ -23,6 +24,9 @@ PARAMS = "kvtier"
 EXPLAINED = "explained"
 """The key below it of the answer to ``explain`` in a response, which may come back as a hint: a router hands
 the parameters of a prefill engine's response to a decode engine."""
+
+FROM = "from"
+"""The key of the addresses of engines that have the chunks."""
 
 _LONGEST_TTL_S = 86_400
 _LONGEST_NAME = 128
@@ -41,6 +45,7 @@ class Hints:
     pin: str = ""  # keep them under this name, until its release or ``ttl_s`` after its last request
     release: str | bool = False  # a name kept no more once the request has ended; True: its own chunks
     wait_s: float = 0.0  # wait for chunks that no tier has yet: another engine computes them
+    addresses: tuple[str, ...] = ()  # "from": where that engine serves what it has
     next_use_s: float = 0.0  # from its end until its chunks are needed again; 0: nobody knows
     priority: int = DEFAULT  # of its chunks in the primary tier: lower ones are evicted first
 
@@ -75,6 +80,12 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME
 
 
+def _are_addresses(value: object) -> bool:
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_ADDRESSES:
+        return False
+    return all(isinstance(it, str) and 0 < len(it) <= MAX_ADDRESS and it.isascii() for it in value)
+
+
 def _shown(value: object) -> str:
     """Return a number or a short text, else the type: a nested value or a large integer has no short one."""
     is_short = isinstance(value, int | float) and abs(value) < _SHOWN_BELOW
@@ -89,6 +100,7 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "pin": (_is_name, f"a name of 1 to {_LONGEST_NAME} characters"),
     "release": (lambda it: it is True or _is_name(it), f"true or a name of 1 to {_LONGEST_NAME} characters"),
     "wait_s": (_is_time, _A_TIME),
+    FROM: (_are_addresses, f"a list of 1 to {MAX_ADDRESSES} addresses such as 10.0.0.1:18570"),
     "next_use_s": (_is_time, _A_TIME),
     "priority": (lambda it: type(it) is int and LOW <= it <= HIGHEST, f"an integer from {LOW} to {HIGHEST}"),
 }
@@ -123,7 +135,8 @@ class HintReader:
                 good[key] = ours[key]
             elif key in ours:
                 self._warn(req_id, f"{key} must be {wanted}, not {_shown(ours[key])}")
-        return Hints(**good)
+        addresses = tuple(good.pop(FROM, ()))
+        return Hints(addresses=addresses, **good)
 
     def _warn(self, req_id: str, problem: str) -> None:
         added = self._log_limit.allow("params", self._clock())

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ from kvtier._isolation.process import AnyExecutor
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
-from kvtier.adapters.vllm._hints import EXPLAINED, PARAMS, ClientHints, is_prefill
+from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, ClientHints, is_prefill
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
@@ -84,6 +85,7 @@ class KVTierManager(OffloadingManager):
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
         sources: what vLLM calls each secondary tier in its cache-hit metrics.
+        addresses: where other engines read from a tier, by its index.
         steps_ahead: the most scheduled steps in flight, the current one included.
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
@@ -97,6 +99,7 @@ class KVTierManager(OffloadingManager):
         published: Published | None = None,
         *,
         sources: Sequence[CacheHitSource] = (),
+        addresses: Mapping[int, str] = MappingProxyType({}),
         steps_ahead: int = 2,
         on_shutdown: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
@@ -118,6 +121,7 @@ class KVTierManager(OffloadingManager):
             clock=clock,
         )
         self._sources = sources
+        self._addresses = addresses
         self._steps_ahead = steps_ahead
         self._on_shutdown = on_shutdown
         self._drain_s = drain_s
@@ -145,6 +149,7 @@ class KVTierManager(OffloadingManager):
         hints = self._hints.begin(req_context.req_id, params, tiers)
         if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
             request.wait = Wait(wait_s)
+        request.addresses = hints.addresses
         request.releases = hints.release is True
         request.priority = LOW if request.releases else hints.priority
         if hints.explain or self._explainer.is_on:
@@ -166,28 +171,36 @@ class KVTierManager(OffloadingManager):
     def response_params(self, req_id: str, params: object) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of the response to a request that had ``params``, if any.
 
-        That is what explains its prefix, where its client asked for that, and how long an engine that
-        decodes its prompt is to wait for its chunks, where another one is to do that.
+        That is what explains its prefix, where its client asked for that, and hints for the engine that
+        decodes its prompt, where another one is to do that.
         """
         ours: dict[str, Any] = {}
         if (explained := self._explainer.answer(req_id)) is not None:
             ours[EXPLAINED] = msgspec.to_builtins(explained)
-        if is_prefill(params) and (wait_s := self._wait_for_decode_s()):
-            ours["wait_s"] = wait_s
+        if is_prefill(params):
+            ours.update(self._hints_for_decode())
         return {PARAMS: ours} if ours else None
 
-    def _wait_for_decode_s(self) -> float:
-        """Return how long after a response the last chunks of its prompt may take to get into the tiers.
+    def _hints_for_decode(self) -> dict[str, Any]:
+        """Return how long an engine is to wait for the chunks of a prompt, and where it can read them.
 
-        Their copies begin a step later, and the puts that follow end within their deadline. 0 where nothing
-        of it gets there: no tier takes puts, nothing is stored, or a reset was before.
+        The copies of the last chunks begin a step after the response, and the puts that follow end within
+        their deadline. Empty where no chunk gets into a tier: none takes puts, nothing is stored, or a reset
+        was before.
         """
         core, shared = self._core, self._core.shared
         if core.epoch or core.is_disabled or core.refusal:
-            return 0.0
-        takes_puts = [it for it in shared.tiers if it.disabled_reason is None and it.puts.is_closed]
-        put_s = max((tier.deadline_s + _COPY_S for tier in takes_puts), default=0.0)
-        return min(put_s, shared.limits.max_wait_s)
+            return {}
+        tiers = {
+            index: it
+            for index, it in enumerate(shared.tiers)
+            if it.disabled_reason is None and it.puts.is_closed
+        }
+        put_s = max((tier.deadline_s + _COPY_S for tier in tiers.values()), default=0.0)
+        if not (wait_s := min(put_s, shared.limits.max_wait_s)):
+            return {}
+        addresses = [self._addresses[index] for index in tiers if index in self._addresses]
+        return {"wait_s": wait_s, FROM: addresses} if addresses else {"wait_s": wait_s}
 
     # --- lookups and loads -----------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """``KVTierConnector``: vLLM's ``OffloadingConnector``, which also reports failed loads to the engine, and
-returns in responses what explains a prefix, and how long a decode engine is to wait for its chunks.
+returns in responses what explains a prefix, and how long and where a decode engine is to wait for its chunks.
 
 The plain connector asserts that every copy succeeds. vLLM can recompute a request whose load failed if the
 connector names it in ``failed_recving``. It would load the same chunks again in the next step; to prevent

@@ -127,6 +127,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             executor,
             self._published(core, executor, tiers, status_table),
             sources=[_source(tier) for tier in tiers],
+            addresses=_addresses(tiers),
             steps_ahead=self._engine.steps_ahead,
             slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
@@ -271,6 +272,12 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
 
 def _source(tier: NamedTier) -> CacheHitSource:
     return CacheHitSource.DISK if tier.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
+
+
+def _addresses(tiers: Sequence[NamedTier]) -> dict[int, str]:
+    """Return where other engines read from a tier, by its index."""
+    said = {index: tier.tier.config.peer_address() for index, tier in enumerate(tiers)}
+    return {index: address for index, address in said.items() if address}
 
 
 def _shut_down(executor: AnyExecutor, region: Region, status_table: StatusTable, drain_s: float) -> None:

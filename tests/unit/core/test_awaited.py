@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 
-from kvtier._core.awaited import FEW_KEYS, FIRST_PAUSE_S, LAST_S, LONGEST_PAUSE_S, MOST_KEYS, Wait
+from kvtier._core.awaited import (
+    FEW_KEYS,
+    FIRST_PAUSE_S,
+    LAST_S,
+    LONGEST_PAUSE_S,
+    MOST_KEYS,
+    PAUSE_SHARE,
+    Wait,
+)
 from kvtier._core.messages import Get, GetEnded, TierDown
 from kvtier._core.promotion.waits import MOST_POLLS
 from kvtier._core.requests import Request
@@ -112,22 +119,43 @@ def test_after_its_time_it_is_a_miss_and_the_deadline_of_tiers_counts_from_there
     assert not core.promotions.holds.pending
 
 
-def test_the_pauses_grow_up_to_a_bound_and_an_arrival_shortens_them() -> None:
-    core, request, now_s = make(), waiting(), 0.0
+@pytest.mark.parametrize("news_s", [0.0, 3.0])
+def test_a_pause_is_a_small_share_of_the_time_since_the_last_arrival(news_s: float) -> None:
+    """So an arrival is noticed late by a small share of what it took to come."""
+    core, request, now_s = make(), waiting(), news_s
     begin(core, request, PROMPT, *[MISSING] * 4)
-    pauses = []
-    for _ in range(8):
+    step_as_vllm(core, request, PROMPT, 0.0)
+    if news_s:
+        _, (get,) = step_as_vllm(core, request, PROMPT, now_s)
+        answer(core, get, [LOCATED, MISSING, MISSING, MISSING], now_s)
+        _, (again, get) = step_as_vllm(core, request, PROMPT, now_s)
+        assert list(again.keys) == PROMPT[1:], "there may be more by now"
+        answer(core, get, [COPIED], now_s)
+        answer(core, again, [MISSING] * 3, now_s)
+    pauses = {}
+    while now_s < WAIT_S - LONGEST_PAUSE_S:
         before_s = now_s
         now_s, get = poll(core, request, PROMPT, now_s)
-        answer(core, get, [MISSING] * 4, now_s)
-        pauses.append(now_s - before_s)
-    assert all(later >= pause - STEP_S for pause, later in pairwise(pauses))
-    assert pauses[0] >= FIRST_PAUSE_S
-    assert LONGEST_PAUSE_S <= pauses[-1] < 1.1 * LONGEST_PAUSE_S
-    now_s, get = poll(core, request, PROMPT, now_s)
-    answer(core, get, [LOCATED, MISSING, MISSING, MISSING], now_s)
-    _, begun = step_as_vllm(core, request, PROMPT, now_s)
-    assert [list(get.keys) for get in begun] == [PROMPT[1:], PROMPT[:1]], "there may be more by now"
+        answer(core, get, [MISSING] * len(get.keys), now_s)
+        pauses[before_s] = now_s - before_s
+    for before_s, pause_s in pauses.items():
+        wanted_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, PAUSE_SHARE * (before_s - news_s)))
+        assert wanted_s - 1e-9 <= pause_s < wanted_s + 2 * STEP_S, (
+            f"{before_s - news_s} s after the last news"
+        )
+
+
+def test_questions_of_a_wait_in_vain_are_bounded() -> None:
+    wait, now_s, asked = Wait(5.0), 0.0, 0
+    wait.begin(now_s)
+    wait.update(PROMPT, (), (), now_s)
+    wait.note_answer(PROMPT, PROMPT, now_s, failed=False)
+    assert not wait.take(PROMPT, now_s)
+    while not wait.is_over(now_s):
+        now_s, asked = wait.again_s, asked + 1
+        wait.ask_again()
+        wait.note_answer(PROMPT, PROMPT, now_s, failed=False)
+    assert asked == 42
 
 
 def test_a_step_between_two_polls_asks_nobody() -> None:
@@ -265,6 +293,42 @@ def test_models_with_windows_do_not_wait() -> None:
     core, request = make(windowed=frozenset({1})), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     assert ask(core, request, PROMPT) == [MISS]
+
+
+# --- where its client says that they are -----------------------------------------------------------
+
+THERE = ("10.0.0.1:18570",)
+
+
+def test_tiers_are_told_where_the_chunks_are_until_the_last_question() -> None:
+    core, request = make(), Request("decode", wait=Wait(WAIT_S), addresses=THERE)
+    (get,) = step(core, request, PROMPT)
+    assert get.addresses == THERE
+    answer(core, get, [MISSING] * 4)
+    now_s, get = poll(core, request, PROMPT, 0.0)
+    assert get.addresses == THERE
+    answer(core, get, [LOCATED] + [MISSING] * 3, now_s)
+    _, (again, located) = step_as_vllm(core, request, PROMPT, now_s)
+    assert (again.addresses, located.addresses) == (THERE, ()), "nobody is asked for what is located"
+    answer(core, again, [MISSING] * 3, now_s)
+    answer(core, located, [COPIED], now_s)
+    _, (last,) = step_as_vllm(core, request, PROMPT, WAIT_S)
+    assert last.addresses == (), "all are asked"
+
+
+def test_tiers_are_told_what_all_say_who_begin_to_wait_for_a_chunk() -> None:
+    core = make(tiers=[TierStatus("t0", 60.0), TierStatus("t1", 60.0)])
+    one, same, other = (Request(addresses=it) for it in (THERE, THERE, ("10.0.0.2:18570",)))
+    for index, (request, of_next) in enumerate([(same, THERE), (other, ()), (Request(), ())]):
+        prompt = keys(f"a{index}", 2)
+        for it in (one, request):
+            ask(core, it, prompt)
+        core.settle(0.0)
+        (get,) = fetches(core)
+        assert get.addresses == THERE
+        (get,) = answer(core, get, [MISSING] * 2)
+        assert (get.tier, get.addresses) == (1, of_next)
+        answer(core, get, [MISSING] * 2)
 
 
 # --- what the engine does not ask for -------------------------------------------------------------

@@ -41,7 +41,7 @@ health = st.sampled_from(TransferHealth)
 answers = st.lists(st.sampled_from(Answer), max_size=5)
 commands = st.one_of(
     st.builds(Put, numbers, numbers, keys, slots),
-    st.builds(Get, numbers, numbers, keys, slots, st.booleans()),
+    st.builds(Get, numbers, numbers, keys, slots, st.booleans(), st.lists(words, max_size=3).map(tuple)),
     st.builds(Touch, numbers, keys),
     st.builds(Reset, numbers, numbers),
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import selectors
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import anyio
 import pytest
 
-from kvtier._core.messages import Answer, TierDown, TierUp, Touch, TransferHealth
+from kvtier._core.messages import Answer, Get, TierDown, TierUp, Touch, TransferHealth
 from kvtier._execution.executor import NamedTier
 from kvtier.errors import TierError
+from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._drain import until_done
 from kvtier.tiers.dummy import DummyConfig
@@ -125,6 +127,22 @@ async def test_a_touch_that_hangs_does_not_end_all_others() -> None:
         it.executor.submit([Touch(0, [key(2)])])
         await anyio.sleep(5.0)
         assert tier.of("touch") == [0.0, 5.0]
+
+
+async def test_a_tier_is_told_where_a_client_says_that_the_chunks_are() -> None:
+    asked: list[tuple[Sequence[OffloadKey], Sequence[str]]] = []
+
+    class Asking(Scripted):
+        async def contains_at(self, keys: Sequence[OffloadKey], addresses: Sequence[str]) -> Any:
+            asked.append((keys, addresses))
+            return await super().contains_at(keys, addresses)
+
+    tier = Asking(contains=[raises(ConnectionResetError()), None])
+    async with world(tier) as it:
+        end = await it.ended(it.submit(Get, 0, [key(1)], [], False, ("10.0.0.1:18570",)))
+        assert (list(end.answers), end.retry) == ([Answer.MISSING], "helped")
+    assert asked == 2 * [([key(1)], ("10.0.0.1:18570",))], "in the second attempt, too"
+    assert len(tier.of("contains")) == 2
 
 
 # --- second attempts -------------------------------------------------------------------------------

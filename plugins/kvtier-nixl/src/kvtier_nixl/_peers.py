@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ _LONGEST_PAUSE_S: Final = 5.0
 _FIRST_TRIES_S: Final = 5.0
 _PATIENCE: Final = 0.1
 """Share of ``answer_timeout_s`` for which a late peer is waited for when half of them have answered."""
+
+_ASK_ALL_EVERY_S: Final = 1.0
+"""Seconds between two questions to all peers about a key whose holders a client has named."""
+
+_MOST_ASKED: Final = 65_536
 
 
 class PeerError(Exception):
@@ -99,6 +105,11 @@ class Peer:
         finally:
             self.was_tried.set()
             self.close()
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether it is connected, and has answered all lookups."""
+        return self.is_connected and not self.is_late
 
     @property
     def is_connected(self) -> bool:
@@ -230,6 +241,7 @@ class Peers:
         self._patience_s = _PATIENCE * timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._lookups: set[asyncio.Task[None]] = set()
+        self._asked_s: OrderedDict[OffloadKey, float] = OrderedDict()  # when all were asked last, ascending
 
     async def open(self) -> None:
         """Begin to connect, in the background; wait a while until each peer has been tried once."""
@@ -251,16 +263,46 @@ class Peers:
         if tasks := [*self._tasks, *self._lookups]:
             await asyncio.wait(tasks)
 
-    async def locate(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Peer]:
-        """Ask all that are connected; return for each key that is held which holder to read it from."""
+    async def locate(
+        self, keys: Sequence[OffloadKey], addresses: Collection[str] = ()
+    ) -> dict[OffloadKey, Peer]:
+        """Ask all that are connected; return for each key that is held which holder to read it from.
+
+        Peers at ``addresses``, if any, are asked first, and the others only for keys that these do not hold:
+        when a key is asked for first, every second after that, and whenever one of these does not answer.
+        """
+        peers = [peer for peer in self._peers if peer.can_be_asked]
+        named = [peer for peer in peers if peer.address in addresses]
+        if not named:
+            return await self._ask(peers, keys)
+        found = await self._ask(named, keys, self._patience_s)
+        missing = [key for key in keys if key not in found]
+        others = [peer for peer in peers if peer not in named and peer.can_be_asked]
+        if all(peer.can_be_asked for peer in named):
+            missing = self._due(missing)
+        return found | await self._ask(others, missing) if missing else found
+
+    def _due(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that all peers are to be asked for again, and note that they are."""
+        now_s, asked_s = asyncio.get_running_loop().time(), self._asked_s
+        past_s = now_s - _ASK_ALL_EVERY_S
+        while asked_s and (len(asked_s) > _MOST_ASKED or next(iter(asked_s.values())) <= past_s):
+            asked_s.popitem(last=False)
+        due = [key for key in keys if key not in asked_s]
+        asked_s.update(dict.fromkeys(due, now_s))
+        return due
+
+    async def _ask(
+        self, peers: Sequence[Peer], keys: Sequence[OffloadKey], limit_s: float | None = None
+    ) -> dict[OffloadKey, Peer]:
+        """Return for each key that is held which holder to read it from. ``limit_s`` bounds the wait."""
         holders: dict[OffloadKey, list[Peer]] = {key: [] for key in keys}
-        peers = [peer for peer in self._peers if peer.is_connected and not peer.is_late]
         asked = {asyncio.create_task(_look_up(peer, keys, holders)): peer for peer in peers}
         self._lookups.update(asked)
         for task in asked:
             task.add_done_callback(self._lookups.discard)
         try:
-            late = await self._answers(asked)
+            late = await self._answers(asked, limit_s)
         except BaseException:
             for task in asked:
                 task.cancel()
@@ -270,11 +312,13 @@ class Peers:
             task.add_done_callback(partial(_was_late, asked[task]))
         return share_out({key: held for key, held in holders.items() if held}, lambda peer: peer.pace)
 
-    async def _answers(self, waiting: Collection[asyncio.Task[None]]) -> Collection[asyncio.Task[None]]:
-        """Wait until the tasks end; return those that take much longer than half of them."""
+    async def _answers(
+        self, waiting: Collection[asyncio.Task[None]], within_s: float | None
+    ) -> Collection[asyncio.Task[None]]:
+        """Wait until the tasks end; return those that take longer than allowed, or much longer than half."""
         loop = asyncio.get_running_loop()
         half, begun_s = len(waiting) // 2, loop.time()
-        limit_s: float | None = None
+        limit_s = None if within_s is None else begun_s + within_s
         while waiting:
             left_s = None if limit_s is None else limit_s - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

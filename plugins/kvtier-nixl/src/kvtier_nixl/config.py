@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from kvtier.tiers import Size, TierConfig
 
 _DEFAULT_PORT: Final = 18_570
+_WILDCARDS: Final = ("0.0.0.0", "::")
 
 
 class NixlConfig(TierConfig):
@@ -22,10 +23,15 @@ class NixlConfig(TierConfig):
         description="Address at which other engines ask for chunks: `host:port`, a different one for each "
         "engine of a host. Port 0: any free port, for an engine that only reads.",
     )
+    advertise: str | None = Field(
+        default=None,
+        description="Address by which the `peers` of others name this engine. Decode engines are told to ask "
+        "there for what it has computed. Default: `listen`, unless its host is a wildcard or its port 0.",
+    )
     peers: tuple[str, ...] = Field(
         default=(),
         max_length=256,
-        description="`listen` addresses of the engines to read from. An engine ignores its own, so the list "
+        description="Addresses of the engines to read from. An engine ignores its own, so the list "
         "can be the same everywhere.",
     )
     secret_file: Path | None = Field(
@@ -62,6 +68,13 @@ class NixlConfig(TierConfig):
         parse_address(value, least_port=0)
         return value
 
+    @field_validator("advertise")
+    @classmethod
+    def _is_reachable(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_address(value)
+        return value
+
     @field_validator("peers")
     @classmethod
     def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -87,6 +100,12 @@ class NixlConfig(TierConfig):
                 f"({self.deadline_s:g}): a peer that hangs would use up the deadline; lower answer_timeout_s"
             )
         return self
+
+    def peer_address(self) -> str | None:
+        """See ``TierConfig.peer_address``."""
+        host, port = parse_address(self.listen, least_port=0)
+        is_wildcard = host in _WILDCARDS or not port
+        return self.advertise or (None if is_wildcard else self.listen)
 
 
 def parse_address(text: str, least_port: int = 1) -> tuple[str, int]:

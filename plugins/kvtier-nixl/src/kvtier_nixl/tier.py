@@ -180,8 +180,13 @@ class NixlTier(SecondaryTier[NixlConfig]):
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys this engine or a connected peer holds. See ``SecondaryTier.contains``."""
+        return await self.contains_at(keys, ())
+
+    async def contains_at(self, keys: Sequence[OffloadKey], addresses: Sequence[str]) -> Sequence[bool]:
+        """Do the same, and ask the peers at ``addresses`` first. See ``SecondaryTier.contains_at``."""
         resets = self._resets
-        elsewhere = await self._locate([key for key in dict.fromkeys(keys) if key not in self._held])
+        wanted = [key for key in dict.fromkeys(keys) if key not in self._held]
+        elsewhere = await self._locate(wanted, addresses)
         if resets == self._resets:
             self._located.update(elsewhere)  # for the get that follows
         while len(self._located) > _LOCATIONS:
@@ -278,9 +283,11 @@ class NixlTier(SecondaryTier[NixlConfig]):
 
     # --- chunks of peers -------------------------------------------------------------------------
 
-    async def _locate(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, Peer]:
-        """Return which connected peer holds each key that one of them holds."""
-        return await self._peers.locate(keys) if self._peers is not None and keys else {}
+    async def _locate(
+        self, keys: Sequence[OffloadKey], addresses: Sequence[str] = ()
+    ) -> dict[OffloadKey, Peer]:
+        """Return which connected peer holds each key that one of them holds. See ``Peers.locate``."""
+        return await self._peers.locate(keys, addresses) if self._peers is not None and keys else {}
 
     async def _get_from_peers(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
         keys = [batch.keys[index] for index in wanted]

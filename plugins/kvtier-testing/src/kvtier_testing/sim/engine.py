@@ -30,6 +30,7 @@ from kvtier_testing.sim.scenario import Scenario
 _ASK_EVERY_S = 0.002
 _MOST_FULL_STEPS = 40
 _ROUNDING_S = 1e-9  # the core adds up its deadlines in another order
+_NOBODY = "192.0.2.1:1"
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then
 
 logger = logging.getLogger("kvtier.sim")
@@ -133,6 +134,9 @@ class EngineProcess(Process):
         self._chance = world.chance(f"engine/{world.process}")
         self._patience = world.chance(f"patience/{world.process}")
         self._priorities = world.chance(f"priorities/{world.process}")
+        self._places = world.chance(f"places/{world.process}")
+        peers = [address for tier in scenario.tiers for address in getattr(tier.config, "peers", ())]
+        self._addresses = [*peers, _NOBODY]
         self._full_steps = 0  # there is room for no request: those that wait are not asked for
         self._jobs: list[Job] = []
         self._requests = 0
@@ -240,6 +244,9 @@ class EngineProcess(Process):
         job.next_use_s = self._patience.choice((0.0, 0.1, 0.3, 2.0))
         wait_s = self._patience.choice(self._scenario.waits_s)
         job.request.wait = Wait(wait_s) if wait_s else None
+        job.request.addresses = tuple(
+            self._places.choices(self._addresses, k=self._places.choice((0, 0, 1, 2)))
+        )
         job.request.priority = self._priorities.choice((1, 1, 1, 0, 0, 2, 3))
         job.request.releases = job.request.priority == 0 and self._priorities.random() < 0.7
         job.patience_s = wait_s + self._scenario.limits.request_deadline_s

@@ -109,8 +109,12 @@ class FaultyTier(SecondaryTier[TierConfig]):
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Ask the tier; the answer may be old."""
+        return await self.contains_at(keys, ())
+
+    async def contains_at(self, keys: Sequence[OffloadKey], addresses: Sequence[str]) -> Sequence[bool]:
+        """Do the same."""
         self._require_usable("contains")
-        there = list(await self._do("contains", lambda: self.inner.contains(keys)))
+        there = list(await self._do("contains", lambda: self.inner.contains_at(keys, addresses)))
         chance = self._backend.chance
         if chance.random() < self._faults.chunks:
             index = chance.randrange(len(there))

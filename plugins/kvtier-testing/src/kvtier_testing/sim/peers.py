@@ -21,6 +21,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import Batch, Outcome, Status
 from kvtier_nixl import NixlTier
 from kvtier_nixl._agent import Agent, Memory
+from kvtier_nixl._peers import _PATIENCE
 from kvtier_nixl.config import NixlConfig
 from kvtier_testing.sim.loop import OWNER, ProcessId
 from kvtier_testing.sim.model import World, show
@@ -169,14 +170,15 @@ class PeerTier(NixlTier):
     def _warn(self, subject: str, text: str) -> None:
         self._world.note(f"{self._context.name}: {subject}: {text}")
 
-    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Look up. A peer that does not answer costs ``answer_timeout_s`` at most."""
+    async def contains_at(self, keys: Sequence[OffloadKey], addresses: Sequence[str]) -> Sequence[bool]:
+        """Look up. A peer that does not answer costs ``answer_timeout_s`` at most; less if it was named."""
         began_s, fabric = time.monotonic(), self._fabric
+        limit_s = self.config.answer_timeout_s * (1 + _PATIENCE * bool(addresses)) + _MOMENT_S
         try:
-            held = await super().contains(keys)
+            held = await super().contains_at(keys, addresses)
         finally:
             took_s = time.monotonic() - began_s
-            if took_s > self.config.answer_timeout_s + _MOMENT_S:
+            if took_s > limit_s:
                 self._world.fail(f"peers have kept a lookup waiting for {took_s:.4f} s")
         fabric.lookups += 1
         return held

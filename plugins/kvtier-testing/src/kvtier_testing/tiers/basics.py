@@ -76,6 +76,12 @@ class BasicTests(TierSetup):
             await it.tier.discard(keys([1, 9, 1]))
             expect(await it.get([1]) == [Status.ABSENT], "a discarded chunk is still there")
 
+    async def test_addresses_that_nobody_has_change_no_answer(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            it.expect_kept(await it.put([1]), "a put")
+            found = list(await it.tier.contains_at(keys([1, 2]), ["203.0.113.1:1"]))
+            expect(found == [True, False] or self.is_lossy, f"contains_at() answered {found}")
+
     async def test_the_slots_of_a_put_may_hold_something_else_when_it_has_ended(self, place: Path) -> None:
         async with self.opened(place) as it:
             for version in (0, 1):
