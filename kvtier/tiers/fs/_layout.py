@@ -74,9 +74,12 @@ def open_folder(root_fd: int, path: str, *, follow: bool = False) -> Iterator[in
 
 
 def names_in(root_fd: int, path: str, *, follow: bool = False) -> list[str]:
-    """Return the names in a directory. OSError where it cannot be read."""
-    with open_folder(root_fd, path, follow=follow) as fd:
-        return os.listdir(fd)
+    """Return the names in a directory; none where it is missing. OSError where it cannot be read."""
+    try:
+        with open_folder(root_fd, path, follow=follow) as fd:
+            return os.listdir(fd)
+    except FileNotFoundError:
+        return []
 
 
 def chunk_path(data_dir: str, key: OffloadKey) -> str:

@@ -18,8 +18,8 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +28,8 @@ from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import Flag, Place
+from kvtier.tiers.fs._epoch import Epoch
+from kvtier.tiers.fs._files.call import Flag, Place, errno_name
 from kvtier.tiers.fs._locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs._quota import ledger
 
@@ -45,42 +46,6 @@ _LONGEST_TRY_PAUSE_S: Final = 60.0
 _LINES_EVERY_S: Final = 30.0
 _log = logging.getLogger("kvtier.tiers.fs")
 _log_limit = LogLimit(_LINES_EVERY_S)  # of the process: a tier that fails to open is made anew each time
-
-
-def errno_name(number: int) -> str:
-    """Return an errno's name as reasons have it: ``"enospc"``."""
-    return errno.errorcode.get(number, f"errno_{number}").lower()
-
-
-class Epoch:
-    """An epoch in use by this opener: where its chunks are, and the lock that keeps them."""
-
-    def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
-        self.number = number
-        self.place = place
-        self._lock_fd = lock_fd
-        self._holds = 0
-        self._retired = False
-
-    @contextmanager
-    def hold(self) -> Iterator[Place]:
-        """Keep the epoch's files from being swept. In the event loop only."""
-        self._holds += 1
-        try:
-            yield self.place
-        finally:
-            self._holds -= 1
-            self._release_unused()
-
-    def retire(self) -> None:
-        """Give the epoch up as soon as nothing under way holds it. In the event loop only."""
-        self._retired = True
-        self._release_unused()
-
-    def _release_unused(self) -> None:
-        if self._retired and not self._holds and self._lock_fd is not None:
-            close_lock(self._lock_fd)
-            self._lock_fd = None
 
 
 class Namespace:
@@ -118,7 +83,7 @@ class Namespace:
                 namespace._agree_on_identity()
                 undo.pop_all()
         except OSError as error:
-            name = errno_name(error.errno or 0)
+            name = errno_name(error.errno)
             why = f"{root} cannot be used: {error.strerror or error} ({name})"
             raise TierError(f"tier {context.name}: {why}") from error
         return namespace, epoch
@@ -194,7 +159,7 @@ class Namespace:
         """Remove this writer's directory and lock. What a failed disk keeps is swept as a dead writer's."""
         if self._writer_fd is not None:
             with suppress(OSError):
-                for name in self.names(self.tmp_dir):
+                for name in layout.names_in(self.root_fd, self.tmp_dir, follow=True):
                     os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
             with suppress(OSError):
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
@@ -248,7 +213,7 @@ class Namespace:
         except IdentityError as error:
             raise TierError(f"tier {self._context.name}: {error}") from error
         except OSError as error:
-            raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno or 0)})") from error
+            raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno)})") from error
 
     def accept_read_only(self, refusal: OSError) -> None:
         """Only read the root from now on, because something of it cannot be written.
@@ -302,10 +267,11 @@ class Namespace:
         """Return the highest epoch that left a trace, -1 where none did."""
         found = [
             trace[1]
-            for name in self.names(".")
+            for name in layout.names_in(self.root_fd, ".", follow=True)
             if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
         ]
-        return max((*found, *layout.epochs_of_users(self.names(self.name))), default=-1)
+        users = layout.epochs_of_users(layout.names_in(self.root_fd, self.name, follow=True))
+        return max((*found, *users), default=-1)
 
     def _require_number(self, number: int) -> None:
         """Raise OSError for an epoch above the last one; only a forged trace leads there."""
@@ -386,13 +352,6 @@ class Namespace:
         except FileNotFoundError:
             return False
         return True
-
-    def names(self, folder: str) -> list[str]:
-        """Return the names in a directory below the root; none where it is missing. OSError."""
-        try:
-            return layout.names_in(self.root_fd, folder, follow=True)
-        except FileNotFoundError:
-            return []
 
     def _write_small(self, name: str, text: str) -> None:
         """Write a file that is there whole or not at all, after a power cut too."""

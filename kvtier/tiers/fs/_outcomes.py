@@ -9,8 +9,7 @@ from collections.abc import Container
 from typing import Final
 
 from kvtier.tiers._base import Outcome, Status
-from kvtier.tiers.fs._files.call import Result
-from kvtier.tiers.fs._namespace import errno_name
+from kvtier.tiers.fs._files.call import Result, errno_name
 
 REASONS: Final = {
     "max_bytes": "max_bytes is reached",

@@ -48,6 +48,11 @@ def count_failure(failures: Failures, error: OSError) -> None:
         failures[error.errno or errno.EIO] += 1
 
 
+def errno_name(number: int | None) -> str:
+    """Return an errno's name as reasons have it: ``"enospc"``."""
+    return errno.errorcode.get(number or 0, f"errno_{number or 0}").lower()
+
+
 class Verb(Enum):
     """What the native pool does; the value is the library's function."""
 

@@ -131,7 +131,7 @@ class Sweeper(Removal):
             return 0
         folder = f"{namespace.name}/quarantine"
         pruned = prune(self, folder, MAX_FILES)
-        if pruned.problem is not None and not self.stop and self._root.is_there(folder):
+        if pruned.problem is not None and not self.stop:
             what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
             self.problems.append(f"{what}: {pruned.problem}")
         return pruned.bytes

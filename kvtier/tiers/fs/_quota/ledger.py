@@ -219,10 +219,7 @@ def read(root_fd: int) -> Accounts | None:
 
 
 def _writers_locks(root_fd: int) -> set[str]:
-    try:
-        names = names_in(root_fd, FOLDER, follow=True)
-    except FileNotFoundError:
-        return set()
+    names = names_in(root_fd, FOLDER, follow=True)
     return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
 
 
