@@ -114,8 +114,11 @@ def parse_data_dir(directory: str) -> tuple[str, int] | None:
 
 
 def stored_epoch(root_fd: int, namespace: str) -> int | None:
-    """Return the epoch that openers of a namespace join; None if its file holds none. OSError."""
-    found = _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch"))
+    """Return the epoch that openers of a namespace join; None if its file is not readable or holds none."""
+    try:
+        found = _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch"))
+    except OSError:
+        return None
     return int(found[1]) if found else None
 
 

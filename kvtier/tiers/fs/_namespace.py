@@ -18,7 +18,6 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Final
@@ -128,13 +127,10 @@ class Namespace:
         except OSError as error:  # a share that hangs or is gone, or whose server has no such directory
             return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
-    def is_writable_again(self, try_ledger: Callable[[], object]) -> bool:
-        """Return whether a root that was read-only when it was opened can be written by now.
+    def is_writable_again(self) -> bool:
+        """Return whether a root that was read-only when it was opened can be written by now, its ledger too.
 
         Tries at growing intervals: on a file system without locks each try makes a file.
-
-        Args:
-            try_ledger: raises OSError where the root's ledger cannot be written.
         """
         if not self._refusal or time.monotonic() < self._next_try_s:
             return False
@@ -142,7 +138,7 @@ class Namespace:
         self._try_pause_s = min(2 * self._try_pause_s, _LONGEST_TRY_PAUSE_S)
         try:
             self._make_writer()
-            try_ledger()
+            ledger.SharedLedger(self.root_fd).close()
         except OSError:
             return False
         else:
@@ -177,7 +173,7 @@ class Namespace:
         if self._refusal:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
         with self._epoch_lock():
-            number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
+            number = max(beyond, self._highest_trace(), layout.stored_epoch(self.root_fd, self.name) or 0) + 1
             self._require_number(number + 1)
             epoch = self._enter(number)
             try:
@@ -245,7 +241,7 @@ class Namespace:
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
 
     def _current_epoch(self) -> int:
-        stored, highest = self._stored_epoch(), self._highest_trace()
+        stored, highest = layout.stored_epoch(self.root_fd, self.name), self._highest_trace()
         if stored is not None and stored >= highest:
             return stored
         if self.read_only is not None:
@@ -256,12 +252,6 @@ class Namespace:
         self._require_number(highest + 1)
         self._write_small("epoch", f"{highest + 1}\n")
         return highest + 1
-
-    def _stored_epoch(self) -> int | None:
-        try:
-            return layout.stored_epoch(self.root_fd, self.name)
-        except OSError:
-            return None
 
     def _highest_trace(self) -> int:
         """Return the highest epoch that left a trace, -1 where none did."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 from array import array
-from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Final
@@ -17,17 +16,15 @@ from kvtier.tiers._base import Batch, TierContext
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import Epoch
-from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, StopFlag, Verb, errno_name
+from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, StopFlag, Verb, chunks_with, errno_name
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
 from kvtier.tiers.fs._layout import max_disk_bytes
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._namespace import Namespace
-from kvtier.tiers.fs._outcomes import chunks_with
-from kvtier.tiers.fs._quota.accounts import FileSystem
-from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger
-from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
+from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger, stat_file_system
+from kvtier.tiers.fs._quota.quota import Quota
 
 _NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
 _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
@@ -133,7 +130,7 @@ class Session:
         else:
             await self._put_missing(epoch, call, batch)
         epoch.learn(call)
-        if self.quota.known.excess:
+        if self.quota.excess:
             self.maintenance.make_room_soon()
         return call
 
@@ -199,11 +196,10 @@ class Session:
     def _open_root(self) -> None:
         namespace, self.epoch = Namespace.open(self._config, self._context)
         self._resources.callback(namespace.close)
-        stat = partial(stat_file_system, namespace.root_fd)
         try:
-            ledger = _open_ledger(namespace, stat)
+            ledger = _open_ledger(namespace)
             self._resources.callback(ledger.close)
-            self.quota = Quota(self._config, max_disk_bytes(self._context.chunk_bytes), ledger, stat)
+            self.quota = Quota(self._config, max_disk_bytes(self._context.chunk_bytes), ledger)
         except OSError as error:
             name, hint = errno_name(error.errno), _NO_LEDGER if error.errno in _NOT_A_FILE else ""
             root = self._config.root_dir
@@ -241,11 +237,11 @@ class Session:
         self._resources.close()
 
 
-def _open_ledger(namespace: Namespace, stat: Callable[[], FileSystem]) -> Ledger:
+def _open_ledger(namespace: Namespace) -> Ledger:
     """Open the root's ledger. Where it cannot be written the root is only read. Blocks."""
     if namespace.read_only is None:
         try:
-            return SharedLedger(namespace.root_fd, stat)
+            return SharedLedger(namespace.root_fd)
         except OSError as error:
             namespace.accept_read_only(error)
-    return Ledger(stat())
+    return Ledger(partial(stat_file_system, namespace.root_fd))

@@ -26,10 +26,9 @@ from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import Epoch
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import THERE, FileCall, Result, Verb, errno_name
+from kvtier.tiers.fs._files.call import REASONS, THERE, FileCall, Result, Verb, errno_name, outcome_of
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
-from kvtier.tiers.fs._outcomes import REASONS, outcome_of
 from kvtier.tiers.fs._session import Session
 
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
@@ -153,7 +152,7 @@ class FsTier(SecondaryTier[FsConfig]):
         with session.epoch.hold() as epoch:
             results = await session.put(epoch, batch)
             there = [key for key, result in zip(batch.keys, results, strict=True) if result in THERE]
-            if (limit := session.quota.known.limit) is not None:
+            if (limit := session.quota.limit) is not None:
                 session.maintenance.recency.note_put(there, limit // self._chunk_bytes)
         return outcome_of(results)
 
@@ -222,7 +221,7 @@ class FsTier(SecondaryTier[FsConfig]):
         """Return how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
         if self._session is None:
             return None
-        return Usage(self._session.quota.used_bytes, self._session.quota.known.limit)
+        return Usage(self._session.quota.used_bytes, self._session.quota.limit)
 
     def statistics(self) -> FsStatistics:
         """Return what the tier knows of itself. Does not block."""
@@ -230,7 +229,7 @@ class FsTier(SecondaryTier[FsConfig]):
         return FsStatistics(
             epoch=session.epoch.number if session.epoch is not None else None,
             used_bytes=session.quota.used_bytes,
-            limit_bytes=session.quota.known.limit,
+            limit_bytes=session.quota.limit,
             quarantined=session.quarantine.counts(),
             direct_io=session.namespace.direct,
             read_only=session.namespace.read_only,

@@ -30,7 +30,7 @@ from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
 from kvtier.tiers.fs._maintenance.recency import Recency
 from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
+from kvtier.tiers.fs._quota.quota import Quota
 
 TICK_S: Final = 2.0
 """Between two reads of the ledger, which see what others need."""
@@ -123,7 +123,7 @@ class Maintenance:
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
-        if self._quota.known.unconfirmed:
+        if self._quota.accounts.unconfirmed:
             self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, _ROOM_EVERY_S)):
@@ -178,9 +178,9 @@ class Maintenance:
         epoch = self._epoch
         self._try(self._look_for_change, "looking for a change of its directory")
         self._try(self._quota.refresh, "reading its ledger")
-        if self._quota.known.excess:
+        if self._quota.excess:
             self.make_room_soon()
-        if self._quota.known.unconfirmed or self._quota.used_bytes is None:
+        if self._quota.accounts.unconfirmed or self._quota.used_bytes is None:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
             self._try(partial(self._touch, epoch.place), "setting the access times of its files")
@@ -189,12 +189,8 @@ class Maintenance:
     def _look_for_change(self) -> None:
         if self._namespace.is_replaced():
             self._context.lost(f"{self._config.root_dir} was replaced by another directory or removed")
-        elif self._namespace.is_writable_again(self._try_ledger):
+        elif self._namespace.is_writable_again():
             self._context.lost(f"{self._config.root_dir} can be written now")
-
-    def _try_ledger(self) -> None:
-        root_fd = self._namespace.root_fd
-        ledger.SharedLedger(root_fd, partial(stat_file_system, root_fd)).close()
 
     def _count(self) -> None:
         if not self._quota.count_is_due(self._config.recount_s):
@@ -227,7 +223,7 @@ class Maintenance:
         except OSError as error:  # by what the ledger said last, each try would remove as much again
             if error.errno not in ledger.NO_ROOM:
                 raise
-        need = self._quota.known.excess
+        need = self._quota.excess
         if not need:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
@@ -245,7 +241,7 @@ class Maintenance:
         While puts are under way there is no pause: their files take room, and can be evicted once complete.
         """
         first_s, most_s = EVICTION_PAUSE_S
-        can_leave = removed or self._quota.known.leased > 0
+        can_leave = removed or self._quota.accounts.leased > 0
         self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
         self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
         if self._eviction_pause_s == most_s and not self._is_warned:
