@@ -106,3 +106,16 @@ def _start(theirs: socket.socket, memory_fd: int) -> subprocess.Popen[bytes]:
         env={**os.environ, "PYTHONPATH": path},
         process_group=0,
     )
+
+
+def engine_cpus() -> set[int]:
+    """Return the CPUs that any thread of the engine may run on.
+
+    Engines bind their threads, perhaps also the one that starts the process: the tiers must not compete for
+    the CPU of a thread that computes. A limit on the whole engine is respected.
+    """
+    cpus = os.sched_getaffinity(0)
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            cpus |= os.sched_getaffinity(int(task))
+    return cpus

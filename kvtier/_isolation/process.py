@@ -30,7 +30,7 @@ from kvtier._identity import Identity
 from kvtier._isolation import wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
-from kvtier._isolation.link import Link
+from kvtier._isolation.link import Link, engine_cpus
 from kvtier._isolation.wire import Hello, SlotChecksumsLayout, TierSettings, WireError
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
@@ -261,7 +261,7 @@ class ExecutorProcess:
             metadata_bytes=len(self._region.metadata),
             slot_checksums=convert(self._slot_checksums, SlotChecksumsLayout | None, from_attributes=True),
             epochs=list(self._epochs),
-            cpus=sorted(_cpus()),
+            cpus=sorted(engine_cpus()),
             memory_limit_bytes=self._memory_limit_bytes,
             log_level=logging.getLogger("kvtier").getEffectiveLevel(),
             other_log_level=logging.getLogger().getEffectiveLevel(),
@@ -387,16 +387,3 @@ def _end_of(code: int) -> _End:
     number = -code
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
     return _End("crashed" if number in _OWN_FAULTS else "killed", f"it was ended by {name}")
-
-
-def _cpus() -> set[int]:
-    """Return the CPUs that any thread of the engine may run on.
-
-    Engines bind their threads, perhaps also the one that starts the process: the tiers must not compete for
-    the CPU of a thread that computes. A limit on the whole engine is respected.
-    """
-    cpus = os.sched_getaffinity(0)
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError):
-            cpus |= os.sched_getaffinity(int(task))
-    return cpus

@@ -1,4 +1,4 @@
-"""One identity's directories below a root: epoch, writers, and the sweeping of what is left over.
+"""One identity's directories below a root: the epoch that is joined, and the writer that an opener is.
 
 Everything here blocks and runs in the tier's own threads.
 
