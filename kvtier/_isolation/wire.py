@@ -124,9 +124,7 @@ class Activity(Struct, array_like=True, frozen=True, tag=8):
     puts_running: Number
     gets_submitted: Number
     gets_running: Number
-    used_bytes: Number | None
-    capacity_bytes: Number | None
-    knows_usage: bool
+    usage: tuple[Number | None, Number | None] | None  # the fields of ``Usage``; None where it is not known
 
 
 class LogLine(Struct, array_like=True, frozen=True, tag=9):
@@ -173,9 +171,8 @@ def plain(value: object) -> Any:
 def activity_of(tier: int, activity: TierActivity) -> Activity:
     """Return the message about a tier's activity."""
     puts, gets, usage = activity.puts, activity.gets, activity.usage
-    used, capacity = (usage.used_bytes, usage.capacity_bytes) if usage else (None, None)
     turns = (puts.submitted, puts.running, gets.submitted, gets.running)
-    return Activity(tier, *turns, used, capacity, usage is not None)
+    return Activity(tier, *turns, (usage.used_bytes, usage.capacity_bytes) if usage else None)
 
 
 def log_line(level: int, logger: str, text: str) -> LogLine:
