@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
+from kvtier._core.tiers.backoff import Backoff
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
@@ -54,7 +55,7 @@ class Namespace:
         self.name = context.identity.namespace
         self.root_fd = root_fd
         self._refusal = 0  # errno of the first write, if it failed
-        self._next_try_s, self._try_pause_s = 0.0, _FIRST_TRY_PAUSE_S
+        self._next_try_s, self._try_pause = 0.0, Backoff(_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S)
         self.direct = False  # whether files bypass the page cache
         self._mount = _mount_above(config.root_dir)
         self._config = config
@@ -134,8 +135,7 @@ class Namespace:
         """
         if not self._refusal or time.monotonic() < self._next_try_s:
             return False
-        self._next_try_s = time.monotonic() + self._try_pause_s
-        self._try_pause_s = min(2 * self._try_pause_s, _LONGEST_TRY_PAUSE_S)
+        self._next_try_s = time.monotonic() + self._try_pause.next_s()
         try:
             self._make_writer()
             ledger.SharedLedger(self.root_fd).close()

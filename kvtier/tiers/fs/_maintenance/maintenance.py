@@ -16,6 +16,7 @@ from typing import Final
 
 import anyio
 
+from kvtier._core.tiers.backoff import Backoff
 from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.tiers._base import TierContext
@@ -84,7 +85,7 @@ class Maintenance:
         self._timers: dict[Workers, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
         self._room_made = asyncio.Event()
-        self._eviction_pause_s = 0.0
+        self._eviction_pause = Backoff(*EVICTION_PAUSE_S)
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._log_limit = LogLimit(_LINES_EVERY_S)
@@ -240,11 +241,12 @@ class Maintenance:
 
         While puts are under way there is no pause: their files take room, and can be evicted once complete.
         """
-        first_s, most_s = EVICTION_PAUSE_S
-        can_leave = removed or self._quota.accounts.leased > 0
-        self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
-        self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
-        if self._eviction_pause_s == most_s and not self._is_warned:
+        if removed or self._quota.accounts.leased > 0:
+            self._eviction_pause.reset()
+            self._eviction_paused_until = 0.0
+            return
+        self._eviction_paused_until = time.monotonic() + self._eviction_pause.next_s()
+        if self._eviction_pause.pause_s == EVICTION_PAUSE_S[1] and not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "%s: over the limit by %d bytes; no chunks are left to evict: free space, or raise max_bytes",

@@ -440,7 +440,8 @@ async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again
         assert (await world.put(tier, [number])).statuses == (REFUSED,)
     await world.eventually(
         lambda: (
-            tier._session.maintenance._eviction_pause_s == 0.04 or tier._session.maintenance.make_room_soon()
+            tier._session.maintenance._eviction_pause.pause_s == 0.04
+            or tier._session.maintenance.make_room_soon()
         )
     )
     assert 1 <= len(searched) <= 6 + (time.monotonic() - began) / 0.04
