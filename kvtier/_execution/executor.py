@@ -105,12 +105,10 @@ class Executor:
         assert self._tasks is not None
         for command in commands:
             runner = self._runners[command.tier]
-            if isinstance(command, Get):
-                runner.activity.gets.submitted += 1
-                self._tasks.start_soon(runner.get, command, runner.supervisor.epoch)
-            elif isinstance(command, Put):
-                runner.activity.puts.submitted += 1
-                self._tasks.start_soon(runner.put, command, runner.supervisor.epoch)
+            if isinstance(command, Put | Get):
+                turns = runner.activity.puts if isinstance(command, Put) else runner.activity.gets
+                turns.submitted += 1
+                self._tasks.start_soon(runner.run, command, turns, runner.supervisor.epoch)
             elif isinstance(command, Touch):
                 if runner.note_touched(command.keys):
                     self._tasks.start_soon(runner.send_touched)

@@ -30,16 +30,15 @@ from kvtier._core.messages import Command, Event, ProcessEnded, Reset, SlotsRead
 from kvtier._execution.executor import Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
-from kvtier._isolation import settings, wire
-from kvtier._isolation.send_queue import SendQueue
-from kvtier._isolation.wire import Frames, Hello, Order, Report
+from kvtier._isolation import wire
+from kvtier._isolation.channel import Channel
+from kvtier._isolation.wire import Hello, Order, Report
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.tiers._drain import call_soon
 
 logger = logging.getLogger("kvtier.executor")
 
-_READ_BYTES = 256 * 1024
 _MOST_FRAMES = 1000
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 500  # more than the engine's: where memory runs out the engine goes last
@@ -51,15 +50,15 @@ _PTHREAD_ATTR_BYTES = 256  # more than any C library needs
 class _ForwardHandler(logging.Handler):
     """Sends log lines to the engine, whose handlers write them beside its own."""
 
-    def __init__(self, send_queue: SendQueue) -> None:
+    def __init__(self, channel: Channel) -> None:
         super().__init__()
-        self._send_queue = send_queue
+        self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = wire.log_line(record.levelno, record.name, self.format(record))
-            if len(self._send_queue) < _MOST_FRAMES:  # else the engine is stopped, and nobody reads them
-                self._send_queue.add(wire.pack([line]))
+            if len(self._channel) < _MOST_FRAMES:  # else the engine is stopped, and nobody reads them
+                self._channel.add(wire.pack([line]))
         except Exception:
             self.handleError(record)
 
@@ -71,8 +70,7 @@ class TierServer:
 
     def __init__(self, sock: socket.socket, hello: Hello) -> None:
         self._sock = sock
-        self._frames = Frames()
-        self.send_queue = SendQueue(sock, self._wait_for_room)
+        self.channel = Channel(sock, self._wait_for_room)
         self._hello = hello
         self._reports: list[Report] = []
         self._activity: Sequence[TierActivity] = ()
@@ -84,7 +82,7 @@ class TierServer:
     async def serve(self) -> None:
         """Serve until the engine sends ``Shutdown``."""
         self._loop = asyncio.get_running_loop()
-        tiers = [settings.unpack(tier) for tier in self._hello.tiers]
+        tiers = [tier.make() for tier in self._hello.tiers]
         identity = Identity(self._hello.model, json.loads(self._hello.manifest))
         # Resets of before this process, done or not: what is put after a reset is for its opener alone.
         resets = [Reset(tier, epoch) for tier, epoch in enumerate(self._hello.epochs) if epoch]
@@ -103,20 +101,17 @@ class TierServer:
         """Send what is left, once the loop has ended."""
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
-        while self.send_queue.is_full and poll.poll(1000 * _LAST_FLUSH_S):
-            self.send_queue.flush()
+        while self.channel.is_full and poll.poll(1000 * _LAST_FLUSH_S):
+            self.channel.flush()
 
     # --- from the engine -------------------------------------------------------------------------
 
     def _receive(self, executor: Executor) -> None:
         try:
-            data = self._sock.recv(_READ_BYTES)
-            if not data:
-                os._exit(0)  # the engine is gone: its slots may be another's at any moment
-            for frame in self._frames.feed(data):
+            for frame in self.channel.receive():
                 self._carry_out(wire.unpack(wire.ORDERS, frame), executor)
-        except BlockingIOError:
-            pass
+            if self.channel.is_closed:
+                os._exit(0)  # the engine is gone: its slots may be another's at any moment
         except Exception:
             logger.exception("tier process exits: the engine sent an invalid message")
             os._exit(1)
@@ -156,7 +151,7 @@ class TierServer:
             except Exception:  # the engine would wait for ever for what is in it
                 logger.exception("tier process exits: a message for the engine cannot be sent")
                 os._exit(1)
-            self.send_queue.add(frame)
+            self.channel.add(frame)
 
     def _changed_activities(self) -> list[wire.Activity]:
         now = [wire.activity_of(tier, activity) for tier, activity in enumerate(self._activity)]
@@ -169,8 +164,8 @@ class TierServer:
 
     def _send_more(self) -> None:
         assert self._loop is not None
-        self.send_queue.flush()
-        if not self.send_queue.is_full:
+        self.channel.flush()
+        if not self.channel.is_full:
             self._loop.remove_writer(self._sock)
 
 
@@ -184,13 +179,13 @@ def main(arguments: list[str]) -> int:
     hello = wire.unpack(wire.HELLO, _first_frame(sock))
     sock.setblocking(False)
     server = TierServer(sock, hello)
-    handler = _ForwardHandler(server.send_queue)
+    handler = _ForwardHandler(server.channel)
     logging.basicConfig(level=hello.other_log_level, handlers=[handler], format="%(message)s")
     logging.getLogger("kvtier").setLevel(hello.log_level)
     try:
         _limit_resources(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
-        server.send_queue.add(wire.pack([wire.Started()]))
+        server.channel.add(wire.pack([wire.Started()]))
         anyio.run(server.serve)
     except Exception:
         logger.exception("tier process exits after an error")

@@ -119,7 +119,7 @@ def _require_answer(event: PutEnded | GetEnded, command: Put | Get, known: froze
 def _update_activity(report: wire.Activity, activity: TierActivity) -> None:
     activity.puts.submitted, activity.puts.running = report.puts_submitted, report.puts_running
     activity.gets.submitted, activity.gets.running = report.gets_submitted, report.gets_running
-    activity.usage = Usage(report.used_bytes, report.capacity_bytes) if report.knows_usage else None
+    activity.usage = Usage(*report.usage) if report.usage else None
 
 
 def _log(line: wire.LogLine) -> None:

@@ -8,26 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
 
 from kvtier._core.messages import Get, Put
 from kvtier._forks import keep_fd_from_children
-from kvtier._isolation.send_queue import SendQueue
-from kvtier._isolation.wire import Frames, Hello, pack
+from kvtier._isolation.channel import Channel
+from kvtier._isolation.wire import Hello, pack
 
-_READ_BYTES = 256 * 1024
-_READS_AT_ONCE = 16
 _PROGRAM = "kvtier._isolation.child"
-
-
-class ReadState(Enum):
-    """What the last read of a process's socket found."""
-
-    DRAINED = "no data for now"
-    MORE = "data, and there may be more"
-    CLOSED = "the end"
 
 
 class Link:
@@ -45,15 +34,12 @@ class Link:
         in_flight: commands that it has not answered, by id.
         epochs: for each tier the last reset that it was sent.
         is_over: whether it is gone and its commands are answered: nobody answers what is added now.
-        state: what the last read of the socket found.
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
         self.in_flight: dict[int, Put | Get] = {}
         self.epochs = tuple(hello.epochs)
         self.is_over = False
-        self.state = ReadState.DRAINED
-        self._frames = Frames()
         self._sock, theirs = socket.socketpair()
         with theirs:
             try:
@@ -67,36 +53,17 @@ class Link:
         self.pid = self._process.pid
         self._end = select.poll()
         self._end.register(self._pidfd, select.POLLIN)
-        self.send_queue = SendQueue(self._sock, on_full)
-        self.send_queue.add(pack(hello))
+        self.channel = Channel(self._sock, on_full)
+        self.channel.add(pack(hello))
 
     def wait(self, wait_s: float, wakeup: int) -> None:
         """Wait until it sends something, ends, can take more, or ``wakeup`` can be read."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.register(wakeup, select.POLLIN)
-        if self.state is not ReadState.CLOSED:
-            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.send_queue.is_full else 0))
+        if not self.channel.is_closed:
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.channel.is_full else 0))
         poll.poll(1000 * wait_s)
-
-    def receive(self) -> Iterator[bytes]:
-        """Yield received frames, some megabytes of them at most. Raises WireError where they are too long."""
-        for _ in range(_READS_AT_ONCE):
-            data = self._read()
-            if not data:
-                return
-            yield from self._frames.feed(data)
-
-    def _read(self) -> bytes:
-        data = b""
-        try:
-            data = self._sock.recv(_READ_BYTES)
-            self.state = ReadState.MORE if data else ReadState.CLOSED
-        except BlockingIOError:
-            self.state = ReadState.DRAINED
-        except OSError:
-            self.state = ReadState.CLOSED
-        return data
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
         """Return whether every thread of it has ended, so that it does not write to slots any more."""
@@ -139,3 +106,16 @@ def _start(theirs: socket.socket, memory_fd: int) -> subprocess.Popen[bytes]:
         env={**os.environ, "PYTHONPATH": path},
         process_group=0,
     )
+
+
+def engine_cpus() -> set[int]:
+    """Return the CPUs that any thread of the engine may run on.
+
+    Engines bind their threads, perhaps also the one that starts the process: the tiers must not compete for
+    the CPU of a thread that computes. A limit on the whole engine is respected.
+    """
+    cpus = os.sched_getaffinity(0)
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            cpus |= os.sched_getaffinity(int(task))
+    return cpus

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import select
 import signal
 import threading
 import time
@@ -28,11 +27,11 @@ from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset,
 from kvtier._core.tiers.backoff import Backoff, RandomSource
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, ExecutorThread, NamedTier, failure_of
 from kvtier._identity import Identity
-from kvtier._isolation import settings, wire
+from kvtier._isolation import wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
-from kvtier._isolation.link import Link, ReadState
-from kvtier._isolation.wire import Hello, SlotChecksumsLayout, WireError
+from kvtier._isolation.link import Link, engine_cpus
+from kvtier._isolation.wire import Hello, SlotChecksumsLayout, TierSettings, WireError
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.guarded_log import GuardedLogger
@@ -44,6 +43,7 @@ _KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that doe
 _START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 _WARN_S = 5.0
 _LOOK_S = 0.05
+_READS_AT_ONCE = 16
 _OWN_FAULTS = frozenset(
     (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS)
 )
@@ -55,9 +55,6 @@ class _End:
 
     reason: str
     text: str
-
-
-_EXITED = _End("", "")
 
 
 class ExecutorProcess:
@@ -106,7 +103,7 @@ class ExecutorProcess:
         self._decoder = MessageDecoder(tiers, self._decide_first_start)
         self.events: deque[Event] = self._decoder.events
         self.activity = self._decoder.activity
-        self._settings = [settings.pack(named) for named in tiers]
+        self._settings = [TierSettings.of(named) for named in tiers]
         self._identity = identity
         self._region = region
         self._memory_limit_bytes = memory_limit_bytes
@@ -121,7 +118,7 @@ class ExecutorProcess:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
         self._close_wakeup.atexit = False  # the supervisor may wait for it still
-        self._closing = False
+        self._closing = threading.Event()
         self._drain_by_s = self._leave_by_s = self._end_by_s = inf
         self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
 
@@ -163,7 +160,7 @@ class ExecutorProcess:
             if isinstance(command, Put | Get):
                 link.in_flight[command.id] = command
         if missed or commands:
-            link.send_queue.add(wire.pack((*missed, *commands)))
+            link.channel.add(wire.pack((*missed, *commands)))
         if link.is_over:  # it has ended meanwhile, and the supervisor may have missed these
             self._fail_pending(link, "process")
 
@@ -183,7 +180,7 @@ class ExecutorProcess:
             self._drain_by_s = time.monotonic() + drain_s
             self._end_by_s = self._drain_by_s + close_s
             self._leave_by_s = self._end_by_s - _KILL_SHARE * close_s
-            self._closing = True
+            self._closing.set()
             os.eventfd_write(self._wakeup, 1)
             self._thread.join(drain_s + close_s)
         if self._thread.is_alive():
@@ -193,7 +190,7 @@ class ExecutorProcess:
 
     def _refuse(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            if self._closing:
+            if self._closing.is_set():
                 self.events.append(TierDown(command.tier, "the executor has ended"))
             self.events.extend(failure_of(command, "down"))
         self._notify_owner()
@@ -222,19 +219,18 @@ class ExecutorProcess:
     # --- the supervisor --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        pause_s = 0.0
         try:
-            while not self._closing:
+            while not self._closing.wait(pause_s):
                 try:
                     self._run_process()
                 except Exception as error:
                     if self._decide_first_start(repr(error)):
-                        self._closing = True
-                    else:
-                        logger.exception("tier process killed after an error of its supervisor; restarting")
-                if not self._closing:
-                    self._sleep(self._backoff.next_s())
+                        return
+                    logger.exception("tier process killed after an error of its supervisor; restarting")
+                pause_s = self._backoff.next_s()
         finally:
-            self._closing = True
+            self._closing.set()
 
     def _run_process(self) -> None:
         """Start a process, supervise it until it has ended, and fail what is still in flight."""
@@ -245,9 +241,9 @@ class ExecutorProcess:
             return
         self._link = link
         begun_s = time.monotonic()
-        ping = partial(link.send_queue.add, wire.pack([wire.Ping()]))
+        ping = partial(link.channel.add, wire.pack([wire.Ping()]))
         heartbeat = Heartbeat(self._times, ping, lambda: self._decoder.are_all_up)
-        end = _End("killed", "its supervisor failed")
+        end: _End | None = _End("killed", "its supervisor failed")
         try:
             end = self._supervise(link, heartbeat)
         finally:
@@ -265,37 +261,38 @@ class ExecutorProcess:
             metadata_bytes=len(self._region.metadata),
             slot_checksums=convert(self._slot_checksums, SlotChecksumsLayout | None, from_attributes=True),
             epochs=list(self._epochs),
-            cpus=sorted(_cpus()),
+            cpus=sorted(engine_cpus()),
             memory_limit_bytes=self._memory_limit_bytes,
             log_level=logging.getLogger("kvtier").getEffectiveLevel(),
             other_log_level=logging.getLogger().getEffectiveLevel(),
         )
 
-    def _supervise(self, link: Link, heartbeat: Heartbeat) -> _End:
-        """Read a process's messages until it has ended or is to be killed; return why."""
+    def _supervise(self, link: Link, heartbeat: Heartbeat) -> _End | None:
+        """Read a process's messages until it has ended, or is to be killed for what is returned."""
         leave_by_s = inf
         try:
             while not link.is_gone():
                 now_s = time.monotonic()
-                if self._closing and leave_by_s == inf:
+                if self._closing.is_set() and leave_by_s == inf:
                     leave_by_s = max(now_s, self._leave_by_s)
                     drain_s = min(max(0.0, self._drain_by_s - now_s), leave_by_s - now_s)
-                    link.send_queue.add(wire.pack([wire.Shutdown(drain_s, leave_by_s - now_s - drain_s)]))
+                    link.channel.add(wire.pack([wire.Shutdown(drain_s, leave_by_s - now_s - drain_s)]))
                 if now_s >= leave_by_s:
                     return _End("silent", "it did not exit in time")
                 if heartbeat.is_overdue():
                     return self._overdue(heartbeat)
                 link.wait(min(heartbeat.wait_s, leave_by_s - now_s), self._wakeup)
-                self._clear_wakeup()
-                link.send_queue.flush()
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wakeup)
+                link.channel.flush()
                 self._receive(link, heartbeat)
         except WireError as error:
             return _End("garbled", str(error))
-        return _EXITED
+        return None
 
     def _receive(self, link: Link, heartbeat: Heartbeat) -> None:
         count = len(self.events)
-        for frame in link.receive():
+        for frame in link.channel.receive(_READS_AT_ONCE):
             if self._decoder.decode(frame, link):
                 heartbeat.acknowledge()
         if len(self.events) != count or self._is_notice_due:
@@ -306,25 +303,25 @@ class ExecutorProcess:
             return _End("silent", f"its event loop has not run for {heartbeat.limit_s:g} s")
         return _End("not_started", f"it was not ready within {heartbeat.limit_s:g} s")
 
-    def _finish(self, link: Link, end: _End) -> None:
+    def _finish(self, link: Link, end: _End | None) -> None:
         """Kill a process; when it is gone fail what is still in flight there.
 
         Nothing in here may raise: the next process starts after it, in slots that are free by then.
         """
-        is_shutdown = self._closing
+        is_shutdown = self._closing.is_set()
         self._link = None
         link.kill()
-        if not is_shutdown and end is not _EXITED:
+        if end is not None and not is_shutdown:
             self._report_end(end, link.pid)
         if not self._wait_for_end(link):
             self._link = link  # its slots are still touched, and nobody may have them
             return
-        if end.reason != "garbled":
+        if end is None or end.reason != "garbled":
             self._receive_rest(link)
         code = link.reap()
         link.is_over = True
         self._decoder.clear_activity()
-        if not is_shutdown and end is _EXITED:
+        if end is None and not is_shutdown:
             self._report_end(_end_of(code), link.pid)
         self._fail_pending(link, "cancelled" if is_shutdown else "process")
 
@@ -333,7 +330,7 @@ class ExecutorProcess:
         warn_s = time.monotonic() + _WARN_S
         while not link.is_gone(_LOOK_S):
             now_s = time.monotonic()
-            gives_up = self._closing and now_s > self._end_by_s - LAST_STEP_S
+            gives_up = self._closing.is_set() and now_s > self._end_by_s - LAST_STEP_S
             if now_s > warn_s or gives_up:
                 warn_s = inf
                 logger.error(
@@ -348,18 +345,15 @@ class ExecutorProcess:
     def _receive_rest(self, link: Link) -> None:
         """Read what a process sent before its end: those transfers did end, and their slots are free."""
         try:
-            while link.state is not ReadState.CLOSED:
-                for frame in link.receive():
-                    self._decoder.decode(frame, link, is_last=True)
-                if link.state is ReadState.DRAINED:
-                    return
+            for frame in link.channel.receive(inf):
+                self._decoder.decode(frame, link, is_last=True)
         except Exception as error:  # its transfers fail with the others
             logger.warning("tier process %d: its last messages are malformed: %s", link.pid, error)
 
     def _report_end(self, end: _End, pid: int | None = None) -> None:
         """Report an end before it is waited for: from here on the tiers are given nothing."""
         if self._decide_first_start(end.text):  # ``start`` raises it
-            self._closing = True
+            self._closing.set()
             return
         logger.error("tier process%s ended: %s; restarting", "" if pid is None else f" {pid}", end.text)
         self.events.append(ProcessEnded(end.reason))
@@ -374,19 +368,6 @@ class ExecutorProcess:
             if command is not None:
                 self.events.extend(failure_of(command, reason))
         self._notify_owner()
-
-    def _sleep(self, pause_s: float) -> None:
-        """Sleep, unless all is to end."""
-        end_s = time.monotonic() + pause_s
-        poll = select.poll()
-        poll.register(self._wakeup, select.POLLIN)
-        while not self._closing and (left_s := end_s - time.monotonic()) > 0:
-            poll.poll(1000 * left_s)
-            self._clear_wakeup()
-
-    def _clear_wakeup(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
 
 
 AnyExecutor = ExecutorThread | ExecutorProcess
@@ -406,16 +387,3 @@ def _end_of(code: int) -> _End:
     number = -code
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
     return _End("crashed" if number in _OWN_FAULTS else "killed", f"it was ended by {name}")
-
-
-def _cpus() -> set[int]:
-    """Return the CPUs that any thread of the engine may run on.
-
-    Engines bind their threads, perhaps also the one that starts the process: the tiers must not compete for
-    the CPU of a thread that computes. A limit on the whole engine is respected.
-    """
-    cpus = os.sched_getaffinity(0)
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError):
-            cpus |= os.sched_getaffinity(int(task))
-    return cpus

@@ -16,8 +16,9 @@ from msgspec.msgpack import Decoder
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 from kvtier._core.messages import MAX_TEXT, Command, Number, Seconds, Text, TierEvent
-from kvtier.errors import KVTierError
-from kvtier.tiers._activity import TierActivity
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.tiers import _registry as registry
+from kvtier.tiers._activity import NamedTier, TierActivity
 
 T = TypeVar("T")
 
@@ -47,10 +48,35 @@ Order = Command | Ping | Shutdown
 
 
 class TierSettings(Struct, frozen=True):
-    """A tier: its name in logs, and its settings as a user would write them."""
+    """A tier: its name in logs, and its settings as a user would write them, secrets included."""
 
     name: Text
     settings: dict[str, Any]
+
+    @staticmethod
+    def of(named: NamedTier) -> TierSettings:
+        """Return a tier's settings; raise ConfigError if the process could not make the same tier of them."""
+        tier, config = named.tier, named.tier.config
+        try:
+            packed = TierSettings(named.name, {**plain(config), "type": config.type})
+            again = packed.make().tier
+        except (KVTierError, NotImplementedError, OverflowError, TypeError) as error:
+            problem = str(error)
+        else:
+            if type(again) is not type(tier):
+                problem = f"type {config.type!r} does not name its class"
+            elif again.config != config:
+                problem = "its settings differ when they are read again"
+            else:
+                return packed
+        raise ConfigError(
+            f"tier {named.name} cannot run in a tier process: {problem}; set isolation to 'thread'"
+        )
+
+    def make(self) -> NamedTier:
+        """Make the tier, or raise KVTierError."""
+        make = registry.maker(registry.validate(self.settings))
+        return NamedTier(self.name, make(), make)
 
 
 class SlotChecksumsLayout(Struct, frozen=True):
@@ -98,9 +124,7 @@ class Activity(Struct, array_like=True, frozen=True, tag=8):
     puts_running: Number
     gets_submitted: Number
     gets_running: Number
-    used_bytes: Number | None
-    capacity_bytes: Number | None
-    knows_usage: bool
+    usage: tuple[Number | None, Number | None] | None  # the fields of ``Usage``; None where it is not known
 
 
 class LogLine(Struct, array_like=True, frozen=True, tag=9):
@@ -147,9 +171,8 @@ def plain(value: object) -> Any:
 def activity_of(tier: int, activity: TierActivity) -> Activity:
     """Return the message about a tier's activity."""
     puts, gets, usage = activity.puts, activity.gets, activity.usage
-    used, capacity = (usage.used_bytes, usage.capacity_bytes) if usage else (None, None)
     turns = (puts.submitted, puts.running, gets.submitted, gets.running)
-    return Activity(tier, *turns, used, capacity, usage is not None)
+    return Activity(tier, *turns, (usage.used_bytes, usage.capacity_bytes) if usage else None)
 
 
 def log_line(level: int, logger: str, text: str) -> LogLine:

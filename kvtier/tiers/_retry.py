@@ -21,7 +21,8 @@ _PAUSE_S = 0.05
 class Progress:
     """The progress of one command."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, verb: str, deadline_s: float) -> None:
+        self.verb = verb
         self.deadline_s = deadline_s  # on the event loop's clock
         # Cancels the command once, at its deadline, so that it can wait for the end of a transfer.
         self.limit = asyncio.timeout_at(deadline_s)
@@ -66,10 +67,10 @@ class Retries:
         self._transient = reasons.TRANSIENT.union(transient)
         self._chance = chance
 
-    def begin(self, deadline_s: float) -> Progress:
+    def begin(self, verb: str, deadline_s: float) -> Progress:
         """Return the progress of a command that has been submitted."""
         self._budget.earn()
-        return Progress(deadline_s)
+        return Progress(verb, deadline_s)
 
     def is_transient(self, error: BaseException) -> bool:
         return reasons.word_for(error) in self._transient

@@ -7,10 +7,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
-from msgspec.structs import replace
 
 from kvtier import _reasons as reasons
 from kvtier._core.messages import (
@@ -52,8 +51,6 @@ from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
 logger = GuardedLogger("kvtier.executor")
 
 Post = Callable[[Event], None]
-T = TypeVar("T")
-CommandT = TypeVar("CommandT", Put, Get)
 
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
@@ -110,7 +107,7 @@ class TierRunner:
 
     async def watch_usage(self) -> None:
         """Ask the tier now and then how full it is, until this task is cancelled."""
-        await self.supervisor.opened.wait()
+        await self.supervisor.epoch.settled.wait()
         while True:
             self.activity.usage = self._usage() if self.supervisor.is_open else None
             await anyio.sleep(_USAGE_EVERY_S)
@@ -180,7 +177,7 @@ class TierRunner:
     async def send_touched(self) -> None:
         """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
         try:
-            await self.supervisor.opened.wait()
+            await self.supervisor.epoch.settled.wait()
             while self._touched and self.supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
                 async with asyncio.timeout(self._deadline_s):
@@ -193,46 +190,27 @@ class TierRunner:
 
     # --- puts and gets ---------------------------------------------------------------------------
 
-    async def put(self, command: Put, epoch: Epoch) -> None:
-        """Run a put, when its turn comes."""
-        failed = [False] * len(command.keys)
-        await self._run("put", self.activity.puts, command, epoch, self._put, PutEnded, failed)
-
-    async def get(self, command: Get, epoch: Epoch) -> None:
-        """Run a get, when its turn comes."""
-        failed = [Answer.MISSING] * len(command.keys)
-        begun_s = self._now_s()
-
-        def ended(*about: Any) -> GetEnded:
-            return replace(GetEnded(*about), elapsed_s=self._now_s() - begun_s)
-
-        await self._run("get", self.activity.gets, command, epoch, self._get, ended, failed)
-
-    async def _run(
-        self,
-        verb: str,
-        turns: ConcurrencyLimit,
-        command: CommandT,
-        epoch: Epoch,
-        act: Callable[[CommandT, Epoch, Progress], Awaitable[tuple[list[T], Outcome]]],
-        ended: Callable[..., Event],
-        results: list[T],
-    ) -> None:
-        """Run a command when its turn comes, and post its end; ``results`` are those of a failure."""
-        progress = self._retries.begin(self._now_s() + self._deadline_s)
-        outcome = Outcome((), {"cancelled": len(command.keys)})
+    async def run(self, command: Put | Get, turns: ConcurrencyLimit, epoch: Epoch) -> None:
+        """Run a command that was submitted in ``epoch``, when its turn comes, and post its end."""
+        is_put, count, begun_s = isinstance(command, Put), len(command.keys), self._now_s()
+        progress = self._retries.begin("put" if is_put else "get", begun_s + self._deadline_s)
+        results: list[Any] = [False if is_put else Answer.MISSING] * count
+        outcome = Outcome((), {"cancelled": count})
         try:
             async with progress.limit:
                 await epoch.settled.wait()
                 async with turns:
                     progress.has_begun = True
-                    results, outcome = await act(command, epoch, progress)
+                    if isinstance(command, Put):
+                        results, outcome = await self._put(command, epoch, progress)
+                    else:
+                        results, outcome = await self._get(command, epoch, progress)
         except BaseException as error:
-            outcome = self._failed_outcome(verb, command.keys, error, progress)
+            outcome = self._failed_outcome(command.keys, error, progress)
         finally:
             turns.submitted -= 1
-            took = (progress.seconds, progress.health, progress.retry)
-            self._post(ended(command.id, results, outcome.reasons, *took))
+            about = (command.id, results, outcome.reasons, progress.seconds, progress.health, progress.retry)
+            self._post(PutEnded(*about) if is_put else GetEnded(*about, self._now_s() - begun_s))
 
     async def _put(self, command: Put, epoch: Epoch, progress: Progress) -> tuple[list[bool], Outcome]:
         self._require_usable(epoch)
@@ -243,7 +221,7 @@ class TierRunner:
         if not self._tier.verifies:
             await self._integrity.seal(batch)
             self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
-        outcome = await self._attempts("put", self._put_once, batch, epoch, progress)
+        outcome = await self._attempts(self._put_once, batch, epoch, progress)
         return [status == Status.OK for status in outcome.statuses], outcome
 
     async def _get(self, command: Get, epoch: Epoch, progress: Progress) -> tuple[list[Answer], Outcome]:
@@ -256,7 +234,7 @@ class TierRunner:
             return answers, Outcome(())
         self._require_usable(epoch)
         batch = Batch(command.keys[:run], command.slots[:run], self._memory)
-        outcome = await self._attempts("get", self._get_once, batch, epoch, progress)
+        outcome = await self._attempts(self._get_once, batch, epoch, progress)
         answers[:run] = [
             Answer.COPIED if status == Status.OK else Answer.MISSING for status in outcome.statuses
         ]
@@ -319,32 +297,27 @@ class TierRunner:
     # --- attempts --------------------------------------------------------------------------------
 
     async def _attempts(
-        self,
-        verb: str,
-        act: Callable[[Batch], Awaitable[Outcome]],
-        batch: Batch,
-        epoch: Epoch,
-        progress: Progress,
+        self, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, epoch: Epoch, progress: Progress
     ) -> Outcome:
         """Run the call, and once more for the chunks that failed for a transient reason."""
-        outcome = await self._attempt(verb, act, batch, progress)
+        outcome = await self._attempt(act, batch, progress)
         failed = self._retries.failed(outcome)
         if failed and await self._retries.pause(progress, progress.seconds):
             self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
-            second = await self._attempt(verb, act, batch.part(failed), progress)
+            second = await self._attempt(act, batch.part(failed), progress)
             progress.retry = "helped" if health_of(second) is TransferHealth.GOOD else "failed"
             outcome = self._complete(self._retries.joined(outcome, failed, second), len(batch))
         progress.answered = health_of(outcome)
         return outcome
 
     async def _attempt(
-        self, verb: str, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, progress: Progress
+        self, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, progress: Progress
     ) -> Outcome:
         begun_s = self._now_s()
         try:
             return await act(batch)
         except BaseException as error:
-            return self._failure(verb, batch.keys, error)
+            return self._failure(batch.keys, error, progress)
         finally:
             progress.seconds += self._now_s() - begun_s
 
@@ -364,7 +337,7 @@ class TierRunner:
             self._warn("discard", f"discard of {len(keys)} chunks failed: {self._words(error)}")
 
     def _failed_outcome(
-        self, verb: str, keys: Sequence[OffloadKey], error: BaseException, progress: Progress
+        self, keys: Sequence[OffloadKey], error: BaseException, progress: Progress
     ) -> Outcome:
         """Return the outcome of a command that was not begun, cut off by its deadline, or failed all over."""
         require_fault(error)
@@ -373,11 +346,11 @@ class TierRunner:
         if not progress.has_begun:
             return Outcome.all(Status.FAILED, len(keys), "late")
         progress.answered = TransferHealth.BAD
-        return self._failure(verb, keys, error)
+        return self._failure(keys, error, progress)
 
-    def _failure(self, verb: str, keys: Sequence[OffloadKey], error: BaseException) -> Outcome:
+    def _failure(self, keys: Sequence[OffloadKey], error: BaseException, progress: Progress) -> Outcome:
         require_fault(error)
-        word = reasons.word_for(error)
+        verb, word = progress.verb, reasons.word_for(error)
         self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {self._words(error)}")
         return Outcome.all(Status.FAILED, len(keys), word)
 

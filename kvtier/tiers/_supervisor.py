@@ -71,7 +71,7 @@ class TierSupervisor:
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
-        self.opened = anyio.Event()  # set once the tier was opened, or is down
+        self._was_opened = False  # whether the object was, or should have been
         self._is_reset = True  # to the current epoch
         self._requested = anyio.Event()
         self._is_idle = is_idle
@@ -143,7 +143,6 @@ class TierSupervisor:
         if not self.is_open:
             await self._step(self._open(context), "cannot be opened", "is not opened yet")
             self.is_open = True
-            self.opened.set()
         while not self._is_reset:
             epoch = self.epoch
             failure = f"cannot be reset to epoch {epoch.number}"
@@ -152,8 +151,9 @@ class TierSupervisor:
         self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
-        if self.opened.is_set() and self._recreate is not None:  # this object was opened before
+        if self._was_opened and self._recreate is not None:
             self.tier = self._recreate()
+        self._was_opened = True
         await self.tier.open(context)
 
     async def _close_lost(self, reason: str) -> None:
@@ -182,7 +182,7 @@ class TierSupervisor:
 
     def _go_down(self, reason: str) -> None:
         was_down, self.down = self.down is not None, reason
-        self._release_waiters()
+        self.epoch.settled.set()
         suffix = self._log_limit.allow("down", asyncio.get_running_loop().time())
         if not was_down or suffix is not None:
             logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
@@ -196,12 +196,8 @@ class TierSupervisor:
             logger.warning("tier %s is up again", self._name)
         self._on_change(None)
 
-    def _release_waiters(self) -> None:
-        self.opened.set()
-        self.epoch.settled.set()
-
     def _end(self) -> None:
-        """Release all waiters at shutdown; log a reset that was not carried out."""
+        """Release who waits, at shutdown; log a reset that was not carried out."""
         if not self._is_reset:
             logger.error(
                 "tier %s: shut down before its reset to epoch %d ended: "
@@ -209,7 +205,7 @@ class TierSupervisor:
                 self._name,
                 self.epoch.number,
             )
-        self._release_waiters()
+        self.epoch.settled.set()
 
 
 class _StepError(Exception):

@@ -54,6 +54,7 @@ class Ledger(OneProcessLedger):
     """One writer's view of the ledger; each change goes through its spelling."""
 
     def __init__(self, machine: Machine, writer: str) -> None:
+        self.stat = machine.look
         self.writer = writer
         self._machine = machine
 
@@ -83,7 +84,7 @@ class Writer:
         config = FsConfig.model_validate(
             {"root_dir": "/nowhere", "max_bytes": LIMIT, "min_free_bytes": MIN_FREE}
         )
-        self.quota = Quota(config, UNIT, Ledger(machine, self.name), machine.look)
+        self.quota = Quota(config, UNIT, Ledger(machine, self.name))
         self.reserved: list[int] = []
 
     def end_a_put(self, share: float) -> None:

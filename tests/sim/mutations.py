@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         "put_does_not_wait_for_the_reset",
-        "kvtier.tiers._runner:TierRunner._run",
+        "kvtier.tiers._runner:TierRunner.run",
         (("await epoch.settled.wait()", "pass"),),
     ),
     Mutation(
@@ -119,8 +119,8 @@ MUTATIONS = (
     ),
     Mutation(
         "tier_deadline_ignored",
-        "kvtier.tiers._runner:TierRunner._run",
-        (("self._now_s() + self._deadline_s", "self._now_s() + 1e9"),),
+        "kvtier.tiers._runner:TierRunner.run",
+        (("begun_s + self._deadline_s", "begun_s + 1e9"),),
     ),
     Mutation(
         "pinned_chunks_are_evicted",

@@ -22,12 +22,10 @@ from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
 from kvtier._settings.quantities import duration, size
 from kvtier.errors import TierError
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files.call import Failures, StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag, errno_name
 from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
-from kvtier.tiers.fs._namespace import errno_name
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.quota import stat_file_system
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, no_tick
 
 T = TypeVar("T")
@@ -159,7 +157,7 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
     with suppress(OSError):  # they learn it when they count the root again
         if ledger.read(root.fd) is None:
             return
-        shared = ledger.SharedLedger(root.fd, partial(stat_file_system, root.fd))
+        shared = ledger.SharedLedger(root.fd)
         try:
             with shared.change() as accounts:
                 accounts.remove(removed_bytes, since)

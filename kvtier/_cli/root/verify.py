@@ -19,9 +19,8 @@ from kvtier._cli.report import JsonFlag, finish, print_line, progress, table
 from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
-from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._files.call import Result, errno_name
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
-from kvtier.tiers.fs._namespace import errno_name
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, UnknownEntry
 
 _FILES_A_JOB: Final = 64

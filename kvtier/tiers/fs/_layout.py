@@ -74,9 +74,12 @@ def open_folder(root_fd: int, path: str, *, follow: bool = False) -> Iterator[in
 
 
 def names_in(root_fd: int, path: str, *, follow: bool = False) -> list[str]:
-    """Return the names in a directory. OSError where it cannot be read."""
-    with open_folder(root_fd, path, follow=follow) as fd:
-        return os.listdir(fd)
+    """Return the names in a directory; none where it is missing. OSError where it cannot be read."""
+    try:
+        with open_folder(root_fd, path, follow=follow) as fd:
+            return os.listdir(fd)
+    except FileNotFoundError:
+        return []
 
 
 def chunk_path(data_dir: str, key: OffloadKey) -> str:
@@ -111,8 +114,11 @@ def parse_data_dir(directory: str) -> tuple[str, int] | None:
 
 
 def stored_epoch(root_fd: int, namespace: str) -> int | None:
-    """Return the epoch that openers of a namespace join; None if its file holds none. OSError."""
-    found = _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch"))
+    """Return the epoch that openers of a namespace join; None if its file is not readable or holds none."""
+    try:
+        found = _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch"))
+    except OSError:
+        return None
     return int(found[1]) if found else None
 
 

@@ -66,6 +66,17 @@ def opened_lock(root_fd: int, path: str, *, create: bool) -> Iterator[int]:
         os.close(fd)
 
 
+@contextmanager
+def removed_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
+    """Hold a lock file if nobody else does, and remove it in the end. Yields whether it is held."""
+    with opened_lock(root_fd, path, create=create) as fd:
+        is_held = try_lock(fd) is True
+        yield is_held
+        if is_held:
+            with suppress(OSError):
+                os.unlink(path, dir_fd=root_fd)
+
+
 def is_current(root_fd: int, path: str, fd: int) -> bool:
     """Return whether an open lock file is still the one at its path, where others look for it."""
     try:

@@ -1,4 +1,4 @@
-"""One identity's directories below a root: epoch, writers, and the sweeping of what is left over.
+"""One identity's directories below a root: the epoch that is joined, and the writer that an opener is.
 
 Everything here blocks and runs in the tier's own threads.
 
@@ -18,17 +18,18 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
+from kvtier._core.tiers.backoff import Backoff
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import Flag, Place
+from kvtier.tiers.fs._epoch import Epoch
+from kvtier.tiers.fs._files.call import Flag, Place, errno_name
 from kvtier.tiers.fs._locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs._quota import ledger
 
@@ -47,42 +48,6 @@ _log = logging.getLogger("kvtier.tiers.fs")
 _log_limit = LogLimit(_LINES_EVERY_S)  # of the process: a tier that fails to open is made anew each time
 
 
-def errno_name(number: int) -> str:
-    """Return an errno's name as reasons have it: ``"enospc"``."""
-    return errno.errorcode.get(number, f"errno_{number}").lower()
-
-
-class Epoch:
-    """An epoch in use by this opener: where its chunks are, and the lock that keeps them."""
-
-    def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
-        self.number = number
-        self.place = place
-        self._lock_fd = lock_fd
-        self._holds = 0
-        self._retired = False
-
-    @contextmanager
-    def hold(self) -> Iterator[Place]:
-        """Keep the epoch's files from being swept. In the event loop only."""
-        self._holds += 1
-        try:
-            yield self.place
-        finally:
-            self._holds -= 1
-            self._release_unused()
-
-    def retire(self) -> None:
-        """Give the epoch up as soon as nothing under way holds it. In the event loop only."""
-        self._retired = True
-        self._release_unused()
-
-    def _release_unused(self) -> None:
-        if self._retired and not self._holds and self._lock_fd is not None:
-            close_lock(self._lock_fd)
-            self._lock_fd = None
-
-
 class Namespace:
     """One identity's directories below a root, opened."""
 
@@ -90,7 +55,7 @@ class Namespace:
         self.name = context.identity.namespace
         self.root_fd = root_fd
         self._refusal = 0  # errno of the first write, if it failed
-        self._next_try_s, self._try_pause_s = 0.0, _FIRST_TRY_PAUSE_S
+        self._next_try_s, self._try_pause = 0.0, Backoff(_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S)
         self.direct = False  # whether files bypass the page cache
         self._mount = _mount_above(config.root_dir)
         self._config = config
@@ -118,7 +83,7 @@ class Namespace:
                 namespace._agree_on_identity()
                 undo.pop_all()
         except OSError as error:
-            name = errno_name(error.errno or 0)
+            name = errno_name(error.errno)
             why = f"{root} cannot be used: {error.strerror or error} ({name})"
             raise TierError(f"tier {context.name}: {why}") from error
         return namespace, epoch
@@ -163,21 +128,17 @@ class Namespace:
         except OSError as error:  # a share that hangs or is gone, or whose server has no such directory
             return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
-    def is_writable_again(self, try_ledger: Callable[[], object]) -> bool:
-        """Return whether a root that was read-only when it was opened can be written by now.
+    def is_writable_again(self) -> bool:
+        """Return whether a root that was read-only when it was opened can be written by now, its ledger too.
 
         Tries at growing intervals: on a file system without locks each try makes a file.
-
-        Args:
-            try_ledger: raises OSError where the root's ledger cannot be written.
         """
         if not self._refusal or time.monotonic() < self._next_try_s:
             return False
-        self._next_try_s = time.monotonic() + self._try_pause_s
-        self._try_pause_s = min(2 * self._try_pause_s, _LONGEST_TRY_PAUSE_S)
+        self._next_try_s = time.monotonic() + self._try_pause.next_s()
         try:
             self._make_writer()
-            try_ledger()
+            ledger.SharedLedger(self.root_fd).close()
         except OSError:
             return False
         else:
@@ -194,7 +155,7 @@ class Namespace:
         """Remove this writer's directory and lock. What a failed disk keeps is swept as a dead writer's."""
         if self._writer_fd is not None:
             with suppress(OSError):
-                for name in self.names(self.tmp_dir):
+                for name in layout.names_in(self.root_fd, self.tmp_dir, follow=True):
                     os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
             with suppress(OSError):
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
@@ -212,7 +173,7 @@ class Namespace:
         if self._refusal:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
         with self._epoch_lock():
-            number = max(beyond, self._highest_trace(), self._stored_epoch() or 0) + 1
+            number = max(beyond, self._highest_trace(), layout.stored_epoch(self.root_fd, self.name) or 0) + 1
             self._require_number(number + 1)
             epoch = self._enter(number)
             try:
@@ -248,7 +209,7 @@ class Namespace:
         except IdentityError as error:
             raise TierError(f"tier {self._context.name}: {error}") from error
         except OSError as error:
-            raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno or 0)})") from error
+            raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno)})") from error
 
     def accept_read_only(self, refusal: OSError) -> None:
         """Only read the root from now on, because something of it cannot be written.
@@ -280,7 +241,7 @@ class Namespace:
             os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
 
     def _current_epoch(self) -> int:
-        stored, highest = self._stored_epoch(), self._highest_trace()
+        stored, highest = layout.stored_epoch(self.root_fd, self.name), self._highest_trace()
         if stored is not None and stored >= highest:
             return stored
         if self.read_only is not None:
@@ -292,20 +253,15 @@ class Namespace:
         self._write_small("epoch", f"{highest + 1}\n")
         return highest + 1
 
-    def _stored_epoch(self) -> int | None:
-        try:
-            return layout.stored_epoch(self.root_fd, self.name)
-        except OSError:
-            return None
-
     def _highest_trace(self) -> int:
         """Return the highest epoch that left a trace, -1 where none did."""
         found = [
             trace[1]
-            for name in self.names(".")
+            for name in layout.names_in(self.root_fd, ".", follow=True)
             if (trace := layout.parse_data_dir(name)) and trace[0] == self.name
         ]
-        return max((*found, *layout.epochs_of_users(self.names(self.name))), default=-1)
+        users = layout.epochs_of_users(layout.names_in(self.root_fd, self.name, follow=True))
+        return max((*found, *users), default=-1)
 
     def _require_number(self, number: int) -> None:
         """Raise OSError for an epoch above the last one; only a forged trace leads there."""
@@ -386,13 +342,6 @@ class Namespace:
         except FileNotFoundError:
             return False
         return True
-
-    def names(self, folder: str) -> list[str]:
-        """Return the names in a directory below the root; none where it is missing. OSError."""
-        try:
-            return layout.names_in(self.root_fd, folder, follow=True)
-        except FileNotFoundError:
-            return []
 
     def _write_small(self, name: str, text: str) -> None:
         """Write a file that is there whole or not at all, after a power cut too."""

@@ -158,10 +158,7 @@ class Namespace:
     @property
     def epoch(self) -> int | None:
         """The epoch that an engine would join if it opened this namespace now; None if unknown."""
-        try:
-            return layout.stored_epoch(self._root.fd, self.name)
-        except OSError:
-            return None
+        return layout.stored_epoch(self._root.fd, self.name)
 
     @property
     def current(self) -> DataDir | None:
@@ -172,8 +169,20 @@ class Namespace:
     @property
     def is_used(self) -> bool | None:
         """Whether a living process has it open; None where that is unknown."""
-        known = set(map(self._is_epoch_used, layout.epochs_of_users(self._root.names(self.name))))
+        # Openers take the epoch's lock first: they never meet the moment in which a users' lock is held here.
+        try:
+            with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
+                known = self.users()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
         return True if True in known else None if None in known else False
+
+    def users(self) -> set[bool | None]:
+        """Return whether living processes use an epoch, of each epoch. Under the epoch's lock."""
+        epochs = layout.epochs_of_users(self._root.names(self.name))
+        return {self._root.is_locked(layout.users_lock(self.name, epoch)) for epoch in epochs}
 
     def writers(self) -> dict[str, bool | None]:
         """Return for each writer with a directory for unfinished files whether it is alive."""
@@ -184,16 +193,6 @@ class Namespace:
     def quarantine(self) -> list[str]:
         """Return the names of the quarantined files."""
         return sorted(self._root.names(f"{self.name}/quarantine"))
-
-    def _is_epoch_used(self, epoch: int) -> bool | None:
-        # Openers take the epoch's lock first: they never meet the moment in which this one is held.
-        try:
-            with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
-                return self._root.is_locked(layout.users_lock(self.name, epoch))
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return None
 
 
 class Root:

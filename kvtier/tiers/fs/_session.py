@@ -1,10 +1,10 @@
-"""What an open file tier holds, from its opening to its closing."""
+"""What an open file tier holds, from its opening to its closing, and its puts within the bounds of a root."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
+from array import array
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Final
@@ -12,25 +12,27 @@ from typing import Final
 import anyio
 
 from kvtier.errors import TierError
-from kvtier.tiers._base import TierContext
+from kvtier.tiers._base import Batch, TierContext
+from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import CORRUPT, FileCall, StopFlag
+from kvtier.tiers.fs._epoch import Epoch
+from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, StopFlag, Verb, chunks_with, errno_name
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
 from kvtier.tiers.fs._layout import max_disk_bytes
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
-from kvtier.tiers.fs._namespace import Epoch, Namespace, errno_name
-from kvtier.tiers.fs._outcomes import chunks_with
-from kvtier.tiers.fs._puts import Puts
-from kvtier.tiers.fs._quota.accounts import FileSystem
-from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger
-from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
+from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger, stat_file_system
+from kvtier.tiers.fs._quota.quota import Quota
 
 _NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
 _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _THREADS: Final = 4
+_NEEDS_ROOM: Final = frozenset({Result.MAX_BYTES, Result.MIN_FREE})
+_FLUSH_S: Final = 0.02
+_ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
 
 class Session:
@@ -48,18 +50,20 @@ class Session:
     quarantine: Quarantine
     pool: NativePool
     maintenance: Maintenance
-    puts: Puts
 
     def __init__(self, config: FsConfig, context: TierContext) -> None:
         self._config = config
         self._context = context
+        self._loop = asyncio.get_running_loop()
         self.closing = StopFlag()
-        self.workers = Workers(f"{context.name}-io", _THREADS)
         self.epoch: Epoch | None = None
-        self._all_workers = [self.workers]
+        self._all_workers: list[Workers] = []
         self._work = AsyncExitStack()  # stops what is under way
         self._resources = ExitStack()  # closed in a thread: that blocks
         self._closed: asyncio.Future[None] | None = None
+        self._serial = 0
+        self._flush_is_due = False
+        self.workers = self._start_workers("io", _THREADS)
 
     async def open(self) -> None:
         """Open the root, and wait a moment for its count: what a small one holds is known at once.
@@ -102,16 +106,102 @@ class Session:
             await run(self.workers, partial(self.quarantine.add_all, call, corrupt))
         return corrupt
 
+    # --------------------------------------------------------------------------------------- puts
+
+    async def put(self, epoch: Epoch, batch: Batch) -> array[int]:
+        """Put the chunks that are not there, and for a part of the deadline again those that a bound refuses.
+
+        Returns what became of each.
+        """
+        give_up_at = self._loop.time() + _ROOM_SHARE * self._config.deadline_s
+        call = await self._put(epoch, batch)
+        if corrupt := await self.set_aside(call):
+            call.take_results(corrupt, await self._put(epoch, batch.part(corrupt)))
+        while refused := chunks_with(call.results, _NEEDS_ROOM):
+            if not await self.maintenance.room_made(give_up_at):
+                break
+            call.take_results(refused, await self._put(epoch, batch.part(refused)))
+        return call.results
+
+    async def _put(self, epoch: Epoch, batch: Batch) -> FileCall:
+        call = self._new_call(epoch, batch)
+        if self.quota.reserve_ahead(len(call)):
+            await self._write(epoch, call)
+        else:
+            await self._put_missing(epoch, call, batch)
+        epoch.learn(call)
+        if self.quota.excess:
+            self.maintenance.make_room_soon()
+        return call
+
+    async def _put_missing(self, epoch: Epoch, call: FileCall, batch: Batch) -> None:
+        """Put the chunks that have no file, as many as there is room for.
+
+        Reserves nothing for the others, or chunks would be evicted for it.
+        """
+        await self.pool.run(call, Verb.CONTAINS, epoch.index)
+        missing = chunks_with(call.results, {Result.ABSENT})
+        if not missing:
+            return
+        reserving = self._ledger_worker.call(partial(self._reserve, len(missing)))
+        cancelled = await wait_for_end(reserving)
+        granted, reason = reserving.result()
+        if cancelled is not None:
+            self._settle(granted, 0)
+            raise cancelled
+        for i in missing[granted:]:
+            call.results[i] = reason
+        if granted:
+            part = self._new_call(epoch, batch.part(missing[:granted]))
+            await self._write(epoch, part)
+            call.take_results(missing[:granted], part)
+
+    async def _write(self, epoch: Epoch, call: FileCall) -> None:
+        """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
+        try:
+            await self.pool.run(call, Verb.PUT, epoch.index)
+        finally:
+            self._settle(len(call), call.added)
+
+    def _new_call(self, epoch: Epoch, batch: Batch) -> FileCall:
+        self._serial += len(batch)
+        return FileCall(epoch.place, batch.keys, batch.slots, batch.memory, self._serial - len(batch))
+
+    def _reserve(self, chunks: int) -> tuple[int, int]:
+        """Reserve room. Returns for how many chunks, and the result of the others. Blocks."""
+        try:
+            return self.quota.reserve(chunks)
+        except OSError as error:  # the file system cannot even say how much room there is
+            return 0, -(error.errno or errno.EIO)
+
+    def _settle(self, granted: int, added: int) -> None:
+        """End a reservation. A timer or the next put reports it to the other engines."""
+        if granted:
+            self.quota.settle(granted, added)
+            if not self._flush_is_due:
+                self._flush_is_due = True
+                self._loop.call_later(_FLUSH_S, self._flush_soon)
+
+    def _flush_soon(self) -> None:
+        self._flush_is_due = False
+        if self.quota.has_news:
+            self._ledger_worker.submit(self.quota.flush)
+
+    # ------------------------------------------------------------------------- opening and closing
+
+    def _start_workers(self, name: str, threads: int = 1) -> Workers:
+        self._all_workers.append(Workers(f"{self._context.name}-{name}", threads))
+        return self._all_workers[-1]
+
     def _open_root(self) -> None:
         namespace, self.epoch = Namespace.open(self._config, self._context)
         self._resources.callback(namespace.close)
-        stat = partial(stat_file_system, namespace.root_fd)
         try:
-            ledger = _open_ledger(namespace, stat)
+            ledger = _open_ledger(namespace)
             self._resources.callback(ledger.close)
-            self.quota = Quota(self._config, max_disk_bytes(self._context.chunk_bytes), ledger, stat)
+            self.quota = Quota(self._config, max_disk_bytes(self._context.chunk_bytes), ledger)
         except OSError as error:
-            name, hint = errno_name(error.errno or 0), _NO_LEDGER if error.errno in _NOT_A_FILE else ""
+            name, hint = errno_name(error.errno), _NO_LEDGER if error.errno in _NOT_A_FILE else ""
             root = self._config.root_dir
             raise TierError(f"tier {self._context.name}: {root} cannot be measured ({name}){hint}") from error
         self._resources.callback(self.quota.flush)
@@ -120,30 +210,26 @@ class Session:
 
     def _start_work(self) -> None:
         """Start the pool and the background work."""
-        config, context = self._config, self._context
+        config, name = self._config, self._context.name
         try:
             self.pool = NativePool(config.n_threads, config.n_threads)
         except OSError as error:
-            raise TierError(
-                f"tier {context.name}: {error.strerror} (n_threads={config.n_threads})"
-            ) from error
+            raise TierError(f"tier {name}: {error.strerror} (n_threads={config.n_threads})") from error
         self._work.push_async_callback(self.pool.drain)
         self._resources.callback(self.pool.close)
         assert self.epoch is not None
         self.maintenance = Maintenance(
             config,
+            self._context,
             self.namespace,
             self.quota,
             self.closing,
-            context.removed,
-            context.lost,
             self.epoch,
-            context.name,
+            slow=self._start_workers("maintain"),
+            quick=self._start_workers("evict"),
         )
         self._work.callback(self.maintenance.stop)
-        self._all_workers += self.maintenance.workers
-        self.puts = Puts(config, self.quota, self.pool, self.maintenance, self.set_aside, context.name)
-        self._all_workers.append(self.puts.worker)
+        self._ledger_worker = self._start_workers("ledger")  # waits for the ledger's lock
 
     def _close(self) -> None:
         for workers in self._all_workers:
@@ -151,11 +237,11 @@ class Session:
         self._resources.close()
 
 
-def _open_ledger(namespace: Namespace, stat: Callable[[], FileSystem]) -> Ledger:
+def _open_ledger(namespace: Namespace) -> Ledger:
     """Open the root's ledger. Where it cannot be written the root is only read. Blocks."""
     if namespace.read_only is None:
         try:
-            return SharedLedger(namespace.root_fd, stat)
+            return SharedLedger(namespace.root_fd)
         except OSError as error:
             namespace.accept_read_only(error)
-    return Ledger(stat())
+    return Ledger(partial(stat_file_system, namespace.root_fd))

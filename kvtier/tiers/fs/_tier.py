@@ -24,13 +24,11 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._epoch import Epoch
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import THERE, FileCall, Result, Verb
+from kvtier.tiers.fs._files.call import REASONS, THERE, FileCall, Result, Verb, errno_name, outcome_of
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
-from kvtier.tiers.fs._maintenance.known import KnownChunks
-from kvtier.tiers.fs._namespace import errno_name
-from kvtier.tiers.fs._outcomes import REASONS, outcome_of
 from kvtier.tiers.fs._session import Session
 
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
@@ -128,18 +126,17 @@ class FsTier(SecondaryTier[FsConfig]):
         session = self._session
         if session is None or session.epoch is None:
             return (Knowledge.UNKNOWN,) * len(keys)
-        return [_KNOWLEDGE[found] for found in session.maintenance.known.index.known(keys)]
+        return [_KNOWLEDGE[found] for found in session.epoch.index.known(keys)]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys have a file. See ``SecondaryTier.contains``."""
         session = self._opened()
         if session.epoch is None or not keys:
             return (False,) * len(keys)
-        known = session.maintenance.known
-        with session.epoch.hold() as place:
-            call = FileCall(place, keys)
-            await session.pool.run(call, Verb.CONTAINS, known.index)
-            known.learn(call)
+        with session.epoch.hold() as epoch:
+            call = FileCall(epoch.place, keys)
+            await session.pool.run(call, Verb.CONTAINS, epoch.index)
+            epoch.learn(call)
         return [result in _HAS_FILE for result in call.results]
 
     async def put(self, batch: Batch) -> Outcome:
@@ -152,10 +149,10 @@ class FsTier(SecondaryTier[FsConfig]):
             return Outcome.all(Status.REFUSED, len(batch), "reset_failed")
         if not len(batch):
             return Outcome(())
-        with session.epoch.hold():
-            results = await session.puts.put(session.maintenance.known, batch)
+        with session.epoch.hold() as epoch:
+            results = await session.put(epoch, batch)
             there = [key for key, result in zip(batch.keys, results, strict=True) if result in THERE]
-            if (limit := session.quota.known.limit) is not None:
+            if (limit := session.quota.limit) is not None:
                 session.maintenance.recency.note_put(there, limit // self._chunk_bytes)
         return outcome_of(results)
 
@@ -165,11 +162,10 @@ class FsTier(SecondaryTier[FsConfig]):
         self._check(batch)
         if session.epoch is None or not len(batch):
             return Outcome.all(Status.ABSENT, len(batch))
-        known = session.maintenance.known
-        with session.epoch.hold() as place:
-            call = FileCall(place, batch.keys, batch.slots, batch.memory)
-            await session.pool.run(call, Verb.GET, known.index)
-            session.maintenance.recency.note(known.learn(call))
+        with session.epoch.hold() as epoch:
+            call = FileCall(epoch.place, batch.keys, batch.slots, batch.memory)
+            await session.pool.run(call, Verb.GET, epoch.index)
+            session.maintenance.recency.note(epoch.learn(call))
             if corrupt := await session.set_aside(call):
                 self._report_removed([call.keys[i] for i in corrupt])
         return outcome_of(call.results)
@@ -184,10 +180,9 @@ class FsTier(SecondaryTier[FsConfig]):
         session = self._opened()
         if session.epoch is None or session.namespace.read_only is not None or not keys:
             return
-        known = session.maintenance.known
-        with session.epoch.hold() as place:
-            call = FileCall(place, keys)
-            await run(session.workers, partial(self._remove, session, call, known))
+        with session.epoch.hold() as epoch:
+            call = FileCall(epoch.place, keys)
+            await run(session.workers, partial(self._remove, session, call, epoch))
         if failed := Counter(errno_name(-result) for result in call.results if result < 0):
             session.maintenance.warn("discard", f"chunks could not be discarded: {dict(failed)}")
 
@@ -212,7 +207,7 @@ class FsTier(SecondaryTier[FsConfig]):
             except OSError as error:
                 if cancelled is not None:
                     raise cancelled from error
-                where, name = self.config.root_dir, errno_name(error.errno or 0)
+                where, name = self.config.root_dir, errno_name(error.errno)
                 raise TierError(f"the file tier's reset could not be stored in {where}: {name}") from error
             if session.closing:
                 new.retire()
@@ -226,7 +221,7 @@ class FsTier(SecondaryTier[FsConfig]):
         """Return how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
         if self._session is None:
             return None
-        return Usage(self._session.quota.used_bytes, self._session.quota.known.limit)
+        return Usage(self._session.quota.used_bytes, self._session.quota.limit)
 
     def statistics(self) -> FsStatistics:
         """Return what the tier knows of itself. Does not block."""
@@ -234,11 +229,11 @@ class FsTier(SecondaryTier[FsConfig]):
         return FsStatistics(
             epoch=session.epoch.number if session.epoch is not None else None,
             used_bytes=session.quota.used_bytes,
-            limit_bytes=session.quota.known.limit,
+            limit_bytes=session.quota.limit,
             quarantined=session.quarantine.counts(),
             direct_io=session.namespace.direct,
             read_only=session.namespace.read_only,
-            known_chunks=len(session.maintenance.known.index),
+            known_chunks=len(session.epoch.index) if session.epoch is not None else 0,
             evicted_chunks=session.maintenance.evicted_chunks,
             evicted_bytes=session.maintenance.evicted_bytes,
         )
@@ -251,11 +246,11 @@ class FsTier(SecondaryTier[FsConfig]):
                 f"{self._chunk_bytes} bytes, aligned to {BLOCK_BYTES}"
             )
 
-    def _remove(self, session: Session, call: FileCall, known: KnownChunks) -> None:
+    def _remove(self, session: Session, call: FileCall, epoch: Epoch) -> None:
         """Remove files and report their bytes to the ledger. Blocks."""
         since = session.quota.mark()
         removed = chunk_files.discard(call)
-        known.forget(call.keys)
+        epoch.forget(call.keys)
         try:
             session.quota.removed(removed, since)
         except OSError as error:  # then they count as held until the root is counted again

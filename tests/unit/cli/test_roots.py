@@ -39,7 +39,7 @@ def put_in_another_process(root: Path, then: str) -> subprocess.Popen[str]:
             cache = Cache(Path(sys.argv[1]))
             tier = await cache.open()
             await tier.put(cache.batch([0]))
-            while tier._session.maintenance.known.listed < 0:  # then it has swept, and leaves the dead alone
+            while tier._session.epoch.listed < 0:  # then it has swept, and leaves the dead alone
                 await asyncio.sleep(0.01)
             print("put", flush=True)
             {then}

@@ -1,4 +1,4 @@
-"""Settings that are sent to the tier process, the send queue, and the heartbeat."""
+"""Settings that are sent to the tier process, the channel, and the heartbeat."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 from pydantic import SecretStr
 
 from kvtier._execution.executor import NamedTier
-from kvtier._isolation import settings
+from kvtier._isolation.channel import Channel
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.remote import RemoteExecutor
-from kvtier._isolation.send_queue import SendQueue
-from kvtier._isolation.wire import Frames
+from kvtier._isolation.wire import Frames, TierSettings
 from kvtier.errors import ConfigError
 
 from .conftest import make_tier
@@ -68,10 +67,10 @@ def test_settings_of_every_kind_are_made_again(install_distribution: Any) -> Non
         "complete_index": False,
     }
     tier = make_tier("acme-kinds", **given)
-    spelled = settings.pack(NamedTier("near", tier))
+    spelled = TierSettings.of(NamedTier("near", tier))
     assert spelled.settings == {"type": "acme-kinds", **given}
     assert "correct-horse" not in repr(tier.config)
-    again = settings.unpack(spelled)
+    again = spelled.make()
     assert (again.name, again.tier.config) == ("near", tier.config)
     assert type(again.tier) is type(tier)
     assert again.recreate is not None
@@ -101,10 +100,10 @@ class Tier(DummyTier):
 def test_settings_that_change_when_they_are_read_again_are_refused(install_distribution: Any) -> None:
     install_distribution("acme-odd", ODD_TIER, {"acme-odd": "Tier"})
     with pytest.raises(ConfigError, match=r"tier odd cannot run .* differ when they are read again"):
-        settings.pack(NamedTier("odd", make_tier("acme-odd", word="y")))
+        TierSettings.of(NamedTier("odd", make_tier("acme-odd", word="y")))
 
 
-# --- the send_queue ----------------------------------------------------------------------------------
+# --- the channel ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -123,27 +122,27 @@ def frame(number: int, size: int) -> bytes:
 def test_what_does_not_fit_into_the_socket_waits_and_goes_out_in_order(pair: Any) -> None:
     ours, theirs = pair
     full: list[None] = []
-    send_queue = SendQueue(ours, lambda: full.append(None))
+    channel = Channel(ours, lambda: full.append(None))
     for number in range(50):
-        send_queue.add(frame(number, 40_000))
-    assert send_queue.is_full
+        channel.add(frame(number, 40_000))
+    assert channel.is_full
     assert full == [None]  # told once: whoever polls is not to be woken again and again meanwhile
     frames = Frames()
     found: list[int] = []
     while len(found) < 50:
         found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
-        send_queue.flush()
+        channel.flush()
     assert found == list(range(50))
-    assert not send_queue.is_full
+    assert not channel.is_full
 
 
 def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) -> None:
     ours, theirs = pair
-    send_queue = SendQueue(ours, lambda: None)
+    channel = Channel(ours, lambda: None)
 
     def add(name: int) -> None:
         for number in range(300):
-            send_queue.add(frame(name * 1000 + number, 500))
+            channel.add(frame(name * 1000 + number, 500))
 
     threads = [threading.Thread(target=add, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -152,7 +151,7 @@ def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) 
     found: list[int] = []
     while len(found) < 1200:
         found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
-        send_queue.flush()
+        channel.flush()
     for thread in threads:
         thread.join()
     for name in range(4):
@@ -161,11 +160,11 @@ def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) 
 
 def test_to_nobody_nothing_is_sent_and_nothing_is_raised(pair: Any) -> None:
     ours, theirs = pair
-    send_queue = SendQueue(ours, lambda: None)
+    channel = Channel(ours, lambda: None)
     theirs.close()
-    send_queue.add(b"x")
-    send_queue.add(b"y")
-    assert (len(send_queue), send_queue.is_full) == (0, False)
+    channel.add(b"x")
+    channel.add(b"y")
+    assert (len(channel), channel.is_full) == (0, False)
 
 
 # --- the heartbeat -----------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
         TierUp(1, 0),
         TierDown(1, "x"),
         Removed(1, []),
-        wire.Activity(1, 0, 0, 0, 0, None, None, False),
+        wire.Activity(1, 0, 0, 0, 0, None),
     ],
 )
 def test_impossible_messages_do_not_reach_the_core(decoder: MessageDecoder, report: wire.Report) -> None:
@@ -161,12 +161,12 @@ def test_subclasses_of_numbers_and_text_are_sent_as_plain_ones() -> None:
         __slots__ = ()
 
     said = PutEnded(1, [True], {Word("full"): ByteSize(1)}, 0.5, TransferHealth.GOOD, "")
-    (frame,) = Frames().feed(wire.pack([said, wire.Activity(0, 0, 0, 0, 0, ByteSize(5), ByteSize(7), True)]))
+    (frame,) = Frames().feed(wire.pack([said, wire.Activity(0, 0, 0, 0, 0, (ByteSize(5), ByteSize(7)))]))
     put, activity = wire.unpack(wire.REPORTS, frame)
     assert isinstance(put, PutEnded)
     assert isinstance(activity, wire.Activity)
-    assert (put.reasons, activity.used_bytes, activity.capacity_bytes) == ({"full": 1}, 5, 7)
-    assert type(activity.used_bytes) is int
+    assert (put.reasons, activity.usage) == ({"full": 1}, (5, 7))
+    assert {type(nbytes) for nbytes in activity.usage or ()} == {int}
 
 
 def test_a_command_ends_once(decoder: MessageDecoder) -> None:

@@ -1,4 +1,4 @@
-"""One put, get, look-up or removal of chunks: what the native library works on."""
+"""One put, get, look-up or removal of chunks, which the native library works on, and what came of each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 import errno
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
 from typing import Final, TypeAlias
 
 from kvtier._native.layouts import Call
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import SlotMemory
+from kvtier.tiers._base import Outcome, SlotMemory, Status
 from kvtier.tiers.fs._files.index import Index, ends_of
 
 
@@ -38,6 +38,42 @@ THERE: Final = frozenset({Result.OK, Result.EXISTS})
 CORRUPT: Final = frozenset({Result.TORN, Result.FOREIGN, Result.CHECKSUM})
 GONE: Final = CORRUPT | {Result.ABSENT}
 
+REASONS: Final = {
+    "max_bytes": "max_bytes is reached",
+    "min_free": "the file system has no more free bytes than min_free_bytes, or can hold no more files",
+    "counting": "it is not known yet how many bytes root_dir holds",
+    "reset_failed": "a reset could not be written down: the tier has nothing and takes nothing",
+    "enospc": "the file system is full",
+    "edquot": "the disk quota is used up",
+    "erofs": "the file system is read-only",
+    "eacces": "permission is denied",
+    "eperm": "the file system does not permit it",
+    "eio": "the device failed",
+    "enoent": "a directory below root_dir was removed",
+    "estale": "the network file system has lost a file",
+    "emfile": "the process has too many open files",
+    "enfile": "the machine has too many open files",
+    "enomem": "the machine is out of memory",
+    "enodev": "the file system is not mounted any more",
+    "enotconn": "the file system is not mounted any more",
+    "enolck": "the file system has no locks, so that engines could not keep one bound together",
+    "etimedout": "the file system did not answer",
+}
+
+_STATUSES: Final = {
+    Result.OK: Status.OK,
+    Result.EXISTS: Status.OK,
+    Result.ABSENT: Status.ABSENT,
+    Result.TORN: Status.CORRUPT,
+    Result.FOREIGN: Status.CORRUPT,
+    Result.CHECKSUM: Status.CORRUPT,
+    Result.MIN_FREE: Status.REFUSED,
+    Result.MAX_BYTES: Status.REFUSED,
+    Result.COUNTING: Status.REFUSED,
+    -errno.ENOSPC: Status.REFUSED,
+    -errno.EDQUOT: Status.REFUSED,
+}
+
 Failures: TypeAlias = Counter[int]
 """Files and directories that could not be removed or read, by errno."""
 
@@ -46,6 +82,29 @@ def count_failure(failures: Failures, error: OSError) -> None:
     """Count an error; what somebody else has removed, and being stopped, are none."""
     if error.errno not in (errno.ENOENT, errno.ECANCELED):
         failures[error.errno or errno.EIO] += 1
+
+
+def errno_name(number: int | None) -> str:
+    """Return an errno's name as reasons have it: ``"enospc"``."""
+    return errno.errorcode.get(number or 0, f"errno_{number or 0}").lower()
+
+
+def outcome_of(results: array[int]) -> Outcome:
+    """Return the outcome of a put or a get, with the reasons of all that failed or was refused."""
+    if not any(results):
+        return Outcome.all(Status.OK, len(results))
+    statuses = tuple(_STATUSES.get(result, Status.FAILED) for result in results)
+    reasons = Counter(
+        errno_name(-result) if result < 0 else Result(result).name.lower()
+        for result, status in zip(results, statuses, strict=True)
+        if status not in (Status.OK, Status.ABSENT)
+    )
+    return Outcome(statuses, reasons)
+
+
+def chunks_with(results: array[int], wanted: Container[int]) -> list[int]:
+    """Return which chunks have one of the results. Mostly all are OK, and it costs little."""
+    return [i for i, result in enumerate(results) if result in wanted] if any(results) else []
 
 
 class Verb(Enum):

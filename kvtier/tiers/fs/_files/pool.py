@@ -7,7 +7,7 @@ import ctypes
 import errno
 from array import array
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier import _native as native
 from kvtier.errors import StateError
@@ -26,34 +26,12 @@ _LOOKUPS_A_PART: Final = 64
 _ENDED_AT_ONCE: Final = 64
 
 
-class _Task:
+class _Task(NamedTuple):
     """A call in the native pool. It keeps the call's memory until the pool has done with it."""
 
-    def __init__(self, call: FileCall) -> None:
-        self._call = call
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._waiters: list[asyncio.Future[None]] = []
-
-    async def end(self) -> None:
-        """Wait for its end, whatever happens. A cancellation stops it, and is raised when it has ended."""
-        if self._ended.done():
-            return
-        # Not wait_for_end at once: asyncio.wait takes one turn of the loop more, some 8 % of a small get.
-        waiter = self._loop.create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            self._call.stop.set()
-            await wait_for_end(self._ended)
-            raise
-
-    def complete(self, added: int) -> None:
-        self._call.added = added
-        for future in (self._ended, *self._waiters):
-            if not future.done():
-                future.set_result(None)
+    call: FileCall
+    ended: asyncio.Future[None]
+    waiter: asyncio.Future[None]  # who made the call waits for this one, which a cancellation ends
 
 
 class NativePool:
@@ -85,23 +63,26 @@ class NativePool:
         if self._is_closing:
             raise StateError("the file tier is closing")
         call.note_in(index)
-        token, task = next(self._tokens), _Task(call)
+        token, task = next(self._tokens), _Task(call, self._loop.create_future(), self._loop.create_future())
         part = _LOOKUPS_A_PART if verb is Verb.CONTAINS else max(1, _PART_BYTES // call.place.chunk_bytes)
         self._begun[token] = task
         submit, queue = self._holding.kvt_pool_submit, _QUEUES[verb]
         if submit(self._address, self._work[verb], call.address, len(call), part, queue, token):
             del self._begun[token]
             raise MemoryError("no memory for a task of the native pool")
-        await task.end()
+        # Not wait_for_end at once: asyncio.wait takes one turn of the loop more, some 8 % of a small get.
+        try:
+            await task.waiter
+        except asyncio.CancelledError:
+            call.stop.set()
+            await wait_for_end(task.ended)
+            raise
 
     async def drain(self) -> None:
         """Take no more calls, and wait for the end of those that began; then raise a cancellation."""
         self._is_closing, cancelled = True, None
         for task in tuple(self._begun.values()):
-            try:
-                await task.end()
-            except asyncio.CancelledError as error:
-                cancelled = error
+            cancelled = await wait_for_end(task.ended, task.call.stop.set) or cancelled
         self._loop.remove_reader(self._fd)
         if cancelled is not None:
             raise cancelled
@@ -117,4 +98,8 @@ class NativePool:
             take = self._holding.kvt_pool_ended
             found = take(self._address, tokens.buffer_info()[0], sums.buffer_info()[0], _ENDED_AT_ONCE)
             for i in range(found):
-                self._begun.pop(tokens[i]).complete(sums[i])
+                task = self._begun.pop(tokens[i])
+                task.call.added = sums[i]
+                task.ended.set_result(None)
+                if not task.waiter.done():
+                    task.waiter.set_result(None)

@@ -11,25 +11,27 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Final
 
 import anyio
 
+from kvtier._core.tiers.backoff import Backoff
 from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
-from kvtier.keys import OffloadKey
+from kvtier.tiers._base import TierContext
 from kvtier.tiers._drain import call_soon
 from kvtier.tiers.fs._config import FsConfig
+from kvtier.tiers.fs._epoch import Epoch
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
-from kvtier.tiers.fs._maintenance.known import KnownChunks
 from kvtier.tiers.fs._maintenance.recency import Recency
-from kvtier.tiers.fs._namespace import Epoch, Namespace
+from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
+from kvtier.tiers.fs._quota.quota import Quota
 
 TICK_S: Final = 2.0
 """Between two reads of the ledger, which see what others need."""
@@ -48,43 +50,42 @@ class Maintenance:
     """The background work of one open tier.
 
     Args:
-        removed: see ``TierContext``.
-        lost: see ``TierContext``: the root was replaced or removed, or is writable again.
+        context: its ``lost`` is called when the root was replaced or removed, or is writable again.
         epoch: the one whose chunks are listed until ``follow`` names another.
-        name: of the tier, for its threads.
+        slow: the thread for what may take minutes.
+        quick: the thread for everything else.
     """
 
     def __init__(
         self,
         config: FsConfig,
+        context: TierContext,
         namespace: Namespace,
         quota: Quota,
         closing: StopFlag,
-        removed: Callable[[Sequence[OffloadKey]], None],
-        lost: Callable[[str], None],
         epoch: Epoch,
-        name: str,
+        *,
+        slow: Workers,
+        quick: Workers,
     ) -> None:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
         self.counted = asyncio.Event()  # set when the root's bytes are known, or could not be counted
-        self.known = KnownChunks(epoch.place)
         self.recency: Final = Recency()
+        self._epoch = epoch
         self._config = config
+        self._context = context
         self._namespace = namespace
         self._quota = quota
         self._closing = closing
-        self._removed = removed
-        self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._slow = Workers(f"{name}-maintain", 1)
-        self._quick = Workers(f"{name}-evict", 1)
-        self.workers: Final = (self._slow, self._quick)
+        self._slow = slow
+        self._quick = quick
         self._evictor = Evictor(namespace.root_fd, closing, self._gone, frozenset({namespace.writer}))
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[Workers, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
         self._room_made = asyncio.Event()
-        self._eviction_pause_s = 0.0
+        self._eviction_pause = Backoff(*EVICTION_PAUSE_S)
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._log_limit = LogLimit(_LINES_EVERY_S)
@@ -93,12 +94,12 @@ class Maintenance:
 
     def begin(self) -> None:
         """Begin the background work: at once, and from time to time."""
-        self._begin_slow_work()
-        self._after("tick", TICK_S, self._tick)
+        self._slow.submit(self._do_slow_work)
+        self._after(TICK_S, self._quick, self._do_tick)
 
     def follow(self, epoch: Epoch) -> None:
         """Work on this epoch from now on, of which nothing is known yet."""
-        self.known = KnownChunks(epoch.place)
+        self._epoch = epoch
         self.recency.clear()
         self.begin()
 
@@ -123,7 +124,7 @@ class Maintenance:
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
-        if self._quota.known.unconfirmed:
+        if self._quota.accounts.unconfirmed:
             self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, _ROOM_EVERY_S)):
@@ -151,57 +152,46 @@ class Maintenance:
             self._requested.discard(what)
             call_soon(self._loop, self._wake_puts)
 
-    def _after(self, name: str, seconds: float, action: Callable[[], None]) -> None:
-        if name in self._timers:
-            self._timers[name].cancel()
+    def _after(self, seconds: float, workers: Workers, work: Callable[[], None]) -> None:
+        """Have a thread's regular work done later; of several requests the last one holds."""
+        if workers in self._timers:
+            self._timers[workers].cancel()
         if not self._closing:
-            self._timers[name] = self._loop.call_later(seconds, action)
-
-    def _begin_slow_work(self) -> None:
-        if not self._closing:
-            self._slow.submit(partial(self._do_slow_work, self.known))
-
-    def _tick(self) -> None:
-        self._quick.submit(partial(self._do_tick, self.known.place))
-
-    def _plan_next(self) -> None:
-        every_s = min(self._config.recount_s, self._config.ttl_s or self._config.recount_s)
-        if self._quota.used_bytes is None:
-            every_s = min(every_s, _UNCOUNTED_S)
-        self._after("slow work", every_s, self._begin_slow_work)
+            self._timers[workers] = self._loop.call_later(seconds, workers.submit, work)
 
     # ---------------------------------------------------------------------------- in two threads
 
-    def _do_slow_work(self, known: KnownChunks) -> None:
+    def _do_slow_work(self) -> None:
+        epoch, ttl_s = self._epoch, self._config.ttl_s
         self._try(self._count, "counting its bytes")
         call_soon(self._loop, self.counted.set)
         if self._namespace.read_only is None:
             self._try(self._sweep, "removing leftovers")
-            if self._config.ttl_s is not None:
-                self._try(partial(self._expire, self._config.ttl_s), "removing expired chunks")
-        self._try(partial(known.list, self._namespace, self._closing), "listing its chunks")
-        call_soon(self._loop, self._plan_next)
+            if ttl_s is not None:
+                self._try(partial(self._expire, ttl_s), "removing expired chunks")
+        self._try(partial(epoch.list, self._closing), "listing its chunks")
+        every_s = min(self._config.recount_s, ttl_s or inf)
+        if self._quota.used_bytes is None:
+            every_s = min(every_s, _UNCOUNTED_S)
+        call_soon(self._loop, partial(self._after, every_s, self._slow, self._do_slow_work))
 
-    def _do_tick(self, place: Place) -> None:
+    def _do_tick(self) -> None:
+        epoch = self._epoch
         self._try(self._look_for_change, "looking for a change of its directory")
         self._try(self._quota.refresh, "reading its ledger")
-        if self._quota.known.excess:
+        if self._quota.excess:
             self.make_room_soon()
-        if self._quota.known.unconfirmed or self._quota.used_bytes is None:
+        if self._quota.accounts.unconfirmed or self._quota.used_bytes is None:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
-            self._try(partial(self._touch, place), "setting the access times of its files")
-        call_soon(self._loop, partial(self._after, "tick", TICK_S, self._tick))
+            self._try(partial(self._touch, epoch.place), "setting the access times of its files")
+        call_soon(self._loop, partial(self._after, TICK_S, self._quick, self._do_tick))
 
     def _look_for_change(self) -> None:
         if self._namespace.is_replaced():
-            self._lost(f"{self._config.root_dir} was replaced by another directory or removed")
-        elif self._namespace.is_writable_again(self._try_ledger):
-            self._lost(f"{self._config.root_dir} can be written now")
-
-    def _try_ledger(self) -> None:
-        root_fd = self._namespace.root_fd
-        ledger.SharedLedger(root_fd, partial(stat_file_system, root_fd)).close()
+            self._context.lost(f"{self._config.root_dir} was replaced by another directory or removed")
+        elif self._namespace.is_writable_again():
+            self._context.lost(f"{self._config.root_dir} can be written now")
 
     def _count(self) -> None:
         if not self._quota.count_is_due(self._config.recount_s):
@@ -234,7 +224,7 @@ class Maintenance:
         except OSError as error:  # by what the ledger said last, each try would remove as much again
             if error.errno not in ledger.NO_ROOM:
                 raise
-        need = self._quota.known.excess
+        need = self._quota.excess
         if not need:
             return
         evicted = self._evictor.make_room(need, self._count_freed())
@@ -251,11 +241,12 @@ class Maintenance:
 
         While puts are under way there is no pause: their files take room, and can be evicted once complete.
         """
-        first_s, most_s = EVICTION_PAUSE_S
-        can_leave = removed or self._quota.known.leased > 0
-        self._eviction_pause_s = 0.0 if can_leave else min(most_s, 2 * self._eviction_pause_s or first_s)
-        self._eviction_paused_until = time.monotonic() + self._eviction_pause_s
-        if self._eviction_pause_s == most_s and not self._is_warned:
+        if removed or self._quota.accounts.leased > 0:
+            self._eviction_pause.reset()
+            self._eviction_paused_until = 0.0
+            return
+        self._eviction_paused_until = time.monotonic() + self._eviction_pause.next_s()
+        if self._eviction_pause.pause_s == EVICTION_PAUSE_S[1] and not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "%s: over the limit by %d bytes; no chunks are left to evict: free space, or raise max_bytes",
@@ -275,11 +266,11 @@ class Maintenance:
         return freed
 
     def _gone(self, data_dir: str, paths: Sequence[str]) -> None:
-        known = self.known
-        if data_dir == known.place.data_dir:
+        epoch = self._epoch
+        if data_dir == epoch.place.data_dir:
             keys = [key for path in paths if (key := key_of(path)) is not None]
-            known.forget(keys)
-            self._removed(keys)
+            epoch.forget(keys)
+            self._context.removed(keys)
 
     def _touch(self, place: Place) -> None:
         keys = self.recency.take()

@@ -9,25 +9,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
-from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path, names_in
-from kvtier.tiers.fs._maintenance.removal import Removal
-
-MAX_FILES: Final = 128
-"""Entries in the quarantine of one namespace, of whatever kind."""
+from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
+from kvtier.tiers.fs._maintenance.sweep import MAX_FILES, Removal
 
 _LINES_EVERY_S: Final = 30.0
-_OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 
 _log = logging.getLogger("kvtier.tiers.fs")
 
@@ -81,7 +76,7 @@ class Quarantine:
 
     def _require_place(self) -> None:
         """Remove the oldest entries until there is a place for one more. OSError where there is none."""
-        pruned = prune(self._removal, self._folder, MAX_FILES - 1)
+        pruned = self._removal.prune(self._folder, MAX_FILES - 1)
         if pruned.entries:
             what = "%s has no more than %d places, of the oldest entries %d were removed"
             self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
@@ -93,37 +88,3 @@ class Quarantine:
         added = self._log_limit.allow(what, time.monotonic())
         if added is not None:
             _log.log(level, what + "%s", *details, added)
-
-
-class Pruned(NamedTuple):
-    """What ``prune`` has done."""
-
-    entries: int  # that are gone
-    bytes: int  # that they took
-    problem: str | None  # why there are still too many
-
-
-def prune(removal: Removal, folder: str, keep: int) -> Pruned:
-    """Remove the oldest entries of a quarantine, until there are ``keep``."""
-    try:
-        names = names_in(removal.root_fd, folder)
-    except OSError as error:
-        return Pruned(0, 0, error.strerror)
-    entries, removed_bytes, problem = 0, 0, "not kvtier's"
-    for name in by_age(names):
-        if len(names) - entries <= keep:
-            break
-        try:
-            removed_bytes += removal.entry(f"{folder}/{name}")
-            entries += 1
-        except FileNotFoundError:
-            entries += 1
-        except OSError as error:
-            problem = error.strerror or problem
-    return Pruned(entries, removed_bytes, None if len(names) - entries <= keep else problem)
-
-
-def by_age(names: Iterable[str]) -> list[str]:
-    """Return the names of quarantined entries, the oldest first, and no other names."""
-    aged = [(int(found[1]), name) for name in names if (found := _OURS.fullmatch(name))]
-    return [name for _, name in sorted(aged)]

@@ -6,16 +6,25 @@ it is behind and nobody holds its users' lock.
 
 from __future__ import annotations
 
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from math import inf
+from typing import Final, NamedTuple
 
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_remove
-from kvtier.tiers.fs._locks import wait_for_lock
-from kvtier.tiers.fs._maintenance.quarantine import MAX_FILES, by_age, prune
-from kvtier.tiers.fs._maintenance.removal import Removal
+from kvtier.tiers.fs._locks import removed_lock, wait_for_lock
 from kvtier.tiers.fs._root import Namespace, Root
+
+MAX_FILES: Final = 128
+"""Entries in the quarantine of one namespace, of whatever kind."""
+
+_QUARANTINED: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 
 
 def remove_cache(root: Root, name: str) -> bool:
@@ -27,19 +36,82 @@ def remove_cache(root: Root, name: str) -> bool:
     """
     namespace, stop = root.namespace(name), StopFlag()
     with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
-        if not _is_left(root, namespace):
-            return False
+        if not {False}.issuperset((*namespace.users(), *namespace.writers().values())):
+            return False  # or it is not known whether somebody uses it
         for found in namespace.data_dirs:
             tree_remove(root.fd, found.name, stop)
         tree_remove(root.fd, name, stop)
     return True
 
 
-def _is_left(root: Root, namespace: Namespace) -> bool:
-    """Return whether nobody uses a cache, under its epoch's lock."""
-    epochs = layout.epochs_of_users(root.names(namespace.name))
-    used = [root.is_locked(layout.users_lock(namespace.name, epoch)) for epoch in epochs]
-    return not any(alive is not False for alive in (*used, *namespace.writers().values()))
+class Pruned(NamedTuple):
+    """What ``Removal.prune`` has done."""
+
+    entries: int  # that are gone
+    bytes: int  # that they took
+    problem: str | None  # why there are still too many
+
+
+def by_age(names: Iterable[str]) -> list[str]:
+    """Return the names of quarantined entries, the oldest first, and no other names."""
+    aged = [(int(found[1]), name) for name in names if (found := _QUARANTINED.fullmatch(name))]
+    return [name for _, name in sorted(aged)]
+
+
+class Removal:
+    """Removes what is below a root. Paths are relative to it."""
+
+    def __init__(self, root_fd: int, stop: StopFlag) -> None:
+        self.root_fd = root_fd
+        self.stop = stop
+        self.failures: Failures = Counter()  # what could not be removed or looked into
+
+    def tree(self, path: str) -> int:
+        """Remove a directory. Returns the bytes removed."""
+        try:
+            return self._tree(path)
+        except OSError as error:
+            count_failure(self.failures, error)
+            return 0
+
+    def entry(self, path: str) -> int:
+        """Remove a file, or a directory with all that is in it. Returns the bytes removed.
+
+        Raises:
+            OSError: something of it stays, which is counted in ``failures`` too.
+        """
+        try:
+            found = os.stat(path, dir_fd=self.root_fd, follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                return self._tree(path)
+            os.unlink(path, dir_fd=self.root_fd)
+        except OSError as error:
+            count_failure(self.failures, error)
+            raise
+        return found.st_blocks * 512
+
+    def _tree(self, path: str) -> int:
+        itself = os.stat(path, dir_fd=self.root_fd, follow_symlinks=False).st_blocks * 512
+        return itself + tree_remove(self.root_fd, path, self.stop, self.failures)
+
+    def prune(self, folder: str, keep: int) -> Pruned:
+        """Remove the oldest entries of a quarantine, until there are ``keep``."""
+        try:
+            names = layout.names_in(self.root_fd, folder)
+        except OSError as error:
+            return Pruned(0, 0, error.strerror)
+        entries, removed_bytes, problem = 0, 0, "not kvtier's"
+        for name in by_age(names):
+            if len(names) - entries <= keep:
+                break
+            try:
+                removed_bytes += self.entry(f"{folder}/{name}")
+                entries += 1
+            except FileNotFoundError:
+                entries += 1
+            except OSError as error:
+                problem = error.strerror or problem
+        return Pruned(entries, removed_bytes, None if len(names) - entries <= keep else problem)
 
 
 class Sweeper(Removal):
@@ -83,7 +155,7 @@ class Sweeper(Removal):
             if self.stop:
                 break
             lock = f"{folder}/{writer}.lock"
-            with suppress(OSError), self.alone(lock, create=False) as alone:
+            with suppress(OSError), removed_lock(self.root_fd, lock, create=False) as alone:
                 if alone:
                     removed += self.tree(f"{folder}/{writer}")
             # The lock is there before the directory and goes after it.
@@ -102,7 +174,7 @@ class Sweeper(Removal):
             if self.stop:
                 break
             lock = layout.users_lock(namespace.name, number)
-            with suppress(OSError), self.alone(lock, create=True) as alone:
+            with suppress(OSError), removed_lock(self.root_fd, lock, create=True) as alone:
                 if alone:
                     removed += self.tree(layout.data_dir(namespace.name, number))
         return removed
@@ -130,8 +202,8 @@ class Sweeper(Removal):
         if self.stop:
             return 0
         folder = f"{namespace.name}/quarantine"
-        pruned = prune(self, folder, MAX_FILES)
-        if pruned.problem is not None and not self.stop and self._root.is_there(folder):
+        pruned = self.prune(folder, MAX_FILES)
+        if pruned.problem is not None and not self.stop:
             what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
             self.problems.append(f"{what}: {pruned.problem}")
         return pruned.bytes

@@ -16,7 +16,11 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from kvtier.tiers.fs._config import FsConfig
+
 DEFAULT_SHARE: Final = 0.8
+DEFAULT_FREE_SHARE: Final = 0.05
+DEFAULT_FREE_BYTES: Final = 32 * 2**30
 
 MAX_STORED: Final = 10**15
 """Stored numbers are less. Sums since the ledger was made may be a thousand times as much."""
@@ -102,25 +106,29 @@ class Accounts(msgspec.Struct):
         self.counted_at, self.mark = now, _new_mark()
 
 
-@dataclass(frozen=True, slots=True)
 class Bounds:
-    """What all writers of a root keep to."""
+    """What all writers of a root keep to, by their settings."""
 
-    max_bytes: int | None  # below the root; None: ``DEFAULT_SHARE`` of what is free and what it holds
-    min_free: int  # bytes of the file system
-    high: float  # share of what the root may hold above which eviction begins
-    low: float  # share at which it ends
+    def __init__(self, config: FsConfig) -> None:
+        self._config = config
 
     def limit(self, used: int, disk: FileSystem) -> int:
         """Return the bytes that may be below a root that holds ``used``."""
-        if self.max_bytes is not None:
-            return self.max_bytes
+        if self._config.max_bytes is not None:
+            return self._config.max_bytes
         return int(DEFAULT_SHARE * (disk.free + used))
+
+    def above_free(self, disk: FileSystem) -> int:
+        """Return the bytes that may be written until only those are free that have to stay so."""
+        kept = self._config.min_free_bytes
+        if kept is None:
+            kept = min(int(DEFAULT_FREE_SHARE * disk.total), DEFAULT_FREE_BYTES)
+        return disk.free - kept
 
     def room(self, accounts: Accounts, disk: FileSystem) -> tuple[int, int]:
         """Return the bytes that may be leased by each of the two bounds: of the root, of the file system."""
         below_limit = self.limit(accounts.used, disk) - accounts.used - accounts.leased
-        return below_limit, disk.free - self.min_free - accounts.leased
+        return below_limit, self.above_free(disk) - accounts.leased
 
     def excess(self, accounts: Accounts, disk: FileSystem, wanted: int = 0, unit: int = 0) -> int:
         """Return the bytes to evict now.
@@ -133,10 +141,11 @@ class Bounds:
             return 0  # all that the file system holds is no measure of what may be evicted
         used, leased = max(0, accounts.used - accounts.unconfirmed), accounts.leased
         limit = self.limit(used, disk)
-        reachable = min(limit, used + disk.free - self.min_free)
-        if not wanted and used + leased <= self.high * reachable:
+        low, above_free = self._config.low_watermark, self.above_free(disk)
+        reachable = min(limit, used + above_free)
+        if not wanted and used + leased <= self._config.high_watermark * reachable:
             return 0
         # One batch must not empty a small root, and a root of few chunks must get room for one.
-        wanted = min(wanted, max(unit, int((1 - self.low) * reachable)))
-        room = min(limit - used, disk.free - self.min_free) - leased
-        return max(0, math.ceil(used + leased - self.low * reachable), wanted - room)
+        wanted = min(wanted, max(unit, int((1 - low) * reachable)))
+        room = min(limit - used, above_free) - leased
+        return max(0, math.ceil(used + leased - low * reachable), wanted - room)

@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -38,7 +39,7 @@ from kvtier.tiers.fs._locks import (
     lock_with_timeout,
     make_writer_lock,
     open_lock,
-    opened_lock,
+    removed_lock,
     try_lock,
 )
 from kvtier.tiers.fs._quota.accounts import MAX_STORED, Accounts, FileSystem
@@ -51,6 +52,7 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Where these are why nothing can be written, files can still be removed."""
 
 _PAGE_BYTES: Final = 4096
+_MIN_FREE_INODES: Final = 64
 _MAX_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 2.0
 _WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
@@ -58,16 +60,34 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _log = logging.getLogger("kvtier.tiers.fs")
 
 
+def stat_file_system(root_fd: int) -> FileSystem:
+    """Return the state of the file system that an open directory is on. Blocks.
+
+    Reports no free bytes when inodes are nearly exhausted: a chunk may need directories as well, and with
+    those alone nothing would ever make room.
+    """
+    found = os.fstatvfs(root_fd)
+    unit = found.f_frsize
+    # A total of 0 inodes means that the file system makes them as needed.
+    has_inodes = found.f_files == 0 or found.f_favail > min(_MIN_FREE_INODES, found.f_files // 16)
+    free = found.f_bavail * unit if has_inodes else 0
+    return FileSystem(found.f_blocks * unit, (found.f_blocks - found.f_bfree) * unit, free)
+
+
 class Ledger:
     """Accounts of one process alone: for a root that cannot be written. For one thread at a time.
+
+    Args:
+        stat: returns the file system's state; it blocks.
 
     Attributes:
         writer: the name that this writer's lease is under.
     """
 
-    def __init__(self, disk: FileSystem) -> None:
+    def __init__(self, stat: Callable[[], FileSystem]) -> None:
+        self.stat = stat
         self.writer = "self"
-        self.accounts = Accounts(disk.used)
+        self.accounts = Accounts(stat().used)
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
@@ -86,15 +106,15 @@ class SharedLedger(Ledger):
 
     Args:
         root_fd: the root directory, open; it stays the caller's.
-        stat: returns the file system's state; it blocks.
+        stat: returns the file system's state, for tests; it blocks.
 
     Raises:
         OSError: the ledger cannot be made, or the file system has no locks.
     """
 
-    def __init__(self, root_fd: int, stat: Callable[[], FileSystem]) -> None:
+    def __init__(self, root_fd: int, stat: Callable[[], FileSystem] | None = None) -> None:
         self._root_fd = root_fd
-        self._stat = stat
+        self.stat = stat or partial(stat_file_system, root_fd)
         with suppress(FileExistsError):
             os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
         self.writer, self._fd = make_writer_lock(root_fd, FOLDER)
@@ -151,7 +171,7 @@ class SharedLedger(Ledger):
         accounts.leases[self.writer] = 0
 
     def _new_accounts(self) -> Accounts:
-        return Accounts(self._stat().used, _boot())
+        return Accounts(self.stat().used, _boot())
 
     # ------------------------------------------------------------------------------ liveness
 
@@ -173,11 +193,8 @@ class SharedLedger(Ledger):
         if writer == self.writer:
             return True
         path = f"{FOLDER}/{writer}.lock"
-        with suppress(FileNotFoundError), opened_lock(self._root_fd, path, create=False) as fd:
-            if not try_lock(fd):
-                return True
-            with suppress(OSError):
-                os.unlink(path, dir_fd=self._root_fd)
+        with suppress(FileNotFoundError), removed_lock(self._root_fd, path, create=False) as is_dead:
+            return not is_dead
         return False
 
 
@@ -219,10 +236,7 @@ def read(root_fd: int) -> Accounts | None:
 
 
 def _writers_locks(root_fd: int) -> set[str]:
-    try:
-        names = names_in(root_fd, FOLDER, follow=True)
-    except FileNotFoundError:
-        return set()
+    names = names_in(root_fd, FOLDER, follow=True)
     return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
 
 

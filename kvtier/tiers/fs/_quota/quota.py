@@ -11,57 +11,21 @@ first put on. Puts that only this refuses are refused as ``COUNTING``.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._quota.accounts import Accounts, Bounds, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger
 
-DEFAULT_FREE_SHARE: Final = 0.05
-DEFAULT_FREE_BYTES: Final = 32 * 2**30
-_MIN_FREE_INODES: Final = 64
 _AHEAD_BYTES: Final = 64 * 2**20
 _AHEAD_SHARE: Final = 64
-
-
-def stat_file_system(root_fd: int) -> FileSystem:
-    """Return the state of the file system that an open directory is on. Blocks.
-
-    Reports no free bytes when inodes are nearly exhausted: a chunk may need directories as well, and with
-    those alone nothing would ever make room.
-    """
-    found = os.fstatvfs(root_fd)
-    unit = found.f_frsize
-    # A total of 0 inodes means that the file system makes them as needed.
-    has_inodes = found.f_files == 0 or found.f_favail > min(_MIN_FREE_INODES, found.f_files // 16)
-    free = found.f_bavail * unit if has_inodes else 0
-    return FileSystem(found.f_blocks * unit, (found.f_blocks - found.f_bfree) * unit, free)
-
-
-def _bounds_of(config: FsConfig, disk: FileSystem) -> Bounds:
-    min_free = config.min_free_bytes
-    if min_free is None:
-        min_free = min(int(disk.total * DEFAULT_FREE_SHARE), DEFAULT_FREE_BYTES)
-    return Bounds(config.max_bytes, min_free, config.high_watermark, config.low_watermark)
-
-
-class Known(NamedTuple):
-    """What the ledger said last, in bytes."""
-
-    used: int  # below the root, less what this writer has not reported
-    is_exact: bool = False  # whether the root was counted
-    limit: int | None = None  # bytes that may be below the root; None before the default is known
-    excess: int = 0  # bytes to evict
-    unconfirmed: int = 0  # see Accounts
-    leased: int = 0
 
 
 @dataclass(slots=True)
@@ -82,12 +46,14 @@ class Quota:
 
     Args:
         file_bytes: the most bytes that writing one chunk can take.
-        stat: returns the file system's state; it blocks.
+
+    Attributes:
+        accounts: what the ledger said last.
+        limit: bytes that may be below the root; None before the default is known.
+        excess: bytes to evict.
     """
 
-    def __init__(
-        self, config: FsConfig, file_bytes: int, shared: Ledger, stat: Callable[[], FileSystem]
-    ) -> None:
+    def __init__(self, config: FsConfig, file_bytes: int, ledger: Ledger) -> None:
         self._asking = threading.Lock()  # held while the ledger or the file system is asked
         self._lock = threading.Lock()  # of the three numbers below; nothing is asked while it is held
         self._reserved = 0  # of this writer's lease, by puts that have not ended
@@ -96,22 +62,23 @@ class Quota:
         self._leased = 0  # the lease as the ledger has it
         self._refused = 0  # bytes that the last reservation was not granted: room should be made for them
         self._file_bytes = file_bytes
-        self._ledger = shared
-        self._stat = stat
-        self._bounds = _bounds_of(config, stat())
+        self._ledger = ledger
+        self._bounds = Bounds(config)
         self._evicts = config.eviction != "none"
-        self.known = Known(0, limit=config.max_bytes)
+        self.accounts = Accounts(0)
+        self.limit: int | None = config.max_bytes
+        self.excess = 0
         self.refresh()
 
     @property
     def used_bytes(self) -> int | None:
         """Bytes below the root, as far as known; None before the first count. Does not block."""
-        return self.known.used + self._unreported if self.known.is_exact else None
+        return self.accounts.used + self._unreported if self.accounts.is_exact else None
 
     @property
     def can_make_room(self) -> bool:
         """Whether anything may be evicted: not before it is known what the root holds."""
-        return self._evicts and self.known.is_exact
+        return self._evicts and self.accounts.is_exact
 
     @property
     def has_news(self) -> bool:
@@ -222,7 +189,7 @@ class Quota:
                 reserved, spent = self._reserved, self._unreported
             with self._ledger.change() as accounts:
                 writer = self._ledger.writer
-                change = _Change(accounts, self._stat())
+                change = _Change(accounts, self._ledger.stat())
                 accounts.add(spent)
                 accounts.leases[writer] = reserved
                 yield change
@@ -232,15 +199,8 @@ class Quota:
                 self._reserved += change.reserve
                 self._ahead = change.ahead
                 self._unreported -= spent
-                self.known = self._read(accounts, change.disk)
-
-    def _read(self, accounts: Accounts, disk: FileSystem) -> Known:
-        excess = self._bounds.excess(accounts, disk, self._refused, self._file_bytes)
-        return Known(
-            used=accounts.used,
-            is_exact=accounts.is_exact,
-            limit=self._bounds.limit(accounts.used, disk) if accounts.is_exact else self.known.limit,
-            excess=excess if self._evicts else 0,
-            unconfirmed=accounts.unconfirmed,
-            leased=accounts.leased,
-        )
+                self.accounts = accounts
+                if accounts.is_exact:
+                    self.limit = self._bounds.limit(accounts.used, change.disk)
+                if self._evicts:
+                    self.excess = self._bounds.excess(accounts, change.disk, self._refused, self._file_bytes)

@@ -121,7 +121,7 @@ class World:
         """Wait until a tier has swept its root and listed it, as it does after opening."""
         session = tier._session
         assert session is not None
-        await self.eventually(lambda: session.maintenance.known.listed >= 0)
+        await self.eventually(lambda: session.epoch is not None and session.epoch.listed >= 0)
 
     async def bytes_below(self) -> int:
         """Add up the root, by a walk that does not mind what vanishes meanwhile."""

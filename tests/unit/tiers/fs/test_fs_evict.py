@@ -20,8 +20,7 @@ from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
 from kvtier.tiers.fs._maintenance import maintenance, recency
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, Cutoffs, bucket_of, new_histogram
-from kvtier.tiers.fs._maintenance.evict import Evictor
-from kvtier.tiers.fs._maintenance.scan import ChunkScan
+from kvtier.tiers.fs._maintenance.evict import ChunkScan, Evictor
 from kvtier.tiers.fs._quota import ledger
 
 pytestmark = pytest.mark.timeout(60)
@@ -225,7 +224,7 @@ async def test_only_what_is_called_as_chunks_are_leaves(world, evictor):
 
 
 async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.fs._maintenance.scan.NAMES_BYTES", 200)
+    monkeypatch.setattr("kvtier.tiers.fs._maintenance.evict.NAMES_BYTES", 200)
     (folder,) = await filled(world, [(HOUR, None)]) and first_level(world)
     leaf = world.file(0).parent
     for number in range(29):
@@ -286,7 +285,7 @@ async def test_chunks_that_are_there_need_no_room_and_drive_none_out(world, monk
     evicted = tier.statistics().evicted_bytes
     for _ in range(3):
         assert (await world.put(tier, there)).statuses == (OK,) * len(there)
-    assert tier._session.quota.known.excess == 0
+    assert tier._session.quota.excess == 0
     assert left(world, 12) == there
     assert tier.statistics().evicted_bytes == evicted
 
@@ -441,7 +440,8 @@ async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again
         assert (await world.put(tier, [number])).statuses == (REFUSED,)
     await world.eventually(
         lambda: (
-            tier._session.maintenance._eviction_pause_s == 0.04 or tier._session.maintenance.make_room_soon()
+            tier._session.maintenance._eviction_pause.pause_s == 0.04
+            or tier._session.maintenance.make_room_soon()
         )
     )
     assert 1 <= len(searched) <= 6 + (time.monotonic() - began) / 0.04

@@ -79,7 +79,7 @@ async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, mon
     assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
     outcome = await world.put(tier, range(4))
     assert (outcome.statuses, dict(outcome.reasons)) == ((FAILED,) * 4, {"enoent": 4})
-    await anyio.to_thread.run_sync(tier._session.maintenance._do_tick, tier._session.epoch.place)
+    await anyio.to_thread.run_sync(tier._session.maintenance._do_tick)
     await tier.discard(world.keys(range(4)))
     assert not any(await tier.contains(world.keys(range(4))))
 

@@ -119,7 +119,7 @@ async def test_an_old_epoch_that_is_listed_late_is_not_taken_for_the_new_one(wor
     patch_library(monkeypatch, gate, "kvt_chunks_list")
     tier = await world.open()
     await entered(gate)
-    old = tier._session.maintenance.known
+    old = tier._session.epoch
     await tier.reset()
     gate.open()  # only now is the old one listed
     await world.until_listed(tier)

@@ -161,7 +161,7 @@ async def test_who_can_remove_nothing_does_not_try_to_evict(world, monkeypatch, 
     if evicts:
         await world.eventually(lambda: tier.statistics().evicted_chunks)
     else:
-        assert tier._session.quota.known.excess
+        assert tier._session.quota.excess
         assert requested == []
 
 

@@ -149,7 +149,7 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # which would have it counted once more
     one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
     await until_idle([one, other])
-    monkeypatch.setattr(maintenance.Maintenance, "_begin_slow_work", lambda *_: None)  # as would this
+    monkeypatch.setattr(maintenance.Maintenance, "_do_slow_work", lambda *_: None)  # as would this
     await world.put(one, range(20))
     await anyio.to_thread.run_sync(one._session.quota.flush)  # tells of the put
     removed = Quota.removed

@@ -15,8 +15,8 @@ from kvtier.tiers.fs._files.call import Result
 from kvtier.tiers.fs._locks import make_writer_lock
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
-from kvtier.tiers.fs._quota.ledger import Ledger
-from kvtier.tiers.fs._quota.quota import Quota, stat_file_system
+from kvtier.tiers.fs._quota.ledger import Ledger, stat_file_system
+from kvtier.tiers.fs._quota.quota import Quota
 
 pytestmark = pytest.mark.timeout(60)
 OK, REFUSED = Status.OK, Status.REFUSED
@@ -28,7 +28,7 @@ class Disk:
 
     def __init__(self, used=0, free=10_000):
         self.used, self.free = used, free
-        self.ledger = Ledger(self.look())
+        self.ledger = Ledger(self.look)
 
     def look(self):
         return FileSystem(self.used + self.free, self.used, self.free)
@@ -39,7 +39,7 @@ class Disk:
 
     def space(self, **settings):
         given = {"root_dir": "/nowhere", "min_free_bytes": 0, **settings}
-        return Quota(FsConfig.model_validate(given), FILE, self.ledger, self.look)
+        return Quota(FsConfig.model_validate(given), FILE, self.ledger)
 
 
 def put(disk, space, chunks):
@@ -79,7 +79,7 @@ def test_the_default_bound_holds_before_the_count_too(held):
     assert reason is Result.COUNTING
     assert held + before * FILE <= 0.8 * (6000 + held)
     space.count(lambda: held + before * FILE)
-    assert space.known.limit == int(0.8 * (6000 + held))
+    assert space.limit == int(0.8 * (6000 + held))
     after, reason = put(disk, space, 1000)
     assert reason is Result.MAX_BYTES
     assert 0.8 * (6000 + held) - FILE < held + (before + after) * FILE <= 0.8 * (6000 + held)
@@ -120,24 +120,24 @@ def test_more_is_asked_to_leave_only_above_the_high_watermark_or_where_a_put_was
     disk = Disk(free=10**6)
     space = disk.space(max_bytes=10_000, high_watermark=0.9, low_watermark=0.8)
     space.count(lambda: 8900)
-    assert space.known.excess == 0
+    assert space.excess == 0
     assert put(disk, space, 11)[0] == 11
     space.refresh()
-    assert space.known.excess == 2000
+    assert space.excess == 2000
     space.removed(2000, space.mark())
-    assert space.known.excess == 0
+    assert space.excess == 0
     assert put(disk, space, 21)[0] == 20
-    assert space.known.excess == 2000
+    assert space.excess == 2000
 
 
 def test_nothing_is_asked_to_leave_before_the_root_was_counted_or_where_nothing_may():
     full = Disk(used=9_999, free=1)
-    assert full.space(max_bytes=100).known.excess == 0
+    assert full.space(max_bytes=100).excess == 0
     disk = Disk()
     space = disk.space(max_bytes=100, eviction="none")
     space.count(lambda: 1000)
     assert space.reserve(1)[0] == 0
-    assert space.known.excess == 0
+    assert space.excess == 0
 
 
 def test_where_there_is_plenty_of_room_most_puts_ask_nobody():
@@ -164,7 +164,7 @@ def test_who_is_refused_leases_nothing_ahead():
     assert disk.ledger.accounts.leased == FILE
     space.settle(1, FILE)
     assert space.reserve(1)[0] == 0
-    assert not space.known.leased
+    assert not space.accounts.leased
 
 
 def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change_alone(tmp_path, monkeypatch):

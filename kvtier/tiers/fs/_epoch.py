@@ -1,18 +1,19 @@
-"""Which chunks of an epoch an opener knows to exist: those that it met, and those that it has listed."""
+"""An epoch in use by an opener: where its chunks are, which of these it knows, and the lock that keeps it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import GONE, THERE, FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.index import Index
-from kvtier.tiers.fs._layout import PART
-from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._layout import PART, names_in
+from kvtier.tiers.fs._locks import close_lock
 
 _FRESH_MARKS: Final = 65_536
 _MANY_MARKS: Final = 64
@@ -20,14 +21,47 @@ _MAX_GONE: Final = 65_536
 _BREATH_S: Final = 0.001
 
 
-class KnownChunks:
-    """The known chunks of one epoch. What began before a reset learns for its own epoch, not for the next."""
+class Epoch:
+    """An epoch in use. What began before a reset learns for its own epoch, not for the next.
 
-    def __init__(self, place: Place) -> None:
+    Attributes:
+        index: the chunks that are known to exist: those that were met, and those that were listed.
+        listed: how many there were when the epoch was listed last; -1 before.
+    """
+
+    def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
+        self.number = number
         self.place = place
         self.index = Index()
-        self.listed = -1  # how many there were when the epoch was listed last
+        self.listed = -1
         self._gone: deque[OffloadKey] = deque(maxlen=_MAX_GONE)
+        self._lock_fd = lock_fd
+        self._holds = 0
+        self._retired = False
+
+    # ----------------------------------------------------------------------- in the event loop only
+
+    @contextmanager
+    def hold(self) -> Iterator[Epoch]:
+        """Keep the epoch's files from being swept."""
+        self._holds += 1
+        try:
+            yield self
+        finally:
+            self._holds -= 1
+            self._release_unused()
+
+    def retire(self) -> None:
+        """Give the epoch up as soon as nothing under way holds it."""
+        self._retired = True
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        if self._retired and not self._holds and self._lock_fd is not None:
+            close_lock(self._lock_fd)
+            self._lock_fd = None
+
+    # ------------------------------------------------------------------------------ in any thread
 
     def learn(self, call: FileCall) -> Sequence[OffloadKey]:
         """Note which chunks of a call are gone. Returns those that are there, which the pool has noted."""
@@ -38,19 +72,19 @@ class KnownChunks:
         return [key for key, result in found if result in THERE]
 
     def forget(self, gone: Sequence[OffloadKey]) -> None:
-        """Note that chunks are gone. Any thread may call it."""
+        """Note that chunks are gone."""
         if gone:
             self._gone.extend(gone)  # before: a list may be about to bring them back
             self.index.discard(gone)
 
-    def list(self, namespace: Namespace, stop: StopFlag) -> None:
+    def list(self, stop: StopFlag) -> None:
         """List the chunks, the first time and when many of the index may be gone. Blocks. OSError."""
         index = self.index
         if self.listed >= 0:
             if len(index) <= 2 * self.listed + _FRESH_MARKS:
                 return
             index = Index()
-        for part in filter(PART.fullmatch, namespace.names(self.place.data_dir)):
+        for part in filter(PART.fullmatch, names_in(self.place.root_fd, self.place.data_dir, follow=True)):
             self._gone.clear()
             marks = chunk_files.fingerprints(self.place, part, stop)
             index.add_listed(marks)

@@ -1,24 +1,30 @@
-"""Frames on their way to the other process. Sending never blocks."""
+"""Frames to and from the other process. Neither sending nor receiving blocks."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from kvtier._isolation.wire import Frames
 
 _AT_ONCE = 64
+_READ_BYTES = 256 * 1024
 
 
-class SendQueue:
-    """Frames for a socket. Any thread may add some; they go out whole and in order.
+class Channel:
+    """Frames over a socket, which must not block. One thread receives.
 
-    ``add`` sends what the socket, which does not block, takes at once; who polls the socket sends the rest,
-    with ``flush``. ``on_full`` is called, by any thread, when the socket's buffer becomes full.
+    Any thread may add frames; they go out whole and in order. ``add`` sends what the socket takes at once;
+    who polls the socket sends the rest, with ``flush``. ``on_full`` is called, by any thread, when the
+    socket's buffer becomes full.
     """
 
     def __init__(self, sock: socket.socket, on_full: Callable[[], object]) -> None:
         self.is_full = False  # whether frames wait for the socket to take more
+        self.is_closed = False  # whether all was received, and the other process is gone
+        self._received = Frames()
         self._sock = sock
         self._on_full = on_full
         self._frames: deque[bytes] = deque()
@@ -28,6 +34,21 @@ class SendQueue:
 
     def __len__(self) -> int:
         return len(self._frames)
+
+    def receive(self, reads: float = 1) -> Iterator[bytes]:
+        """Yield the frames that so many reads find. Raises WireError where one is too long."""
+        while reads > 0:
+            reads -= 1
+            try:
+                data = self._sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.is_closed = True
+                return
+            yield from self._received.feed(data)
 
     def add(self, frame: bytes) -> None:
         """Send a frame, now or as soon as it can be."""
