@@ -12,7 +12,7 @@ import pytest
 
 from kvtier._memory import guard
 from kvtier._memory.region import Region
-from tests.common import wait_until
+from tests.common import children, wait_until
 from tests.unit.memory.conftest import PAGE, Holder, Holding
 
 
@@ -31,11 +31,7 @@ def guards(folder: Path) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """What whoever kills a tree of processes finds below one of them."""
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+    return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
 @pytest.fixture
