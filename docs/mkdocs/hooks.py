@@ -161,7 +161,7 @@ def _parameter(one: Any) -> str:
 
 def speed(name: str) -> str:
     """Return the table of the times in what ``kvtier bench versus --json`` wrote: a line for each measure."""
-    rows = json.loads((ROOT / f"docs/assets/{name}.json").read_text(encoding="utf-8"))["Speed"]
+    rows = _versus(name)["Speed"]
     systems = list(dict.fromkeys(row["system"] for row in rows))
     lines = [f"| measure | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
     for measure in dict.fromkeys(row["measure"] for row in rows):
@@ -180,12 +180,31 @@ def _compared(row: dict[str, Any]) -> str:
     return f"{value} ({row['ratio']:.2f}{other}{bounds})"
 
 
+def faults(name: str) -> str:
+    """Return the table of the faults in what ``kvtier bench versus --json`` wrote once."""
+    data = _versus(name)
+    names = list(dict.fromkeys(row["fault"] for row in data["Outcome"]))
+    words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")
+    lines = ["| fault | system | wrong | failed | longest wait, s | tokens from the cache | recovers |"]
+    lines.append("|---" * len(words) + "|")
+    for row in sorted(data["Outcome"], key=lambda row: names.index(row["fault"])):
+        lines.append(f"| {' | '.join(row[word] for word in words)} |")
+    lines.append("")
+    lines += [f"- {row['system']}: not run: {row['reason']}." for row in data["NotRun"]]
+    return "\n".join(lines)
+
+
+def _versus(name: str) -> Any:
+    return json.loads((ROOT / f"docs/assets/{name}.json").read_text(encoding="utf-8"))
+
+
 GENERATORS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "metrics": metrics,
     "reasons": reasons,
     "commands": commands,
     "speed": speed,
+    "faults": faults,
 }
 
 # --- sequence diagrams -------------------------------------------------------------------------------
