@@ -181,7 +181,7 @@ def _compared(row: dict[str, Any]) -> str:
 
 
 def faults(name: str) -> str:
-    """Return the table of the faults in what ``kvtier bench versus --json`` wrote once."""
+    """Return the table of the faults in what ``kvtier bench versus --json`` wrote."""
     data = _versus(name)
     names = list(dict.fromkeys(row["fault"] for row in data["Outcome"]))
     words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")

@@ -72,7 +72,7 @@ def test_replay(tmp_path: Path) -> None:
 
 def test_versus_without_lmcache(tmp_path: Path) -> None:
     """A system that cannot be run is named, and the others are measured."""
-    report = run(tmp_path, "versus", "--model", "tiny", "--rounds", "1")
+    report = run(tmp_path, "versus", "--model", "tiny", "--rounds", "1", "--only", "speed")
     (missing,) = report["NotRun"]
     assert missing["system"] == "LMCache"
     assert "lmcache is not installed" in missing["reason"]

