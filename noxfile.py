@@ -277,7 +277,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``device``, ``gate`` and so on."""
-    if {"core", "gate", "replay"} & set(session.posargs):
+    if {"core", "fleet", "gate", "replay"} & set(session.posargs):
         install_cpu_engine(session, VLLM)
         install_kvtier(session, distributions=["kvtier-bench"])
     else:

@@ -7,9 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engine.compared import PLAIN
+from kvtier_bench.engine import fleet
+from kvtier_bench.engine.compared import PLAIN, Sample
 from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
+
+
+def test_a_second_engine_is_compared_with_files_in_the_same_round() -> None:
+    def one(ttft_s: float, answer: int, cached: int = fleet.PROMPT_TOKENS) -> Sample:
+        return Sample(ttft_s, [ttft_s], [[answer]], {"cached": cached})
+
+    first = one(10.0, 1, 0)
+    pairs = {fleet.FILES: [(first, one(1.0, 1)), (first, one(2.0, 1))]}
+    pairs["redis"] = [(first, one(3.0, 1)), (first, one(6.0, 2, 0))]
+    files, redis, computed = fleet.table(pairs)
+    assert (files.ratio, redis.ratio, computed.ratio) == (1.0, 3.0, 7.5)
+    assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
 
 
 def test_a_measure_is_compared_within_a_round_with_kvtier_or_with_no_cache() -> None:

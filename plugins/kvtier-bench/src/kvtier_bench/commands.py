@@ -131,6 +131,26 @@ def device(
 
 
 @bench.command()
+def fleet(
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help="Settings of a tier that two engines share; repeatable."),
+    ] = None,
+    nixl: Annotated[bool, typer.Option("--nixl", help="Engines that read each other's memory, too.")] = False,
+    root: RootOption = None,
+    model: ModelOption = engines.Size.SMALL,
+    rounds: RoundsOption = 5,
+    as_json: JsonFlag = False,
+) -> None:
+    """Time to the first token for what another engine has computed, by the tier they share; real engines.
+
+    Example: kvtier bench fleet --tier '{"type": "mooncake", "master": "localhost:50051"}'
+    """
+    measure = _lazy("engine.fleet")
+    figures.report(measure.run(root, measure.Work(model.value, rounds), tier or (), nixl=nixl), as_json)
+
+
+@bench.command()
 def gate(
     model: ModelOption = engines.Size.TINY,
     requests: Annotated[int, typer.Option(min=2, help="Requests that count in each phase.")] = 40,
@@ -199,7 +219,7 @@ def versus(
     Example: kvtier bench versus --lmcache /opt/lmcache/bin/python
     """
     measure = _lazy("engine.versus.run")
-    setting = measure.Setting(model.value, chunk_tokens)
+    setting = measure.setting_of(model, chunk_tokens)
     parts = [only] if only else list(engines.Part)
     figures.report(measure.run(root, lmcache, setting, rounds, parts), as_json)
 

