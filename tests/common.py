@@ -1,4 +1,4 @@
-"""What tests of all kinds do: import a loose file, wait for what nobody tells of, have the log fail."""
+"""What tests of all kinds do: import a loose file, wait for what nobody tells of, look at processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,34 @@ def load_file(name: str, path: Path) -> Any:
 
 def wait_until(holds: Callable[[], object]) -> None:
     """Wait in a thread of the test's own until something holds."""
+    wait_while(lambda: not holds())
+
+
+def wait_while(there: Callable[[], object]) -> None:
+    """Wait in a thread of the test's own until nothing is there any more."""
     end_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end_s
+    while left := there():
+        assert time.monotonic() < end_s, left
         time.sleep(0.005)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that threads of a process have started and nobody has reaped."""
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has ended meanwhile
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped; one that nobody has reaped yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from kvtier_bench.engine.compared import (
     engine_arguments,
     make_prompt,
 )
-from tests.common import load_file
+from tests.common import load_file, wait_while
 from tests.integration.fork_server import STACKS
 
 PROJECT = Path(__file__).parents[2]
@@ -554,10 +554,7 @@ def chunks_in(root: Path) -> set[OffloadKey]:
 
 def wait_until_removed(files: Iterable[Path]) -> None:
     """Wait until others have removed files, as a guard removes an engine's memory."""
-    deadline = time.monotonic() + PATIENCE_S
-    while there := [file for file in files if file.exists()]:
-        assert time.monotonic() < deadline, there
-        time.sleep(0.02)
+    wait_while(lambda: [file for file in files if file.exists()])
 
 
 def namespaces(root: Path) -> list[str]:

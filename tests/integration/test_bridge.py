@@ -49,6 +49,7 @@ from kvtier.tiers._base import SecondaryTier
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
+from tests.common import wait_until
 from tests.integration.harness import PATIENCE_S
 
 pytestmark = pytest.mark.releases
@@ -243,10 +244,7 @@ def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
     clock = Clock()
     it = make(dummy(), slots=16, clock=clock)
     it.store(prompt(1, 2), it.request("a"))
-    end = time.monotonic() + 20
-    while not any(isinstance(event, PutEnded) for event in it.thread.events):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    wait_until(lambda: any(isinstance(event, PutEnded) for event in it.thread.events))
     clock.now += 3600
     it.step()
     assert it.core.shared.tiers[0].works

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
 
 from kvtier_bench.engine.compared import EngineError
+from tests.common import wait_until
 from tests.integration.conftest import Ask
 from tests.integration.harness import (
-    PATIENCE_S,
     PROMPT_CHUNKS,
     Launcher,
     chunks_in,
@@ -58,7 +57,4 @@ def test_killed_in_the_midst_of_cascades(
 
 def _wait_until_swept(root: Path) -> None:
     """Wait until only the living writer has a directory for unfinished files."""
-    deadline = time.monotonic() + PATIENCE_S
-    while len(writers := [path for path in root.glob("*/.tmp/*") if path.is_dir()]) != 1:
-        assert time.monotonic() < deadline, writers
-        time.sleep(0.05)
+    wait_until(lambda: sum(path.is_dir() for path in root.glob("*/.tmp/*")) == 1)

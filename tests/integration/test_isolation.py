@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.common import is_alive
 from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
 
@@ -74,10 +75,3 @@ def process_of_tiers(engine: Engine) -> int:
     pid = engine.tiers_process
     assert pid is not None
     return pid
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
+from tests.common import children, is_alive
+
 FEWEST_SAMPLES = 9
 """Three in each third; with fewer nothing is judged."""
 
@@ -166,18 +168,7 @@ def on_disk(root: Path) -> tuple[int, int]:
 
 def zombies_of(pid: int) -> int:
     """Return how many children of a process have ended and were not waited for."""
-    count = 0
-    for task in _listed(Path("/proc", str(pid), "task")):
-        with suppress(OSError):
-            for child in (task / "children").read_text().split():
-                count += _state(int(child)) == "Z"
-    return count
-
-
-def _state(pid: int) -> str:
-    with suppress(OSError):
-        return Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()[0]
-    return ""
+    return sum(not is_alive(child) for child in children(pid))
 
 
 def _opened(pid: int) -> list[Path]:

@@ -31,39 +31,7 @@ POOLS = (
     *(f"default.rgw.buckets.{name}" for name in ("index", "data", "non-ec")),
 )
 
-SETTINGS = """
-# no authentication within the cluster
-auth cluster required = none
-auth service required = none
-auth client required = none
-ms mon client mode = crc
-ms cluster mode = crc
-ms service mode = crc
-ms client mode = crc
-# one of each is enough
-osd pool default size = 1
-osd pool default min size = 1
-osd pool default pg num = 1
-osd pool default pgp num = 1
-osd pool default pg autoscale mode = off
-mon allow pool size one = true
-mon warn on pool no redundancy = false
-mon max pg per osd = 1000
-osd crush chooseleaf type = 0
-osd crush update on start = true
-# in memory
-osd objectstore = memstore
-memstore device bytes = 4294967296
-mon data avail crit = 1
-mon data avail warn = 1
-# quick to start
-paxos propose interval = 0.02
-paxos min wait = 0.01
-mon election timeout = 0.5
-# quiet
-debug ms = 0/0
-rgw enable usage log = false
-"""
+SETTINGS = Path(__file__).with_name("ceph.conf")
 
 
 class CephError(Exception):
@@ -166,7 +134,7 @@ mon data = {here}/mon
 osd data = {here}/osd
 keyring = /dev/null
 rgw dns name = localhost
-{SETTINGS}""")
+{SETTINGS.read_text()}""")
 
     def _start_monitor(self) -> None:
         address = f"[v2:127.0.0.1:{self._mon_port}]"

@@ -16,8 +16,6 @@ from kvtier.keys import OffloadKey, pack_key
 from tests.unit.core import world
 from tests.unit.core.world import COPIED, GOOD, LOCATED, MISSING, keys
 
-DAY_S = 86_400
-
 
 def core_with(policy: WritePolicy, *, slots: int = 16, **limits: float) -> Tiering:
     return world.make(slots, [TierStatus("t0", 3.0, writes=WriteAdmission(policy, **limits))])  # type: ignore[arg-type]

@@ -294,21 +294,3 @@ def launch() -> Iterator[Launch]:
     for one in made:
         with suppress(ValueError):
             one.close()
-
-
-def children() -> list[int]:
-    """The processes that threads of this one have started and nobody has reaped."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # a thread that has ended meanwhile
-            found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs, or is stopped; one that nobody has reaped yet does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"

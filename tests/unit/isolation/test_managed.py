@@ -19,8 +19,9 @@ from kvtier import KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier._manager.manager import TieringManager
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
+from tests.common import children, is_alive
 
-from .conftest import IDENTITY, MUCH, PATIENCE_S, children, is_alive
+from .conftest import IDENTITY, MUCH, PATIENCE_S
 
 PAGE_BYTES = 4096
 BLOCKS = 32
@@ -94,7 +95,7 @@ async def opened(root: Path, **settings: Any) -> AsyncIterator[World]:
 
 def processes_of_tiers() -> Sequence[int]:
     found = []
-    for pid in children():
+    for pid in children(os.getpid()):
         with suppress(OSError):  # one that was reaped meanwhile
             if b"kvtier._isolation.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)

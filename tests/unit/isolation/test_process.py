@@ -27,7 +27,7 @@ from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link
 from kvtier.tiers._base import Usage
 from kvtier.tiers._seal import TRAILER_BYTES
-from tests.common import failing_log_handler
+from tests.common import children, failing_log_handler, is_alive, wait_while
 
 from .conftest import (
     CHUNK_BYTES,
@@ -38,10 +38,8 @@ from .conftest import (
     SWIFT,
     Harness,
     Launch,
-    children,
     content,
     files,
-    is_alive,
     make_tier,
 )
 
@@ -127,7 +125,7 @@ def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
         """The process that follows another one looks whether that is gone."""
 
         def __init__(self, *args: object) -> None:
-            left.append(children())
+            left.append(children(os.getpid()))
             super().__init__(*args)  # type: ignore[arg-type]
 
         def kill(self) -> None:
@@ -136,7 +134,7 @@ def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
 
     looks = Heartbeat.is_overdue
     left: list[list[int]] = []
-    before = children()
+    before = children(os.getpid())
     monkeypatch.setattr(Heartbeat, "is_overdue", is_overdue)
     monkeypatch.setattr(processes, "Link", Witness)
     if what == "the log":
@@ -583,10 +581,7 @@ def test_the_process_ends_with_the_engine(how: str, tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     pid = int(done.stdout)
-    end_s = time.monotonic() + PATIENCE_S
-    while is_alive(pid):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    wait_while(lambda: is_alive(pid))
 
 
 @pytest.mark.full
@@ -611,7 +606,7 @@ def resources() -> dict[str, int]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "children": len(children()),
+        "children": len(children(os.getpid())),
         "shared memory": len(list(Path("/dev/shm").glob(f"kvtier_{os.getpid()}*"))),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:kvtier"),
     }
@@ -619,7 +614,4 @@ def resources() -> dict[str, int]:
 
 def until_no_more_than(before: Mapping[str, int]) -> None:
     """Wait for the end of what is there for a moment still, such as a joined thread."""
-    end_s = time.monotonic() + PATIENCE_S
-    while more := {name: count for name, count in resources().items() if count > before[name]}:
-        assert time.monotonic() < end_s, more
-        time.sleep(0.01)
+    wait_while(lambda: {name: count for name, count in resources().items() if count > before[name]})

@@ -44,6 +44,9 @@ for line in sys.stdin:
             print("claimed", flush=True)
         except RegionError as error:
             print(error, flush=True)
+    elif command == "guard":
+        region.start_guard()
+        print("guarded", flush=True)
     elif command == "close":
         region.close()
         print("closed", flush=True)

@@ -213,8 +213,7 @@ def replay(
     """
     measure = _lazy("replay.run")
     scale = measure.Scale(speed, tokens_per_chunk, seed)
-    records = measure.run(trace, scale, requests, url, config or (), root, model.value)
-    measure.report(records, as_json)
+    figures.report(measure.run(trace, scale, requests, url, config or (), root, model.value), as_json)
 
 
 @bench.command()

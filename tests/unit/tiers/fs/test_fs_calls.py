@@ -19,74 +19,7 @@ from kvtier._native import build
 
 pytestmark = pytest.mark.timeout(200)
 
-SHIM = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdlib.h>
-#include <sys/stat.h>
-#include <sys/uio.h>
-#include <unistd.h>
-
-enum { OPENAT, PREADV, PWRITEV, PREAD, PWRITE, RENAMEAT,
-       FDATASYNC, FSYNC, MKDIRAT, UNLINKAT, FSTATAT, UTIMENSAT };
-/* A call fails if its bit is in `calls`: always, or with `every` > 1 about one time in so many. */
-struct { unsigned calls; int error; unsigned every; unsigned failed; } fault;
-static __thread unsigned seed;
-
-static int due(int call)
-{
-    if (!(fault.calls >> call & 1))
-        return 0;
-    if (!seed)
-        seed = (unsigned)(size_t)&seed;
-    if (fault.every > 1 && rand_r(&seed) % fault.every)
-        return 0;
-    __atomic_add_fetch(&fault.failed, 1, __ATOMIC_RELAXED);
-    errno = fault.error;
-    return 1;
-}
-
-#define REAL(name, result, ...) \
-    static result (*real)(__VA_ARGS__); \
-    if (!real) real = (result(*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
-
-#define OPEN(name) \
-    int name(int dir, const char *path, int flags, ...) { \
-        REAL(#name, int, int, const char *, int, ...); \
-        va_list rest; va_start(rest, flags); mode_t mode = va_arg(rest, mode_t); va_end(rest); \
-        return due(OPENAT) ? -1 : real(dir, path, flags, mode); }
-OPEN(openat) OPEN(openat64)
-#define MOVE(id, name, type) \
-    ssize_t name(int fd, type parts, int count, off_t at) { \
-        REAL(#name, ssize_t, int, type, int, off_t); return due(id) ? -1 : real(fd, parts, count, at); }
-MOVE(PREADV, preadv, const struct iovec *) MOVE(PREADV, preadv64, const struct iovec *)
-MOVE(PWRITEV, pwritev, const struct iovec *) MOVE(PWRITEV, pwritev64, const struct iovec *)
-#define ONE(id, name, type) \
-    ssize_t name(int fd, type bytes, size_t count, off_t at) { \
-        REAL(#name, ssize_t, int, type, size_t, off_t); return due(id) ? -1 : real(fd, bytes, count, at); }
-ONE(PREAD, pread, void *) ONE(PREAD, pread64, void *)
-ONE(PWRITE, pwrite, const void *) ONE(PWRITE, pwrite64, const void *)
-int renameat(int d, const char *p, int e, const char *q) {
-    REAL("renameat", int, int, const char *, int, const char *);
-    return due(RENAMEAT) ? -1 : real(d, p, e, q); }
-int fdatasync(int fd) { REAL("fdatasync", int, int); return due(FDATASYNC) ? -1 : real(fd); }
-int fsync(int fd) { REAL("fsync", int, int); return due(FSYNC) ? -1 : real(fd); }
-int mkdirat(int d, const char *p, mode_t m) {
-    REAL("mkdirat", int, int, const char *, mode_t); return due(MKDIRAT) ? -1 : real(d, p, m); }
-int unlinkat(int d, const char *p, int f) {
-    REAL("unlinkat", int, int, const char *, int); return due(UNLINKAT) ? -1 : real(d, p, f); }
-#define STAT(name, type) \
-    int name(int d, const char *p, type *s, int f) { \
-        REAL(#name, int, int, const char *, type *, int); return due(FSTATAT) ? -1 : real(d, p, s, f); }
-STAT(fstatat, struct stat) STAT(fstatat64, struct stat64)
-int utimensat(int d, const char *p, const struct timespec t[2], int f) {
-    REAL("utimensat", int, int, const char *, const struct timespec *, int);
-    return due(UTIMENSAT) ? -1 : real(d, p, t, f); }
-"""
+SHIM = Path(__file__).with_name("failing_calls.c")
 
 DRIVER = r"""
 import asyncio, ctypes, errno, logging, random, sys
@@ -187,8 +120,7 @@ print("failed on purpose:", fault.failed)
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that makes calls fail."""
     folder = tmp_path_factory.mktemp("shim")
-    (folder / "shim.c").write_text(SHIM)
-    command = ["-shared", "-fPIC", "-O1", "-o", str(folder / "shim.so"), str(folder / "shim.c"), "-ldl"]
+    command = ["-shared", "-fPIC", "-O1", "-o", str(folder / "shim.so"), str(SHIM), "-ldl"]
     try:
         subprocess.run([*build.compiler(), *command], check=True, capture_output=True, text=True)
     except build.BuildError as error:

@@ -71,6 +71,16 @@ async def test_a_damaged_file_is_quarantined_and_never_given(world, caplog, name
     assert (await world.get(tier, [1])).statuses == (OK,)
 
 
+@pytest.mark.parametrize("length", [0, 100, 16_384], ids=["empty", "cut", "without its trailer"])
+async def test_a_put_writes_a_file_anew_that_ends_early(world, length):
+    tier = await world.open()
+    await world.put(tier, [1])
+    _truncate(world.file(1), length)
+    assert (await world.put(tier, [1])).statuses == (OK,)
+    assert (await world.get(tier, [1])).statuses == (OK,)
+    assert len(world.quarantined()) == 1
+
+
 def fs_lines(caplog):
     return [record.message for record in caplog.records if record.name == "kvtier.tiers.fs"]
 

@@ -1,23 +1,17 @@
-"""The figures of a replay, and the chart of its course."""
+"""The figures of a replay."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
-from rich.console import Console
-from rich.table import Table
-
-from kvtier_bench import figures
 from kvtier_bench.machine import Machine
 from kvtier_bench.replay.client import Answer
 from kvtier_bench.replay.counters import COMPUTED, Counters
 from kvtier_bench.replay.workload import Workload
 
 LATE_S = 0.05
-_BAR = 20
 
 
 @dataclass(frozen=True)
@@ -155,43 +149,3 @@ def hit_percent(tokens: Mapping[str, float]) -> float | None:
 def percentile_ms(seconds: Sequence[float], percent: int) -> float:
     """Return the value that so many percent of the values do not exceed, in milliseconds."""
     return sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)] * 1e3
-
-
-def report(records: Sequence[Record], as_json: bool) -> None:
-    """Print all as JSON; or tables and a chart of the course."""
-    if as_json:
-        figures.report(records, as_json)
-        return
-    figures.report([row for row in records if not isinstance(row, Interval)], as_json)
-    table = chart([row for row in records if isinstance(row, Interval)])
-    console = Console()
-    console.width = max(console.width, Console(width=1000).measure(table).maximum)
-    console.print(table)
-
-
-def chart(course: Sequence[Interval]) -> Table:
-    """Return bars of hit rate and TTFT over time, of the servers side by side."""
-    table = Table(title="Course: prompt tokens not computed, and median TTFT", title_justify="left")
-    table.add_column("s", justify="right")
-    servers = list(dict.fromkeys(row.server for row in course))
-    for server in servers:
-        table.add_column(f"{server}: hits, %")
-        table.add_column("TTFT, ms")
-    slowest = max((row.ttft_p50 or 0.0 for row in course), default=0.0)
-    for rows in zip_longest(*([row for row in course if row.server == server] for server in servers)):
-        bars = (_bars(row, slowest) if row else ("", "") for row in rows)
-        at_s = max(row.until_s for row in rows if row)
-        table.add_row(f"{at_s:.0f}", *(cell for pair in bars for cell in pair))
-    return table
-
-
-def _bars(row: Interval, slowest: float) -> tuple[str, str]:
-    return (
-        "-" if row.hit_percent is None else _bar(row.hit_percent, 100, _BAR // 2),
-        "-" if row.ttft_p50 is None else _bar(row.ttft_p50, slowest, _BAR),
-    )
-
-
-def _bar(value: float, most: float, width: int) -> str:
-    filled = round(width * value / most) if most else 0
-    return f"{'█' * filled:<{width}} {value:,.0f}"

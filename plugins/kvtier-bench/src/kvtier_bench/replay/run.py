@@ -22,12 +22,12 @@ from kvtier_bench.engine.compared import (
 )
 from kvtier_bench.engine.server import Server, add_tokenizer, free_port
 from kvtier_bench.machine import Machine, open_folder
-from kvtier_bench.replay.records import Record, report
+from kvtier_bench.replay.records import Record
 from kvtier_bench.replay.send import replay, too_long
 from kvtier_bench.replay.workload import Request, Scale, Workload
 from kvtier_bench.simulate.trace import TimedLine, read_lines
 
-__all__ = ["Scale", "report", "run"]
+__all__ = ["Scale", "run"]
 
 DEVICE_SHARE, PRIMARY_SHARE = 0.1, 0.3  # of all different tokens
 
