@@ -33,11 +33,12 @@ from kvtier._identity import Identity
 from kvtier._isolation import settings, wire
 from kvtier._isolation.send_queue import SendQueue
 from kvtier._isolation.wire import Frames, Hello, Order, Report
+from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.tiers._drain import call_soon
 
-logger = logging.getLogger("kvtier.executor")
+logger = GuardedLogger("kvtier.executor")
 
 _READ_BYTES = 256 * 1024
 _MOST_FRAMES = 1000
@@ -186,7 +187,7 @@ def main(arguments: list[str]) -> int:
     server = TierServer(sock, hello)
     handler = _ForwardHandler(server.send_queue)
     logging.basicConfig(level=hello.other_log_level, handlers=[handler], format="%(message)s")
-    logging.getLogger("kvtier").setLevel(hello.log_level)
+    GuardedLogger("kvtier").setLevel(hello.log_level)
     try:
         _limit_resources(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
 from kvtier._core.tiering import Tiering
+from kvtier._log import GuardedLogger
 
 _UNANSWERED = "unanswered"
 
@@ -13,7 +13,7 @@ _UNANSWERED = "unanswered"
 class DroppedPuts:
     """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end."""
 
-    def __init__(self, core: Tiering, drain_s: float, logger: logging.Logger) -> None:
+    def __init__(self, core: Tiering, drain_s: float, logger: GuardedLogger) -> None:
         self._core = core
         self._drain_s = drain_s
         self._logger = logger

@@ -11,10 +11,12 @@ from typing import Annotated
 
 import msgspec
 
+from kvtier._log import GuardedLogger
+
 PREFIX = "kvtier.explain: "
 """What comes before the JSON object in a line, whatever the log's format puts before it."""
 
-logger = logging.getLogger("kvtier.explain")
+logger = GuardedLogger("kvtier.explain")
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -54,7 +56,7 @@ def write(explanation: Explanation) -> None:
 
 def enable() -> None:
     """Set a level where nobody has for kvtier's loggers: Python drops lines below WARNING otherwise."""
-    one: logging.Logger | None = logger
+    one: logging.Logger | None = logger.logger
     while one is not None and not isinstance(one, logging.RootLogger):
         if one.level != logging.NOTSET:
             return
@@ -70,11 +72,11 @@ def _shown() -> Iterator[None]:
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-    logger.addHandler(handler)
+    logger.logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.logger.removeHandler(handler)
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,13 +10,14 @@ from vllm.v1.kv_offload.base import OffloadingEvent
 
 from kvtier._core.shared import Count
 from kvtier._core.tiering import Tiering
+from kvtier._log import GuardedLogger
 from kvtier._memory.worker_status import StatusTable
 from kvtier._reasons import BY_CHOICE
 from kvtier.adapters.vllm._telemetry.events import EventStream, Location
 from kvtier.adapters.vllm._telemetry.metrics import GaugeReader, WorkerReports, as_stats
 from kvtier.tiers._activity import TierActivity
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 
 class Published:

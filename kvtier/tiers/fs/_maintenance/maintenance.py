@@ -15,7 +15,7 @@ from typing import Final
 
 import anyio
 
-from kvtier._telemetry.guarded_log import GuardedLogger
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import call_soon

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
@@ -29,7 +30,7 @@ MAX_FILES: Final = 128
 _LINES_EVERY_S: Final = 30.0
 _OURS: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 
-_log = logging.getLogger("kvtier.tiers.fs")
+_log = GuardedLogger("kvtier.tiers.fs")
 
 
 class Quarantine:
