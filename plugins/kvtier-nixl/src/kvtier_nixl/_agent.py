@@ -146,7 +146,8 @@ class Agent:
         while not self._free:
             self._row_freed.clear()
             await self._row_freed.wait()
-        taken, self._free = self._free[:count], self._free[count:]
+        taken = self._free[-count:]  # those freed last: they are in the processor's cache
+        del self._free[-count:]
         return taken
 
     def free_rows(self, rows: Sequence[int]) -> None:
