@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,13 +16,14 @@ from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor
+from kvtier._log import GuardedLogger
 from kvtier.errors import ConfigError, IsolationError
 from kvtier.policies._base import EvictionPolicy
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._activity import puts_at_once
 from kvtier.tiers._base import TierConfig
 
-logger = logging.getLogger("kvtier.executor")
+logger = GuardedLogger("kvtier.executor")
 
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches

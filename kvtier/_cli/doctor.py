@@ -28,6 +28,7 @@ from kvtier._config import TieringConfig
 from kvtier._core.tiering import PRIMARY
 from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
+from kvtier._log import GuardedLogger
 from kvtier._memory.heap import HeapMemory
 from kvtier._settings.validation import did_you_mean
 from kvtier.errors import ConfigError, TierError
@@ -265,7 +266,7 @@ class _ErrorCollector(logging.Handler):
 def _background_errors() -> Iterator[list[str]]:
     """Collect the errors that are logged: work beside a tier's calls fails none of them."""
     collector = _ErrorCollector()
-    loggers = [logging.getLogger(name) for name in ("kvtier", "asyncio")]
+    loggers = [GuardedLogger(name).logger for name in ("kvtier", "asyncio")]
     for logger in loggers:
         logger.addHandler(collector)
     try:

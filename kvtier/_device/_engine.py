@@ -27,10 +27,10 @@ from kvtier._device.base import (
     TransferEngine,
 )
 from kvtier._device.plan import CopyPlan, CopyPlanner
+from kvtier._log import GuardedLogger
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
-from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.errors import StateError
 
 logger = GuardedLogger("kvtier.device")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import replace
 
 from kvtier._device._runtime import Runtime
 from kvtier._device.base import Pinning
+from kvtier._log import GuardedLogger
 from kvtier._memory import numa
 from kvtier._memory.region import Region
 from kvtier.errors import StateError
 
-logger = logging.getLogger("kvtier.device")
+logger = GuardedLogger("kvtier.device")
 
 PIECE_BYTES = 32 * 2**20
 """Bytes that are pinned at once: a limit, because no other thread can launch work on the device meanwhile.

@@ -15,7 +15,7 @@ from kvtier._device._audit import Check
 from kvtier._device._runtime import Event, Runtime, Stream
 from kvtier._device.base import Attempt, CopyQueue, Finished
 from kvtier._device.plan import CopyPlan
-from kvtier._telemetry.guarded_log import GuardedLogger
+from kvtier._log import GuardedLogger
 from kvtier.errors import AuditError, DamagedSlotError, DeviceLostError, DeviceStuckError
 
 logger = GuardedLogger("kvtier.device")

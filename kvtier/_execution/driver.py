@@ -6,7 +6,6 @@ scheduler's thread.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from kvtier._core.messages import Command, Event
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
+from kvtier._log import GuardedLogger
 from kvtier._memory.slot_checksums import Damage, SlotChecksums
 from kvtier._telemetry.log_limit import NoticeLog
 from kvtier._telemetry.traces import open_traces
@@ -40,7 +40,7 @@ class Driver:
         self,
         core: Tiering,
         executor: CommandSink,
-        logger: logging.Logger,
+        logger: GuardedLogger,
         *,
         slot_checksums: SlotChecksums | None = None,
         has_damage: Callable[[], bool] = lambda: False,

@@ -20,7 +20,7 @@ import anyio.abc
 from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, TierDown, Touch
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
-from kvtier._telemetry.guarded_log import GuardedLogger
+from kvtier._log import GuardedLogger
 from kvtier.tiers._activity import NamedTier as NamedTier
 from kvtier.tiers._activity import TierActivity as TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory

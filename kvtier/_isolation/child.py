@@ -33,11 +33,12 @@ from kvtier._identity import Identity
 from kvtier._isolation import wire
 from kvtier._isolation.channel import Channel
 from kvtier._isolation.wire import Hello, Order, Report
+from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.tiers._drain import call_soon
 
-logger = logging.getLogger("kvtier.executor")
+logger = GuardedLogger("kvtier.executor")
 
 _MOST_FRAMES = 1000
 _PR_SET_PDEATHSIG = 1
@@ -181,7 +182,7 @@ def main(arguments: list[str]) -> int:
     server = TierServer(sock, hello)
     handler = _ForwardHandler(server.channel)
     logging.basicConfig(level=hello.other_log_level, handlers=[handler], format="%(message)s")
-    logging.getLogger("kvtier").setLevel(hello.log_level)
+    GuardedLogger("kvtier").setLevel(hello.log_level)
     try:
         _limit_resources(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)

@@ -12,7 +12,7 @@ from kvtier._execution.executor import NamedTier, TierActivity
 from kvtier._isolation import wire
 from kvtier._isolation.link import Link
 from kvtier._isolation.wire import WireError
-from kvtier._telemetry.guarded_log import GuardedLogger
+from kvtier._log import GuardedLogger
 from kvtier.tiers._base import Usage
 
 _OURS = "kvtier"

@@ -32,9 +32,9 @@ from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link, engine_cpus
 from kvtier._isolation.wire import Hello, SlotChecksumsLayout, TierSettings, WireError
+from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
-from kvtier._telemetry.guarded_log import GuardedLogger
 from kvtier.errors import IsolationError, StateError
 
 logger = GuardedLogger("kvtier.executor")
@@ -263,8 +263,8 @@ class ExecutorProcess:
             epochs=list(self._epochs),
             cpus=sorted(engine_cpus()),
             memory_limit_bytes=self._memory_limit_bytes,
-            log_level=logging.getLogger("kvtier").getEffectiveLevel(),
-            other_log_level=logging.getLogger().getEffectiveLevel(),
+            log_level=GuardedLogger("kvtier").getEffectiveLevel(),
+            other_log_level=logging.root.getEffectiveLevel(),
         )
 
     def _supervise(self, link: Link, heartbeat: Heartbeat) -> _End | None:

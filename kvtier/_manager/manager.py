@@ -7,7 +7,6 @@ that is cancelled during a copy waits for the end of the copy, because only then
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -27,6 +26,7 @@ from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
+from kvtier._log import GuardedLogger
 from kvtier._manager.device_copies import DeviceCopies
 from kvtier._manager.handles import Acquired, Written
 from kvtier._manager.statistics import Statistics
@@ -37,7 +37,7 @@ from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import until_done
 
-logger = logging.getLogger("kvtier.manager")
+logger = GuardedLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
 

@@ -17,7 +17,6 @@ Each holder has an open file description of its own, so that two holders in one 
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import secrets
 import stat
@@ -28,9 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier._forks import keep_fd_from_children
+from kvtier._log import GuardedLogger
 from kvtier.errors import RegionError
 
-logger = logging.getLogger("kvtier.memory")
+logger = GuardedLogger("kvtier.memory")
 
 PREFIX = "kvtier_"
 PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start

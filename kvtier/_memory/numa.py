@@ -7,7 +7,6 @@ touch of any process: ``set_mempolicy(2)``, ``tmpfs(5)``.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import platform
 import re
@@ -15,7 +14,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-logger = logging.getLogger("kvtier.memory")
+from kvtier._log import GuardedLogger
+
+logger = GuardedLogger("kvtier.memory")
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _DEFAULT, _PREFERRED = 0, 1

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvtier._log import GuardedLogger
 from kvtier._memory import numa, pages
 from kvtier._memory._locked_file import LockedFile
-from kvtier._telemetry.guarded_log import GuardedLogger
 
 logger = GuardedLogger("kvtier.memory")
 

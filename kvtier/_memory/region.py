@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import mmap
 import os
 import re
@@ -18,12 +17,13 @@ from pathlib import Path
 
 from kvtier import _native as native
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
+from kvtier._log import GuardedLogger
 from kvtier._memory import _locked_file, guard, pages
 from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
 from kvtier._memory.population import Part, Population
 from kvtier.errors import RegionError, StateError
 
-logger = logging.getLogger("kvtier.memory")
+logger = GuardedLogger("kvtier.memory")
 
 SHARED_MEMORY = Path("/dev/shm")
 _JOIN_S = 10.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Final
 
 import crc32c as _crc32c
 
+from kvtier._log import GuardedLogger
 from kvtier._native import layouts
 
 ABI: Final = 12  # KVT_ABI in kvtier_native.c
@@ -64,7 +64,7 @@ _HOLDING: Final[Mapping[str, Sequence[Any]]] = {
 }
 """Of each function the type of the result, and those of the arguments."""
 
-_log = logging.getLogger("kvtier.native")
+_log = GuardedLogger("kvtier.native")
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:

@@ -6,7 +6,6 @@ Their number is bounded: the first ones say as much as the next thousand. Their 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import stat
 import tempfile
@@ -16,9 +15,10 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 
-logger = logging.getLogger("kvtier.audit")
+logger = GuardedLogger("kvtier.audit")
 
 MOST_FILES = 48
 MOST_BYTES = 8 * 2**20  # of each file

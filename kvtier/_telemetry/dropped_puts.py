@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 
 from kvtier._core.tiering import Tiering
+from kvtier._log import GuardedLogger
 
 _UNANSWERED = "unanswered"
 
 
 def warn_not_written(
-    logger: logging.Logger, tier: str, what: str, reasons: Mapping[str, int], late: str = ""
+    logger: GuardedLogger, tier: str, what: str, reasons: Mapping[str, int], late: str = ""
 ) -> None:
     """Log that chunks are lost to the next engine, and why."""
     why = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items()))
@@ -23,7 +23,7 @@ def warn_not_written(
 class DroppedPuts:
     """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end."""
 
-    def __init__(self, core: Tiering, drain_s: float, logger: logging.Logger) -> None:
+    def __init__(self, core: Tiering, drain_s: float, logger: GuardedLogger) -> None:
         self._core = core
         self._drain_s = drain_s
         self._logger = logger

@@ -10,10 +10,12 @@ from typing import Annotated
 
 import msgspec
 
+from kvtier._log import GuardedLogger
+
 PREFIX = "kvtier.explain: "
 """What comes before the JSON object in a line, whatever the log's format puts before it."""
 
-logger = logging.getLogger("kvtier.explain")
+logger = GuardedLogger("kvtier.explain")
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -53,12 +55,12 @@ def write(explanation: Explanation) -> None:
     elif logger.isEnabledFor(logging.INFO):  # nobody has configured where lines go: Python would drop it
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-        handler.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None))
+        handler.handle(logger.logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None))
 
 
 def enable() -> None:
     """Set a level where nobody has for kvtier's loggers: Python drops lines below WARNING otherwise."""
-    one: logging.Logger | None = logger
+    one: logging.Logger | None = logger.logger
     while one is not None and not isinstance(one, logging.RootLogger):
         if one.level != logging.NOTSET:
             return

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from kvtier._core.shared import Notice
-from kvtier._telemetry.guarded_log import GuardedLogger
+from kvtier._log import GuardedLogger
 
 _CHANGES_EVERY_S = 30.0
 
@@ -42,8 +42,8 @@ class LogLimit:
 class NoticeLog:
     """Logs the core's notices, at most one of a kind per interval."""
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = GuardedLogger(logger.name)
+    def __init__(self, logger: GuardedLogger) -> None:
+        self._logger = logger
         self._limit = LogLimit(_CHANGES_EVERY_S)
 
     def write(self, notices: Iterable[Notice], now_s: float) -> None:

@@ -5,7 +5,6 @@ They go to the process's tracer provider, which the program configures: vLLM by 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, 
 from kvtier._core.shared import SharedState
 from kvtier._core.tiering import PRIMARY
 from kvtier._core.transfers import Handle, Pinned
+from kvtier._log import GuardedLogger
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-logger = logging.getLogger("kvtier.traces")
+logger = GuardedLogger("kvtier.traces")
 
 REQUEST = "gen_ai.request.id"
 """Where vLLM's own spans have the request's id, too."""

@@ -3,6 +3,7 @@
 The file tier is in ``kvtier.tiers.fs``; ``kvtier.tiers.dummy`` keeps chunks in a dictionary.
 """
 
+from kvtier._log import GuardedLogger
 from kvtier._settings.quantities import Size
 from kvtier._settings.validation import conceal
 from kvtier._telemetry.log_limit import LogLimit
@@ -24,6 +25,7 @@ from kvtier.tiers._seal import TRAILER_BYTES
 __all__ = [
     "TRAILER_BYTES",
     "Batch",
+    "GuardedLogger",
     "Knowledge",
     "LogLimit",
     "Outcome",

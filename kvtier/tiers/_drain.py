@@ -8,7 +8,6 @@ late get would overwrite them.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,9 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-logger = logging.getLogger("kvtier.tiers")
+from kvtier._log import GuardedLogger
+
+logger = GuardedLogger("kvtier.tiers")
 T = TypeVar("T")
 
 

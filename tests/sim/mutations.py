@@ -275,6 +275,16 @@ FLEET_MUTATIONS = (
         "kvtier_nixl._agent:Agent.read",
         (("self.free_rows(rows)", "pass"),),
     ),
+    Mutation(
+        "rows_are_freed_while_a_read_goes_on",
+        "kvtier_nixl._agent:Agent.read",
+        (("read.is_given_up = True", "self.free_rows(rows); raise"),),
+    ),
+    Mutation(
+        "leased_rows_are_used_again_after_a_discard",
+        "kvtier_nixl._pool:Pool.discard",
+        (("if self._pins[chunk.row] > 0:", "if False:"),),
+    ),
 )
 """Bugs of kvtier-nixl, which runs of several engines find."""
 

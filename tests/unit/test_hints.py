@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier.adapters.vllm._hints import NO_HINTS, ClientHints, HintReader, Hints, is_prefill
+from tests.common import failing_log_handler
 from tests.unit.core import world
 from tests.unit.core.world import keys
 
@@ -24,6 +25,15 @@ def reader() -> HintReader:
 def test_without_hints_nothing_is_said(reader: HintReader, params: Any, caplog: pytest.LogCaptureFixture):
     assert reader.read("a", params) == NO_HINTS
     assert caplog.text == ""
+
+
+def test_a_failing_log_handler_costs_the_warning_and_no_request(
+    reader: HintReader, capsys: pytest.CaptureFixture[str]
+):
+    with failing_log_handler() as lines:
+        assert reader.read("a", {"kvtier": 7}) == NO_HINTS
+    assert len(lines) == 1
+    assert "no room for the log" in capsys.readouterr().err
 
 
 def test_all_hints_together(reader: HintReader):

@@ -17,6 +17,7 @@ import typer
 
 from kvtier._cli.report import JsonFlag, finish, print_line, progress, table
 from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
+from kvtier._log import GuardedLogger
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
 from kvtier.tiers.fs._files.call import Result, errno_name
@@ -97,7 +98,7 @@ def command(
     Example: kvtier verify /var/cache/kvtier --repair
     """
     require_root(root)
-    logging.getLogger("kvtier.tiers.fs").addHandler(logging.NullHandler())  # the result has all of it
+    GuardedLogger("kvtier.tiers.fs").logger.addHandler(logging.NullHandler())  # the result has all of it
     found = verify(root, repair=repair, threads=threads, namespace=namespace)
     finish(found, _show, as_json=as_json, is_healthy=found.is_healthy)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import logging
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -25,10 +24,11 @@ from kvtier import _native as native
 from kvtier._device._runtime import Runtime
 from kvtier._device.base import BatchedCopy, CopyQueue
 from kvtier._device.plan import CopyPlan
+from kvtier._log import GuardedLogger
 from kvtier._memory import numa
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 
-logger = logging.getLogger("kvtier.device")
+logger = GuardedLogger("kvtier.device")
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, Final
 
 import vllm
 
+from kvtier._log import GuardedLogger
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import FrameType
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 OLDEST, NEWEST = (0, 31), (0, 33)
 """The range that kvtier is tested with."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from kvtier._core.chunks import DEFAULT, HIGHEST, LOW
 from kvtier._core.messages import MAX_ADDRESS, MAX_ADDRESSES
 from kvtier._core.prefetch import Prefetches
 from kvtier._core.retention import Retention
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 PARAMS = "kvtier"
 """The key of ``kv_transfer_params`` that is kvtier's."""

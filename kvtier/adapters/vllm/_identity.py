@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
 from collections.abc import Mapping
@@ -14,13 +13,14 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier._identity import Identity, canonical_dtype
+from kvtier._log import GuardedLogger
 from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
 from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
 from kvtier.adapters.vllm._parallel import SlotShape, pipeline_stages, total_kv_heads
 from kvtier.errors import ConfigError
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 _OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -6,7 +6,6 @@ of the step. Chunks that were answered HIT stay valid until the step ends.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._execution.driver import Driver
 from kvtier._isolation.process import AnyExecutor
+from kvtier._log import GuardedLogger
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
@@ -45,7 +45,7 @@ from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 _RESULTS = [LookupResult.MISS] * len(Lookup)
 _RESULTS[Lookup.HIT] = LookupResult.HIT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
@@ -30,12 +29,13 @@ from kvtier._device.base import (
     Run,
     TransferEngine,
 )
+from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, WorkerStatus
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.errors import ConfigError, DeviceLostError, DeviceStuckError, TransferError
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 
 def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -10,6 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
+
+from kvtier._log import GuardedLogger
 
 # First: it refuses a vLLM that is too old, which might lack what is imported next.
 from kvtier.adapters.vllm._compat import (
@@ -52,7 +53,7 @@ from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
 from kvtier.errors import ConfigError
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 _FIRST_BYTES = 256 * 2**20
 _FIRST_SLOTS_S = 2.0

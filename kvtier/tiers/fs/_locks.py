@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import secrets
 import time
@@ -13,12 +12,13 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvtier._forks import keep_fd_from_children
+from kvtier._log import GuardedLogger
 from kvtier.tiers.fs._layout import CAREFULLY, FILE_MODE
 
 _PATIENCE_S: Final = 5.0
 _WRITER_ATTEMPTS: Final = 5
 _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
-_log = logging.getLogger("kvtier.tiers.fs")
+_log = GuardedLogger("kvtier.tiers.fs")
 
 
 def make_lock(root_fd: int, path: str) -> int:

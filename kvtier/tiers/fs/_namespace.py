@@ -14,7 +14,6 @@ above all traces is taken. Old bytes are lost then, and never mixed up.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier._core.tiers.backoff import Backoff
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
@@ -44,7 +44,7 @@ _DURABILITY: Final = {
 _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
 _LINES_EVERY_S: Final = 30.0
-_log = logging.getLogger("kvtier.tiers.fs")
+_log = GuardedLogger("kvtier.tiers.fs")
 _log_limit = LogLimit(_LINES_EVERY_S)  # of the process: a tier that fails to open is made anew each time
 
 

@@ -45,14 +45,15 @@ def line_of(one: Explanation) -> str:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(self.format(record))
 
-    handler, level = Keep(), explanation.logger.level
-    explanation.logger.addHandler(handler)
-    explanation.logger.setLevel(logging.INFO)
+    handler, logger = Keep(), explanation.logger.logger
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         explanation.write(one)
     finally:
-        explanation.logger.removeHandler(handler)
-        explanation.logger.setLevel(level)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     (line,) = lines
     return line
 
@@ -125,7 +126,7 @@ def test_a_log_is_counted_line_by_line() -> None:
 def bare_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     """A logger as in a process where nobody has configured logging."""
     logger = logging.Logger("kvtier.explain")  # it has no parent, and so none of pytest's handlers
-    monkeypatch.setattr(explanation, "logger", logger)
+    monkeypatch.setattr(explanation.logger, "logger", logger)
     yield logger
     logger.handlers.clear()
 

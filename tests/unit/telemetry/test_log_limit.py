@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from kvtier._core.shared import Notice
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit, NoticeLog
 
 
@@ -20,7 +21,7 @@ def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_numbe
 
 
 def test_a_tier_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("kvtier.test_log_limit")
+    logger = GuardedLogger("kvtier.test_log_limit")
     log = NoticeLog(logger)
     with caplog.at_level(logging.INFO, logger.name):
         for second in range(60):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +21,13 @@ from kvtier._core.messages import Command, Get, GetEnded, Put, PutEnded, Transfe
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._execution.driver import Driver
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.traces import open_traces
 from kvtier.tiers.dummy import DummyConfig
 from tests.unit.core.world import COPIED, HIT, MISSING, ask, keys, make, reserve
 from tests.unit.test_manager import Deaf, opened, prompt
 
-logger = logging.getLogger("kvtier.tests")
+logger = GuardedLogger("kvtier.tests")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,13 +20,14 @@ from kvtier._core.tiering import PRIMARY, Tiering
 from kvtier._core.tiers.admission import TierStatus
 from kvtier._core.tiers.breaker import Breaker
 from kvtier._execution.executor import TierActivity
+from kvtier._log import GuardedLogger
 from kvtier._memory.worker_status import StatusField, StatusTable
 from kvtier._reasons import BY_CHOICE
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 from kvtier._telemetry.dropped_puts import warn_not_written
 from kvtier.adapters.vllm._telemetry.events import EventStream, Location
 
-logger = logging.getLogger("kvtier.vllm")
+logger = GuardedLogger("kvtier.vllm")
 
 Gauges = Mapping[tuple[str, tuple[str, ...]], float | None]
 """Values of gauges, by their name and the values of their labels; None where there is none yet."""

@@ -14,7 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from kvtier._telemetry.guarded_log import GuardedLogger
+from kvtier._log import GuardedLogger
 from kvtier.errors import StateError
 from kvtier.tiers._drain import until_done
 

@@ -17,7 +17,7 @@ from typing import Final
 import anyio
 
 from kvtier._core.tiers.backoff import Backoff
-from kvtier._telemetry.guarded_log import GuardedLogger
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.tiers._base import TierContext
 from kvtier.tiers._drain import call_soon

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
@@ -24,7 +25,7 @@ from kvtier.tiers.fs._maintenance.sweep import MAX_FILES, Removal
 
 _LINES_EVERY_S: Final = 30.0
 
-_log = logging.getLogger("kvtier.tiers.fs")
+_log = GuardedLogger("kvtier.tiers.fs")
 
 
 class Quarantine:

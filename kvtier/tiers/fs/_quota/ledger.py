@@ -20,7 +20,6 @@ wrote.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from typing import Final
 import crc32c
 import msgspec
 
+from kvtier._log import GuardedLogger
 from kvtier.tiers.fs._layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE, names_in, read_small
 from kvtier.tiers.fs._locks import (
     close_lock,
@@ -57,7 +57,7 @@ _MAX_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 2.0
 _WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-_log = logging.getLogger("kvtier.tiers.fs")
+_log = GuardedLogger("kvtier.tiers.fs")
 
 
 def stat_file_system(root_fd: int) -> FileSystem:

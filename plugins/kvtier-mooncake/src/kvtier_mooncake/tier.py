@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import (
     Batch,
+    GuardedLogger,
     LogLimit,
     Outcome,
     SecondaryTier,
@@ -31,7 +31,7 @@ _LOOKUP_THREADS: Final = 4
 _LOG_INTERVAL_S: Final = 60.0
 T = TypeVar("T")
 
-_log = logging.getLogger("kvtier.tiers.mooncake")
+_log = GuardedLogger("kvtier.tiers.mooncake")
 
 
 class MooncakeTier(SecondaryTier[MooncakeConfig]):

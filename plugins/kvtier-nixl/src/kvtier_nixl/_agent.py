@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import mmap
 import os
 import queue
@@ -25,6 +24,8 @@ from typing import Any, Final, TypeVar
 
 import anyio
 
+from kvtier.tiers import GuardedLogger
+
 _POLL_S: Final = 0.0005
 _SLOW_POLL_S: Final = 0.05
 _CLOSE_S: Final = 5.0
@@ -32,7 +33,7 @@ _DONE: Final = "DONE"
 _IN_FLIGHT: Final = "PROC"
 T = TypeVar("T")
 
-_log = logging.getLogger("kvtier.tiers.nixl")
+_log = GuardedLogger("kvtier.tiers.nixl")
 
 
 class Memory:
@@ -145,7 +146,8 @@ class Agent:
         while not self._free:
             self._row_freed.clear()
             await self._row_freed.wait()
-        taken, self._free = self._free[:count], self._free[count:]
+        taken = self._free[-count:]  # those freed last: they are in the processor's cache
+        del self._free[-count:]
         return taken
 
     def free_rows(self, rows: Sequence[int]) -> None:

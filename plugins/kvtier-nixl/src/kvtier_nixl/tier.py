@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import (
     Batch,
+    GuardedLogger,
     Knowledge,
     LogLimit,
     Outcome,
@@ -47,7 +47,7 @@ _LOG_INTERVAL_S: Final = 60.0
 _COPY_THREADS: Final = 4
 Result = tuple[Status, str]
 
-_log = logging.getLogger("kvtier.tiers.nixl")
+_log = GuardedLogger("kvtier.tiers.nixl")
 
 
 class NixlTier(SecondaryTier[NixlConfig]):

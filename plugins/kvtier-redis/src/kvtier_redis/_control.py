@@ -10,7 +10,6 @@ before is found again, even if the server loses the key: the next tier that open
 
 from __future__ import annotations
 
-import logging
 import secrets
 import ssl
 import time
@@ -32,7 +31,7 @@ from redis.exceptions import (
 from redis.sentinel import MasterNotFoundError
 
 from kvtier.errors import IdentityError, TierError
-from kvtier.tiers import TierContext
+from kvtier.tiers import GuardedLogger, TierContext
 from kvtier_redis._client import ClientFactory
 from kvtier_redis.config import Address, RedisConfig
 
@@ -43,7 +42,7 @@ _SLOTS: Final = 16384
 _SHARE_OF_MEMORY: Final = 0.75
 _SCAN_KEYS: Final = 500
 _WAIT_FOR_REPLICAS_MS: Final = 1000
-_log = logging.getLogger("kvtier.tiers.redis")
+_log = GuardedLogger("kvtier.tiers.redis")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import (
     TRAILER_BYTES,
     Batch,
+    GuardedLogger,
     LogLimit,
     Outcome,
     SecondaryTier,
@@ -49,7 +49,7 @@ _THREADS_CLOSE_S: Final = 1.0
 _LOG_INTERVAL_S: Final = 60.0
 T = TypeVar("T")
 
-_log = logging.getLogger("kvtier.tiers.redis")
+_log = GuardedLogger("kvtier.tiers.redis")
 
 
 class _Server:

@@ -11,21 +11,20 @@ reset that finds one greater than its own tries again.
 
 from __future__ import annotations
 
-import logging
 from typing import Final, NamedTuple
 
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
 from kvtier.errors import IdentityError, TierError
-from kvtier.tiers import TierContext
+from kvtier.tiers import GuardedLogger, TierContext
 from kvtier_s3._errors import classify
 from kvtier_s3._layout import Epoch, Layout
 from kvtier_s3._store import Store, describe, remedy
 from kvtier_s3.config import S3Config
 
 _ATTEMPTS: Final = 10
-_log = logging.getLogger("kvtier.tiers.s3")
+_log = GuardedLogger("kvtier.tiers.s3")
 
 
 class JoinedCache(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import (
     Batch,
+    GuardedLogger,
     Knowledge,
     LogLimit,
     Outcome,
@@ -44,7 +44,7 @@ _FIRST_LISTING_WAIT_S: Final = 1.0
 _LIST_RETRY_S: Final = 30.0
 _LOG_INTERVAL_S: Final = 60.0
 
-_log = logging.getLogger("kvtier.tiers.s3")
+_log = GuardedLogger("kvtier.tiers.s3")
 Result = tuple[Status, str]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,10 +23,11 @@ from kvtier import (
     TieringManager,
     open_manager,
 )
+from kvtier.tiers import GuardedLogger
 from kvtier_sglang._loop import LoopThread
 from kvtier_sglang._pages import HostPages
 
-logger = logging.getLogger("kvtier.sglang")
+logger = GuardedLogger("kvtier.sglang")
 
 _OPEN_S = 60.0
 _GRACE_S = 0.5  # after the end of a call, once: for what the manager does at its own deadline

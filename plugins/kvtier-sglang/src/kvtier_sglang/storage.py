@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -19,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvtier import ConfigError, KVTierError, StateError, TieringConfig
-from kvtier.tiers import LogLimit
+from kvtier.tiers import GuardedLogger, LogLimit
 from kvtier_sglang._identity import has_one_writer, is_same_on_all_ranks, key_of, pool_identity
 from kvtier_sglang._loop import LoopThread
 from kvtier_sglang._metrics import PoolCounters, Throughput
@@ -28,7 +27,7 @@ from kvtier_sglang._pages import HostPages
 from kvtier_sglang._pools import leading, restorable
 from kvtier_sglang._store import PageStore
 
-logger = logging.getLogger("kvtier.sglang")
+logger = GuardedLogger("kvtier.sglang")
 
 T = TypeVar("T")
 

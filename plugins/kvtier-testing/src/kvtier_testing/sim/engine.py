@@ -7,7 +7,6 @@ or at the end of a step.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +19,7 @@ from kvtier._core.tiers.load_gate import ComputeSpeed
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, Executor, ExecutorThread, Post
+from kvtier._log import GuardedLogger
 from kvtier.keys import OffloadKey, group_index
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faults import FaultyTier
@@ -33,7 +33,7 @@ _ROUNDING_S = 1e-9  # the core adds up its deadlines in another order
 _NOBODY = "192.0.2.1:1"
 _RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then
 
-logger = logging.getLogger("kvtier.sim")
+logger = GuardedLogger("kvtier.sim")
 
 
 class SimExecutorThread(ExecutorThread):

@@ -1,7 +1,8 @@
 """kvtier-nixl in the simulation: the real tier and its agent, over a simulated NIXL and network.
 
 Reads of memory take their time. They move half of each chunk at their beginning and half at their end,
-whatever the holder does with its memory meanwhile.
+whatever the holder does with its memory meanwhile. Until then nothing else may be read to the same place,
+also where nobody waits for the read any more.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -24,9 +25,11 @@ from kvtier_nixl._agent import Agent, Memory
 from kvtier_nixl._peers import _PATIENCE
 from kvtier_nixl.config import NixlConfig
 from kvtier_testing.sim.loop import OWNER, ProcessId
-from kvtier_testing.sim.model import World, show
+from kvtier_testing.sim.model import Violation, World, show
 from kvtier_testing.sim.network import Network
 
+_DISCARDS = 0.5
+"""Share of puts before which the chunks that peers read now are discarded."""
 _MOMENT_S = 0.05
 """Seconds that a lookup may take beyond those that it waits for peers: for what is simulated as threads."""
 
@@ -74,6 +77,7 @@ class SimNixl:
         self._memory = memory  # as long as somebody may read from it
         self._fabric = fabric
         self._on_end = on_end
+        self._written: set[int] = set()  # addresses that reads in flight write to
         fabric.agents[name] = self
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
@@ -91,6 +95,12 @@ class SimNixl:
     def transfer(self, read: _Read) -> str:
         fabric = self._fabric
         holder = fabric.agents[read.peer]
+        to = {address for address, _, _ in read.local}
+        if to & self._written:
+            fabric.network.loop.fail(
+                Violation(f"{self.owner}: memory that a read still writes to is used again")
+            )
+        self._written |= to
         if self._can_move(holder):
             _move(read, first=True)
         ended = partial(self._end, read, holder)
@@ -108,6 +118,7 @@ class SimNixl:
         return not (self.is_closed or holder.is_closed or {self.owner, holder.owner} & dead)
 
     def _end(self, read: _Read, holder: SimNixl) -> None:
+        self._written -= {address for address, _, _ in read.local}
         read.state = "ERR"
         if self._can_move(holder):
             _move(read, first=False)
@@ -163,6 +174,7 @@ class PeerTier(NixlTier):
         super().__init__(config)
         self._fabric = fabric
         self._world = world
+        self._reset_to = world.first_weights
 
     def _new_agent(self, *, is_local: bool) -> Agent:
         return SimAgent(self._fabric, self._serving, self._receiving, is_local=is_local)
@@ -185,7 +197,7 @@ class PeerTier(NixlTier):
 
     async def get(self, batch: Batch) -> Outcome:
         """Get. Nothing damages chunks here, so what it gives is right before kvtier checks it."""
-        began = self._world.weights
+        began = self._reset_to
         outcome = await super().get(batch)
         for index, key in enumerate(batch.keys):
             held = bytes(batch.views[index])
@@ -196,6 +208,24 @@ class PeerTier(NixlTier):
             self._world.seen[f"peers {reason}"] += count
         return outcome
 
+    async def put(self, batch: Batch) -> Outcome:
+        """Put. Chunks that peers read may be discarded just before, as kvtier does with damaged ones."""
+        pool = self._held
+        if self._fabric.network.chance.random() < _DISCARDS:
+            await self.discard([key for key, chunk in pool._chunks.items() if chunk.row in pool._leased])
+        return await super().put(batch)
+
+    def _copy_in(self, batch: Batch, rows: Mapping[int, int]) -> None:
+        leased = [] if self._pool is None else [row for row in rows.values() if row in self._pool._leased]
+        self._world.require(not leased, f"rows {leased} are written to, and leased to peers")
+        super()._copy_in(batch, rows)
+
+    async def reset(self) -> None:
+        """Reset. Gets that begin later give nothing older."""
+        weights = self._world.weights
+        await super().reset()
+        self._reset_to = weights
+
     async def require_idle(self) -> None:
         """Fail unless no memory is in use but for chunks, which are dropped. Leases end first."""
         await anyio.sleep(self.config.lease_s)
@@ -205,14 +235,15 @@ class PeerTier(NixlTier):
         pool.clear()
         free = pool.reserve(pool.rows, time.monotonic())
         self._world.require(
-            len(free) == pool.rows, f"{pool.rows - len(free)} served rows are pinned by nobody"
+            sorted(free) == [*range(pool.rows)], f"of {pool.rows} served rows, all unused, {free} are free"
         )
         for row in free:
             pool.give_back(row)
         with anyio.move_on_after(1.0):
             rows = await agent.take_rows(self._receiving.rows)
             agent.free_rows(rows)
-            self._world.require(len(rows) == self._receiving.rows, "rows of the receiving memory are lost")
+            all_rows = [*range(self._receiving.rows)]
+            self._world.require(sorted(rows) == all_rows, f"of receiving rows {all_rows} {rows} are free")
             return
         self._world.fail("no row of the receiving memory is free")
 

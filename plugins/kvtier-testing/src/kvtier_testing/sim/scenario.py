@@ -185,7 +185,7 @@ class Fleet:
             tuple(engines),
             peers,
             latency_s=chance.choice((0.0005, 0.002)),
-            read_s=chance.choice(((0.0, 0.001), (0.0, 0.02, 0.1), (0.0, 0.02, 0.1, 0.5))),
+            read_s=chance.choice(((0.0, 0.001), (0.0, 0.02, 0.1, 0.5), (0.0, 0.1, 1.0))),
             link_faults=tuple(
                 _link_fault(chance, count, end_s) for _ in range(chance.randint(0, 2 + count // 4))
             ),

@@ -1,4 +1,4 @@
-"""A logger for threads and tasks that must outlive their log lines."""
+"""The logger of all of kvtier: no line of it raises."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import logging
 from contextlib import suppress
 from typing import Any
 
+_reporter = logging.Handler()
+
 
 class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
     """Writes to a logger. A handler that raises, such as on a full disk, costs the line and nothing else.
+
+    Lost lines are reported on standard error, as those are that handlers lose themselves
+    (``logging.raiseExceptions``).
 
     Args:
         name: of the logger.
@@ -19,5 +24,8 @@ class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line is our caller's
-        with suppress(Exception):
+        try:
             super().log(level, msg, *args, **kwargs)
+        except Exception:
+            with suppress(Exception):  # standard error may be closed
+                _reporter.handleError(logging.LogRecord(self.name, level, "", 0, msg, args, None))
