@@ -164,22 +164,24 @@ class Peer:
             self.close()
 
     async def _ask(self, request: Message, wanted: type[MessageT]) -> MessageT:
-        async with self._turn:
-            link = self._link if self.is_connected else None
-            if link is None:
-                raise PeerError("it is not connected")
-            try:
-                with anyio.fail_after(self._timeout_s):
+        link: _Link | None = None
+        try:
+            with anyio.fail_after(self._timeout_s):  # the wait for earlier requests included
+                async with self._turn:
+                    link = self._link if self.is_connected else None
+                    if link is None:
+                        raise PeerError("it is not connected")
                     link.writer.write(protocol.encode(request))
                     await link.writer.drain()
-                    answer = await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)
-            except (ProtocolError, OSError, TimeoutError) as error:
-                raise self._broken(_words(error)) from None
-            except BaseException:  # cancelled: the answer would be taken for that of the next request
-                if self._link is link:
-                    self.close()
-                raise
-            return answer
+                    return await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)
+        except PeerError:
+            raise
+        except (ProtocolError, OSError, TimeoutError) as error:
+            raise self._broken(_words(error)) from None
+        except BaseException:  # cancelled: the answer would be taken for that of the next request
+            if link is not None and self._link is link:
+                self.close()
+            raise
 
     def _broken(self, why: str) -> PeerError:
         self.drop(why)
