@@ -178,7 +178,8 @@ class TierRunner:
         """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
         try:
             await self.supervisor.epoch.settled.wait()
-            while self._touched and self.supervisor.down is None:
+            # A reset ends the wait before the tier was ever open; a later touch sends what is left.
+            while self._touched and self.supervisor.is_open and self.supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
                 async with asyncio.timeout(self._deadline_s):
                     await self._tier.touch(keys)

@@ -174,9 +174,9 @@ class Peer:
                     link.writer.write(protocol.encode(request))
                     await link.writer.drain()
                     return await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)
-        except PeerError:
-            raise
         except (ProtocolError, OSError, TimeoutError) as error:
+            if link is None:  # it is not to blame for its queue: whoever has the turn drops it
+                raise PeerError("earlier requests to it take too long") from None
             raise self._broken(_words(error)) from None
         except BaseException:  # cancelled: the answer would be taken for that of the next request
             if link is not None and self._link is link:
