@@ -129,6 +129,20 @@ async def test_a_touch_that_hangs_does_not_end_all_others() -> None:
         assert tier.of("touch") == [0.0, 5.0]
 
 
+async def test_a_reset_before_a_tier_is_open_does_not_have_it_touched_before() -> None:
+    tier = Scripted(DummyConfig(deadline_s=2.0), open=[takes(1.0)])
+    async with world(tier) as it:
+        it.executor.submit([Touch(0, [key(1)])])
+        await anyio.sleep(0.5)
+        it.reset()
+        await anyio.sleep(1.0)
+        it.executor.submit([Touch(0, [key(2)])])
+        await anyio.sleep(0.1)
+        assert tier.of("open") == [0.0]
+        assert tier.of("touch") == [1.5]
+        assert tier.batches == [[key(1), key(2)]]
+
+
 async def test_a_tier_is_told_where_a_client_says_that_the_chunks_are() -> None:
     asked: list[tuple[Sequence[OffloadKey], Sequence[str]]] = []
 
