@@ -70,14 +70,20 @@ class Proxy:
         decode: addresses of the engines that answer.
         wait_s: how long a decode engine waits for the chunks of a prompt before it computes it.
         health_s: how long an engine may take to say that it is healthy.
+        peers: where the prefill engines' NIXL tiers listen; decode engines ask these first.
     """
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], wait_s: float = 30.0, health_s: float = 5.0
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        wait_s: float = 30.0,
+        health_s: float = 5.0,
+        peers: Sequence[str] = (),
     ) -> None:
         self.prefill = Pool("prefill", prefill)
         self.decode = Pool("decode", decode)
-        self._wait_s = wait_s
+        self._hints = {"wait_s": wait_s, **({"from": list(peers)} if peers else {})}
         self._health_s = aiohttp.ClientTimeout(health_s)
 
     def app(self) -> web.Application:
@@ -142,7 +148,7 @@ class Proxy:
         """Return the answer of a decode engine once it has begun, and its first bytes."""
         if not any(self.prefill.up.values()):
             return await self._post(self.decode, path, body)
-        waiting = asyncio.create_task(self._post(self.decode, path, _with_wait(body, self._wait_s)))
+        waiting = asyncio.create_task(self._post(self.decode, path, _with_hints(body, self._hints)))
         try:
             await asyncio.wait({waiting, prefill}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done() or not prefill.result():
@@ -207,11 +213,10 @@ def _for_prefill(body: Body) -> Body:
     return {**rest, "max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": params}
 
 
-def _with_wait(body: Body, wait_s: float) -> Body:
+def _with_hints(body: Body, hints: Body) -> Body:
     """Return the request that is answered: it waits for the chunks of its prompt."""
     params = _object(body.get("kv_transfer_params"))
-    hints = {**_object(params.get("kvtier")), "wait_s": wait_s}
-    return {**body, "kv_transfer_params": {**params, "kvtier": hints}}
+    return {**body, "kv_transfer_params": {**params, "kvtier": {**_object(params.get("kvtier")), **hints}}}
 
 
 def _object(value: object) -> Body:
@@ -255,10 +260,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--wait-s", type=float, default=30.0, help="time for a prefill")
+    parser.add_argument("--peers", nargs="*", default=[], help="where prefill engines' NIXL tiers listen")
     parser.add_argument("--health-s", type=float, default=5.0, help="time for an engine's /health")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    app = Proxy(given.prefill, given.decode, given.wait_s, given.health_s).app()
+    app = Proxy(given.prefill, given.decode, given.wait_s, given.health_s, given.peers).app()
     web.run_app(app, host=given.host, port=given.port, handler_cancellation=True)
 
 

@@ -143,7 +143,7 @@ async def world(prefill: list[Engine], decode: list[Engine], dead_prefill: int =
         urls = [
             [await stack.enter_async_context(served(it.app())) for it in some] for some in (prefill, decode)
         ]
-        app = proxy.Proxy([DEAD] * bool(dead_prefill) + urls[0], urls[1], 20.0).app()
+        app = proxy.Proxy([DEAD] * bool(dead_prefill) + urls[0], urls[1], 20.0, peers=["p0:1"]).app()
         url = await stack.enter_async_context(served(app))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         async with asyncio.timeout(PATIENCE_S):
@@ -174,7 +174,7 @@ async def test_both_are_asked_at_once_and_the_answer_is_passed_on_as_it_comes() 
     assert (asked["max_tokens"], asked["stream"], "min_tokens" in asked) == (1, False, False)
     assert asked["kv_transfer_params"] == {"x": 1, "do_remote_decode": True}
     (asked,) = decode.asked
-    assert asked["kv_transfer_params"] == {"x": 1, "kvtier": {"wait_s": 20.0}}
+    assert asked["kv_transfer_params"] == {"x": 1, "kvtier": {"wait_s": 20.0, "from": ["p0:1"]}}
     assert (asked["max_tokens"], asked["stream"]) == (5, True)
 
 
