@@ -283,6 +283,9 @@ def bench(session: nox.Session) -> None:
     else:
         install_torch_cpu(session)
         install_kvtier(session, "torch", distributions=["kvtier-bench"])
+    if {"peers", "--nixl"} & set(session.posargs):
+        session.install("-e", "plugins/kvtier-nixl")
+        session.install("--no-deps", *NIXL)
     session.run("kvtier", "bench", *session.posargs)
 
 

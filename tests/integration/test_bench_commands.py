@@ -26,15 +26,24 @@ pytestmark = [
 Report = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed; nox -s integration installs it"
+)
+
+
 def run(folder: Path, *arguments: str) -> Report:
     """Run a benchmark with its files below ``folder``, which it has to leave empty."""
     root = folder / "files"
-    command = [sys.executable, "-m", "kvtier", "bench", *arguments]
-    done = subprocess.run(
-        [*command, "--root", str(root), "--json"], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = measure(*arguments, "--root", str(root))
     assert list(root.iterdir()) == []
+    return found
+
+
+def measure(*arguments: str) -> Report:
+    """Run a benchmark."""
+    command = [sys.executable, "-m", "kvtier", "bench", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     found: Report = json.loads(done.stdout)
     return found
 
@@ -68,6 +77,25 @@ def test_replay(tmp_path: Path) -> None:
     assert all(row["hit_percent"] > 0 for row in served.values())
     tiers = {row["source"] for row in report["Source"] if row["server"] == "kvtier cpu+fs"}
     assert tiers == {"computed", "device", "cpu", "fs"}
+
+
+@needs_nixl
+def test_peers() -> None:
+    report = measure("peers", "--chunk-bytes", "65536", "--mib", "4", "--rounds", "1")
+    (read,) = report["Throughput"]
+    assert (read["subject"], read["verb"], read["chunk_bytes"]) == ("nixl", "get", 65536)
+    assert min(read["gb_s"], read["reference_gb_s"], read["ratio"]) > 0
+    (single,) = report["Latency"]
+    assert min(single["tier_p50_ms"], single["bare_p50_ms"]) > 0
+
+
+@needs_nixl
+def test_fleet(tmp_path: Path) -> None:
+    report = run(tmp_path, "fleet", "--nixl", "--model", "tiny", "--rounds", "1")
+    served = {row["way"]: row for row in report["Served"]}
+    assert set(served) == {"files", "nixl", "computed", "device"}
+    assert {row["wrong"] for row in served.values()} == {"0 of 4"}
+    assert {row["way"] for row in served.values() if row["from_cache"] == "0 of 5120"} == {"computed"}
 
 
 def test_versus_without_lmcache(tmp_path: Path) -> None:
