@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -124,6 +125,7 @@ async def _latency(size: int, tier: HeldByPeer, bare: BareReader, rounds: int) -
 
 def _agent(role: str) -> Any:
     """Return an agent of NIXL that the tier has nothing to do with."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it logs to the standard output, where figures go
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(f"kvtier-bench-{role}", nixl_agent_config(enable_prog_thread=True, backends=[]))
@@ -174,6 +176,9 @@ def _holder(address: str, size: int) -> Iterator[dict[str, Any]]:
 
 
 async def _hold(address: str, size: int) -> None:
+    """Be the holder: print where the bytes are, and keep them until the standard input is closed."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print, too
     memory = HeapMemory(HELD_BATCHES * BATCH_CHUNKS, size)
     fill(memory)
     agent = _agent("holder")
@@ -185,7 +190,7 @@ async def _hold(address: str, size: int) -> None:
             _, trailers = mover.make(keys)
             require_ok("put", await tier.put(Batch(keys, range(BATCH_CHUNKS), memory, trailers)))
         facts = {"base": memory.address, "metadata": base64.b64encode(metadata).decode()}
-        print(json.dumps(facts), flush=True)
+        print(json.dumps(facts), file=answers, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
