@@ -133,7 +133,10 @@ class Promotions:
             for key, get in zip(keys, others, strict=True)
             if get is None or not waiters.keys() <= get.waiters.keys()
         ]
-        return of_use(keys, waiters, self._windowed)
+        useful = of_use(keys, waiters, self._windowed)
+        for request in waiters:  # or it would ask for the others once more if those before them are stored
+            request.mark_absent(key for key in keys if key not in useful)
+        return useful
 
     def _has_to_decide(self, request: Request, transfer: Transfer) -> bool:
         """Return whether a request that wants keys of a get is to be gated: nobody was who waits for it."""

@@ -226,6 +226,20 @@ def test_a_prefetch_that_waits_for_a_requests_get_asks_no_tier_by_itself():
     assert world.there(core, PROMPT[:1]) == PROMPT[:1]
 
 
+def test_what_no_tier_has_is_not_asked_for_again_when_a_request_has_stored_what_comes_before_it():
+    core = world.make(budget=1.0, pin_budget=0.5)
+    core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
+    client = Request("client")
+    get, rest = step(core, client, PROMPT[:2], 1.0)
+    assert [list(get.keys), list(rest.keys)] == [PROMPT[:2], PROMPT[2:]]
+    assert answer(core, get, [MISSING] * 2, 1.0) == []
+    assert answer(core, rest, [MISSING] * 4, 1.0) == []
+    core.close(client)
+    world.store(core, PROMPT[:2])
+    assert due(core, 1.0) == []
+    assert core.prefetches.is_empty
+
+
 def test_when_its_time_is_over_the_rest_is_not_promoted():
     core, _, get = long_prompt_begun()
     for more in answer(core, get, answered(get).answers, 1.0):
