@@ -430,7 +430,7 @@ async def test_open_manager_wires_all_of_it(tmp_path: Path) -> None:
 
 def test_canonical_pages_need_to_be_known() -> None:
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "canonical_layout": True})
-    with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* without mappings"):
+    with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* no mappings"):
         open_manager(config, IDENTITY, Device().caches)
 
 
