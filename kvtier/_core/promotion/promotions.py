@@ -95,7 +95,8 @@ class Promotions:
     def give_up(self, transfer: Transfer, now_s: float) -> None:
         """Stop waiting for an overdue get: its keys are looked for elsewhere."""
         waiters = self._gets.give_up(transfer, now_s)
-        self._tiers.ask(transfer.keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+        keys = _not_found_later(transfer.keys, waiters, transfer.tier)
+        self._tiers.ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
 
     def reset(self) -> None:
         """Doom what is being promoted, and unpin what is held."""
@@ -112,6 +113,7 @@ class Promotions:
             request.located.update(dict.fromkeys(located, transfer.tier))
         if all(request.is_prefetch for request in waiters):
             missing = self._not_asked_by_others(missing, waiters)
+        missing = _not_found_later(missing, waiters, transfer.tier)
         self._tiers.ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
         waiters = loading(waiters)
         if waiters and transfer.slot_use is SlotUse.EVICT:
@@ -176,6 +178,12 @@ class Promotions:
                 self._shared.counts["miss", reason] += len(left)
             if first.record is not None:
                 first.record.gave_up(left, reason)
+
+
+def _not_found_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:
+    """Return the keys that a waiter has not located in a later tier: from there each gets them itself."""
+    located = [request.located for request in waiters]
+    return [key for key in keys if any(it.get(key, tier) <= tier for it in located)]
 
 
 def _run_after_copied(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:

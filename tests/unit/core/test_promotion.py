@@ -63,6 +63,23 @@ def test_the_next_tier_closes_a_gap_or_does_not(second: Answer, expected: list[i
     assert sorted(prompt.index(key) for fetch in begun for key in fetch.keys) == expected
 
 
+def test_what_another_request_has_asked_for_in_vain_is_got_from_where_it_was_located() -> None:
+    core, prompt = make(slots=8, tiers=2, budget=1.0), keys("a", 4)
+    store(core, keys("old", 8))
+    one, two, three = Request(), Request(), Request()
+    (prefix,) = step(core, one, prompt[:2])
+    (suffix,) = step(core, two, prompt)
+    (suffix,) = answer(core, suffix, [MISSING] * 2)
+    assert answer(core, suffix, [LOCATED] * 2) == []
+    (same,) = step(core, three, prompt[2:])
+    assert step(core, two, prompt) == []  # now it waits for this one, too
+    core.close(three)
+    assert answer(core, same, [MISSING] * 2) == []
+    answer(core, prefix, [LOCATED] * 2)
+    (fetch,) = step(core, two, prompt)
+    assert (fetch.tier, list(fetch.keys), fetch.located) == (1, prompt[2:], True)
+
+
 def test_a_suffix_behind_another_request_s_fetch_evicts_nothing_until_that_is_there() -> None:
     core, prompt = make(slots=8, budget=1.0), keys("a", 4)
     store(core, keys("old", 8))
