@@ -238,7 +238,7 @@ FLEET_MUTATIONS = (
     Mutation(
         "lease_may_have_run_out",
         "kvtier_nixl.tier:NixlTier._read",
-        (("if not await peer.release(leased.lease):", "if await peer.release(leased.lease) is None:"),),
+        (("if not peer.release(lease):", "if peer.release(lease) is None:"),),
     ),
     Mutation(
         "reader_that_dies_keeps_its_lease",
@@ -258,7 +258,7 @@ FLEET_MUTATIONS = (
     Mutation(
         "stopped_peer_is_waited_for",
         "kvtier_nixl._peers:Peer._ask",
-        (("anyio.fail_after(self._timeout_s)", "anyio.fail_after(None)"),),
+        (("asyncio.timeout(self._timeout_s)", "asyncio.timeout(None)"),),
     ),
     Mutation(
         "lost_peer_is_not_connected_to_again",

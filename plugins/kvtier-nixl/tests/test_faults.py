@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import time
 import socket
 import sys
 import threading
@@ -80,6 +81,13 @@ async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: H
         assert set(await it.get(EIGHT)) == {Status.OK}
 
 
+async def test_an_idle_tier_takes_no_core() -> None:
+    async with pair():
+        begun_s, begun_cpu_s = time.monotonic(), time.process_time()
+        await anyio.sleep(0.5)
+        assert time.process_time() - begun_cpu_s < 0.5 * (time.monotonic() - begun_s)
+
+
 @pytest.mark.full  # as where a get waits for receiving memory
 async def test_more_chunks_than_there_is_memory_to_receive_come_one_after_the_other(holder: Holder) -> None:
     async with opened(holder.address, receive_bytes=3 * CHUNK_BYTES) as it:
@@ -120,7 +128,7 @@ async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_kill_when_in_flight, it, holder)
             outcome = await it.outcome_of_get(EIGHT)
-        # The bytes may have come before the end, and then the lease cannot be ended.
+        # The bytes may have come before the end, and then the connection is lost.
         assert outcome.reasons in ({"transfer": 8}, {"connection": 8})
 
 
@@ -270,12 +278,12 @@ async def test_a_holder_serves_again_after_a_reader_was_killed_in_mid_transfer(
 
 
 @pytest.mark.parametrize(
-    "is_confirmed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["asked", "only-the-seal"]
+    "is_confirmed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["clock", "only-the-seal"]
 )
 async def test_chunks_whose_lease_ran_out_are_never_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_confirmed: bool
 ) -> None:
-    """Their memory holds other chunks by then. Where the holder says that all is well, the seal tells."""
+    """Their memory holds other chunks by then. Where the clock says that all is well, the seal tells."""
     settings = {"lease_s": 0.05, "serve_bytes": 16 * CHUNK_BYTES}
     with Holder(tmp_path / "log", settings, chunks=16) as holder:
 
@@ -290,14 +298,10 @@ async def test_chunks_whose_lease_ran_out_are_never_given(
             await until_found(rig, range(8, 16))
             before_reads(rig, monkeypatch, reuse)
             if is_confirmed:
-                monkeypatch.setattr(Peer, "release", _always)
+                monkeypatch.setattr(Peer, "release", lambda *_: True)
             fetched = await driver.fetch(range(8, 16))
     assert {Answer(answer) for answer in fetched.answers} == {Answer.MISSING}
     assert set(fetched.reasons) == ({"checksum"} if is_confirmed else {"lease"})
-
-
-async def _always(peer: Peer, lease: int) -> bool:
-    return True
 
 
 async def test_a_holder_that_is_reset_gives_nothing_of_before(

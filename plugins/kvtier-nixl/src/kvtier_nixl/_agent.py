@@ -26,8 +26,16 @@ import anyio
 
 from kvtier.tiers import GuardedLogger
 
-_POLL_S: Final = 0.0005
-_SLOW_POLL_S: Final = 0.05
+_LEAST_PAUSE_S: Final = 0.00005
+_POLL_SHARE: Final = 0.25
+"""Share of a read's age after which it is polled again, between ``_LEAST_PAUSE_S`` and ``_LONGEST_PAUSE_S``."""
+
+_LONGEST_PAUSE_S: Final = 0.0005
+_GIVEN_UP_PAUSE_S: Final = 0.05
+_PROGRESS_WAIT_US: Final = 10_000
+"""Microseconds for which NIXL's progress thread waits for events. With 0, NIXL's default for Python, it never
+waits and takes all of a core; UCX may miss an event, and finds it when the time is over."""
+
 _CLOSE_S: Final = 5.0
 _DONE: Final = "DONE"
 _IN_FLIGHT: Final = "PROC"
@@ -61,6 +69,7 @@ class _Read:
     rows: Sequence[int]
     future: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_given_up: bool = False
+    begun_s: float = field(default_factory=time.monotonic)
 
 
 class Agent:
@@ -82,7 +91,8 @@ class Agent:
         self._serving = serving
         self._receiving = receiving
         self._is_local = is_local
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: its get may compute a negative timeout (CPython 3.11), and then waits without one.
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="kvtier-nixl", daemon=True)
         self._agent: Any = None
         self._reads: list[_Read] = []
@@ -213,8 +223,7 @@ class Agent:
     def _run(self) -> None:
         while True:
             try:
-                pause_s = _POLL_S if any(not read.is_given_up for read in self._reads) else _SLOW_POLL_S
-                job = self._jobs.get(timeout=pause_s if self._reads else None)
+                job = self._jobs.get(timeout=self._pause_s() if self._reads else None)
             except queue.Empty:
                 self._poll()
                 continue
@@ -224,8 +233,15 @@ class Agent:
             self._poll()
         self._end()
 
+    def _pause_s(self) -> float:
+        """Return the seconds after which the reads are polled again."""
+        begun_s = max((read.begun_s for read in self._reads if not read.is_given_up), default=None)
+        if begun_s is None:
+            return _GIVEN_UP_PAUSE_S
+        return min(max(_POLL_SHARE * (time.monotonic() - begun_s), _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
+
     def _start(self) -> None:
-        agent = _new_agent(self.name, is_local=self._is_local)
+        agent = new_agent(self.name, is_local=self._is_local)
         served = _register(agent, self._serving)
         _register(agent, self._receiving)
         # Of the serving memory alone: peers have no business in the receiving memory.
@@ -298,15 +314,34 @@ class Agent:
             self._loop.call_soon_threadsafe(callback)
 
 
-def _new_agent(name: str, *, is_local: bool) -> Any:
+def new_agent(name: str, *, is_local: bool) -> Any:
     """Return an agent of NIXL with a UCX backend. NIXL is imported late: that takes seconds."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when it is imported
     from nixl._api import nixl_agent, nixl_agent_config
 
-    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=[]))
-    stays_inside = is_local and "UCX_NET_DEVICES" not in os.environ
-    agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"} if stays_inside else {})
+    agent = nixl_agent(name, nixl_agent_config(backends=[]))
+    agent.agent = _agent_that_waits(name)
+    agent.create_backend("UCX", {"engine_config": ",".join(_ucx_settings(is_local=is_local))})
     return agent
+
+
+def _agent_that_waits(name: str) -> Any:
+    """Return NIXL's own object behind ``nixl_agent``, which cannot be told how long to wait for events."""
+    from nixl import _bindings
+
+    config = _bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = _PROGRESS_WAIT_US
+    config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE
+    return _bindings.nixlAgent(name, config)
+
+
+def _ucx_settings(*, is_local: bool) -> list[str]:
+    """Return settings of UCX, except those that the environment has."""
+    settings = {"TCP_TX_SEG_SIZE": "32k"}  # by default 8k, with which TCP reaches half the throughput
+    if is_local:
+        settings["NET_DEVICES"] = "lo"
+    return [f"{name}={value}" for name, value in settings.items() if f"UCX_{name}" not in os.environ]
 
 
 def _register(agent: Any, memory: Memory) -> Any:

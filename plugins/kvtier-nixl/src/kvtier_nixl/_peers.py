@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +50,21 @@ class _Link:
     welcome: Welcome
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Chunks that a peer keeps where they are until they have been read.
+
+    Attributes:
+        addresses, trailers: see ``protocol.Leased``.
+    """
+
+    addresses: Sequence[int]
+    trailers: Sequence[bytes]
+    _number: int
+    _until_s: float
+    _link: _Link | None
+
+
 class Peer:
     """Another engine, at one address.
 
@@ -74,7 +90,7 @@ class Peer:
         self._timeout_s = timeout_s
         self._warn = warn
         self._link: _Link | None = None
-        self._turn = anyio.Lock()
+        self._turn = asyncio.Lock()  # that of anyio gives way to others even if it is free
         self._is_lost = asyncio.Event()
         self.was_tried = asyncio.Event()
         self.pace = Pace()
@@ -129,16 +145,25 @@ class Peer:
             held += found.held
         return held
 
-    async def lease(self, keys: Sequence[OffloadKey]) -> protocol.Leased:
+    async def lease(self, keys: Sequence[OffloadKey]) -> Lease:
         """Lease chunks, at most ``MAX_KEYS``. Raises PeerError."""
+        begun_s = time.monotonic()
         leased = await self._ask(protocol.Lease(tuple(keys)), protocol.Leased)
         if not len(leased.addresses) == len(leased.trailers) == len(keys):
             raise self._broken("it answered for another number of keys")
-        return leased
+        return Lease(leased.addresses, leased.trailers, leased.lease, begun_s + leased.lasts_s, self._link)
 
-    async def release(self, lease: int) -> bool:
-        """End a lease; return whether it lasted until now. Raises PeerError."""
-        return (await self._ask(protocol.Release(lease), protocol.Released)).lasted
+    def release(self, lease: Lease) -> bool:
+        """End a lease; return whether it lasted until now.
+
+        Raises:
+            PeerError: the connection is not that of the lease: the peer has been reset, or started again.
+        """
+        link = self._link if self.is_connected else None
+        if link is None or link is not lease._link:
+            raise PeerError("it has closed the connection")
+        link.writer.write(protocol.encode(protocol.Release(lease._number)))
+        return time.monotonic() < lease._until_s
 
     async def read(self, addresses: Sequence[int], rows: Sequence[int]) -> None:
         """Read chunks into rows of the receiving memory. See ``Agent.read``.
@@ -166,7 +191,7 @@ class Peer:
     async def _ask(self, request: Message, wanted: type[MessageT]) -> MessageT:
         link: _Link | None = None
         try:
-            with anyio.fail_after(self._timeout_s):  # the wait for earlier requests included
+            async with asyncio.timeout(self._timeout_s):  # the wait for earlier requests included
                 async with self._turn:
                     link = self._link if self.is_connected else None
                     if link is None:

@@ -46,7 +46,7 @@ class Pool:
 
     def __init__(self, rows: int, lease_s: float, on_evict: Callable[[Sequence[OffloadKey]], None]) -> None:
         self.rows = rows
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._on_evict = on_evict
         self._free = list(range(rows))
         self._chunks: OrderedDict[OffloadKey, Chunk] = OrderedDict()  # the least recently used first
@@ -124,22 +124,17 @@ class Pool:
         number, self._next_lease = self._next_lease, self._next_lease + 1
         rows = tuple(chunk.row for chunk in chunks if chunk is not None)
         if rows:
-            self._leases[number] = _Lease(rows, now_s + self._lease_s)
+            self._leases[number] = _Lease(rows, now_s + self.lease_s)
         return number, chunks
 
-    def release(self, number: int, now_s: float) -> bool:
-        """End a lease; return whether it lasted until now."""
-        self._expire(now_s)
-        return self._end(number)
-
-    def _end(self, number: int) -> bool:
+    def release(self, number: int) -> None:
+        """End a lease, unless it has run out."""
         lease = self._leases.pop(number, None)
         for row in lease.rows if lease is not None else ():
             self._leased[row] -= 1
             if self._leased[row] <= 0:
                 del self._leased[row]
             self.unpin(row)
-        return lease is not None
 
     def discard(self, key: OffloadKey) -> None:
         """Serve a chunk no longer. Its row is used again once nobody has it pinned."""
@@ -166,4 +161,4 @@ class Pool:
             number, lease = next(iter(self._leases.items()))
             if lease.expires_s > now_s:
                 return
-            self._end(number)
+            self.release(number)

@@ -2,7 +2,8 @@
 
 Each frame is a length (u32, big-endian) and a msgpack message. The server begins with ``Challenge``; the
 client answers with ``Hello`` and a proof over both nonces, the server with ``Welcome`` and a proof of its
-own. No proof is of use for another connection. Afterwards each request has one reply, in order.
+own. No proof is of use for another connection. Afterwards each request has one reply, in order, except
+``Release``, which has none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from kvtier.keys import MAX_KEY_BYTES
 from kvtier.tiers import TRAILER_BYTES
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the protocol and of the form in which chunks are served."""
 MAX_KEYS: Final = 1024
 """Keys of one request at most."""
@@ -110,9 +111,14 @@ class Lease(Message, frozen=True, tag=7):
 
 
 class Leased(Message, frozen=True, tag=8):
-    """Where the chunks of a lease are; address 0 and no trailer for those that are not leased."""
+    """Where the chunks of a lease are; address 0 and no trailer for those that are not leased.
+
+    Attributes:
+        lasts_s: seconds, from the request at the earliest, for which they stay there unless it is released.
+    """
 
     lease: int
+    lasts_s: float
     addresses: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_KEYS)]
     trailers: Annotated[
         tuple[Annotated[bytes, msgspec.Meta(max_length=TRAILER_BYTES)], ...],
@@ -126,13 +132,7 @@ class Release(Message, frozen=True, tag=9):
     lease: int
 
 
-class Released(Message, frozen=True, tag=10):
-    """Whether the lease lasted until now. If not, the bytes that were read may be of other chunks."""
-
-    lasted: bool
-
-
-AnyMessage = Challenge | Hello | Welcome | Refused | Lookup | Found | Lease | Leased | Release | Released
+AnyMessage = Challenge | Hello | Welcome | Refused | Lookup | Found | Lease | Leased | Release
 MessageT = TypeVar("MessageT", bound=Message)
 _decoder: Final = msgspec.msgpack.Decoder[AnyMessage](AnyMessage)
 

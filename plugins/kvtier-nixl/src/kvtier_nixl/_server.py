@@ -157,10 +157,9 @@ class ControlServer:
             number, chunks = self._pool.lease(keys, time.monotonic())
             addresses = tuple(self._memory.address(chunk.row) if chunk else 0 for chunk in chunks)
             trailers = tuple(chunk.trailer if chunk else b"" for chunk in chunks)
-            await _send(writer, protocol.Leased(number, addresses, trailers))
+            await _send(writer, protocol.Leased(number, self._pool.lease_s, addresses, trailers))
         elif isinstance(request, protocol.Release):
-            lasted = self._pool.release(request.lease, time.monotonic())
-            await _send(writer, protocol.Released(lasted))
+            self._pool.release(request.lease)
         else:
             raise ProtocolError(f"{type(request).__name__} is no request")
 

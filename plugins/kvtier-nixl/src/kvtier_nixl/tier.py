@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Final
@@ -45,6 +46,9 @@ _LEAST_SECRET_BYTES: Final = 16
 _LOCATIONS: Final = 65_536
 _LOG_INTERVAL_S: Final = 60.0
 _COPY_THREADS: Final = 4
+_COPIED_AT_ONCE: Final = 2**19
+"""Bytes up to which a copy takes less time than a thread takes to begin one."""
+
 Result = tuple[Status, str]
 
 _log = GuardedLogger("kvtier.tiers.nixl")
@@ -201,7 +205,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         rows = pool.reserve(len(new), time.monotonic())
         taken = dict(zip(new, rows, strict=False))
         try:
-            await in_thread(self._copy_in, batch, taken, limiter=self._copies)
+            await self._copy(len(taken), partial(self._copy_in, batch, taken))
         except BaseException:
             for row in rows:
                 pool.give_back(row)
@@ -263,13 +267,19 @@ class NixlTier(SecondaryTier[NixlConfig]):
         rows = {index: chunk.row for index, chunk in pinned.items()}
         try:
             if rows:
-                await in_thread(self._copy_out, self._serving, batch, rows, limiter=self._copies)
+                await self._copy(len(rows), partial(self._copy_out, self._serving, batch, rows))
         finally:
             for row in rows.values():
                 pool.unpin(row)
         for index, chunk in pinned.items():
             batch.trailers[index] = chunk.trailer
             results[index] = Status.OK, ""
+
+    async def _copy(self, chunks: int, copy: Callable[[], None]) -> None:
+        if chunks * self._context.chunk_bytes <= _COPIED_AT_ONCE:
+            copy()
+        else:
+            await in_thread(copy, limiter=self._copies)
 
     def _copy_in(self, batch: Batch, rows: Mapping[int, int]) -> None:
         length, base = batch.memory.chunk_bytes, batch.memory.address
@@ -291,8 +301,9 @@ class NixlTier(SecondaryTier[NixlConfig]):
 
     async def _get_from_peers(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
         keys = [batch.keys[index] for index in wanted]
-        known = {key: peer for key in keys if (peer := self._located.pop(key, None)) and peer.is_connected}
-        found = await self._locate([key for key in keys if key not in known]) | known
+        known = {key: peer for key in keys if (peer := self._located.get(key)) and peer.is_connected}
+        unknown = [key for key in keys if key not in known]
+        found = await self._locate(unknown) | known
         by_peer: dict[Peer, list[int]] = {}
         for index, key in zip(wanted, keys, strict=True):
             if key in found:
@@ -321,25 +332,27 @@ class NixlTier(SecondaryTier[NixlConfig]):
         """Lease chunks, read them into rows, and copy them to their slots if the lease has lasted."""
         agent, resets = self._opened, self._resets
         try:
-            leased = await peer.lease([batch.keys[index] for index in rows])
+            lease = await peer.lease([batch.keys[index] for index in rows])
         except BaseException:
             agent.free_rows(list(rows.values()))
             raise
-        offers = zip(rows, leased.addresses, leased.trailers, strict=True)
+        offers = zip(rows, lease.addresses, lease.trailers, strict=True)
         there = {index: (address, trailer) for index, address, trailer in offers if address}
+        for index in rows.keys() - there.keys():
+            self._located.pop(batch.keys[index], None)
         agent.free_rows([row for index, row in rows.items() if index not in there])
         if not there:
             return
         used = {index: rows[index] for index in there}
         await peer.read([address for address, _ in there.values()], list(used.values()))
         try:
-            if not await peer.release(leased.lease):
+            if not peer.release(lease):
                 results.update(dict.fromkeys(there, (Status.FAILED, "lease")))
                 self._warn(
                     f"lease {peer.address}", f"peer {peer.address}: {len(there)} chunks; raise lease_s there"
                 )
             elif resets == self._resets:
-                await in_thread(self._copy_out, self._receiving, batch, used, limiter=self._copies)
+                await self._copy(len(used), partial(self._copy_out, self._receiving, batch, used))
                 for index, (_, trailer) in there.items():
                     batch.trailers[index] = trailer
                     results[index] = Status.OK, ""

@@ -126,11 +126,9 @@ async def _latency(size: int, tier: HeldByPeer, bare: BareReader, rounds: int) -
 def _agent(role: str) -> Any:
     """Return an agent of NIXL that the tier has nothing to do with."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it logs to the standard output, where figures go
-    from nixl._api import nixl_agent, nixl_agent_config
+    from kvtier_nixl._agent import new_agent
 
-    agent = nixl_agent(f"kvtier-bench-{role}", nixl_agent_config(enable_prog_thread=True, backends=[]))
-    agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
-    return agent
+    return new_agent(f"kvtier-bench-{role}", is_local=True)
 
 
 def _identity(size: int) -> Identity:
