@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-import time
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace

@@ -28,7 +28,7 @@ from kvtier.tiers import GuardedLogger
 
 _LEAST_PAUSE_S: Final = 0.00005
 _POLL_SHARE: Final = 0.25
-"""Share of a read's age after which it is polled again, between ``_LEAST_PAUSE_S`` and ``_LONGEST_PAUSE_S``."""
+"""Share of a read's age after which it is polled again, within ``_LEAST_PAUSE_S`` and ``_LONGEST_PAUSE_S``."""
 
 _LONGEST_PAUSE_S: Final = 0.0005
 _GIVEN_UP_PAUSE_S: Final = 0.05
@@ -91,7 +91,7 @@ class Agent:
         self._serving = serving
         self._receiving = receiving
         self._is_local = is_local
-        # Not a SimpleQueue: its get may compute a negative timeout (CPython 3.11), and then waits without one.
+        # Not a SimpleQueue: its get may compute a negative timeout (CPython 3.11), and then waits for ever.
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="kvtier-nixl", daemon=True)
         self._agent: Any = None
