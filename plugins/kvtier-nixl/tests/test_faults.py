@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
@@ -79,13 +78,6 @@ async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: H
         assert list(mixed.statuses) == 4 * [Status.OK] + 4 * [Status.ABSENT]
         await it.tier.discard(keys(EIGHT))  # of its own it has none: the peer's stay
         assert set(await it.get(EIGHT)) == {Status.OK}
-
-
-async def test_an_idle_tier_takes_no_core() -> None:
-    async with pair():
-        begun_s, begun_cpu_s = time.monotonic(), time.process_time()
-        await anyio.sleep(0.5)
-        assert time.process_time() - begun_cpu_s < 0.5 * (time.monotonic() - begun_s)
 
 
 @pytest.mark.full  # as where a get waits for receiving memory

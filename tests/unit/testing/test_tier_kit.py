@@ -171,6 +171,7 @@ ANY_MOMENT = "calls_may_be_cancelled_at_any_moment"
 CANCELLED_OPEN = "a_cancelled_open_leaves_nothing_running_or_open"
 AT_EACH_WAIT = "transfers_may_be_cancelled_at_each_of_their_waits"
 CLOSING = "nothing_is_left_running_or_open_after_closing"
+IDLE = "an_idle_tier_leaves_the_processor_alone"
 NEVER_PUT = "what_was_never_put_is_absent"
 NO_BLOCKING = "no_call_blocks_the_event_loop"
 ONE_KEY = "puts_gets_and_discards_of_one_key_at_once_never_show_other_bytes"
@@ -576,6 +577,21 @@ async def keeps_environments(self: GoodTier, context: TierContext) -> None:
 async def leaks_a_task(self: GoodTier, context: TierContext) -> None:
     await GoodTier.open(self, context)
     self.held.append(asyncio.ensure_future(asyncio.sleep(60)))
+
+
+@broken((IDLE, "nobody calls takes .*% of a core"))
+class PollsForWork(GoodTier):
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        self.ended = threading.Event()
+        threading.Thread(target=self.poll, daemon=True).start()
+
+    def poll(self) -> None:
+        while not self.ended.is_set():
+            pass
+
+    async def aclose(self) -> None:
+        self.ended.set()
 
 
 @bug("open", (CLOSING, "left: .*Thread"))

@@ -28,7 +28,7 @@ from kvtier.tiers import GuardedLogger
 
 _LEAST_PAUSE_S: Final = 0.00005
 _POLL_SHARE: Final = 0.25
-"""Share of a read's age after which it is polled again, within ``_LEAST_PAUSE_S`` and ``_LONGEST_PAUSE_S``."""
+"""Share of a read's age after which it is polled again, from ``_LEAST_PAUSE_S`` to ``_LONGEST_PAUSE_S``."""
 
 _LONGEST_PAUSE_S: Final = 0.0005
 _GIVEN_UP_PAUSE_S: Final = 0.05

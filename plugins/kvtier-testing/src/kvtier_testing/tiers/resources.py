@@ -26,6 +26,8 @@ _ATTEMPTS = 5
 _REPEATED_CALLS = 40
 _ROUNDS = 9
 _MANY_CHUNKS = 64
+_IDLE_S = 0.2
+_IDLE_SHARE = 0.25
 
 
 class ResourceTests(TierSetup):
@@ -96,6 +98,21 @@ class ResourceTests(TierSetup):
         fail(
             f"{verb}() of {_MANY_CHUNKS} chunks blocks the event loop for {pauses[verb]:.2f} s: a call that "
             "blocks belongs in a thread (kvtier.tiers.in_thread)",
+        )
+
+    async def test_an_idle_tier_leaves_the_processor_alone(self, place: Path) -> None:
+        shares: list[float] = []
+        async with self.opened(place) as it:
+            await it.put(range(4))
+            for _ in range(_ATTEMPTS):  # what a put has left to do may be under way yet
+                began_s, began_cpu_s = time.monotonic(), time.process_time()
+                await anyio.sleep(_IDLE_S)
+                shares.append((time.process_time() - began_cpu_s) / (time.monotonic() - began_s))
+                if shares[-1] <= _IDLE_SHARE:
+                    return
+        fail(
+            f"an open tier that nobody calls takes {min(shares):.0%} of a core: it, or a thread of its "
+            "client, looks for work all the time; have it wait for events"
         )
 
     async def _open_use_and_close(self, place: Path) -> None:
