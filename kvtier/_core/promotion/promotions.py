@@ -181,9 +181,13 @@ class Promotions:
 
 
 def _not_found_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:
-    """Return the keys that a waiter has not located in a later tier: from there each gets them itself."""
-    located = [request.located for request in waiters]
-    return [key for key in keys if any(it.get(key, tier) <= tier for it in located)]
+    """Return what to look for in the next tiers: what each waiter has located later, it gets from there."""
+    left = [key for key in keys if any(request.located.get(key, tier) <= tier for request in waiters)]
+    for request in waiters if len(left) < len(keys) else ():
+        request.answers_stand = False
+        if request.wait is not None:
+            request.wait.has_news = True
+    return left
 
 
 def _run_after_copied(keys: Keys, answers: Sequence[Answer]) -> list[OffloadKey]:

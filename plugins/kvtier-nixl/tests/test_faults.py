@@ -24,7 +24,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import Status
 from kvtier_nixl import NixlTier, _agent, _peers, _server
 from kvtier_nixl import _protocol as protocol
-from kvtier_nixl._peers import Peer, Peers
+from kvtier_nixl._peers import Peer, PeerError, Peers
 from kvtier_nixl.config import parse_address
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import free_port
@@ -88,6 +88,19 @@ async def test_more_chunks_than_there_is_memory_to_receive_come_one_after_the_ot
             for _ in range(4):
                 tasks.start_soon(it.get, EIGHT)
         assert set(await it.get(EIGHT)) == {Status.OK}
+
+
+async def test_a_peer_that_has_reset_the_connection_is_not_connected() -> None:
+    async with pair() as (_, it):
+        peer = first_peer(it)
+        link = peer._link
+        assert link is not None
+        lease = await peer.lease(keys(EIGHT))
+        link.writer.transport.abort()  # as asyncio does after ECONNRESET: no end of the stream is seen
+        assert not link.reader.at_eof()
+        with pytest.raises(PeerError, match="closed"):
+            peer.release(lease)
+        assert not peer.is_connected
 
 
 @pytest.mark.full  # the next two cover a loss and a return

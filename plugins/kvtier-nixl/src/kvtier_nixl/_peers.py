@@ -37,6 +37,7 @@ _ASK_ALL_EVERY_S: Final = 1.0
 """Seconds between two questions to all peers about a key whose holders a client has named."""
 
 _MOST_ASKED: Final = 65_536
+_LEASE_SHARE: Final = 0.99  # of a lease is relied on: clocks differ
 
 
 class PeerError(Exception):
@@ -48,6 +49,7 @@ class _Link:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     welcome: Welcome
+    asked_s: float = 0.0  # when the last request was sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Lease:
     trailers: Sequence[bytes]
     _number: int
     _until_s: float
-    _link: _Link | None
+    _link: _Link
 
 
 class Peer:
@@ -131,7 +133,7 @@ class Peer:
     def is_connected(self) -> bool:
         """Whether it can be asked, as far as is known."""
         link = self._link
-        if link is not None and link.reader.at_eof():
+        if link is not None and (link.reader.at_eof() or link.writer.is_closing()):  # closed, or reset
             self.drop("it has closed the connection")
         return self._link is not None
 
@@ -147,11 +149,14 @@ class Peer:
 
     async def lease(self, keys: Sequence[OffloadKey]) -> Lease:
         """Lease chunks, at most ``MAX_KEYS``. Raises PeerError."""
-        begun_s = time.monotonic()
         leased = await self._ask(protocol.Lease(tuple(keys)), protocol.Leased)
         if not len(leased.addresses) == len(leased.trailers) == len(keys):
             raise self._broken("it answered for another number of keys")
-        return Lease(leased.addresses, leased.trailers, leased.lease, begun_s + leased.lasts_s, self._link)
+        link = self._link
+        if link is None:
+            raise PeerError("it is not connected")
+        until_s = link.asked_s + _LEASE_SHARE * leased.lasts_s
+        return Lease(leased.addresses, leased.trailers, leased.lease, until_s, link)
 
     def release(self, lease: Lease) -> bool:
         """End a lease; return whether it lasted until now.
@@ -160,9 +165,9 @@ class Peer:
             PeerError: the connection is not that of the lease: the peer has been reset, or started again.
         """
         link = self._link if self.is_connected else None
-        if link is None or link is not lease._link:
+        if link is not lease._link:
             raise PeerError("it has closed the connection")
-        link.writer.write(protocol.encode(protocol.Release(lease._number)))
+        lease._link.writer.write(protocol.encode(protocol.Release(lease._number)))
         return time.monotonic() < lease._until_s
 
     async def read(self, addresses: Sequence[int], rows: Sequence[int]) -> None:
@@ -196,6 +201,7 @@ class Peer:
                     link = self._link if self.is_connected else None
                     if link is None:
                         raise PeerError("it is not connected")
+                    link.asked_s = time.monotonic()
                     link.writer.write(protocol.encode(request))
                     await link.writer.drain()
                     return await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)

@@ -114,7 +114,7 @@ class Leased(Message, frozen=True, tag=8):
     """Where the chunks of a lease are; address 0 and no trailer for those that are not leased.
 
     Attributes:
-        lasts_s: seconds, from the request at the earliest, for which they stay there unless it is released.
+        lasts_s: seconds that they stay there at least, from when the request was sent, unless it is released.
     """
 
     lease: int

@@ -301,7 +301,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
 
     async def _get_from_peers(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
         keys = [batch.keys[index] for index in wanted]
-        known = {key: peer for key in keys if (peer := self._located.get(key)) and peer.is_connected}
+        known = {key: peer for key in keys if (peer := self._located.pop(key, None)) and peer.is_connected}
         unknown = [key for key in keys if key not in known]
         found = await self._locate(unknown) | known
         by_peer: dict[Peer, list[int]] = {}
@@ -323,10 +323,11 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 rows = await self._opened.take_rows(min(len(left), MAX_KEYS))
                 part, left = left[: len(rows)], left[len(rows) :]
                 await self._read(peer, batch, dict(zip(part, rows, strict=True)), results)
-        except PeerError as error:
-            self._fail(peer, indices, results, "connection", str(error))
+        except PeerError:  # dropped, where it is to blame
+            _fail(indices, results, "connection")
         except ReadError as error:
-            self._fail(peer, indices, results, "transfer", str(error))
+            _fail(indices, results, "transfer")
+            peer.drop(str(error))
 
     async def _read(self, peer: Peer, batch: Batch, rows: dict[int, int], results: dict[int, Result]) -> None:
         """Lease chunks, read them into rows, and copy them to their slots if the lease has lasted."""
@@ -338,8 +339,6 @@ class NixlTier(SecondaryTier[NixlConfig]):
             raise
         offers = zip(rows, lease.addresses, lease.trailers, strict=True)
         there = {index: (address, trailer) for index, address, trailer in offers if address}
-        for index in rows.keys() - there.keys():
-            self._located.pop(batch.keys[index], None)
         agent.free_rows([row for index, row in rows.items() if index not in there])
         if not there:
             return
@@ -365,13 +364,6 @@ class NixlTier(SecondaryTier[NixlConfig]):
         results.update(dict.fromkeys(late, (Status.FAILED, "timeout")))
         self._warn("timeout", f"{len(late)} of {len(batch)} chunks did not arrive in time")
 
-    def _fail(
-        self, peer: Peer, indices: Sequence[int], results: dict[int, Result], reason: str, text: str
-    ) -> None:
-        failed = [index for index in indices if index not in results]
-        results.update(dict.fromkeys(failed, (Status.FAILED, reason)))
-        peer.drop(text)
-
     # --- helpers ---------------------------------------------------------------------------------
 
     @property
@@ -395,3 +387,8 @@ class NixlTier(SecondaryTier[NixlConfig]):
         if repeats is not None:
             reason = subject.partition(" ")[0]
             _log.warning("tier %s: %s: %s%s", self._context.name, reason, text, repeats)
+
+
+def _fail(indices: Sequence[int], results: dict[int, Result], reason: str) -> None:
+    failed = [index for index in indices if index not in results]
+    results.update(dict.fromkeys(failed, (Status.FAILED, reason)))

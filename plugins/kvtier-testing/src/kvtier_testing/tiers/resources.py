@@ -27,7 +27,7 @@ _REPEATED_CALLS = 40
 _ROUNDS = 9
 _MANY_CHUNKS = 64
 _IDLE_S = 0.2
-_IDLE_SHARE = 0.25
+_IDLE_SHARE = 0.1
 
 
 class ResourceTests(TierSetup):
