@@ -25,6 +25,7 @@ MUCH_LATER_S = 60.0  # on a busy machine
 def settings(tmp_path: Path) -> dict[str, Any]:
     return {
         "cpu_bytes_to_use": "16MiB",
+        "eviction_policy": "lru",  # others may keep what was asked for often
         "request_deadline_s": DEADLINE_S,
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}],
     }
