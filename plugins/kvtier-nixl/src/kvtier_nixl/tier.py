@@ -302,8 +302,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
     async def _get_from_peers(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
         keys = [batch.keys[index] for index in wanted]
         known = {key: peer for key in keys if (peer := self._located.pop(key, None)) and peer.is_connected}
-        unknown = [key for key in keys if key not in known]
-        found = await self._locate(unknown) | known
+        found = await self._locate([key for key in keys if key not in known]) | known
         by_peer: dict[Peer, list[int]] = {}
         for index, key in zip(wanted, keys, strict=True):
             if key in found:

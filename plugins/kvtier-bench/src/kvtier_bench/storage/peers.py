@@ -2,7 +2,8 @@
 
 A process of its own, the holder, serves the same bytes twice: as chunks of an open tier, and as plain memory
 that it registers with NIXL. This process gets them through a tier of its own, and reads them with NIXL alone,
-in rounds. Bytes move as ``UCX_TLS`` and ``UCX_NET_DEVICES`` allow; both sides have the same.
+in rounds. NIXL has the same settings in both. Bytes move as ``UCX_TLS`` and ``UCX_NET_DEVICES`` allow; both
+sides have the same.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ async def _latency(size: int, tier: HeldByPeer, bare: BareReader, rounds: int) -
 
 
 def _agent(role: str) -> Any:
-    """Return an agent of NIXL that the tier has nothing to do with."""
+    """Return an agent of NIXL with the settings of the tier, which has nothing to do with it."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it logs to the standard output, where figures go
     from kvtier_nixl._agent import new_agent
 
