@@ -24,7 +24,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import Status
 from kvtier_nixl import NixlTier, _agent, _peers, _server
 from kvtier_nixl import _protocol as protocol
-from kvtier_nixl._peers import Peer, PeerError, Peers
+from kvtier_nixl._peers import Lease, Peer, PeerError, Peers
 from kvtier_nixl.config import parse_address
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import free_port
@@ -233,6 +233,34 @@ async def test_a_peer_that_answers_late_is_not_waited_for_where_others_have_answ
             assert all(peer.is_connected for peer in peers._peers), "nobody has waited for answer_timeout_s"
             may_answer.set()
             await until_found(it, range(16))
+
+
+async def test_a_late_peer_is_not_read_from_where_another_has_the_chunks(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = f"127.0.0.1:{free_port()}"
+    async with opened(listen=other) as near:
+        await near.put(EIGHT)
+        async with opened(holder.address, other) as it:
+            peers = tier_of(it)._peers
+            assert peers is not None
+            with anyio.fail_after(60):
+                while not all(peer.is_connected for peer in peers._peers):  # noqa: ASYNC110 - nothing tells
+                    await anyio.sleep(0.02)
+            assert all(await it.contains(EIGHT))
+            late = next(iter(tier_of(it)._located.values()))
+            late.is_late = True
+            leased: set[Peer] = set()
+            lease = Peer.lease
+
+            async def noted(peer: Peer, wanted: Sequence[OffloadKey]) -> Lease:
+                leased.add(peer)
+                return await lease(peer, wanted)
+
+            monkeypatch.setattr(Peer, "lease", noted)
+            assert set(await it.get(EIGHT)) == {Status.OK}
+            assert len(leased) == 1
+            assert late not in leased
 
 
 @pytest.mark.full  # as with a thread that hangs

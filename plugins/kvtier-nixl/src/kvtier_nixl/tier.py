@@ -301,7 +301,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
 
     async def _get_from_peers(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
         keys = [batch.keys[index] for index in wanted]
-        known = {key: peer for key in keys if (peer := self._located.pop(key, None)) and peer.is_connected}
+        known = {key: peer for key in keys if (peer := self._located.pop(key, None)) and peer.can_be_asked}
         found = await self._locate([key for key in keys if key not in known]) | known
         by_peer: dict[Peer, list[int]] = {}
         for index, key in zip(wanted, keys, strict=True):
