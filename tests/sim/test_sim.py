@@ -128,7 +128,7 @@ def run_some(count: int, given: Overrides) -> None:
 
 
 def test_a_tier_of_ones_own() -> None:
-    run_some(60, Overrides(tier=dummy))
+    run_some(20, Overrides(tier=dummy))
 
 
 class Forgetful(SimTier):
@@ -181,9 +181,9 @@ def test_a_policy_that_breaks_its_contract_is_found() -> None:
 
 
 def test_the_command_runs_seeds_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "40", "--jobs", "2", "--show"]) == 0
+    assert main(["--seeds", "8", "--jobs", "2", "--show"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("40 runs")
+    assert told.startswith("8 runs")
     assert "chunks stored" in told
 
 

@@ -74,7 +74,10 @@ def test_files_do_not_beat_it_either(ids: list[list[int]], capacity: int, device
     assert loaded <= optimum(requests, hits, capacity)
 
 
-@pytest.mark.parametrize("name", ["heads", "scans", "loops"])
+@pytest.mark.parametrize(
+    "name",
+    ["scans", pytest.param("heads", marks=pytest.mark.full), pytest.param("loops", marks=pytest.mark.full)],
+)
 def test_of_files_what_returns_outlives_what_came_once(name: str) -> None:
     requests = sample(generate(name, 1500, 0)).requests
     nothing, capacity = [0] * len(requests), 200

@@ -195,7 +195,10 @@ def shifts() -> Iterator[int]:
             yield part * 10_000_000 + number
 
 
-@pytest.mark.parametrize("trace", [loops, windows, scans, shifts])
+_PARTS_OF_SHIFTS = [pytest.param(trace, marks=pytest.mark.full) for trace in (loops, windows)]
+
+
+@pytest.mark.parametrize("trace", [*_PARTS_OF_SHIFTS, scans, shifts])
 def test_auto_is_close_to_the_best_of_the_others(trace: Callable[[], Iterator[int]]) -> None:
     names = {number: pack_key(blake2b(b"%d" % number, digest_size=16).digest()) for number in set(trace())}
 
