@@ -129,10 +129,13 @@ async def _measure(
     async with aclosing(registry.maker(registry.validate(settings, "--serve"))()) as tier:
         identity = Identity(facts["model"], json.loads(facts["manifest"]))
         await tier.open(TierContext(NIXL, identity, facts["chunk_bytes"]))
+        held: list[OffloadKey] = []
         async with asyncio.timeout(_CONNECTED_S):
-            while not all(await tier.contains(keys)):  # noqa: ASYNC110 - nothing tells of it
+            while not held:
                 await asyncio.sleep(_POLL_S)
-        read = partial(_read, tier, keys, HeapMemory(_BATCH * _IN_FLIGHT, facts["chunk_bytes"]), gb_s)
+                held = [key for key, is_held in zip(keys, await tier.contains(keys), strict=True) if is_held]
+        say(f"the peer finds {len(held)} of {len(keys)} chunks")
+        read = partial(_read, tier, held, HeapMemory(_BATCH * _IN_FLIGHT, facts["chunk_bytes"]), gb_s)
         await _decode(engine, pids)
         before = await _decode(engine, pids)
         for number in range(rounds):
