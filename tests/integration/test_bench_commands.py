@@ -98,6 +98,14 @@ def test_fleet(tmp_path: Path) -> None:
     assert {row["way"] for row in served.values() if row["from_cache"] == "0 of 5120"} == {"computed"}
 
 
+@needs_nixl
+def test_what_an_engine_loses_while_it_is_read() -> None:
+    report = measure("fleet", "--serve", "0.2", "--model", "tiny", "--rounds", "1")
+    control, *read = report["Lost"]
+    assert control["gb_s"] == 0
+    assert all(0 < row["gb_s"] < 0.3 and row["tier_s_per_gb"] > 0 for row in read)
+
+
 def test_versus_without_lmcache(tmp_path: Path) -> None:
     """A system that cannot be run is named, and the others are measured."""
     report = run(tmp_path, "versus", "--model", "tiny", "--rounds", "1", "--only", "speed")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engine import fleet
+from kvtier_bench.engine import fleet, serving
 from kvtier_bench.engine.compared import PLAIN, Sample
 from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
@@ -24,6 +24,18 @@ def test_a_second_engine_is_compared_with_files_in_the_same_round() -> None:
     files, redis, computed, device = fleet.table(answers)
     assert (files.ratio, redis.ratio, computed.ratio, device.ratio) == (1.0, 3.0, 7.5, 0.375)
     assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
+
+
+def test_what_an_engine_loses_is_told_by_the_stretches_before_and_after() -> None:
+    idle, slower = serving.Stretch(2.0, 1.0, 0.0, 0.0), serving.Stretch(4.0, 1.0, 0.0, 0.0)
+    found = {
+        serving.CONTROL: [(idle, serving.Stretch(3.0, 1.0, 0.0, 0.0), slower)],
+        serving.OF_ENGINE: [(idle, serving.Stretch(4.0, 1.5, 1.0, 2.0), idle)],
+    }
+    control, reading = serving.table(found)
+    assert (control.lost_percent, control.gb_s, control.tier_s_per_gb) == (0.0, 0.0, None)
+    assert (reading.lost_percent, reading.low, reading.high) == (50.0, 50.0, 50.0)
+    assert (reading.gb_s, reading.engine_cpu, reading.tier_s_per_gb) == (0.5, 1.5, 0.5)
 
 
 def test_a_measure_is_compared_within_a_round_with_kvtier_or_with_no_cache() -> None:

@@ -152,6 +152,15 @@ def fleet(
         typer.Option(metavar="JSON", help="Settings of a tier that two engines share; repeatable."),
     ] = None,
     nixl: Annotated[bool, typer.Option("--nixl", help="Engines that read each other's memory, too.")] = False,
+    serve: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=0.001,
+            help="Measure only the tokens per second that an engine loses while a peer reads its chunks "
+            "over NIXL at this rate; --tier, --nixl and --root are ignored.",
+        ),
+    ] = None,
     root: RootOption = None,
     model: ModelOption = engines.Size.SMALL,
     rounds: RoundsOption = 5,
@@ -161,6 +170,9 @@ def fleet(
 
     Example: kvtier bench fleet --tier '{"type": "mooncake", "master": "localhost:50051"}'
     """
+    if serve is not None:
+        figures.report(_lazy("engine.serving").run(model.value, rounds, serve), as_json)
+        return
     measure = _lazy("engine.fleet")
     figures.report(measure.run(root, measure.Work(model.value, rounds), tier or (), nixl=nixl), as_json)
 
