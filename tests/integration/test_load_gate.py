@@ -44,7 +44,7 @@ def test_a_slow_tier_delays_nobody_and_comes_back(launcher: Launcher, llama: Pat
 
 def test_with_sliding_windows(launcher: Launcher, tmp_path: Path) -> None:
     model = launcher.make_model(tmp_path / "model", *GEMMA_MODEL)
-    sizes = {"num_gpu_blocks_override": 64, "max_model_len": 576}
+    sizes: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 576}
     with launcher.start(model, enable_prefix_caching=False, **sizes) as engine:
         answers = [engine.generate(one)[0] for one in PROMPTS]
     with launcher.start(model, SETTINGS | {"block_size": 64}, **sizes) as engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvtier._core.promotion.gets import Gets
 from kvtier._core.promotion.holds import Holds
 from kvtier._core.promotion.wanted import Waiters, allowed_tiers, in_line, loading, locating, of_use
@@ -139,19 +141,19 @@ class TierOrder:
         The latter two are in chunks of the group that was asked first, from the front of the prompt. Of other
         groups it loads few, and where these lack, nothing before them is of use: all of it is computed.
         """
-        windowed, front = self._shared.windowed, (request.first or key)[-GROUP_BYTES:]
-        asked = {key: index for index, key in enumerate(it for it in request.wanted if it.endswith(front))}
+        front = (request.first or key)[-GROUP_BYTES:]
+        windows = {group.to_bytes(GROUP_BYTES, "big") for group in self._shared.windowed}
+        asked = dict.fromkeys(request.wanted)
+        of_group = Counter([it[-GROUP_BYTES:] for it in asked])
+        to_get = Counter([it[-GROUP_BYTES:] for it in wanted])
         held = sum(chunk.key not in asked and chunk.key.endswith(front) for chunk in request.held)
         held += 0 if request.wait is None else request.wait.leading
-        fetched = len(wanted)
-        if windowed:
-            windows = sum(group_index(it) in windowed for it in request.wanted)
-            fetched -= sum(group_index(it) in windowed for it in wanted)
-            fetched += min(windows, self._shared.gate.window_chunks)
+        fetched = sum(count for group, count in to_get.items() if group not in windows)
+        fetched += min(self._shared.gate.window_chunks, sum(of_group[group] for group in windows))
         if not key.endswith(front):
-            return fetched, request.base, held + len(asked)
-        count = sum(it.endswith(front) for it in wanted)
-        return fetched, request.base + held + asked.get(key, 0), count
+            return fetched, request.base, held + of_group[front]
+        index = request.wanted.index(key) if key in asked else 0  # of this group are the first ones
+        return fetched, request.base + held + index, to_get[front]
 
     def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
         """Get a few of the keys although computing is quicker, where that is due, to learn if it still is."""
