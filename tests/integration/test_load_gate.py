@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvtier_bench.engine import gate
 from tests.integration.conftest import Ask
 from tests.integration.harness import PATIENCE_S, Engine, Launcher, Tokens, prompt
+from tests.integration.test_layouts import FULL, STATE, WINDOW, Cache, Case
 from tests.integration.test_models import GEMMA_MODEL
 
 PROMPTS = [prompt(seed) for seed in range(6)]  # more than device cache and primary tier hold
@@ -49,6 +53,30 @@ def test_with_sliding_windows(launcher: Launcher, tmp_path: Path) -> None:
         answers = [engine.generate(one)[0] for one in PROMPTS]
     with launcher.start(model, SETTINGS | {"block_size": 64}, **sizes) as engine:
         _throttle_in_turns(engine, answers)
+
+
+@pytest.mark.parametrize(
+    ("case", "judged", "window_chunks"),
+    [
+        (Case([(FULL, 2)]), 0, 0),
+        (Case([(WINDOW, 2), (FULL, 2), (WINDOW, 2)]), 1, 4),
+        (Case([(replace(STATE, page_size_padded=FULL.page_size_bytes), 2), (FULL, 2)]), 1, 1),
+        (Case([(STATE, 3)]), None, 0),
+    ],
+    ids=["full attention", "windows of two chunks", "states", "states alone"],
+)
+def test_which_group_is_judged(
+    case: Case, judged: int | None, window_chunks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = Cache(case, 2).spec
+    spec._settings = spec._settings.model_copy(update={"load_gate": "latency"})
+    manager: Any = spec.get_manager()
+    try:
+        assert manager._core.shared.gate.window_chunks == window_chunks
+        assert (None if manager._steps is None else manager._steps._group) == judged
+    finally:
+        manager.shutdown()
+    assert ("load_gate 'latency' has no effect" in caplog.text) is (judged is None)
 
 
 def _throttle_in_turns(engine: Engine, answers: Sequence[Tokens]) -> None:
