@@ -9,6 +9,7 @@ All of it is measured. Until both sides are known, everything is loaded.
 
 from __future__ import annotations
 
+import sys
 from math import inf
 from typing import Literal
 
@@ -133,13 +134,13 @@ class LoadGate:
     """Decides with the current estimates. Times are on the owner's clock.
 
     Attributes:
-        window_chunks: how many chunks of other groups a request loads beside its prefix, however long that
-            is: sliding windows, states. Set by the owner.
+        window_chunks: at most so many chunks of windowed groups does a request load, however many it asks
+            for. Set by the owner.
     """
 
     def __init__(self, mode: LoadGateMode, tiers: int) -> None:
         self.compute = ComputeSpeed()
-        self.window_chunks = 0
+        self.window_chunks = sys.maxsize
         self.running: set[object] = set()  # requests that the device computes now
         self.wait_until_s = inf  # when those that were told to wait are decided; infinite if there are none
         self._mode = mode
