@@ -113,6 +113,16 @@ def test_what_the_engine_had_in_its_own_cache_does_not_count() -> None:
     assert rates[(95).bit_length()] == pytest.approx(CHUNK_S)
 
 
+def test_the_chunk_that_a_hit_has_left_does_not_count() -> None:
+    """vLLM computes the last one of a prompt anew where a model has sliding windows: a step's overhead."""
+    it = Engine()
+    it.step(20.5 * CHUNK_S, ("a", 0, 20))
+    for req_id in "bcdef":
+        it.meter.loaded(Context(req_id), keys(req_id, 19))
+        it.step(5 * CHUNK_S, (req_id, 0, 20))
+    assert it.core.shared.gate.compute.rates == pytest.approx([CHUNK_S] * 5)
+
+
 def test_chunks_of_other_groups_do_not_count() -> None:
     it = Engine()
     it.meter.begin()

@@ -15,7 +15,7 @@ from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey, group_index
 
 _MOST_STEPS = 8  # in flight; an engine that does not ask for statistics measures nothing
-_FROM_PROMPT = 2  # chunks: generating completes one at a time
+_FROM_PROMPT = 2  # chunks: generating completes one at a time, and a hit can leave one: mostly overhead
 _UNSEEN = 0.5  # of a chunk: what a prompt has on average beyond its last whole one
 
 
@@ -89,13 +89,13 @@ class StepMeter:
         begin = None if first is None else self.place(context, first)
         if begin is None:
             return
-        last = self._last.get(context.req_id)
-        begin = max(begin, self._loaded.get(context.req_id, -1) + 1, -1 if last is None else last + 1)
+        last, loaded = self._last.get(context.req_id), self._loaded.get(context.req_id)
+        begin = max(begin, -1 if loaded is None else loaded + 1, -1 if last is None else last + 1)
         places = [place for key in keys if (place := self.place(context, key)) is not None and place >= begin]
         if not places:
             return
         self._last[context.req_id] = max(places)
-        if len(places) < self._least:
+        if len(places) < (self._least if loaded is None else _FROM_PROMPT):
             return
         step = self._next if self._ends_last or not self._steps else self._steps[-1]
         chunks = len(places) + (_UNSEEN if last is None else 0.0)
