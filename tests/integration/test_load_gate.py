@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvtier_bench.engine import gate
 from tests.integration.conftest import Ask
 from tests.integration.harness import PATIENCE_S, Engine, Launcher, Tokens, prompt
+from tests.integration.test_layouts import FULL, STATE, WINDOW, Cache, Case
+from tests.integration.test_models import GEMMA_MODEL
 
 PROMPTS = [prompt(seed) for seed in range(6)]  # more than device cache and primary tier hold
 SLOW_S = 3.0
@@ -38,23 +44,59 @@ def ask(engine: Engine, tokens: Sequence[int], expected: Tokens) -> tuple[float,
 def test_a_slow_tier_delays_nobody_and_comes_back(launcher: Launcher, llama: Path, reference: Ask) -> None:
     answers = reference(*PROMPTS)
     with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
-        turns = [*zip(PROMPTS, answers, strict=True)] * 20
-        throttle(engine, 0.0)
-        assert not any(ask(engine, *turn)[1] for turn in turns[: len(PROMPTS)]), "nothing was stored before"
-        loaded = [ask(engine, *turn)[1] for turn in turns[: len(PROMPTS)]]
-        assert any(loaded), "a fast tier is loaded from"
+        _throttle_in_turns(engine, answers)
 
-        throttle(engine, SLOW_S)
-        for turn in turns[: len(PROMPTS)]:  # some find out
-            ask(engine, *turn)
-        found: list[Any] = [ask(engine, *turn) for turn in turns[: len(PROMPTS)]]
-        assert not any(is_loaded for _, is_loaded in found)
-        assert max(seconds for seconds, _ in found) < SLOW_S, "nobody waits for the tier"
-        metrics = engine.metrics()
-        assert metrics.value("kvtier_misses", reason="gate") > 0
-        assert metrics.value("kvtier_expired_requests") == 0
 
-        throttle(engine, 0.0)
-        until_s = time.monotonic() + PATIENCE_S
-        while not any(ask(engine, *turn)[1] for turn in turns[: len(PROMPTS)]):
-            assert time.monotonic() < until_s, f"not loaded from again\n{engine.metrics()}"
+def test_with_sliding_windows(launcher: Launcher, tmp_path: Path) -> None:
+    model = launcher.make_model(tmp_path / "model", *GEMMA_MODEL)
+    sizes: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 576}
+    with launcher.start(model, enable_prefix_caching=False, **sizes) as engine:
+        answers = [engine.generate(one)[0] for one in PROMPTS]
+    with launcher.start(model, SETTINGS | {"block_size": 64}, **sizes) as engine:
+        _throttle_in_turns(engine, answers)
+
+
+@pytest.mark.parametrize(
+    ("case", "judged", "window_chunks"),
+    [
+        (Case([(FULL, 2)]), 0, 0),
+        (Case([(WINDOW, 2), (FULL, 2), (WINDOW, 2)]), 1, 4),
+        (Case([(replace(STATE, page_size_padded=FULL.page_size_bytes), 2), (FULL, 2)]), 1, 1),
+        (Case([(STATE, 3)]), None, sys.maxsize),
+    ],
+    ids=["full attention", "windows of two chunks", "states", "states alone"],
+)
+def test_which_group_is_judged(
+    case: Case, judged: int | None, window_chunks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = Cache(case, 2).spec
+    spec._settings = spec._settings.model_copy(update={"load_gate": "latency"})
+    manager: Any = spec.get_manager()
+    try:
+        assert manager._core.shared.gate.window_chunks == window_chunks
+        assert (None if manager._steps is None else manager._steps._group) == judged
+    finally:
+        manager.shutdown()
+    assert ("load_gate 'latency' has no effect" in caplog.text) is (judged is None)
+
+
+def _throttle_in_turns(engine: Engine, answers: Sequence[Tokens]) -> None:
+    turns = [*zip(PROMPTS, answers, strict=True)]
+    throttle(engine, 0.0)
+    assert not any(ask(engine, *turn)[1] for turn in turns), "nothing was stored before"
+    assert any([ask(engine, *turn)[1] for turn in turns]), "a fast tier is loaded from"
+
+    throttle(engine, SLOW_S)
+    for turn in turns:  # some find out
+        ask(engine, *turn)
+    found: list[Any] = [ask(engine, *turn) for turn in turns]
+    assert not any(is_loaded for _, is_loaded in found)
+    assert max(seconds for seconds, _ in found) < SLOW_S, "nobody waits for the tier"
+    metrics = engine.metrics()
+    assert metrics.value("kvtier_misses", reason="gate") > 0
+    assert metrics.value("kvtier_expired_requests") == 0
+
+    throttle(engine, 0.0)
+    until_s = time.monotonic() + PATIENCE_S
+    while not any(ask(engine, *turn)[1] for turn in turns):
+        assert time.monotonic() < until_s, f"not loaded from again\n{engine.metrics()}"

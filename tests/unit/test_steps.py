@@ -18,7 +18,8 @@ class Context:
 
     def __init__(self, req_id: str) -> None:
         self.req_id = req_id
-        self._ends = {key: 16 * (index + 1) for index, key in enumerate(keys(req_id, 100))}
+        groups = (keys(req_id, 100, group) for group in range(2))
+        self._ends = {key: 16 * (index + 1) for chunks in groups for index, key in enumerate(chunks)}
 
     def get_offload_key_position(self, key: OffloadKey) -> int | None:
         return self._ends.get(key)
@@ -31,7 +32,7 @@ class Engine:
         self.core: Tiering = world.make(load_gate="latency")  # type: ignore[arg-type]
         self.now_s = 100.0
         self.meter = StepMeter(
-            self.core, lambda: self.now_s, 16, stores_decodes=stores_decodes, ends_last=ends_last
+            self.core, lambda: self.now_s, 16, group=0, stores_decodes=stores_decodes, ends_last=ends_last
         )
         self.first: dict[str, int] = {}  # the place of the first chunk that was looked up for each request
         self._ends_last = ends_last
@@ -110,6 +111,28 @@ def test_what_the_engine_had_in_its_own_cache_does_not_count() -> None:
         it.step(10.5 * CHUNK_S, (req_id, 0, 100))
     rates = it.core.shared.gate.compute.rates
     assert rates[(95).bit_length()] == pytest.approx(CHUNK_S)
+
+
+def test_the_chunk_that_a_hit_has_left_does_not_count() -> None:
+    """vLLM computes the last one of a prompt anew where a model has sliding windows: a step's overhead."""
+    it = Engine()
+    it.step(20.5 * CHUNK_S, ("a", 0, 20))
+    for req_id in "bcdef":
+        it.meter.loaded(Context(req_id), keys(req_id, 19))
+        it.step(5 * CHUNK_S, (req_id, 0, 20))
+    assert it.core.shared.gate.compute.rates == pytest.approx([CHUNK_S] * 5)
+
+
+def test_chunks_of_other_groups_do_not_count() -> None:
+    it = Engine()
+    it.meter.begin()
+    a, first = Context("a"), keys("a")[0]
+    it.meter.offered(a, [*keys("a", 10), *keys("a", 10, group=1)], first)
+    it.meter.offered(a, keys("a", 20, group=1), first)
+    it.now_s += 10.5 * CHUNK_S
+    it.meter.end()
+    assert it.chunk_s == pytest.approx(CHUNK_S)
+    assert it.meter.place(a, keys("a", 4)[3]) == 3
 
 
 def test_a_preempted_request_is_computed_anew() -> None:

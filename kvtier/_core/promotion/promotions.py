@@ -67,8 +67,9 @@ class Promotions:
             slot_use = SlotUse.FREE if unsure_before else SlotUse.EVICT
             front = [key for key in unknown if not self._is_windowed(key)]
             self._tiers.ask(front, {request: None}, now_s, 0, slot_use)
-            windowed = [key for key in unknown if self._is_windowed(key)]
-            self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
+            if not front or front[0] in expected:  # else the prefix ends sooner, or that is not decided yet
+                windowed = [key for key in unknown if self._is_windowed(key)]
+                self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
         if wait is not None:
             wait.promoted.update(key for key in known if key in expected)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvtier._core.promotion.gets import Gets
 from kvtier._core.promotion.holds import Holds
 from kvtier._core.promotion.wanted import Waiters, allowed_tiers, in_line, loading, locating, of_use
+from kvtier._core.requests import Request
 from kvtier._core.shared import Keys, SharedState
 from kvtier._core.transfers import SlotUse
-from kvtier.keys import OffloadKey
+from kvtier.keys import GROUP_BYTES, OffloadKey, group_index
 
 _WAIT = "wait"
 
@@ -34,7 +37,7 @@ class TierOrder:
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
             slots = min(len(keys), self._holds.room, len(shared.table.free))
             if closed is None:
-                gets = 1 if slots == len(keys) else 2
+                gets = 1 if slots == len(keys) and not shared.windowed else 2
                 closed = self._gate(tier, keys, keys, gets, waiters, now_s, may_wait=not first_tier)
             if closed == _WAIT:
                 return
@@ -44,7 +47,7 @@ class TierOrder:
                 return
             self._skip(tier, keys, waiters, closed)
             if closed == "gate":
-                if slot_use:
+                if slot_use or group_index(keys[0]) in shared.windowed:
                     self._probe(tier, keys, now_s)
                 self.ask(keys, locating(waiters), now_s, tier, SlotUse.NONE)
                 waiters = loading(waiters)
@@ -114,24 +117,43 @@ class TierOrder:
             may_wait: whether "wait" may be returned: that is to be decided in the next round.
         """
         gate, waiters = self._shared.gate, in_line(waiters)
-        if not gate.is_active or self._shared.windowed or not waiters:
+        request = next(iter(waiters), None)
+        if not gate.is_active or request is None:
             return None
-        request = next(iter(waiters))
-        asked = {key: index for index, key in enumerate(request.wanted)}
-        held = sum(chunk.key not in asked for chunk in request.held)
-        held += 0 if request.wait is None else request.wait.leading
-        place = request.base + held + asked.get(keys[0], 0)
-        if not gate.is_slower(tier, place, len(wanted), gets, now_s):
+        if self._shared.windowed and group_index(request.first or keys[0]) in self._shared.windowed:
+            return None  # no group has chunks of all of the prompt
+        fetched, place, count = self._choice(request, keys[0], wanted)
+        if not gate.is_slower(tier, fetched, gets, place, count, now_s):
             return None
         if may_wait and self._holds.first not in (None, *waiters) and gate.has_to_wait(now_s):
             for waiter in waiters:
                 if not waiter.awaits_any:
                     waiter.deadline_s = None  # it does not wait for a tier
             return _WAIT
-        gate.computes(place, len(wanted))
+        gate.computes(place, count)
         for waiter in waiters:
             waiter.gated.update(keys)
         return "gate"
+
+    def _choice(self, request: Request, key: OffloadKey, wanted: Keys) -> tuple[int, int, int]:
+        """Return how many chunks are fetched for a request, or else computed from which place on.
+
+        The latter two are in chunks of the group that was asked first, from the front of the prompt. Of other
+        groups it loads few, and where these lack, nothing before them is of use: all of it is computed.
+        """
+        front = (request.first or key)[-GROUP_BYTES:]
+        windows = {group.to_bytes(GROUP_BYTES, "big") for group in self._shared.windowed}
+        asked = dict.fromkeys(request.wanted)
+        of_group = Counter([it[-GROUP_BYTES:] for it in asked])
+        to_get = Counter([it[-GROUP_BYTES:] for it in wanted])
+        held = sum(chunk.key not in asked and chunk.key.endswith(front) for chunk in request.held)
+        held += 0 if request.wait is None else request.wait.leading
+        fetched = sum(count for group, count in to_get.items() if group not in windows)
+        fetched += min(self._shared.gate.window_chunks, sum(of_group[group] for group in windows))
+        if not key.endswith(front):
+            return fetched, request.base, held + of_group[front]
+        index = request.wanted.index(key) if key in asked else 0  # of this group are the first ones
+        return fetched, request.base + held + index, to_get[front]
 
     def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
         """Get a few of the keys although computing is quicker, where that is due, to learn if it still is."""

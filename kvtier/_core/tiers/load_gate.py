@@ -9,6 +9,7 @@ All of it is measured. Until both sides are known, everything is loaded.
 
 from __future__ import annotations
 
+import sys
 from math import inf
 from typing import Literal
 
@@ -130,10 +131,16 @@ class ComputeSpeed:
 
 
 class LoadGate:
-    """Decides with the current estimates. Times are on the owner's clock."""
+    """Decides with the current estimates. Times are on the owner's clock.
+
+    Attributes:
+        window_chunks: at most so many chunks of windowed groups does a request load, however many it asks
+            for. Set by the owner.
+    """
 
     def __init__(self, mode: LoadGateMode, tiers: int) -> None:
         self.compute = ComputeSpeed()
+        self.window_chunks = sys.maxsize
         self.running: set[object] = set()  # requests that the device computes now
         self.wait_until_s = inf  # when those that were told to wait are decided; infinite if there are none
         self._mode = mode
@@ -166,15 +173,16 @@ class LoadGate:
         self.wait_until_s = now_s + _NEXT_ROUND_S
         return True
 
-    def is_slower(self, tier: int, place: int, count: int, gets: int, now_s: float) -> bool:
-        """Return whether a tier takes longer than computing for ``count`` chunks, the first at ``place``.
+    def is_slower(self, tier: int, fetched: int, gets: int, place: int, count: int, now_s: float) -> bool:
+        """Return whether a tier takes longer than computing ``count`` chunks, the first at ``place``.
 
-        ``gets`` is how many gets it takes to get them, one after the other.
+        ``fetched`` is how many chunks have to be got instead, and ``gets`` how many gets that takes, one
+        after the other.
         """
         speed = self._tiers[tier]
         if not (self.is_active and speed.is_known) or (self._mode == "throughput" and self.running):
             return False
-        fetch_s = speed.latency_s * gets + speed.chunk_s * count
+        fetch_s = speed.latency_s * gets + speed.chunk_s * fetched
         computed_s = self.compute.seconds(place + count) - self.compute.seconds(place)
         was_closed = speed.is_closed
         speed.is_closed = fetch_s * (_HYSTERESIS if was_closed else 1.0) > computed_s

@@ -126,6 +126,11 @@ class EngineContext:
         """Return whether the group is looked up from the back (sliding window, state) or by prefix."""
         return not isinstance(self.spec_of(group), FullAttentionSpec)
 
+    def window_tokens(self, group: int) -> int:
+        """Return how many tokens at the end of a prefix a windowed group needs; 1 for a state."""
+        spec = self.spec_of(group)
+        return getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 1
+
 
 _provided: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", default=None)
 

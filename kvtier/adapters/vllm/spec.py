@@ -104,16 +104,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         region.claim()
         region.start_guard()
         windowed = _windowed_groups(self.config, self._engine)
-        settings, chunk_tokens = self._settings, _chunk_tokens(self.config)
-        if settings.load_gate != "off" and len(chunk_tokens) > 1:
-            logger.warning(
-                "load_gate %r has no effect: the model has %d KV cache groups, and it is for models with one",
-                settings.load_gate,
-                len(chunk_tokens),
-            )
-            settings = settings.model_copy(update={"load_gate": "off"})
+        chunk_tokens = _chunk_tokens(self.config)
         core = make_core(
-            settings,
+            self._settings,
             self._shape.chunk_bytes,
             windowed_groups=windowed,
             track_kv_events=self.kv_events_config.enable_kv_cache_events,
@@ -132,7 +125,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             steps_ahead=self._engine.steps_ahead,
             slot_checksums=slot_checksums,
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
-            steps=None if settings.load_gate == "off" else self._step_meter(core, *chunk_tokens.values()),
+            steps=self._step_meter(core, chunk_tokens, windowed),
             explainer=Explainer(self._settings.tier_names, chunk_tokens, self._settings.explain_rate),
             drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(
@@ -153,11 +146,30 @@ class KVTierOffloadingSpec(OffloadingSpec):
             info=self._info(),
         )
 
-    def _step_meter(self, core: Tiering, chunk_tokens: int) -> StepMeter:
+    def _step_meter(
+        self, core: Tiering, chunk_tokens: dict[int, int], windowed: frozenset[int]
+    ) -> StepMeter | None:
+        """Return what measures computing for ``load_gate``, in chunks of the group that vLLM asks for first.
+
+        None where nothing is to be measured, so that everything is loaded.
+        """
+        if self._settings.load_gate == "off":
+            return None
+        front = next((group for group in chunk_tokens if group not in windowed), None)
+        if front is None:
+            logger.warning(
+                "load_gate %r has no effect: it compares chunks of full attention, and the model has none",
+                self._settings.load_gate,
+            )
+            return None
+        core.shared.gate.window_chunks = sum(
+            -(-self._engine.window_tokens(group) // chunk_tokens[group]) for group in windowed
+        )
         return StepMeter(
             core,
             time.monotonic,
-            chunk_tokens,
+            chunk_tokens[front],
+            group=front,
             stores_decodes=not self._settings.offload_prompt_only,
             ends_last=SCHEDULE_ENDS_LAST,
         )

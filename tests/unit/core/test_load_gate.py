@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from kvtier._core.messages import Get, GetEnded
 from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.load_gate import ComputeSpeed, LoadGate, LoadGateMode, TierSpeed
 from kvtier_testing import invariants
 from tests.unit.core import world
-from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, RETRY, keys
+from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, PENDING, RETRY, keys
 
 CHUNK_S = 0.01  # to compute one
 FAST_S, SLOW_S = 0.001, 0.05  # to get one
@@ -65,7 +66,7 @@ class Clocked:
         return self.speed.latency_s + chunks * self.speed.chunk_s
 
     def is_slower(self, count: int, place: int = 0) -> bool:
-        return self.gate.is_slower(0, place, count, 1, self.now_s)
+        return self.gate.is_slower(0, count, 1, place, count, self.now_s)
 
 
 # --- estimates -------------------------------------------------------------------------------------
@@ -365,9 +366,9 @@ def test_places_are_counted_from_the_front_of_the_prompt(monkeypatch: pytest.Mon
     places: list[tuple[int, int]] = []
     is_slower = LoadGate.is_slower
 
-    def noted(gate: LoadGate, tier: int, place: int, count: int, gets: int, now_s: float) -> bool:
-        places.append((place, count))
-        return is_slower(gate, tier, place, count, gets, now_s)
+    def noted(gate: LoadGate, *asked: int) -> bool:
+        places.append(asked[3:5])  # type: ignore[arg-type]
+        return is_slower(gate, *asked)
 
     monkeypatch.setattr(LoadGate, "is_slower", noted)
     chunks = keys("a", 30)
@@ -426,3 +427,115 @@ def test_who_locates_goes_on_to_a_tier_that_is_too_slow_for_who_loads() -> None:
     assert end(core, further, 0.1, 0.2) == []
     assert set(locating.located) == set(chunks)
     invariants.check(core)
+
+
+# --- several groups --------------------------------------------------------------------------------
+
+
+def make_windowed(window_chunks: int = 2) -> Tiering:
+    core = world.make(64, 1, budget=1.0, windowed=frozenset({1}), load_gate="latency")  # type: ignore[arg-type]
+    core.shared.gate.window_chunks = window_chunks
+    core.note_computed(0, 10, 10 * CHUNK_S)
+    return core
+
+
+def scan(core: Tiering, request: Request, chunks: int) -> list[Lookup]:
+    """Look a prompt up as vLLM does: the windows only as far as the prefix goes, and from the back."""
+    answers = world.ask(core, request, keys("a", chunks))
+    prefix = answers.index(MISS) if MISS in answers else chunks
+    return answers + [core.lookup(key, request) for key in reversed(keys("a", prefix, group=1))]
+
+
+def scanned(core: Tiering, request: Request, chunks: int, now_s: float = 0.0) -> list[Get]:
+    """Look a prompt up; return the gets that follow."""
+    scan(core, request, chunks)
+    core.settle(now_s)
+    return world.fetches(core)
+
+
+def test_windows_are_not_asked_for_where_the_front_is_computed() -> None:
+    core, request = make_windowed(), Request()
+    know(core, SLOW_S)
+    assert scanned(core, request, 8) == []
+    assert scan(core, request, 8) == [MISS]
+    assert core.take_counts()["miss", "gate"] == 1
+    invariants.check(core)
+
+
+def test_windows_follow_a_front_that_is_loaded() -> None:
+    core, request = make_windowed(), Request()
+    know(core, FAST_S)
+    front, windows = scanned(core, request, 8)
+    assert (len(front.slots), len(windows.slots)) == (8, 0)
+    for get in (front, windows):
+        assert end(core, get, 8 * FAST_S, 0.1) == []
+    assert scan(core, request, 8) == [HIT] * 8 + [PENDING] * 8
+    core.settle(0.2)
+    (get,) = world.fetches(core)
+    assert get.keys == keys("a", 8, group=1)[::-1]
+
+
+@pytest.mark.parametrize(("window_chunks", "is_got"), [(2, True), (8, False)])
+def test_what_windows_take_counts(window_chunks: int, is_got: bool) -> None:
+    core = make_windowed(window_chunks)
+    know(core, 0.6 * CHUNK_S)
+    assert bool(scanned(core, Request(), 8)) is is_got
+
+
+def test_there_are_not_more_windows_than_the_prompt_is_long() -> None:
+    core = make_windowed(1000)
+    know(core, 0.4 * CHUNK_S)
+    assert len(scanned(core, Request(), 8)) == 2
+
+
+def test_windows_of_two_gets_cost_their_latency_twice() -> None:
+    """They are located before they are got."""
+    core = make_windowed()
+    know(core, FAST_S, latency_s=4 * CHUNK_S)
+    assert scanned(core, Request(), 8) == []
+
+
+@pytest.mark.parametrize(("chunk_s", "is_got"), [(3 * CHUNK_S, True), (5 * CHUNK_S, False)])
+def test_a_window_saves_computing_all_before_it(chunk_s: float, is_got: bool) -> None:
+    """Two chunks of windows, for a front of eight that is in the primary tier."""
+    core, request = make_windowed(), Request()
+    world.store(core, keys("a", 8))
+    know(core, chunk_s)
+    assert bool(scanned(core, request, 8)) is is_got
+    answers = scan(core, request, 8)
+    assert answers[:8] == [HIT] * 8
+    assert answers[8:] == [RETRY if is_got else MISS] * 8
+    invariants.check(core)
+
+
+def test_a_tier_closed_for_windows_is_probed_with_windows() -> None:
+    core = make_windowed()
+    world.store(core, keys("a", 8))
+    know(core, 5 * CHUNK_S, is_probed=True)
+    (probe,) = scanned(core, Request(), 8)
+    assert list(probe.keys) == keys("a", 8, group=1)[:3:-1], "the last ones, which are of use"
+    assert len(probe.slots) == len(probe.keys)
+
+
+def test_where_all_groups_are_windows_everything_is_loaded() -> None:
+    core = make_windowed()
+    know(core, SLOW_S)
+    assert len(world.step(core, Request(), keys("a", 8, group=1))) == 1
+
+
+def test_two_groups_of_full_attention_are_got_and_only_one_is_computed() -> None:
+    for chunk_s, is_got in ((0.4 * CHUNK_S, True), (0.6 * CHUNK_S, False)):
+        core = make()
+        know(core, chunk_s)
+        assert bool(world.step(core, Request(), keys("a", 8) + keys("a", 8, group=1))) is is_got
+
+
+def test_who_waits_for_its_turn_does_not_look_for_windows() -> None:
+    core = make_windowed()
+    know(core, SLOW_S)
+    requests = [Request() for _ in range(5)]
+    for request in requests:
+        scan(core, request, 8)
+    core.settle(0.0)
+    assert world.fetches(core) == []
+    assert [len(request.gated) for request in requests] == [8, 8, 0, 0, 0]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier._core.tiering import Tiering
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, group_index
 
 _MOST_STEPS = 8  # in flight; an engine that does not ask for statistics measures nothing
-_FROM_PROMPT = 2  # chunks: generating completes one at a time
+_FROM_PROMPT = 2  # chunks: generating completes one at a time, and a hit can leave one: mostly overhead
 _UNSEEN = 0.5  # of a chunk: what a prompt has on average beyond its last whole one
 
 
@@ -46,8 +46,9 @@ class _Step:
 class StepMeter:
     """Tells the core how long the engine computes.
 
-    ``stores_decodes``: chunks of generated tokens are offered, too. ``ends_last``: a step is scheduled after
-    its chunks are offered, not before.
+    Chunks are those of one KV cache group, ``group``, of ``chunk_tokens`` tokens each: of full attention,
+    which has them for all of a prompt. ``stores_decodes``: chunks of generated tokens are offered, too.
+    ``ends_last``: a step is scheduled after its chunks are offered, not before.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class StepMeter:
         clock: Callable[[], float],
         chunk_tokens: int,
         *,
+        group: int,
         stores_decodes: bool,
         ends_last: bool,
     ) -> None:
         self._core = core
         self._clock = clock
         self._chunk_tokens = chunk_tokens
+        self._group = group
         self._least = _FROM_PROMPT if stores_decodes else 1
         self._ends_last = ends_last
         self._next = _Step()
@@ -71,9 +74,12 @@ class StepMeter:
         self._loaded: dict[str, int] = {}  # the last place of each request that was loaded
 
     def place(self, context: Positioned, key: OffloadKey) -> int | None:
-        """Return how many chunks of the prompt come before a key's; None where vLLM does not say."""
-        end = end_of(context, key)
-        return None if end is None else end // self._chunk_tokens - 1
+        """Return how many chunks of the prompt come before a key's.
+
+        None where vLLM does not say, for a chunk of another group, and for one that is not whole.
+        """
+        end = end_of(context, key) if group_index(key) == self._group else None
+        return None if end is None or end % self._chunk_tokens else end // self._chunk_tokens - 1
 
     def offered(self, context: Positioned, keys: Sequence[OffloadKey], first: OffloadKey | None) -> None:
         """Note chunks that the step computes and offers to be stored, once more where they were refused.
@@ -83,13 +89,13 @@ class StepMeter:
         begin = None if first is None else self.place(context, first)
         if begin is None:
             return
-        last = self._last.get(context.req_id)
-        begin = max(begin, self._loaded.get(context.req_id, -1) + 1, -1 if last is None else last + 1)
+        last, loaded = self._last.get(context.req_id), self._loaded.get(context.req_id)
+        begin = max(begin, -1 if loaded is None else loaded + 1, -1 if last is None else last + 1)
         places = [place for key in keys if (place := self.place(context, key)) is not None and place >= begin]
         if not places:
             return
         self._last[context.req_id] = max(places)
-        if len(places) < self._least:
+        if len(places) < (self._least if loaded is None else _FROM_PROMPT):
             return
         step = self._next if self._ends_last or not self._steps else self._steps[-1]
         chunks = len(places) + (_UNSEEN if last is None else 0.0)

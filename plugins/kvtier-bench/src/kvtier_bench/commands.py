@@ -181,11 +181,14 @@ def fleet(
 def gate(
     model: ModelOption = engines.Size.TINY,
     requests: Annotated[int, typer.Option(min=2, help="Requests that count in each phase.")] = 40,
+    tier: Annotated[
+        str, typer.Option(metavar="JSON", help="Settings of the tier.")
+    ] = '{"type": "dummy", "capacity_bytes": "1GiB"}',
     as_json: JsonFlag = False,
 ) -> None:
     """Time to the first token while a tier is throttled, and after, by `load_gate`; real engines."""
     measure = _lazy("engine.gate")
-    figures.report(measure.run(measure.Work(model.value, requests)), as_json)
+    figures.report(measure.run(measure.Work(model.value, requests, tier)), as_json)
 
 
 @bench.command()

@@ -60,8 +60,14 @@ MODELS: Mapping[str, Settings] = {
     "tiny": _llama(256, 512, 4, 4, 2, 0.1),
     "small": _llama(512, 1408, 6, 8, 2, 0.08),
     "medium": _llama(1024, 2816, 8, 16, 4, 0.06),
+    "windows": {
+        **_llama(256, 512, 6, 4, 2, 0.1),
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 64,
+    },
 }
-"""Random Llama-style models by size: fields of their configuration."""
+"""Random models by size: fields of their configuration. Llama-style; Gemma-style with sliding windows."""
 
 
 class Size(Enum):
@@ -70,6 +76,7 @@ class Size(Enum):
     TINY = "tiny"
     SMALL = "small"
     MEDIUM = "medium"
+    WINDOWS = "windows"
 
 
 class Part(Enum):
@@ -83,11 +90,17 @@ class EngineError(KVTierError):
     """An engine refused, died or did not answer in time; the end of its log is in the message."""
 
 
+def kv_groups(size: str) -> int:
+    """Return the number of KV cache groups, which have as many layers each."""
+    layers = MODELS[size].get("layer_types", ["full_attention"])
+    return len(layers) // layers.count("full_attention")
+
+
 def block_bytes(size: str) -> int:
-    """Return the bytes of KV cache that one block of a model takes."""
+    """Return the bytes of KV cache that one block of one group takes."""
     model = MODELS[size]
     heads = model["num_key_value_heads"] * model["head_dim"]
-    return int(BLOCK_TOKENS * 2 * model["num_hidden_layers"] * heads * 4)
+    return int(BLOCK_TOKENS * 2 * model["num_hidden_layers"] // kv_groups(size) * heads * 4)
 
 
 def make_prompt(seed: int | str, tokens: int, shared: Sequence[int] = ()) -> list[int]:
@@ -287,13 +300,14 @@ def open_engines(
 def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:
     """Make a model of one of the sizes in ``MODELS``, once, and return its directory."""
     model = folder / f"model-{size}-{seed}"
+    family, config = ("Gemma3", "Gemma3TextConfig") if size == "windows" else ("Llama", "LlamaConfig")
     if not model.exists():
         with Engine("maker", folder) as maker:
             maker.ask(
                 "make_model",
                 directory=str(model),
-                config="LlamaConfig",
-                architecture="LlamaForCausalLM",
+                config=config,
+                architecture=f"{family}ForCausalLM",
                 fields=MODELS[size],
                 seed=seed,
             )

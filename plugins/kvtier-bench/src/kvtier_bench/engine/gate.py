@@ -1,29 +1,32 @@
 """Load or compute: time to the first token while a tier is throttled, and when it is fast again.
 
 Three engines get the same prompts one at a time, in turns: one without a connector, one that loads all that
-its tier has (``load_gate`` ``off``), and one that decides (``latency``). The tier is the ``dummy``, whose
-gets this module slows down in the engine's process. Device cache and primary tier hold about one prompt.
+its tier has (``load_gate`` ``off``), and one that decides (``latency``). This module slows the tier down in
+the engines' processes. Device cache and primary tier hold about one prompt.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 
-from kvtier.tiers import Batch, Outcome
-from kvtier.tiers.dummy import DummyTier
+from kvtier.keys import OffloadKey
+from kvtier.tiers import Batch, Outcome, SecondaryTier
+from kvtier.tiers._registry import load
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
     PLAIN,
     Engine,
     Settings,
     block_bytes,
+    kv_groups,
     make_prompt,
     measure,
     open_engines,
@@ -34,13 +37,14 @@ from kvtier_bench.engine.compared import Sample as Answered
 from kvtier_bench.machine import Machine, open_folder
 
 ALWAYS, GATED = "off", "latency"
-FAST, BANDWIDTH, LATENCY = "fast", "20 MB/s", "0.5 s latency"
+FAST, BANDWIDTH, LATENCY, NEAR = "fast", "20 MB/s", "0.5 s latency", "50 ms latency"
 THROTTLES: Mapping[str, Mapping[str, float]] = {
     FAST: {"bytes_s": 0.0, "latency_s": 0.0},
     BANDWIDTH: {"bytes_s": 20e6, "latency_s": 0.0},
     LATENCY: {"bytes_s": 0.0, "latency_s": 0.5},
+    NEAR: {"bytes_s": 0.0, "latency_s": 0.05},
 }
-PHASES = (FAST, BANDWIDTH, FAST, LATENCY, FAST)
+PHASES = (FAST, BANDWIDTH, FAST, LATENCY, FAST, NEAR)
 PAUSE_S = 1.0  # between two requests after a throttle has ended: low traffic
 PATIENCE_S = 60.0
 
@@ -87,6 +91,7 @@ class Work:
 
     model: str
     requests: int
+    tier: str  # its settings, as JSON
     warmup: int = 20
     prompts: int = 8
     prompt_tokens: int = 2016
@@ -94,8 +99,8 @@ class Work:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one prompt."""
-        return -(-(self.prompt_tokens + self.output_tokens) // BLOCK_TOKENS)
+        """Blocks of one prompt, in all KV cache groups."""
+        return -(-(self.prompt_tokens + self.output_tokens) // BLOCK_TOKENS) * kv_groups(self.model)
 
     def prompt(self, number: int) -> list[int]:
         """Return the prompt of a request: each comes back when the caches have forgotten it."""
@@ -118,7 +123,7 @@ def run(work: Work) -> list[FirstToken | Recovery | Work | Machine]:
                 for engine in engines.values():
                     _ask(engine, work, number)
             for before, phase in itertools.pairwise(("", *PHASES)):
-                _throttle(engines, phase)
+                _throttle(engines, work, phase)
                 if before and phase == FAST:
                     records.append(_recover(engines[GATED], work, before, numbers))
                 records += _measure(engines, work, phase, next(numbers))
@@ -135,15 +140,17 @@ def _settings(work: Work, mode: str) -> Settings:
         "promotion_budget": 1.0,
         "isolation": "thread",
         "load_gate": mode,
-        "secondary_tiers": [{"type": "dummy", "capacity_bytes": 20 * primary_bytes}],
+        "namespace": mode,  # the tier may be one that both engines share
+        "secondary_tiers": [json.loads(work.tier)],
     }
 
 
-def _throttle(engines: Mapping[str, Engine], phase: str) -> None:
+def _throttle(engines: Mapping[str, Engine], work: Work, phase: str) -> None:
     say(f"the tier is {phase} now")
     for name, engine in engines.items():
         if name != PLAIN:
-            engine.ask("call", module=__name__, function="throttle", arguments=THROTTLES[phase])
+            arguments = {**THROTTLES[phase], "tier": json.loads(work.tier)["type"]}
+            engine.ask("call", module=__name__, function="throttle", arguments=arguments)
 
 
 def _ask(engine: Engine, work: Work, number: int) -> Answered:
@@ -159,7 +166,7 @@ def _loaded(engine: Engine) -> float:
     return sum(
         value
         for name, labels, value in samples
-        if name == "kvtier_loaded_chunks_total" and labels["tier"] == "dummy"
+        if name == "kvtier_loaded_chunks_total" and labels["tier"] != "cpu"
     )
 
 
@@ -210,27 +217,38 @@ def _first_token(
 
 
 class _Link:
-    """What the dummy tier's gets have to go through."""
+    """What the tier's gets, and its answers to what it has, have to go through."""
 
     bytes_s = 0.0
     latency_s = 0.0
     lock: anyio.Lock | None = None
+    slowed: ClassVar[set[str]] = set()  # types of tiers
 
 
-_get = DummyTier.get
-
-
-async def _throttled_get(tier: DummyTier, batch: Batch) -> Outcome:
-    await anyio.sleep(_Link.latency_s)
-    if _Link.bytes_s:
-        _Link.lock = _Link.lock or anyio.Lock()
-        async with _Link.lock:
-            await anyio.sleep(sum(view.nbytes for view in batch.views) / _Link.bytes_s)
-    return await _get(tier, batch)
-
-
-def throttle(llm: object, bytes_s: float, latency_s: float) -> dict[str, Any]:  # noqa: ARG001
-    """Throttle the gets of every dummy tier in this process; 0 is no limit."""
-    DummyTier.get = _throttled_get  # type: ignore[method-assign,assignment]
+def throttle(llm: object, bytes_s: float, latency_s: float, tier: str = "dummy") -> dict[str, Any]:  # noqa: ARG001
+    """Throttle every tier of a type in this process; 0 is no limit."""
     _Link.bytes_s, _Link.latency_s = bytes_s, latency_s
+    if tier not in _Link.slowed:
+        _Link.slowed.add(tier)
+        _slow_down(load(tier))
     return {}
+
+
+def _slow_down(made: Any) -> None:
+    get, contains = made.get, made.contains
+
+    async def throttled_get(tier: SecondaryTier[Any], batch: Batch) -> Outcome:
+        await anyio.sleep(_Link.latency_s)
+        if _Link.bytes_s:
+            _Link.lock = _Link.lock or anyio.Lock()
+            async with _Link.lock:
+                await anyio.sleep(sum(view.nbytes for view in batch.views) / _Link.bytes_s)
+        outcome: Outcome = await get(tier, batch)
+        return outcome
+
+    async def throttled_contains(tier: SecondaryTier[Any], keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        await anyio.sleep(_Link.latency_s)
+        found: Sequence[bool] = await contains(tier, keys)
+        return found
+
+    made.get, made.contains = throttled_get, throttled_contains

@@ -137,6 +137,7 @@ class EngineProcess(Process):
         self._places = world.chance(f"places/{world.process}")
         peers = [address for tier in scenario.tiers for address in getattr(tier.config, "peers", ())]
         self._addresses = [*peers, _NOBODY]
+        core.shared.gate.window_chunks = 2
         self._full_steps = 0  # there is room for no request: those that wait are not asked for
         self._jobs: list[Job] = []
         self._requests = 0
@@ -265,15 +266,12 @@ class EngineProcess(Process):
 
     def _scan(self, job: Job) -> tuple[list[OffloadKey], bool]:
         """Ask for each key as vLLM does; return the hits, and whether something is pending."""
-        windowed = self._scenario.windowed and group_index(job.keys[0]) == 1
-        hits: list[OffloadKey] = []
-        waits = False
-        for key in reversed(job.keys) if windowed else job.keys:
-            answer = self._lookup(key, job.request)
-            if answer is Lookup.MISS:
-                break
-            waits = waits or answer is not Lookup.HIT
-            hits.append(key)
+        windowed = [key for key in job.keys if group_index(key) in self.core.shared.windowed]
+        front = [key for key in job.keys if key not in windowed]
+        hits, waits = self._scan_group(job, front)
+        if windowed and (hits or not front):  # windows only as far as the prefix goes, and from the back
+            found, waits_too = self._scan_group(job, windowed[: len(hits) or None][::-1])
+            hits, waits = hits + found[::-1], waits or waits_too
         job.is_scanned, job.was_deferred = True, waits
         if self._world.traces:
             self._world.note(f"engine: {job.name} finds {[show(key) for key in hits]}, waits: {waits}")
@@ -284,7 +282,18 @@ class EngineProcess(Process):
             )
         if job.computed and (hits or waits):
             self._world.fail(f"request {job.name} is told of {hits}, though a load of it has failed")
-        return (hits[::-1] if windowed else hits), waits
+        return hits, waits
+
+    def _scan_group(self, job: Job, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], bool]:
+        hits: list[OffloadKey] = []
+        waits = False
+        for key in keys:
+            answer = self._lookup(key, job.request)
+            if answer is Lookup.MISS:
+                break
+            waits = waits or answer is not Lookup.HIT
+            hits.append(key)
+        return hits, waits
 
     def _lookup(self, key: OffloadKey, request: Request) -> Lookup:
         """Return whether a chunk is there. What a thread posts can be there from any question on."""

@@ -387,6 +387,7 @@ def _prompts(chance: Random, *, windowed: bool) -> tuple[tuple[OffloadKey, ...],
     prompts += [chain(name, chance.randint(1, 8)) for name in "def"[: chance.randint(1, 3)]]
     if windowed:
         prompts += [chain("w", 6, group=1), chain("v", 3, group=1)]
+        prompts += [(*chain(name, 6), *chain(name, 6, group=1)) for name in "su"]
     return tuple(prompts)
 
 
