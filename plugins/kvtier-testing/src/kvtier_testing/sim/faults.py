@@ -64,7 +64,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._backend = backend
         self._world = backend.world
         self._memory = memory
-        self._oldest_weights = self._world.weights
+        self._oldest_weights, self._had = self._world.weights, self._world.had
         self._is_opened = False
         self._is_reset_failed = False
         self._resets = 0
@@ -298,7 +298,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         """What is put must be what its key says, of weights that the tier may have."""
         for key, slot in zip(batch.keys, batch.slots, strict=True):
             view = self._memory.view(slot)
-            if not self._world.is_of(key, view, oldest):
+            if not self._world.is_of(key, view, oldest, self._had):
                 held = self._world.name_of(bytes(view), batch.keys)
                 self._world.fail(
                     f"{self._backend.name} is to put {show(key)} of weights {oldest} or newer, "

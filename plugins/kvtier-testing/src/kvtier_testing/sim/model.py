@@ -139,7 +139,7 @@ class World:
         self.is_alive = True
         self._trace = trace
         self._name = ""
-        self._had: list[int] = []  # weights that this process has had
+        self.had: list[int] = []  # weights that this process has had
         self._all: list[int] = list(range(len(IDENTITIES)))
 
     def beside(self, number: int, identity: int) -> World:
@@ -167,22 +167,28 @@ class World:
         """Start a process, with the weights that an engine has at first."""
         self.process += 1
         self.weights = self.first_weights
-        self._had = [self.weights]
+        self.had = [self.weights]
         self.is_alive = True
 
     def new_weights(self) -> None:
         """Give the engine weights that no engine had before."""
         self.weights = len(self._all)
         self._all.append(self.weights)
-        self._had.append(self.weights)
+        self.had.append(self.weights)
 
     def weights_since(self, oldest: int) -> list[int]:
         """Return the weights that this process has had from ``oldest`` on."""
-        return [weights for weights in self._had if weights >= oldest]
+        return [weights for weights in self.had if weights >= oldest]
 
-    def is_of(self, key: OffloadKey, held: bytes | memoryview, oldest: int) -> bool:
-        """Return whether bytes are a chunk's, of weights that this process has had from ``oldest`` on."""
-        return any(held == content(key, weights) for weights in self.weights_since(oldest))
+    def is_of(
+        self, key: OffloadKey, held: bytes | memoryview, oldest: int, had: Sequence[int] | None = None
+    ) -> bool:
+        """Return whether bytes are a chunk's, of weights that a process has had from ``oldest`` on.
+
+        ``had`` are those of a process that may have ended meanwhile.
+        """
+        weights_had = self.had if had is None else had
+        return any(held == content(key, weights) for weights in weights_had if weights >= oldest)
 
     def fail(self, what: str | BaseException) -> NoReturn:
         """End the run: something happened that must not. Nobody can catch this but the run itself."""

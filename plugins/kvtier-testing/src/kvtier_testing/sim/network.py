@@ -179,6 +179,9 @@ class _End(asyncio.Transport):
     def is_closing(self) -> bool:
         return self._is_closed
 
+    def get_write_buffer_size(self) -> int:
+        return 0  # the kernel takes everything
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self._is_closed:
             self._network.messages += 1
