@@ -31,6 +31,7 @@ class StatusField(IntEnum):
     AUDITED = 10  # chunks
     AUDITS_FAILED = 11  # of them, those that were damaged
     STOPPED_MS = 12  # when the worker's shutdown began, on the clock of ``time.monotonic``; 0 before
+    PAGES = 13  # how its attention backends arrange pages, as a number; 0 where it is not known yet
 
 
 _WORDS_BYTES = len(StatusField) * _WORD_BYTES

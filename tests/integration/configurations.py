@@ -104,8 +104,8 @@ def engine_of(config: VllmConfig) -> EngineContext:
     return EngineContext(config, KVCacheConfig(8, tensors, [KVCacheGroupSpec(layers, spec)]))
 
 
-def identity_of(config: VllmConfig, namespace: str = "") -> Identity:
-    """Return the identity of the cache of an engine with this configuration."""
+def identity_of(config: VllmConfig, namespace: str = "", page_format: int = 1) -> Identity:
+    """Return the identity of the cache of an engine with this configuration, and such pages."""
     engine = engine_of(config)
     offloading = build_offloading_config(config, engine.kv_cache_config)
-    return engine_identity(offloading, engine, slot_shape(offloading, engine), namespace)
+    return engine_identity(offloading, engine, slot_shape(offloading, engine), namespace, [page_format] * 2)

@@ -9,20 +9,24 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.platforms import current_platform
 
 from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm import _excluded_settings
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
+from kvtier.adapters.vllm._pages import device_kind, page_format
 from kvtier.errors import ConfigError
-from tests.integration.configurations import MODELS, configure, identity_of, make_model
+from tests.integration.configurations import MODELS, configure, engine_of, identity_of, make_model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,6 +84,53 @@ def test_gpus_that_read_the_bits_of_fp8_otherwise_share_nothing(
     one = identity_of(configure(models("llama")))
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda _: True)
     assert identity_of(configure(models("llama"))).digest != one.digest
+
+
+def test_workers_that_arrange_pages_otherwise_share_nothing(models: Callable[[str], Path]) -> None:
+    config = configure(models("llama"))
+    assert identity_of(config, page_format=1).digest == identity_of(config, page_format=1).digest
+    assert identity_of(config, page_format=1).digest != identity_of(config, page_format=2).digest
+    assert identity_of(config, page_format=0).digest != identity_of(config, page_format=0).digest
+
+
+@dataclasses.dataclass
+class Layer:
+    """What is known of a layer in a worker."""
+
+    backend: str
+    kv_cache: object
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: self.backend)
+
+
+def test_the_format_of_pages_is_that_of_backends_and_their_blocks(models: Callable[[str], Path]) -> None:
+    config = configure(models("llama"))
+    engine = engine_of(config)
+    offloading = build_offloading_config(config, engine.kv_cache_config)
+    names, blocks = offloading.groups[0].layer_names, engine.kv_cache_config.num_blocks
+
+    def formatted(backend: str, *shape: int) -> int:
+        layer = Layer(backend, [torch.empty(shape)])
+        config.compilation_config.static_forward_context = dict.fromkeys(names, layer)
+        return page_format(offloading, engine)
+
+    whole = formatted("FLASH_ATTN", blocks, 2, 128, 8)
+    assert whole == formatted("FLASH_ATTN", blocks, 1, 128, 8), "as with another number of workers"
+    assert whole == formatted("FLASH_ATTN", 2, blocks, 128, 8), "keys and values apart, as vLLM had it before"
+    assert whole != formatted("FLASH_ATTN", 2 * blocks, 2, 64, 8), "cut in two"
+    assert whole != formatted("FLASHINFER", blocks, 2, 128, 8)
+    config.compilation_config.static_forward_context = {}
+    assert page_format(offloading, engine) == 0
+
+
+@pytest.mark.parametrize("line", ["flags\t: sse amx_tile avx\n", "Features\t: fp i8mm\n"])
+def test_processors_whose_instructions_need_other_pages_share_nothing(tmp_path: Path, line: str) -> None:
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    plain.write_text("processor: 0\nflags\t: sse avx\n")
+    other.write_text(line)
+    assert device_kind(plain) == device_kind(tmp_path / "absent")
+    assert device_kind(other) != device_kind(plain)
 
 
 def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path]) -> None:

@@ -212,6 +212,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
             prefix_cache_retention_interval=None,
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         kv_events_config=None,
         use_v2_model_runner=False,
         max_concurrent_batches=2,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -17,6 +16,7 @@ from kvtier._log import GuardedLogger
 from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
 from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
+from kvtier.adapters.vllm._pages import device_kind
 from kvtier.adapters.vllm._parallel import SlotShape, pipeline_stages, total_kv_heads
 from kvtier.errors import ConfigError
 
@@ -27,14 +27,18 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def engine_identity(
-    config: OffloadingConfig, engine: EngineContext, shape: SlotShape, namespace: str
+    config: OffloadingConfig,
+    engine: EngineContext,
+    shape: SlotShape,
+    namespace: str,
+    page_formats: Iterable[int],
 ) -> Identity:
     """Return the identity of the KV cache of this engine.
 
     Where slots hold canonical pages, all is as a single worker would have it. Else the parallel
     layout is a part: nothing is shared that is not proven to have the same bytes. ``namespace`` is the user's
-    own part, for what no engine knows, such as adapters that were replaced. ConfigError if nothing tells the
-    weights or a setting from others of the same name.
+    own part, for what no engine knows, such as adapters that were replaced. ``page_formats`` are those of the
+    workers. ConfigError if nothing tells the weights or a setting from others of the same name.
     """
     vllm_config = engine.vllm_config
     return Identity.make(
@@ -42,7 +46,8 @@ def engine_identity(
         {
             "namespace": namespace,
             "engine": {"name": "vllm", "kv_format": kv_format()},
-            "device": _device(),
+            "device": device_kind(),
+            "page_formats": _page_formats(page_formats),
             "weights": _weights(vllm_config, namespace),
             "kv_cache": _kv_cache(config, engine, shape),
             "parallel": _parallel(config, engine, shape),
@@ -53,9 +58,16 @@ def engine_identity(
     )
 
 
-def _device() -> str:
-    """Return the kind of device. Some of AMD's GPUs read the bits of FP8 otherwise than all others."""
-    return f"{current_platform.device_type}{'-fp8fnuz' if current_platform.is_fp8_fnuz() else ''}"
+def _page_formats(told: Iterable[int]) -> Sequence[str]:
+    """Return how workers arrange pages, as ``page_format`` has it; 0 is told by one that is not there yet."""
+    formats = sorted({f"{number:016x}" for number in told if number})
+    if not formats:
+        logger.warning(
+            "no worker has told how its attention backend arranges pages, so nothing that is stored will be "
+            "found after a restart or by another engine: use a supported version of vLLM"
+        )
+        formats = [f"random {uuid.uuid4()}"]
+    return formats
 
 
 def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:

@@ -45,6 +45,7 @@ from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._pages import page_format
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
@@ -113,8 +114,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         tiers = make_tiers(self._settings)
         slot_checksums = self._slot_checksums(region)
-        executor = start_executor(self._settings, tiers, self._identity(tiers), region, slot_checksums)
         status_table = StatusTable(region.metadata, region.slots, self.config.parallel.world_size)
+        identity = self._identity(tiers, status_table)
+        executor = start_executor(self._settings, tiers, identity, region, slot_checksums)
         _populate(region, executor.events, _numa_parts(self._shape, status_table))
         return KVTierManager(
             core,
@@ -192,6 +194,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             engine.begin_audits(slot_checksums)
         row = WorkerStatus(region.metadata, region.slots, parallel.rank)
         row[StatusField.NODE] = 0 if engine.node is None else engine.node + 1
+        row[StatusField.PAGES] = page_format(self.config, self._engine)
         return KVTierWorker(engine, region, row, self.config.cache.blocks_per_chunk)
 
     def _open_region(self) -> Region:
@@ -220,10 +223,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             is_shared=workers > shape.areas,
         )
 
-    def _identity(self, tiers: list[NamedTier]) -> Identity:
+    def _identity(self, tiers: list[NamedTier], status_table: StatusTable) -> Identity:
         if not tiers:  # what is kept for this process alone is told apart from nothing
             return Identity.make(self.config.model.name, {})
-        return engine_identity(self.config, self._engine, self._shape, self._settings.namespace)
+        formats = [row[StatusField.PAGES] for row in status_table.rows]
+        return engine_identity(self.config, self._engine, self._shape, self._settings.namespace, formats)
 
     def _info(self) -> dict[str, str]:
         return {

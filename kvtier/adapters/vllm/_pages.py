@@ -1,0 +1,65 @@
+"""How the bytes of a page are arranged, as far as neither vLLM's settings nor its KV cache configuration say.
+
+Attention backends cut a block into smaller ones of their own, and the one for CPUs arranges keys and values
+for the processor's instructions. vLLM chooses both by device, installed packages and model, in each worker.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.adapters.vllm._compat import EngineContext
+
+_CPU_FLAGS = frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "bf16", "i8mm", "sve"})
+
+
+def device_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the kind of device, with all that decides how it arranges and reads the bytes of a page.
+
+    Some of AMD's GPUs read the bits of FP8 otherwise than all others.
+    """
+    parts = [str(current_platform.device_type)]
+    if parts == ["cpu"]:
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+        parts += [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+        parts += sorted(_CPU_FLAGS.intersection(flags))
+    if current_platform.is_fp8_fnuz():
+        parts.append("fp8fnuz")
+    return "-".join(parts)
+
+
+def page_format(config: OffloadingConfig, engine: EngineContext) -> int:
+    """Return a number that is the same for workers whose attention backends arrange pages alike.
+
+    It covers each group's backends, and into how many of its own blocks a backend cuts one of vLLM's. 0 if
+    none of the layers is known.
+    """
+    layers = engine.vllm_config.compilation_config.static_forward_context
+    blocks = engine.kv_cache_config.num_blocks
+    formats = {
+        (group.group_id, layer.get_attn_backend().get_name(), _pieces(layer, blocks))
+        for group in config.groups
+        for name in group.layer_names
+        if (layer := layers.get(name)) is not None  # else of another pipeline stage
+    }
+    digest = blake2b(json.dumps(sorted(formats)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) if formats else 0
+
+
+def _pieces(layer: Any, blocks: int) -> int:
+    """Return how many of the backend's blocks one of vLLM's is; 0 where the layer has no tensor of blocks."""
+    cache = getattr(layer, "kv_cache", None)
+    while isinstance(cache, Sequence) and cache:
+        cache = cache[0]
+    shape = cache.shape if isinstance(cache, torch.Tensor) else ()
+    return next((length // blocks for length in shape if length >= blocks and not length % blocks), 0)
