@@ -17,7 +17,8 @@ from kvtier.tiers.fs._layout import CAREFULLY, FILE_MODE
 
 _PATIENCE_S: Final = 5.0
 _WRITER_ATTEMPTS: Final = 5
-_UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+_UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
+"""EBADF is NFS's answer for a file that is not open for writing."""
 _log = GuardedLogger("kvtier.tiers.fs")
 
 
@@ -51,9 +52,14 @@ def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
 
 
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:
-    """Open a lock file; without ``create`` for reading only."""
-    flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
-    return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
+    """Open a lock file for writing, which NFS needs; for reading if it is there and must not be written."""
+    flags = os.O_RDWR | (os.O_CREAT if create else 0)
+    try:
+        return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
+    except OSError as error:
+        if create or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+    return os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
 
 
 @contextmanager

@@ -32,13 +32,17 @@ def test_puts_and_discards_during_a_listing_take_precedence_over_it() -> None:
     assert index.known(keys(range(1, 5))) == [U, P, P, U]
 
 
-def test_a_listing_during_a_reset_is_ignored() -> None:
-    index = ChunkIndex(100, None)
+def test_of_a_listing_during_a_reset_the_bytes_count_and_the_keys_do_not() -> None:
+    index = ChunkIndex(100, 30)
     listing = index.start_listing()
     listing.add(key(1), 10)
     index.clear()
+    index.add(key(2))
+    assert index.reserve(20) == "counting"
     assert index.finish_listing(listing) == []
-    assert index.known(keys([1])) == [U]
+    assert index.known(keys([1, 2])) == [U, P]
+    assert index.reserve(21) == "max_bytes"
+    assert index.reserve(20) is None
 
 
 def test_no_more_keys_are_remembered_than_may_be() -> None:

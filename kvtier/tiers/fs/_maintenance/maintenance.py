@@ -71,7 +71,7 @@ class Maintenance:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
         self.counted = asyncio.Event()  # set when the root's bytes are known, or could not be counted
-        self.recency: Final = Recency()
+        self.recency: Final = Recency(ttl_s=config.ttl_s)
         self._epoch = epoch
         self._config = config
         self._context = context

@@ -17,6 +17,9 @@ from kvtier.policies._ghosts import Ghosts
 TOUCH_EVERY_S: Final = 300.0
 """A file's time is set about so often: eviction looks back hours, and each time costs a write."""
 
+_TOUCHES_IN_TTL: Final = 4
+"""A file's time is set so often in a ``ttl_s``, where that is shorter."""
+
 REMEMBERED: Final = 65_536
 """Chunks that are remembered, with some 150 bytes for each."""
 
@@ -28,10 +31,14 @@ _WINDOW: Final = 5
 
 
 class Recency:
-    """Gathers chunks that were used, each once in a while. Any thread may call it."""
+    """Gathers chunks that were used, each once in a while. Any thread may call it.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    ``ttl_s`` is after how long without a use a chunk is removed.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, ttl_s: float | None = None) -> None:
         self._clock = clock
+        self._every_s = TOUCH_EVERY_S if ttl_s is None else min(TOUCH_EVERY_S, ttl_s / _TOUCHES_IN_TTL)
         self._lock = threading.Lock()
         self._waiting: set[OffloadKey] = set()
         self._noted: set[OffloadKey] = set()
@@ -59,7 +66,7 @@ class Recency:
     def note(self, keys: Sequence[OffloadKey]) -> None:
         with self._lock:
             now = self._clock()
-            if now - self._begun_at >= TOUCH_EVERY_S or len(self._noted) >= REMEMBERED:
+            if now - self._begun_at >= self._every_s or len(self._noted) >= REMEMBERED:
                 self._noted, self._begun_at = set(), now
             if self._noted.issuperset(keys):
                 return

@@ -27,6 +27,7 @@ class Listing:
         put: chunks put or seen meanwhile.
         gone: chunks discarded meanwhile.
         added_bytes: bytes added less bytes removed meanwhile; the listing may include some of them.
+        is_of_before: whether the keys were cleared meanwhile: those that it returns are of no use.
     """
 
     max_keys: int
@@ -35,6 +36,7 @@ class Listing:
     put: set[OffloadKey] = field(default_factory=set)
     gone: set[OffloadKey] = field(default_factory=set)
     added_bytes: int = 0
+    is_of_before: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -118,9 +120,10 @@ class ChunkIndex:
         return gone
 
     def clear(self) -> None:
-        """Forget all keys and ignore a listing in progress. The bytes remain."""
+        """Forget all keys, and those of a listing in progress. The bytes remain."""
         self._keys = set()
-        self._listing = None
+        if self._listing is not None:
+            self._listing.is_of_before = True
 
     def start_listing(self) -> Listing:
         """Return a new listing."""
@@ -128,13 +131,15 @@ class ChunkIndex:
         return self._listing
 
     def finish_listing(self, listing: Listing) -> list[OffloadKey]:
-        """Apply a complete listing, unless ``clear`` was called meanwhile; return the keys that are gone."""
+        """Apply a complete listing; return the keys that are gone. After ``clear`` its bytes count alone."""
         if listing is not self._listing:
             return []
         self._listing = None
+        self._used_bytes = listing.nbytes + listing.added_bytes
+        if listing.is_of_before:
+            return []
         before = self._keys
         self._keys = set(islice((listing.keys - listing.gone) | listing.put, self._max_keys))
-        self._used_bytes = listing.nbytes + listing.added_bytes
         return list(before - self._keys) if len(self._keys) < self._max_keys else []
 
     def _count(self, nbytes: int) -> None:

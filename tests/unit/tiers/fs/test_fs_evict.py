@@ -376,6 +376,16 @@ async def test_gets_and_touches_are_told_to_all_processes_through_the_files(worl
     assert [world.file(number).stat().st_mtime_ns for number in range(4)] == written
 
 
+def test_within_a_short_ttl_a_chunk_is_told_several_times():
+    now = [0.0]
+    seen = recency.Recency(lambda: now[0], ttl_s=40.0)
+    key = pack_key(bytes(32))
+    for told in ([key], [], [key]):
+        seen.note([key])
+        assert seen.take() == told
+        now[0] += 5.0
+
+
 def test_a_chunk_is_told_once_in_a_while_and_memory_is_bounded():
     now = [0.0]
     seen = recency.Recency(lambda: now[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -253,3 +254,24 @@ async def test_a_file_system_without_locks_is_refused_or_only_read(world, monkey
         outcome = await world.put(tier, [2])
         assert (outcome.statuses, dict(outcome.reasons)) == ((REFUSED,), {"enolck": 1})
         await tier.aclose()
+
+
+async def test_locks_on_nfs_need_files_that_are_open_for_writing(world, monkeypatch):
+    """There an exclusive lock of a file that is open for reading only fails with EBADF: see flock(2)."""
+    flock = fcntl.flock
+
+    def as_on_nfs(fd, operation):
+        can_write = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        if operation & fcntl.LOCK_EX and not can_write:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    first = await world.open(max_bytes=10**9)
+    await world.put(first, range(2))
+    dead = await anyio.to_thread.run_sync(die_with_a_lease, world, 1000)
+    second = await world.open(max_bytes=10**9)
+    assert (await world.get(second, range(2))).statuses == (Status.OK, Status.OK)
+    await world.eventually(lambda: dead not in accounts_of(world).leases)
+    await world.put(second, range(2, 4))
+    assert (await world.get(first, range(4))).statuses == (Status.OK,) * 4
