@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import anyio
@@ -20,6 +21,7 @@ from kvtier._log import GuardedLogger
 
 logger = GuardedLogger("kvtier.tiers")
 T = TypeVar("T")
+_UNLIMITED = anyio.CapacityLimiter(inf)  # for calls that have had their turn
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
@@ -81,6 +83,8 @@ async def in_thread(
 ) -> T:
     """Return the result of a blocking function that runs in a worker thread, never before it has returned.
 
+    A call that is cancelled while it waits for its turn never begins.
+
     Args:
         function: the blocking function.
         arguments: its positional arguments.
@@ -89,5 +93,14 @@ async def in_thread(
     Raises:
         BaseException: the exception of the function, or the cancellation that came meanwhile.
     """
-    call = partial(function, *arguments)
-    return await until_done(anyio.to_thread.run_sync(call, limiter=limiter))
+    limiter = limiter or anyio.to_thread.current_default_thread_limiter()
+    turn = object()
+    try:
+        limiter.acquire_on_behalf_of_nowait(turn)
+    except anyio.WouldBlock:
+        await limiter.acquire_on_behalf_of(turn)
+    try:
+        call = partial(function, *arguments)
+        return await until_done(anyio.to_thread.run_sync(call, limiter=_UNLIMITED))
+    finally:
+        limiter.release_on_behalf_of(turn)
