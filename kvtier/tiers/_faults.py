@@ -26,8 +26,8 @@ def require_fault(error: BaseException) -> None:
         raise error
 
 
-class _LookupFailed(TierError):  # noqa: N818 - authors raise it through ``require_answers``
-    """A lookup got no answer for most keys; ``reason`` is what most of these are counted as."""
+class _LookupFailedError(TierError):
+    """A lookup got no answer for most keys; ``reason`` is the most frequent one."""
 
     def __init__(self, text: str, reason: str) -> None:
         super().__init__(text)
@@ -50,12 +50,12 @@ def require_answers(failed: Mapping[str, int], count: int) -> None:
     unanswered = sum(failed.values())
     if 2 * unanswered > count:
         reason = max(failed, key=failed.__getitem__)
-        raise _LookupFailed(f"{unanswered} of {count} lookups failed, most of them for: {reason}", reason)
+        raise _LookupFailedError(f"{unanswered} of {count} lookups failed: {reason}", reason)
 
 
 def reason_of(error: BaseException) -> str:
     """Return the reason that an exception of a tier is counted as, which may be none that it declares."""
-    return error.reason if isinstance(error, _LookupFailed) else reasons.word_for(error)
+    return error.reason if isinstance(error, _LookupFailedError) else reasons.word_for(error)
 
 
 def words_of(error: BaseException, settings: BaseModel) -> str:

@@ -174,7 +174,7 @@ class TierStatus:
         return min(count, room), "backlog"
 
     def judge(self, health: TransferHealth, seconds: float, *, is_put: bool) -> TransferHealth:
-        """Return the health of a transfer: a get that took most of its deadline, lookup included, has failed."""
+        """Return the health of a transfer: a get that took most of its deadline has failed; a put has not."""
         is_slow = health is TransferHealth.GOOD and not is_put and seconds > self.deadline_s * _SLOW_SHARE
         return TransferHealth.BAD if is_slow else health
 
