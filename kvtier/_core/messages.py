@@ -111,6 +111,7 @@ class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
     health: TransferHealth = TransferHealth.NONE
     retry: Word = ""
     elapsed_s: Seconds = 0.0  # since the get was submitted: turn, lookup and checks included
+    lookup_s: Seconds = 0.0  # spent in the tier before the copy; ``seconds`` has only the copy
 
 
 class TierDown(Struct, array_like=True, frozen=True, tag=3):

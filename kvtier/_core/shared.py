@@ -86,7 +86,8 @@ class SharedState:
         if transfer is None:
             raise StateError(f"transfer {event.id} has ended already or never began")
         status, verb, in_time = self.tiers[transfer.tier], transfer.verb, not transfer.is_overdue
-        health = status.judge(event.health, event.seconds, is_put=transfer.is_put)
+        took_s = event.seconds if isinstance(event, PutEnded) else event.lookup_s + event.seconds
+        health = status.judge(event.health, took_s, is_put=transfer.is_put)
         self._note_change(transfer, transfer.breaker.end(transfer.id, health, now_s, in_time=in_time))
         if in_time and health is TransferHealth.LATE:  # the tier's clock has seen it first
             self.counts["overdue", status.name, verb] += 1

@@ -19,7 +19,7 @@ from kvtier.tiers._base import (
     Usage,
 )
 from kvtier.tiers._drain import in_thread, until_done, wait_for_end
-from kvtier.tiers._faults import require_fault
+from kvtier.tiers._faults import require_answers, require_fault
 from kvtier.tiers._seal import TRAILER_BYTES
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Usage",
     "conceal",
     "in_thread",
+    "require_answers",
     "require_fault",
     "until_done",
     "wait_for_end",

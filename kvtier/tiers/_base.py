@@ -331,7 +331,11 @@ class SecondaryTier(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Return for each key whether a get would probably find it."""
+        """Return for each key whether a get would probably find it.
+
+        Raise where the backend failed for most keys, as ``kvtier.tiers.require_answers`` does: answering that
+        nothing is there would count as a success, and every request would wait for a backend that is out.
+        """
 
     async def contains_at(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
+from kvtier import _reasons as reasons
 from kvtier._settings.validation import hide
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, TierError
 
 
 def require_fault(error: BaseException) -> None:
@@ -22,6 +24,38 @@ def require_fault(error: BaseException) -> None:
             raise error
     elif isinstance(error, KeyboardInterrupt | GeneratorExit):
         raise error
+
+
+class _LookupFailedError(TierError):
+    """A lookup got no answer for most keys; ``reason`` is the most frequent one."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def require_answers(failed: Mapping[str, int], count: int) -> None:
+    """Raise unless the backend answered for at least half of ``count`` keys of a lookup.
+
+    To be called at the end of ``contains``: what it raises counts as a failure of the tier, and is retried as
+    that of a get is. An answer that nothing is there counts as a success.
+
+    Args:
+        failed: number of keys that got no answer, by the reason, as in ``Outcome.reasons``.
+        count: number of keys that were asked for.
+
+    Raises:
+        TierError: most keys got no answer.
+    """
+    unanswered = sum(failed.values())
+    if 2 * unanswered > count:
+        reason = max(failed, key=failed.__getitem__)
+        raise _LookupFailedError(f"{unanswered} of {count} lookups failed: {reason}", reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason that an exception of a tier is counted as, which may be none that it declares."""
+    return error.reason if isinstance(error, _LookupFailedError) else reasons.word_for(error)
 
 
 def words_of(error: BaseException, settings: BaseModel) -> str:

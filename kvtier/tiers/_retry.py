@@ -12,6 +12,7 @@ from kvtier import _reasons as reasons
 from kvtier._core.messages import TransferHealth
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier.tiers._base import Outcome, Status
+from kvtier.tiers._faults import reason_of
 
 _MOST_RETRIES = 10.0
 _ONE_RETRY = 1.0 - 1e-9  # ten tenths
@@ -27,7 +28,8 @@ class Progress:
         # Cancels the command once, at its deadline, so that it can wait for the end of a transfer.
         self.limit = asyncio.timeout_at(deadline_s)
         self.has_begun = False  # whether it has left the queue
-        self.seconds = 0.0  # spent in the tier, over all attempts
+        self.seconds = 0.0  # spent in the tier's puts and gets, over all attempts
+        self.lookup_s = 0.0  # spent in its lookups
         self.answered = TransferHealth.NONE
         self.retry = ""  # the result of the retry, or why there was none
 
@@ -73,7 +75,7 @@ class Retries:
         return Progress(verb, deadline_s)
 
     def is_transient(self, error: BaseException) -> bool:
-        return reasons.word_for(error) in self._transient
+        return reason_of(error) in self._transient
 
     def failed(self, outcome: Outcome) -> list[int]:
         """Return which chunks have failed, if all of them have for transient reasons."""

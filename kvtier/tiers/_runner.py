@@ -43,7 +43,7 @@ from kvtier.tiers._base import (
     Usage,
 )
 from kvtier.tiers._drain import call_soon
-from kvtier.tiers._faults import require_fault, words_of
+from kvtier.tiers._faults import reason_of, require_fault, words_of
 from kvtier.tiers._integrity import IntegrityChecks
 from kvtier.tiers._retry import Progress, Retries, health_of
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
@@ -211,7 +211,8 @@ class TierRunner:
         finally:
             turns.submitted -= 1
             about = (command.id, results, outcome.reasons, progress.seconds, progress.health, progress.retry)
-            self._post(PutEnded(*about) if is_put else GetEnded(*about, self._now_s() - begun_s))
+            times = (self._now_s() - begun_s, progress.lookup_s)
+            self._post(PutEnded(*about) if is_put else GetEnded(*about, *times))
 
     async def _put(self, command: Put, epoch: Epoch, progress: Progress) -> tuple[list[bool], Outcome]:
         self._require_usable(epoch)
@@ -278,22 +279,30 @@ class TierRunner:
     async def _contains(
         self, keys: Sequence[OffloadKey], addresses: Sequence[str], epoch: Epoch, progress: Progress
     ) -> Sequence[bool]:
-        begun_s = self._now_s()
         try:
-            answers = await self._tier.contains_at(keys, addresses)
+            answers = await self._contains_once(keys, addresses, progress)
         except BaseException as error:
             require_fault(error)
-            took_s = self._now_s() - begun_s
-            if not self._retries.is_transient(error) or not await self._retries.pause(progress, took_s):
+            is_transient = self._retries.is_transient(error)
+            if not is_transient or not await self._retries.pause(progress, progress.lookup_s):
                 raise
             self._require_usable(epoch)
             progress.retry = "failed"
-            answers = await self._tier.contains_at(keys, addresses)
+            answers = await self._contains_once(keys, addresses, progress)
             progress.retry = "helped"
         if len(answers) != len(keys):
             raise TierError(f"contains() answered {len(answers)} of {len(keys)} keys")
         progress.answered = TransferHealth.GOOD
         return answers
+
+    async def _contains_once(
+        self, keys: Sequence[OffloadKey], addresses: Sequence[str], progress: Progress
+    ) -> Sequence[bool]:
+        begun_s = self._now_s()
+        try:
+            return await self._tier.contains_at(keys, addresses)
+        finally:
+            progress.lookup_s += self._now_s() - begun_s
 
     # --- attempts --------------------------------------------------------------------------------
 
@@ -351,9 +360,10 @@ class TierRunner:
 
     def _failure(self, keys: Sequence[OffloadKey], error: BaseException, progress: Progress) -> Outcome:
         require_fault(error)
-        verb, word = progress.verb, reasons.word_for(error)
+        verb, word = progress.verb, reason_of(error)
         self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {self._words(error)}")
-        return Outcome.all(Status.FAILED, len(keys), word)
+        outcome = Outcome.all(Status.FAILED, len(keys), word)
+        return self._complete(outcome, len(keys))  # a lookup may have failed for any word
 
     def _words(self, error: BaseException) -> str:
         return words_of(error, self._tier.config)

@@ -23,6 +23,7 @@ from kvtier.tiers._base import (
     Usage,
 )
 from kvtier.tiers._drain import wait_for_end
+from kvtier.tiers._faults import require_answers
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import Epoch
 from kvtier.tiers.fs._files import chunk_files
@@ -137,6 +138,7 @@ class FsTier(SecondaryTier[FsConfig]):
             call = FileCall(epoch.place, keys)
             await session.pool.run(call, Verb.CONTAINS, epoch.index)
             epoch.learn(call)
+        require_answers(Counter(errno_name(-result) for result in call.results if result < 0), len(keys))
         return [result in _HAS_FILE for result in call.results]
 
     async def put(self, batch: Batch) -> Outcome:

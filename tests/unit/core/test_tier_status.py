@@ -43,9 +43,11 @@ class World:
     def ask(self, wanted: Sequence[OffloadKey], request: Request | None = None) -> list[Get]:
         return world.step(self.core, request or Request(), wanted, self.now_s)
 
-    def get_ended(self, fetch: Get, health: TransferHealth, answer: Answer, seconds: float = 0.1) -> None:
+    def get_ended(
+        self, fetch: Get, health: TransferHealth, answer: Answer, seconds: float = 0.1, lookup_s: float = 0.0
+    ) -> None:
         copied = answer if len(fetch.slots) == len(fetch.keys) else Answer.LOCATED
-        event = GetEnded(fetch.id, [copied] * len(fetch.keys), {}, seconds, health)
+        event = GetEnded(fetch.id, [copied] * len(fetch.keys), {}, seconds, health, lookup_s=lookup_s)
         self.core.on_event(event, self.now_s)
 
     def gets_fail(self) -> None:
@@ -113,6 +115,24 @@ def test_what_was_located_in_a_tier_whose_gets_fail_now_is_looked_for_in_the_nex
     assert it.core.take_counts()["skipped", "t0", "breaker_open"] == 2
 
 
+def test_lookups_that_are_nearly_too_late_open_the_breaker_and_do_not_close_it() -> None:
+    it = World()
+    for number in range(5):
+        (fetch,) = it.ask(keys(f"a{number}"))
+        it.get_ended(fetch, GOOD, Answer.MISSING, seconds=0.0, lookup_s=3.6)
+    gets = it.statuses[0].gets
+    assert (gets.state, it.statuses[0].is_healthy) == (BreakerState.OPEN, False)
+    it.now_s = 2.0
+    (probe,) = it.ask(keys("b"))
+    it.get_ended(probe, GOOD, Answer.MISSING, seconds=0.0, lookup_s=3.6)
+    assert gets.state is BreakerState.OPEN
+    it.now_s = 10.0
+    (probe,) = it.ask(keys("c"))
+    it.get_ended(probe, GOOD, Answer.MISSING, seconds=0.0, lookup_s=0.1)
+    assert it.statuses[0].works, "in time it answered, that nothing is there"
+    assert it.core.take_counts()["get_seconds", "t0"] == 0.0, "it has copied nothing"
+
+
 def test_gets_that_are_nearly_too_late_count_as_failures_and_slow_puts_do_not() -> None:
     it = World()
     for number in range(5):
@@ -122,7 +142,7 @@ def test_gets_that_are_nearly_too_late_count_as_failures_and_slow_puts_do_not() 
     it = World()
     for number in range(50):
         (fetch,) = it.ask(keys(f"a{number}"))
-        it.get_ended(fetch, GOOD, Answer.COPIED, seconds=2.9)
+        it.get_ended(fetch, GOOD, Answer.COPIED, seconds=1.9, lookup_s=1.0)
         (put,) = it.store()
         it.end(put, GOOD, seconds=3.9)
     assert it.statuses[0].works

@@ -18,6 +18,7 @@ from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._drain import until_done
+from kvtier.tiers._faults import require_answers
 from kvtier.tiers.dummy import DummyConfig
 from tests.unit.isolation.conftest import content, key
 from tests.unit.tiers import world as worlds
@@ -198,6 +199,41 @@ async def test_a_question_that_lost_its_connection_is_asked_once_more() -> None:
     async with world(tier) as it:
         event = await it.ended(it.fetch([1]))
         assert (event.retry, event.health, event.reasons) == ("failed", TransferHealth.BAD, {"connection": 1})
+
+
+def answers_none(reason: str) -> Act:
+    return lambda: require_answers({reason: 1}, 1)
+
+
+@pytest.mark.parametrize("reason", ["timeout", "busy", "sad"])
+async def test_a_lookup_without_an_answer_fails_for_the_reason_that_the_tier_gives(reason: str) -> None:
+    tier = Scripted(contains=[answers_none(reason)])
+    async with world(tier) as it:
+        event = await it.ended(it.fetch([1]))
+        if reason == "sad":  # nothing to wait for
+            assert (event.retry, event.health, event.reasons) == ("", TransferHealth.BAD, {"sad": 1})
+        else:
+            assert (event.retry, event.health, event.reasons) == ("helped", TransferHealth.GOOD, {})
+    async with world(Scripted(contains=[answers_none("undeclared")])) as it:
+        assert (await it.ended(it.fetch([1]))).reasons == {"error": 1}
+
+
+async def test_the_time_of_lookups_is_told_and_is_not_that_of_copies() -> None:
+    async def fails() -> None:
+        await anyio.sleep(1.0)
+        raise ConnectionResetError
+
+    tier = Scripted(contains=[fails, takes(2.0, [True])], get=[takes(0.5, Outcome((Status.OK,)))])
+    async with world(tier) as it:
+        event = await it.ended(it.fetch([1]))
+    assert (event.lookup_s, event.seconds) == (pytest.approx(3.0), pytest.approx(0.5))
+
+
+def test_a_lookup_that_got_answers_for_half_of_its_keys_is_taken() -> None:
+    require_answers({}, 0)
+    require_answers({"busy": 1, "sad": 1}, 4)
+    with pytest.raises(TierError, match="3 of 5 lookups failed: sad"):
+        require_answers({"busy": 1, "sad": 2}, 5)
 
 
 @pytest.mark.parametrize(

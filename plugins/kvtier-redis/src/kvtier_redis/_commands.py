@@ -31,6 +31,20 @@ class Chunk:
     result: Result | None = None
 
 
+@dataclass(slots=True)
+class Question:
+    """One short command about a key.
+
+    Attributes:
+        reply: None until it has arrived.
+        result: why there is no answer; None where there is one.
+    """
+
+    key: bytes
+    reply: Reply | None = None
+    result: Result | None = None
+
+
 def put(sock: RespSocket, chunks: Sequence[Chunk], ttl_s: int) -> None:
     """Store the chunks that are not there yet and set each ``result``."""
     expire = [command(b"EXPIRE", chunk.key, ttl_s) for chunk in chunks]

@@ -26,15 +26,16 @@ from kvtier.tiers import (
     TierConfig,
     TierContext,
     Usage,
+    require_answers,
     require_fault,
     until_done,
 )
 from kvtier_redis import _commands
 from kvtier_redis._client import ClientFactory, PasswordFileError
-from kvtier_redis._commands import Chunk
+from kvtier_redis._commands import Chunk, Question
 from kvtier_redis._control import PRIVATE, ControlClient, MemoryUsage, Topology
 from kvtier_redis._pool import Connections, WorkerThreads
-from kvtier_redis._protocol import ErrorReply, Reply, RespSocket, command
+from kvtier_redis._protocol import ErrorReply, RespSocket, command
 from kvtier_redis._reasons import REASONS, TIMED_OUT, TOPOLOGY, TRANSIENT, Result, reason_of, result_of
 from kvtier_redis.config import Address, RedisConfig
 
@@ -48,6 +49,7 @@ _CLOSING_CLEANUP_S: Final = 1.5
 _THREADS_CLOSE_S: Final = 1.0
 _LOG_INTERVAL_S: Final = 60.0
 T = TypeVar("T")
+_Job = tuple[Connections, Callable[[RespSocket], None], Sequence[Chunk | Question]]
 
 _log = GuardedLogger("kvtier.tiers.redis")
 
@@ -144,8 +146,10 @@ class RedisTier(SecondaryTier[RedisConfig]):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys exist. See ``SecondaryTier.contains``."""
         names = self._redis_keys(keys)
-        replies = await self._query(names, b"EXISTS")
-        return [replies.get(name) == 1 for name in names] or [False] * len(keys)
+        asked = await self._query(names, b"EXISTS")
+        failed = Counter(question.result.reason for question in asked.values() if question.result)
+        require_answers(failed, len(asked))
+        return [asked[name].reply == 1 for name in names] or [False] * len(keys)
 
     async def put(self, batch: Batch) -> Outcome:
         """Send the chunks that are not there yet. See ``SecondaryTier.put``."""
@@ -237,24 +241,26 @@ class RedisTier(SecondaryTier[RedisConfig]):
             self._topology_doubted.set()
         return Outcome([result.status for result in results], reasons)
 
-    async def _query(self, names: Sequence[bytes], verb: bytes, *args: int) -> dict[bytes, Reply]:
-        """Send one command for each key; return the replies that arrived in time."""
-        replies: dict[bytes, Reply] = {}
+    async def _query(self, names: Sequence[bytes], verb: bytes, *args: int) -> dict[bytes, Question]:
+        """Send one command for each key; return what the servers answered in time."""
+        asked = {name: Question(name) for name in names}
 
-        def run(group: Sequence[bytes], sock: RespSocket) -> None:
-            commands = [command(verb, name, *args) for name in group]
-            replies.update(zip(group, _commands.pipeline(sock, commands), strict=True))
+        def run(group: Sequence[Question], sock: RespSocket) -> None:
+            commands = [command(verb, question.key, *args) for question in group]
+            for question, reply in zip(group, _commands.pipeline(sock, commands), strict=True):
+                question.reply = reply
 
-        groups = self._by_server(list(dict.fromkeys(names)), bytes)
-        await self._run([(server.small, partial(run, group), ()) for server, group in groups])
-        for reply in replies.values():
-            if isinstance(reply, ErrorReply):
-                self._warn(result_of(reply).reason, reply)
-        return replies
+        groups = self._by_server(list(asked.values()), lambda question: question.key)
+        await self._run([(server.small, partial(run, group), group) for server, group in groups])
+        for question in asked.values():
+            if isinstance(question.reply, ErrorReply):
+                question.result = result_of(question.reply)
+                self._warn(question.result.reason, question.reply)
+            elif question.reply is None:
+                question.result = question.result or TIMED_OUT
+        return asked
 
-    async def _run(
-        self, jobs: Sequence[tuple[Connections, Callable[[RespSocket], None], Sequence[Chunk]]]
-    ) -> None:
+    async def _run(self, jobs: Sequence[_Job]) -> None:
         """Run jobs concurrently, each on a connection, until the deadline."""
         timeout_s = _DEADLINE_SHARE * self.config.deadline_s
         with anyio.move_on_after(timeout_s) as scope:
@@ -265,15 +271,15 @@ class RedisTier(SecondaryTier[RedisConfig]):
             self._warn("timeout", f"no reply within {timeout_s:g} s")
 
     async def _run_one(
-        self, pool: Connections, call: Callable[[RespSocket], None], chunks: Sequence[Chunk]
+        self, pool: Connections, call: Callable[[RespSocket], None], parts: Sequence[Chunk | Question]
     ) -> None:
         try:
             await pool.run(call)
         except Exception as error:  # whatever the server or redis-py comes up with is a miss
             reason = reason_of(error)
             self._warn(reason, error)
-            for chunk in chunks:
-                chunk.result = chunk.result or Result(Status.FAILED, reason)
+            for part in parts:
+                part.result = part.result or Result(Status.FAILED, reason)
 
     def _warn(self, reason: str, text: object) -> None:
         repeats = self._log_limit.allow(reason, time.monotonic())

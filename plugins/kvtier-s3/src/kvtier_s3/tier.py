@@ -27,6 +27,7 @@ from kvtier.tiers import (
     TierContext,
     Usage,
     in_thread,
+    require_answers,
     require_fault,
     until_done,
 )
@@ -144,16 +145,22 @@ class S3Tier(SecondaryTier[S3Config]):
             return (False,) * len(keys)
         present = {key for key in keys if key in self._index}
         unknown = [key for key in dict.fromkeys(keys) if key not in present]
-        await self._reads.run(len(unknown), lambda index: self._head(prefix, unknown[index], present))
+        failed: Counter[str] = Counter()
+        await self._reads.run(len(unknown), lambda index: self._head(prefix, unknown[index], present, failed))
+        require_answers(failed, len(set(keys)))
         return [key in present for key in keys]
 
-    async def _head(self, prefix: str, key: OffloadKey, present: set[OffloadKey]) -> None:
+    async def _head(
+        self, prefix: str, key: OffloadKey, present: set[OffloadKey], failed: Counter[str]
+    ) -> None:
         try:
             await obstore.head_async(self._store, chunk_path(prefix, key))
         except FileNotFoundError:
             return
         except Exception as error:
-            self._warn("contains", classify(error))
+            failure = classify(error)
+            self._warn("contains", failure)
+            failed[failure.reason] += 1
             return
         present.add(key)
         self._add(prefix, key)

@@ -23,7 +23,9 @@ SHIM = Path(__file__).with_name("failing_calls.c")
 
 DRIVER = r"""
 import asyncio, ctypes, errno, logging, random, sys
+from contextlib import suppress
 from pathlib import Path
+from kvtier.errors import TierError
 from kvtier.tiers._base import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.tiers.fs.conftest import World
@@ -77,7 +79,8 @@ async def one_by_one():
             there = await get(tier, range(4))
             assert set(there) <= {OK, FAILED, ABSENT, REFUSED}, there
             assert fault.failed or set(there) == {OK}, (name, CALLS[call])
-            await tier.contains(world.keys([1]))
+            with suppress(TierError):  # named in the log, counted by kvtier
+                await tier.contains(world.keys([1]))
             await tier.touch(world.keys([1]))
             await tier.discard(world.keys([10**6]))
             fault.calls = 0

@@ -8,6 +8,7 @@ import shutil
 import anyio
 import pytest
 
+from kvtier.errors import TierError
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._maintenance import maintenance
 
@@ -82,6 +83,14 @@ async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, mon
     await anyio.to_thread.run_sync(tier._session.maintenance._do_tick)
     await tier.discard(world.keys(range(4)))
     assert not any(await tier.contains(world.keys(range(4))))
+
+
+async def test_a_lookup_that_the_file_system_fails_is_a_failure_and_no_miss(world):
+    tier = await world.open()
+    data = world.root / tier._session.epoch.place.data_dir
+    data.symlink_to(data.name)  # ELOOP for each file, as EIO and EACCES of a disk that fails
+    with pytest.raises(TierError, match="2 of 2 lookups failed: eloop"):
+        await tier.contains(world.keys(range(2)))
 
 
 async def test_all_that_is_below_the_root_may_be_removed_at_any_time(world, monkeypatch):
