@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -105,6 +106,13 @@ class Pool:
         assert process is not None
         with stopped(process, seconds):
             yield
+
+    def run_client(self, seconds: float) -> None:
+        """Continue the stopped client for a moment."""
+        assert self._client is not None
+        self._client.send_signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self._client.send_signal(signal.SIGSTOP)
 
     def __enter__(self) -> Pool:
         self.start_master()

@@ -218,6 +218,18 @@ async def test_keys_moved_to_another_server_are_found_there(own_cluster: list[Se
         await until_ok(lambda: it.outcome_of_get(range(24)))
 
 
+async def test_max_bytes_bounds_the_servers_of_a_cluster_together(cluster: list[Server]) -> None:
+    async with opened(*cluster, mode="cluster", max_bytes="1GiB") as it:
+        assert set(await it.put(range(4))) == {Status.OK}
+        usage = it.tier.usage()
+        assert usage is not None
+        assert usage.capacity_bytes == 2**30
+        assert usage.used_bytes is not None
+        used = usage.used_bytes  # of all three, so more than half of it is more than one of them uses
+    async with opened(*cluster, mode="cluster", max_bytes=used // 2) as it:
+        assert (await it.outcome_of_put(range(100, 104))).reasons == {"full": 4}
+
+
 async def test_a_cluster_that_loses_a_server_serves_what_the_others_have(own_cluster: list[Server]) -> None:
     async with opened(*own_cluster, mode="cluster") as it:
         await it.outcome_of_put(range(48))

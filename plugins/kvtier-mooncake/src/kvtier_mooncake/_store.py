@@ -1,7 +1,7 @@
 """Mooncake's client: opening it, its result codes, and the record of a cache's epoch.
 
-All calls block, and may come from several threads. Opening and closing hold the interpreter lock, for some
-tenths of a second; the others release it.
+All calls block, and may come from several threads. Nothing of a put or a get goes on after it has returned.
+Opening and closing hold the interpreter lock, for some tenths of a second; the others release it.
 
 **Epochs.** The keys of chunks contain an epoch, a random token. The key ``<cache>/epoch`` holds the epoch
 that tiers join when they open. A reset stores a new one there, and continues in a private epoch that no other
@@ -23,6 +23,17 @@ from typing import Any, Final
 
 from kvtier.errors import TierError
 from kvtier.tiers import TRAILER_BYTES, Batch, SlotMemory, Status, TierContext
+from kvtier_mooncake._client import (
+    LEASE_EXPIRED,
+    NO_ROOM,
+    NOT_READABLE,
+    TRANSFER,
+    UNREACHABLE,
+    WRONG_SIZE,
+    SharedClient,
+    Stopwatch,
+    may_go_on,
+)
 from kvtier_mooncake.config import MooncakeConfig
 
 REASONS: Final[Mapping[str, str]] = MappingProxyType(
@@ -35,9 +46,7 @@ TRANSIENT: Final = frozenset({"transfer", "lease"})
 ROWS: Final = 64
 """Chunks that one call of the client moves at most: it has room for so many trailers."""
 
-_OK, _NO_ROOM, _WRONG_SIZE, _NOT_FOUND, _LEASE_EXPIRED, _TRANSFER = 0, -200, -600, -704, -707, -800
-_NOT_READABLE: Final = frozenset({_NOT_FOUND, -702, -703})  # a put that has not ended, or never will
-_UNREACHABLE: Final = range(-999, -899)
+_OK: Final = 0
 _CONNECT_S: Final = 3.0
 _BUFFER_BYTES: Final = 16 * 2**20
 _LOG_ERRORS_ALONE: Final = "2"
@@ -52,15 +61,15 @@ def result_of(code: int, expected: int = _OK) -> tuple[Status, str]:
     """
     if code == expected:
         return Status.OK, ""
-    if code in _NOT_READABLE:
+    if code in NOT_READABLE:
         return Status.ABSENT, ""
-    if code == _NO_ROOM:
+    if code == NO_ROOM:
         return Status.REFUSED, "full"
-    if code == _WRONG_SIZE or code >= 0:
+    if code == WRONG_SIZE or code >= 0:
         return Status.CORRUPT, "torn"
-    if code in _UNREACHABLE:
+    if code in UNREACHABLE:
         return Status.FAILED, "connection"
-    return Status.FAILED, {_TRANSFER: "transfer", _LEASE_EXPIRED: "lease"}.get(code, "error")
+    return Status.FAILED, {TRANSFER: "transfer", LEASE_EXPIRED: "lease"}.get(code, "error")
 
 
 class Trailers:
@@ -85,6 +94,7 @@ class Store:
     def __init__(self, config: MooncakeConfig, context: TierContext) -> None:
         self._config = config
         self._name = context.name
+        self._lost = context.lost
         self._cache = f"{config.key_prefix}/{context.identity.namespace}"
         self._registered: dict[int, object] = {}  # by address; kept until the client is closed
         self._registering = threading.Lock()
@@ -94,9 +104,10 @@ class Store:
         self._record_config = module.ReplicateConfig()
         self._record_config.replica_num = config.replicas
         self._record_config.with_hard_pin = True  # or the pool would evict what names the epoch
-        self._client: Any = module.MooncakeDistributedStore()
+        client: Any = module.MooncakeDistributedStore()
+        self._client = SharedClient(client)
         self._require_metadata_server()
-        code = self._client.setup(*setup_arguments(config, self._own_address()))
+        code = client.setup(*setup_arguments(config, self._own_address()))
         if code:
             self.close()
             raise self._error(f"Mooncake's client does not start (code {code}): see what it has logged")
@@ -119,7 +130,9 @@ class Store:
             if memory.address in self._registered:
                 return
             nbytes = memory.nbytes if isinstance(memory, Trailers) else memory.slots * memory.chunk_bytes
-            if code := self._client.register_buffer(memory.address, nbytes):
+            with self._client.use() as client:
+                code = client.register_buffer(memory.address, nbytes)
+            if code:
                 raise self._error(f"{nbytes} bytes of host memory cannot be registered (code {code})")
             self._registered[memory.address] = memory
 
@@ -130,9 +143,8 @@ class Store:
         for rows in _pieces(len(batch)):
             for row, i in enumerate(rows):
                 trailers[row][:] = batch.trailers[i]
-            codes = self._client.batch_put_from_multi_buffers(
-                *self._arguments(names, batch, trailers, rows), self._put_config
-            )
+            arguments = self._arguments(names, batch, trailers, rows)
+            codes = self._move("batch_put_from_multi_buffers", *arguments, self._put_config)
             results += map(result_of, codes)
         return results
 
@@ -142,21 +154,22 @@ class Store:
         expected = batch.memory.chunk_bytes + TRAILER_BYTES
         results: list[tuple[Status, str]] = []
         for rows in _pieces(len(batch)):
-            codes = self._client.batch_get_into_multi_buffers(*self._arguments(names, batch, trailers, rows))
+            arguments = self._arguments(names, batch, trailers, rows)
+            codes = self._move("batch_get_into_multi_buffers", *arguments)
             for row, (i, code) in enumerate(zip(rows, codes, strict=True)):
                 batch.trailers[i] = bytes(trailers[row])
-                if code == _TRANSFER and not self._has_size(names[i], expected):
-                    code = _WRONG_SIZE
+                if code == TRANSFER and not self._has_size(names[i], expected):
+                    code = WRONG_SIZE
                 results.append(result_of(code, expected))
-        if torn := [
-            name for name, (status, _) in zip(names, results, strict=True) if status is Status.CORRUPT
-        ]:
+        torn = [name for name, (status, _) in zip(names, results, strict=True) if status is Status.CORRUPT]
+        if torn and self._client.is_usable:
             self.remove(torn)
         return results
 
     def contains(self, names: Sequence[str]) -> list[int]:
         """Return 1 for each key that is there, 0 for others, less for failures. Renews their leases."""
-        return list(self._client.batch_is_exist(names))
+        with self._client.use() as client:
+            return list(client.batch_is_exist(names))
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """Remove keys. Returns result codes.
@@ -164,7 +177,8 @@ class Store:
         The pool is told not to wait for leases, or a damaged chunk would stay for as long as it is read. Who
         reads one meanwhile may get bytes of what takes its memory: the trailer does not match them.
         """
-        return list(self._client.batch_remove(names, True))
+        with self._client.use() as client:
+            return list(client.batch_remove(names, True))
 
     def join(self) -> str:
         """Return the epoch that tiers join when they open; there is a new one where there was none.
@@ -173,11 +187,12 @@ class Store:
             TierError: it can be neither read nor stored.
         """
         name = f"{self._cache}/epoch"
-        if found := self._client.get(name):
-            return str(found, "ascii", "replace")
-        code = self._client.put(name, secrets.token_hex(8).encode(), self._record_config)
-        if found := self._client.get(name):  # another tier's may have come first
-            return str(found, "ascii", "replace")
+        with self._client.use() as client:
+            if found := client.get(name):
+                return str(found, "ascii", "replace")
+            code = client.put(name, secrets.token_hex(8).encode(), self._record_config)
+            if found := client.get(name):  # another tier's may have come first
+                return str(found, "ascii", "replace")
         raise self._error(_hint(code, "the cache's epoch can be neither read nor stored"))
 
     def advance(self) -> str:
@@ -186,11 +201,27 @@ class Store:
         Raises:
             TierError: it could not be stored.
         """
-        if code := self._client.upsert(
-            f"{self._cache}/epoch", secrets.token_hex(8).encode(), self._record_config
-        ):
+        name, token = f"{self._cache}/epoch", secrets.token_hex(8).encode()
+        with self._client.use() as client:
+            code = client.upsert(name, token, self._record_config)
+        if code:
             raise self._error(_hint(code, "the reset could not be stored"))
         return f"own-{secrets.token_hex(8)}"
+
+    def _move(self, function: str, *arguments: object) -> list[int]:
+        """Move chunks; return the client's result codes, once no transfer can go on."""
+        watch, codes = Stopwatch(), None
+        try:
+            with self._client.use() as client:
+                codes = list(getattr(client, function)(*arguments))
+                return codes
+        finally:
+            if codes is None or may_go_on(codes, watch.seconds, self._config.protocol):
+                self._stop_transfers()
+
+    def _stop_transfers(self) -> None:
+        if self._client.close():
+            self._lost("a transfer did not end in time, and closing the client has stopped it")
 
     def _arguments(
         self, names: Sequence[str], batch: Batch, trailers: Trailers, rows: range
@@ -203,7 +234,10 @@ class Store:
         return [names[i] for i in rows], pairs, [[length, TRAILER_BYTES]] * len(rows)
 
     def _has_size(self, name: str, nbytes: int) -> bool:
-        found = self._client.get_size(name)
+        if not self._client.is_usable:
+            return True
+        with self._client.use() as client:
+            found = client.get_size(name)
         return bool(found < 0 or found == nbytes)
 
     def _library(self) -> Any:
@@ -286,7 +320,7 @@ def _pieces(count: int) -> list[range]:
 
 
 def _hint(code: int, what: str) -> str:
-    if code == _NO_ROOM:
+    if code == NO_ROOM:
         return (
             f"{what}: no client of the master contributes memory, or all of it is in use; set segment_bytes"
         )

@@ -10,7 +10,7 @@ from typing import ClassVar, Final, TypeVar
 
 import anyio
 
-from kvtier.errors import StateError
+from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import (
     Batch,
@@ -84,12 +84,22 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
                 await self._call(store.close)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Return which keys the pool has. See ``SecondaryTier.contains``."""
+        """Return which keys the pool has. See ``SecondaryTier.contains``.
+
+        Raises:
+            ConnectionError: the master cannot be reached.
+            TierError: it could answer for none of the keys.
+        """
         names = self._names(keys)
         if not names:
             return [False] * len(keys)
         codes = await self._call(self._opened.contains, names)
-        self._warn_of(code for code in codes if code < 0)
+        failed = [code for code in codes if result_of(code, 1)[0] is Status.FAILED]
+        if len(failed) == len(codes):
+            word = result_of(failed[0])[1]
+            error = ConnectionError if word == "connection" else TierError
+            raise error(f"lookup of {len(keys)} chunks failed: {word} (code {failed[0]})")
+        self._warn_of(failed)
         return [code == 1 for code in codes]
 
     async def put(self, batch: Batch) -> Outcome:

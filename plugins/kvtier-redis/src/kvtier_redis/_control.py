@@ -143,13 +143,15 @@ class ControlClient:
 
     def memory_usage(self, topology: Topology) -> MemoryUsage:
         """Return the memory usage. Also touches the cache's own keys, so that they are not evicted first."""
-        usages = [self._on(address, self._memory_usage) for address in topology.addresses]
+        usages = [self._on(address, _memory_usage) for address in topology.addresses]
         for name in ("manifest", "epoch"):
             self._on_key(topology, name, lambda client, key: client.touch(key))
+        limit = sum(usage.limit_bytes for usage in usages)
+        max_bytes = int(self._config.max_bytes or limit)
         return MemoryUsage(
             sum(usage.used_bytes for usage in usages),
-            sum(usage.limit_bytes for usage in usages),
-            all(usage.is_evicting for usage in usages),
+            max_bytes,
+            limit <= max_bytes and all(usage.is_evicting for usage in usages),
         )
 
     def remove_epoch(self, topology: Topology, epoch: str, deadline: float) -> None:
@@ -202,14 +204,6 @@ class ControlClient:
                 replicas,
                 _WAIT_FOR_REPLICAS_MS,
             )
-
-    def _memory_usage(self, client: redis.Redis) -> MemoryUsage:
-        memory = cast("Mapping[str, Any]", client.info("memory"))
-        system, maxmemory = int(memory.get("total_system_memory", 0)), int(memory.get("maxmemory", 0))
-        limit = int(self._config.max_bytes or maxmemory or system * _SHARE_OF_MEMORY)
-        policy = str(memory.get("maxmemory_policy", "noeviction"))
-        evicts = bool(maxmemory) and policy != "noeviction" and maxmemory <= limit
-        return MemoryUsage(int(memory["used_memory"]), limit, evicts)
 
     def _on_key(self, topology: Topology, name: str, call: Callable[[redis.Redis, str], Any]) -> Any:
         """Call with the client of the server that has one of the cache's own keys, and with the key."""
@@ -319,6 +313,15 @@ def _cluster(rows: Any, asked: Address) -> Topology:
     if -1 in by_slot:
         raise ResponseError(f"CLUSTERDOWN {by_slot.count(-1)} of {_SLOTS} slots have no server")
     return Topology(tuple(addresses), by_slot)
+
+
+def _memory_usage(client: redis.Redis) -> MemoryUsage:
+    """Return the memory usage of one server, with its own limit."""
+    memory = cast("Mapping[str, Any]", client.info("memory"))
+    system, maxmemory = int(memory.get("total_system_memory", 0)), int(memory.get("maxmemory", 0))
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
+    evicts = bool(maxmemory) and policy != "noeviction"
+    return MemoryUsage(int(memory["used_memory"]), maxmemory or int(system * _SHARE_OF_MEMORY), evicts)
 
 
 def _get_or_set(client: redis.Redis, key: str, text: str) -> str:

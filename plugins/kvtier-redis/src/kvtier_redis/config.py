@@ -104,7 +104,8 @@ class RedisConfig(TierConfig):
     )
     max_bytes: Annotated[Size, Field(gt=0)] | None = Field(
         default=None,
-        description="Refuse puts while the servers use more memory than this, other clients' keys included. "
+        description="Refuse puts while the servers together use more memory than this, other clients' keys "
+        "included. "
         "Default: their `maxmemory`, else three quarters of their system memory.",
     )
     key_prefix: str = Field(

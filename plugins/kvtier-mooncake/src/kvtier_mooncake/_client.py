@@ -1,0 +1,101 @@
+"""Mooncake's client, shared by threads, and closed where a transfer may go on after its call has ended.
+
+The client waits 60 s for a transfer, then returns an error without stopping it; only closing it does. It must
+not be closed while a thread is inside.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+NO_ROOM, WRONG_SIZE, NOT_FOUND, LEASE_EXPIRED, TRANSFER = -200, -600, -704, -707, -800
+NOT_READABLE: Final = frozenset({NOT_FOUND, -702, -703})  # a put that has not ended, or never will
+UNREACHABLE: Final = range(-999, -899)
+
+_GIVES_UP_S = 50.0  # somewhat before the client does
+_NOTHING_BEGUN: Final = frozenset({NO_ROOM, WRONG_SIZE, *NOT_READABLE})
+# What the master answers before a transfer, and what the client says of one that has ended: the checksum is
+# wrong, or a lease ran out meanwhile.
+_NOTHING_RUNS: Final = _NOTHING_BEGUN | {
+    *(-101, -103, -400, -601, -705, -706, LEASE_EXPIRED, -708, -801, -1010, -1011, -1700, -1701)
+}
+
+
+class Stopwatch:
+    """Measures a call, by the faster of two clocks: by which one the client waits depends on its build."""
+
+    def __init__(self) -> None:
+        self._begun = (time.monotonic(), time.time())
+
+    @property
+    def seconds(self) -> float:
+        """The time since this object was made."""
+        return max(time.monotonic() - self._begun[0], time.time() - self._begun[1])
+
+
+def may_go_on(codes: Iterable[int], seconds: float, protocol: str) -> bool:
+    """Return whether a transfer may go on after the call of the client that began it.
+
+    Args:
+        codes: what the call returned for the chunks.
+        seconds: how long it took.
+        protocol: transport of the bytes. Over TCP a transfer that fails in time has ended. Of others this is
+            not known: where a device fails while a chunk is submitted, a part of the chunk is under way.
+    """
+    failed = {code for code in codes if code < 0}
+    if seconds >= _GIVES_UP_S:
+        return not failed <= _NOTHING_BEGUN
+    return any(
+        code not in UNREACHABLE and (code != TRANSFER or protocol != "tcp") for code in failed - _NOTHING_RUNS
+    )
+
+
+class SharedClient:
+    """A client that threads use at the same time, until one of them closes it."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._calls = 0
+        self._is_closing = False
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether nobody has begun to close it."""
+        return not self._is_closing
+
+    @contextmanager
+    def use(self) -> Iterator[Any]:
+        """Yield the client, which is not closed meanwhile.
+
+        Raises:
+            ConnectionAbortedError: it is closed.
+        """
+        with self._changed:
+            if self._is_closing:
+                raise ConnectionAbortedError("Mooncake's client is closed; kvtier opens the tier anew")
+            self._calls += 1
+        try:
+            yield self._client
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Close the client once no thread is inside, which stops all transfers; return whether it was open.
+
+        Whoever calls it second returns once it is closed, too.
+        """
+        with self._changed:
+            was_open, self._is_closing = not self._is_closing, True
+            self._changed.wait_for(lambda: not self._calls)
+            if not self._is_closed:
+                self._client.close()
+                self._is_closed = True
+            return was_open
