@@ -32,6 +32,8 @@ STORE_REFUSED: Mapping[str, str] = {
     "no_slot": "every slot of the primary tier was pinned or being filled",
     "starting": "the primary tier is still being populated and had no free slot",
     "store_threshold": "the chunk was offered less often than `store_threshold`",
+    "reset": "requests ran through the last reset, so the device has blocks from before it; reset again",
+    "device_lost": "a worker's device is lost; nothing is stored until a restart",
     "audit": "an audit found a damaged chunk; nothing is stored until a restart",
 }
 KEEP_REFUSED: Mapping[str, str] = {

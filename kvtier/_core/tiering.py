@@ -382,11 +382,13 @@ class Tiering:
         self.table.drop(reservation.chunks)
 
     def note_failed_store(self, reservation: Reservation) -> None:
-        """Count the chunks of a store whose copies failed as dropped.
+        """Count the chunks of a store whose copies failed as dropped, and hide them.
 
         Its slots are out of use until ``abort``: for ever, where a copy that never ended may write to them.
         """
         self._counts["dropped", "store"] += len(reservation.chunks)
+        self.table.pin(reservation.chunks)  # that of the copy stays
+        self.table.drop(reservation.chunks)
 
     def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""

@@ -329,6 +329,37 @@ def test_a_decode_engine_is_not_told_to_wait_for_what_no_tier_gets(make: Make, h
     assert it.manager.response_params("a", PREFILL) is None
 
 
+def test_nothing_is_stored_after_a_reset_that_running_requests_outlive(make: Make) -> None:
+    """Their blocks are of the old weights, and the device's prefix cache gives them to other requests."""
+    it = make(slots=32)
+    before = it.request("before")
+    it.store(prompt(1, 4), before)
+    it.manager.on_request_finished(before)
+    loading, computing = it.request("loading"), it.request("computing")
+    assert it.find(prompt(1, 4), loading) == 4
+    it.manager.prepare_load(prompt(1, 4), loading)
+    it.step(new=["loading", "computing"])
+    it.manager.complete_load(prompt(1, 4), loading)
+    it.manager.reset_cache()
+    assert it.manager.prepare_store(prompt(1, 4), loading) is None, "it may have been preempted"
+    it.step(preempted=["loading"])
+    for context in (loading, computing, it.request("new")):
+        assert it.store(prompt(1, 4), context) == []
+    assert it.core.shared.counts["store_refused", "reset"] == 12
+    it.manager.reset_cache()
+    it.step(preempted=["loading", "computing"])
+    for name, context in enumerate([loading, computing, it.request("newer")]):
+        assert it.store(prompt(name, 4), context) == prompt(name, 4)
+
+
+@pytest.mark.parametrize("refusal", ["device_lost", "audit"])
+def test_what_is_not_stored_any_more_is_counted(make: Make, refusal: str) -> None:
+    it = make(slots=8)
+    it.core.refusal = refusal
+    assert it.store(prompt(1, 4), it.request("a")) == []
+    assert it.core.shared.counts["store_refused", refusal] == 4
+
+
 @pytest.mark.skipif(REPORTS_RESET_FLUSH, reason="this vLLM says when workers are through")
 @pytest.mark.parametrize("steps_ahead", [2, 5])
 def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, steps_ahead: int) -> None:
@@ -338,7 +369,7 @@ def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, ste
     assert output is not None
     it.manager.reset_cache()
     for _ in range(steps_ahead):
-        it.step()
+        it.step(preempted=["a"])
         assert it.manager.has_pending_work()
         assert it.manager.prepare_store(prompt(2, 1), it.request("b")) is None
     it.step()
@@ -407,6 +438,7 @@ class Job:
         self.context = context
         self.state = "waiting"
         self.starts = 0
+        self.weights = 0  # of when it started
 
 
 class Scheduler:
@@ -421,6 +453,7 @@ class Scheduler:
         self.cut_off: list[tuple[int, list[int]]] = []  # step until which workers write, slots
         self.weights = 0
         self.steps = 0
+        self.reset: list[str] = []  # the requests that a reset has preempted since the last step
         self.loaded = 0
         self.requests = 0
         self.stats = OffloadingConnectorStats()
@@ -442,7 +475,8 @@ class Scheduler:
         preempted = self._preempt()
         started = [job for job in self.jobs if job.state == "waiting" and self._schedule(job)]
         new, resumed = [str(job.name) for job in started if job.starts == 1], [str(job) for job in preempted]
-        ended = ScheduleEndContext(new, resumed)
+        ended = ScheduleEndContext(new, resumed + self.reset)
+        self.reset = []
         if self.version == "0.32":
             manager.on_schedule_end(ended)
         for job in [job for job in self.jobs if job.state == "running"]:
@@ -495,6 +529,7 @@ class Scheduler:
             self._load(job, job.keys[:found])
         job.state = "loading" if found else "running"
         job.starts += 1
+        job.weights = self.weights
         return True
 
     def _load(self, job: Job, keys: list[OffloadKey]) -> None:
@@ -520,10 +555,8 @@ class Scheduler:
         self._finish(job)
 
     def _store(self, job: Job, output: PrepareStoreOutput) -> None:
-        weights = self.weights
-
         def end() -> None:
-            self.it.write(output, weights)
+            self.it.write(output, job.weights)
             self.it.manager.complete_store(set(output.keys_to_store), job.context)
 
         self._copy(end, slots_of(output.store_spec))
@@ -552,14 +585,21 @@ class Scheduler:
             self.it.manager.on_reset_flushed()
 
     def _reset(self) -> None:
-        """New weights: vLLM forgets the copies under way; the requests that loaded start anew."""
+        """New weights: vLLM preempts all that runs and forgets the copies under way.
+
+        While a request loads it refuses, unless it is not to preempt. Then its own reset fails.
+        """
+        is_loading = any(job.state == "loading" for job in self.jobs)
         self.it.manager.reset_cache()
         self.weights += 1
         self.cut_off += [(self.steps + 2, written) for _, _, written in self.copies]
         self.copies.clear()
         for job in self.jobs:
-            if job.state == "loading":
+            if job.state == "running" and not is_loading:
+                self.reset.append(str(job.name))
                 job.state = "waiting"
+            elif job.state == "loading":
+                job.state = "running"
 
     def _breathe(self) -> None:
         if self.chance.random() < 0.1:

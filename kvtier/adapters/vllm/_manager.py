@@ -40,6 +40,7 @@ from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
 from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, ClientHints, is_prefill
+from kvtier.adapters.vllm._old_blocks import OldBlocks
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
@@ -137,6 +138,7 @@ class KVTierManager(OffloadingManager):
         self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
         self._stores: dict[OffloadKey, Reservation] = {}
         self._flushing: list[_Flushing] = []
+        self._old_blocks = OldBlocks()
         self._closed = False
 
     # --- requests --------------------------------------------------------------------------------
@@ -165,6 +167,7 @@ class KVTierManager(OffloadingManager):
             self._core.close(request)
             self._explainer.ended(request.name)
         self._hints.ended(req_context.req_id)
+        self._old_blocks.ended(req_context.req_id)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
 
@@ -221,6 +224,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests[req_context.req_id]
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
+        self._old_blocks.has_blocks(req_context.req_id)
         self._published.stream.loaded(keys)
         self._hints.loaded(req_context.req_id, keys)
         if self._steps is not None:
@@ -263,9 +267,17 @@ class KVTierManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now."""
-        if self._core.refusal:
+        """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now.
+
+        After a reset beside running requests nothing is: see ``OldBlocks``.
+        """
+        may_store = self._old_blocks.may_store(req_context.req_id)
+        if may_store is None and self._repeats_stores:
+            return None
+        if refusal := self._core.refusal or (None if may_store else "reset"):
+            self._core.shared.counts["store_refused", refusal] += len(keys)
             return _nothing_stored()
+        self._old_blocks.has_blocks(req_context.req_id)
         keys = list(keys)
         request = self._requests.get(req_context.req_id)
         reservation = self._core.reserve(keys, request)
@@ -306,9 +318,16 @@ class KVTierManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """See vLLM. Called in each step, before or after its stores, by version."""
+        if kept := self._old_blocks.step_ended(context.preempted_req_ids):
+            logger.warning(
+                "nothing is stored until the next reset: %d requests kept their blocks through the last one, "
+                "so the engine's prefix cache did, too; reset with reset_running_requests, or while idle",
+                kept,
+            )
         for req_id in context.new_req_ids:
             if req_id in self._requests:
                 self._core.scheduled(self._requests[req_id])
+                self._old_blocks.has_blocks(req_id)
         for req_id in context.preempted_req_ids:
             if req_id in self._requests:
                 self._core.restart(self._requests[req_id])
@@ -338,6 +357,7 @@ class KVTierManager(OffloadingManager):
             # they are through; before, they are when the step after so many others is scheduled.
             stores, loads = list(self._stores.values()), list(self._loads.values())
             self._flushing.append(_Flushing(stores, loads, self._steps_ahead + 1))
+        self._old_blocks.reset(self._loads)
         self._stores.clear()
         self._loads.clear()
         self._failed_loads.clear()

@@ -34,6 +34,21 @@ def test_chunks_of_a_failed_store_are_never_seen() -> None:
     assert core.take_counts() == {("dropped", "store"): 4}
 
 
+def test_a_copy_that_never_ends_keeps_its_slots_and_not_its_keys() -> None:
+    core = make(8, 0)
+    stuck = reserve(core, KEYS)
+    core.note_failed_store(stuck)
+    invariants.check(core)
+    assert ask_all(core, Request("a"), KEYS) == [MISS] * 4, "nobody waits for them"
+    core.settle(0.0)
+    again = reserve(core, KEYS)
+    assert again.keys == KEYS
+    assert set(again.slots).isdisjoint(stuck.slots)
+    core.abort(stuck)  # it has ended after all
+    invariants.check(core)
+    assert len(core.table.free) == 4
+
+
 def test_a_request_whose_load_failed_is_told_miss_for_ever_and_others_are_not() -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
     store(core, KEYS)
