@@ -350,10 +350,9 @@ class Tiering:
         new = list(dict.fromkeys([key for key in keys if key not in visible]))
         if len(new) < len(keys):
             self.cascades.offer_again(keys)
-        admitted = self._tracker.admit(new)
-        if len(admitted) < len(new):
-            self._counts["store_refused", "store_threshold"] += len(new) - len(admitted)
-            new = admitted
+        offered, new = new, self._tracker.admitted(new)
+        if len(new) < len(offered):
+            self._counts["store_refused", "store_threshold"] += len(offered) - len(new)
         short = len(new) - len(free)
         evicted = self._make_room(short, keys) if short > 0 else []
         if len(new) > len(free):
@@ -361,6 +360,7 @@ class Tiering:
             if not free:
                 return None
             del new[len(free) :]
+        self._tracker.count(offered)
         reservation = Reservation(self.table.take(new, visible=True), new, evicted)
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)

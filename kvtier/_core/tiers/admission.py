@@ -187,14 +187,18 @@ class ReuseTracker:
         self._size = size
         self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
 
-    def admit(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Count an offer of each key; return the leading ones that were offered often enough."""
+    def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the leading keys that with this offer are offered often enough."""
         if self._threshold < 2:
             return list(keys)
+        return list(takewhile(lambda key: self._offers.get(key, 0) + 1 >= self._threshold, keys))
+
+    def count(self, keys: Sequence[OffloadKey]) -> None:
+        """Count an offer of each key. What is refused for want of room is offered again, and no offer yet."""
+        if self._threshold < 2:
+            return
         offers = self._offers
         for key in keys:
             offers[key] = offers.pop(key, 0) + 1  # the last one of all now
-        admitted = list(takewhile(lambda key: offers[key] >= self._threshold, keys))
         while len(offers) > self._size:
             offers.popitem(last=False)
-        return admitted

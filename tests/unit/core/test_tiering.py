@@ -51,6 +51,16 @@ def test_a_chunk_is_stored_once_it_was_offered_often_enough() -> None:
     assert reserve(core, prompt[2:]).keys == []
 
 
+def test_what_is_offered_again_for_want_of_room_is_one_offer() -> None:
+    core, prompt = make(4, 0, store_threshold=2), keys("a", 4)
+    reserve(core, prompt[:2])
+    reserve(core, keys("b", 4))
+    pinned = reserve(core, keys("b", 4))
+    assert [core.reserve(prompt) for _ in range(3)] == [None] * 3
+    core.abort(pinned)
+    assert reserve(core, prompt).keys == prompt[:2]
+
+
 # --- loads ---------------------------------------------------------------------------------------
 
 
