@@ -153,7 +153,9 @@ async def test_a_call_that_raises_closes_the_client(client: StandIn) -> None:
 async def test_the_client_is_closed_only_when_nobody_is_inside(client: StandIn) -> None:
     it = await open_tier(lambda why: None)
     client.codes = [TRANSFER]
-    inside, leave, found = threading.Event(), threading.Event(), []
+    inside, leave, found = threading.Event(), threading.Event(), list[bool]()
+    tier = it.tier
+    assert isinstance(tier, MooncakeTier)
 
     def stays(names: list[str]) -> list[int]:
         inside.set()
@@ -170,7 +172,7 @@ async def test_the_client_is_closed_only_when_nobody_is_inside(client: StandIn) 
         tasks.start_soon(it.tier.get, it.empty(range(1))[0])
         try:
             with anyio.fail_after(60):
-                while it.tier._opened._client.is_usable:  # noqa: ASYNC110 (until it is about to be closed)
+                while tier._opened._client.is_usable:  # noqa: ASYNC110 (until it is about to be closed)
                     await anyio.sleep(0.01)
             assert not client.is_closed
         finally:
