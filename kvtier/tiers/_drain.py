@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 import anyio
@@ -21,7 +20,6 @@ from kvtier._log import GuardedLogger
 
 logger = GuardedLogger("kvtier.tiers")
 T = TypeVar("T")
-_UNLIMITED = anyio.CapacityLimiter(inf)  # for calls that have had their turn
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
@@ -101,6 +99,6 @@ async def in_thread(
         await limiter.acquire_on_behalf_of(turn)
     try:
         call = partial(function, *arguments)
-        return await until_done(anyio.to_thread.run_sync(call, limiter=_UNLIMITED))
+        return await until_done(anyio.to_thread.run_sync(call, limiter=anyio.CapacityLimiter(1)))
     finally:
         limiter.release_on_behalf_of(turn)

@@ -277,9 +277,10 @@ class KVTierManager(OffloadingManager):
         if refusal := self._core.refusal or (None if may_store else "reset"):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             return _nothing_stored()
-        self._old_blocks.has_blocks(req_context.req_id)
         keys = list(keys)
         request = self._requests.get(req_context.req_id)
+        if request is not None:  # else it has ended, and nobody would tell so again
+            self._old_blocks.has_blocks(req_context.req_id)
         reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
