@@ -460,15 +460,24 @@ static int check(const struct call *call, const struct chunk *chunk, const uint8
     return checksum == get_number(trailer + SEAL_CHECKSUM, 4) ? RESULT_OK : RESULT_CHECKSUM;
 }
 
+/* Open a chunk's file so that reading it does not count as a use: kvt_files_touch says which are. Returns -errno. */
+static int open_chunk(const struct call *call, const char *path, int flags)
+{
+    int fd = openat(call->root_fd, path, O_RDONLY | CAREFULLY | O_NOATIME | flags);
+    if (fd < 0 && errno == EPERM) /* for the owner only */
+        fd = openat(call->root_fd, path, O_RDONLY | CAREFULLY | flags);
+    return fd < 0 ? -errno : fd;
+}
+
 static int get_chunk(const struct call *call, size_t i, uint8_t *block)
 {
     struct chunk chunk;
     int result = name_chunk(call, i, &chunk);
     if (result)
         return result;
-    int fd = openat(call->root_fd, chunk.path, O_RDONLY | CAREFULLY | direct_flag(call));
+    int fd = open_chunk(call, chunk.path, direct_flag(call));
     if (fd < 0)
-        return errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
+        return fd == -ENOENT || fd == -ENOTDIR ? RESULT_ABSENT : fd;
     int64_t moved = transfer(call, fd, chunk.slot, block, false);
     if (moved < 0)
         result = (int)moved;
@@ -519,16 +528,37 @@ int64_t kvt_files_discard(const struct call *call, size_t first, size_t end)
     return removed;
 }
 
-/* Set the time of the last use of a run of chunks to now. The time when they were written stays. */
-void kvt_files_touch(const struct call *call, size_t first, size_t end)
+/* Note in a file's mode that it was used often. Where that fails it counts as used twice. */
+static void note_class(int fd, int class)
+{
+    static const mode_t bits[] = {0, 0, S_ISVTX, S_IXUSR, S_ISVTX | S_IXUSR};
+    struct stat found;
+    if (class > 1 && class <= 4 && !fstat(fd, &found) && kvt_class(&found) < class)
+        fchmod(fd, (found.st_mode & (mode_t)(0777 & ~S_IXUSR)) | bits[class]);
+}
+
+static int touch_chunk(const struct call *call, const char *path, int class)
 {
     const struct timespec times[2] = {{.tv_nsec = UTIME_NOW}, {.tv_nsec = UTIME_OMIT}};
+    int fd = open_chunk(call, path, 0);
+    if (fd < 0)
+        return fd;
+    note_class(fd, class);
+    int result = futimens(fd, times) ? -errno : 0;
+    close(fd);
+    return result;
+}
+
+/* Set the time of the last use of a run of chunks to now, and their class to what is in the results, or leave a
+ * higher one. The time when they were written stays. */
+void kvt_files_touch(const struct call *call, size_t first, size_t end)
+{
     struct chunk chunk;
     for (size_t i = first; i < end; i++) {
         int result = stopped(call->stop) ? -ECANCELED : name_chunk(call, i, &chunk);
-        if (!result && utimensat(call->root_fd, chunk.path, times, AT_SYMLINK_NOFOLLOW))
-            result = errno == ENOENT || errno == ENOTDIR ? RESULT_ABSENT : -errno;
-        call->results[i] = result;
+        if (!result)
+            result = touch_chunk(call, chunk.path, call->results[i]);
+        call->results[i] = result == -ENOENT || result == -ENOTDIR ? RESULT_ABSENT : result;
     }
 }
 

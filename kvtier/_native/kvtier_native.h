@@ -77,6 +77,9 @@ enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4 };
 
 /* How files are opened that others may have put there: a FIFO would hold up who opens it otherwise. */
 #define CAREFULLY (O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK)
+#ifndef O_NOATIME
+#define O_NOATIME 0
+#endif
 #define BLOCK_BYTES 4096 /* the trailer's block, and what O_DIRECT is aligned to */
 
 struct index;
@@ -114,6 +117,16 @@ int kvt_sync_parents(int root_fd, char *path, int made);
 
 /* Open a directory that is no link, and look at it where `here` is not NULL. NULL and errno where that fails. */
 DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here);
+
+/* The class of a chunk's file, 0 to 4, by how often the chunk was used: ages.CLASS_OF_USES. After the first use the
+ * atime is later than the mtime. More uses are in two bits of the mode that mean nothing for a file of data. */
+static inline int kvt_class(const struct stat *file)
+{
+    struct timespec used = file->st_atim, written = file->st_mtim;
+    if (used.tv_sec != written.tv_sec ? used.tv_sec < written.tv_sec : used.tv_nsec <= written.tv_nsec)
+        return 0;
+    return 1 + (file->st_mode & S_ISVTX ? 1 : 0) + (file->st_mode & S_IXUSR ? 2 : 0);
+}
 
 static inline bool kvt_is_dot(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }
 

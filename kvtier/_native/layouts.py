@@ -33,9 +33,8 @@ class ChunkScan(ctypes.Structure):
 
     _fields_ = (
         ("now_ns", ctypes.c_int64),
-        ("once_us", ctypes.c_int64),
-        ("reused_us", ctypes.c_int64),
         ("want_bytes", ctypes.c_int64),
+        ("leaving", ctypes.c_void_p),
         ("histogram", ctypes.c_void_p),
         ("names", ctypes.c_void_p),
         ("names_room", ctypes.c_uint64),

@@ -15,17 +15,16 @@
 #define LEAF_BYTES 16 /* <hh>_g<group>, of ten digits at most */
 #define SUB_BITS 8
 #define AGE_BITS 50 /* microseconds of 35 years */
-#define MOST_AGE (INT64_MAX - 1) /* less than ages.NEVER */
+#define MOST_AGE INT64_MAX
 #define MOST_AHEAD INT64_C(3600000000) /* microseconds by which the clock that dates a file may be ahead */
 #define BUCKETS ((AGE_BITS - SUB_BITS + 1) << SUB_BITS)
 
 /* Mirrored in kvtier/_native/layouts.py. */
 struct chunk_scan {
     int64_t now_ns;      /* what ages are counted from */
-    int64_t once_us;     /* files this old are removed that were not used again after they were written */
-    int64_t reused_us;   /* and of the others those that are this old */
-    int64_t want_bytes;  /* removing stops when so many were removed */
-    uint64_t *histogram; /* bytes by age, 2 * BUCKETS numbers, or NULL */
+    int64_t want_bytes;     /* removing stops when so many were removed */
+    const uint8_t *leaving; /* whether files are removed, for each of CLASSES * BUCKETS, or NULL */
+    uint64_t *histogram;    /* bytes by age, BUCKETS numbers for each of CLASSES, or NULL */
     char *names;         /* paths of what was removed, each with a 0 behind it */
     uint64_t names_room;
     uint64_t names_bytes;
@@ -95,11 +94,6 @@ static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_l
 
 /* --------------------------------------------------------------------------------------- ages */
 
-static bool is_later(struct timespec one, struct timespec other)
-{
-    return one.tv_sec != other.tv_sec ? one.tv_sec > other.tv_sec : one.tv_nsec > other.tv_nsec;
-}
-
 /* Microseconds since a time. In 128 bits: a file system keeps times whose nanoseconds have more than 64.
  *
  * What lies ahead by more than clocks differ was written while a clock was wrong. It would be the youngest there is
@@ -138,16 +132,17 @@ static bool remove_file(int fd, const char *leaf, const char *name, int64_t byte
     return true;
 }
 
-/* Add up a file's age, and remove it where it is too old. */
+/* Add up a file's bytes, and remove it where it is to leave. */
 static void scan_file(int fd, const char *leaf, const char *name, const struct stat *found, struct chunk_scan *scan)
 {
-    bool reused = is_later(found->st_atim, found->st_mtim);
-    int64_t age_us = age_of(reused ? found->st_atim : found->st_mtim, scan->now_ns);
+    int used = kvt_class(found);
+    int64_t age_us = age_of(used ? found->st_atim : found->st_mtim, scan->now_ns);
+    size_t cell = (size_t)used * BUCKETS + bucket_of(age_us);
     int64_t bytes = (int64_t)found->st_blocks * 512;
     scan->seen++;
     if (scan->histogram != NULL)
-        scan->histogram[bucket_of(age_us) + (reused ? BUCKETS : 0)] += (uint64_t)bytes;
-    if (age_us < (reused ? scan->reused_us : scan->once_us) || scan->removed_bytes >= scan->want_bytes ||
+        scan->histogram[cell] += (uint64_t)bytes;
+    if (scan->leaving == NULL || !scan->leaving[cell] || scan->removed_bytes >= scan->want_bytes ||
         !remove_file(fd, leaf, name, bytes, scan))
         return;
     scan->removed++;
@@ -238,8 +233,7 @@ size_t kvt_layout_chunk_scan(uint32_t *out, size_t room)
 {
     static const uint32_t table[] = {
         sizeof(struct chunk_scan),
-        FIELD(chunk_scan, now_ns), FIELD(chunk_scan, once_us), FIELD(chunk_scan, reused_us),
-        FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
+        FIELD(chunk_scan, now_ns), FIELD(chunk_scan, want_bytes), FIELD(chunk_scan, leaving), FIELD(chunk_scan, histogram), FIELD(chunk_scan, names),
         FIELD(chunk_scan, names_room), FIELD(chunk_scan, names_bytes),
         FIELD(chunk_scan, seen), FIELD(chunk_scan, removed), FIELD(chunk_scan, removed_bytes),
         FIELD(chunk_scan, failed), FIELD(chunk_scan, failed_bytes),

@@ -160,7 +160,7 @@ class LHD(EvictionPolicy):
         """Update the densities if enough has been noted since they were updated last."""
         elapsed = self._now - self._updated
         if elapsed >= max(_UPDATE_UNITS * self._unit, _UPDATE_USES):
-            self._model.update(elapsed / self._unit)
+            self._model.update(elapsed / self._unit, elapsed / self._unit / UNITS)
             self._updated = self._now
 
     def _choose(self) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
 
 MAX_USES = 31
@@ -12,9 +13,8 @@ _PRIOR = (1.0, 2.0, 2.7, 3.4, 5.0, 8.0, 20.0)  # of how soon chunks of each clas
 UNITS = 25
 """Units of age in which as many chunks are used as there are slots."""
 
-_FACTOR = 1.4  # each bin ends at an age so many times that of the one before
-_WIDTHS = [1.0, *(_FACTOR**bin_ - _FACTOR ** (bin_ - 1) for bin_ in range(1, 32))]
-BINS = len(_WIDTHS)
+_BINS = 32
+_FACTOR = 1.4  # each bin ends at an age so many times that of the one before; the first one at 1 unit
 _LOG_FACTOR = log(_FACTOR)
 _HALF_LIFE = 70.0  # in capacities
 _CONFIDENCE = 100.0  # uses of a class after which its own shape counts as much as that of all
@@ -25,30 +25,38 @@ class ReuseModel:
 
     ``density`` has by class and bin the hits per unit of time that keeping a chunk yields: the highest rate
     over all lengths of time to keep it (the Gittins index).
+
+    Args:
+        priors: of each class, how soon its chunks are used again, until that is learned.
+        bins: number of bins of ages.
     """
 
-    def __init__(self) -> None:
-        self.used = [0] * CLASSES  # chunks that were used since the last ``update``
-        self.reused = [[0.0] * BINS for _ in range(CLASSES)]  # chunks used again, by their age then
-        self.density = [[prior / _FACTOR**bin_ for bin_ in range(BINS)] for prior in _PRIOR]
-        self._reached = [[0.0] * BINS for _ in range(CLASSES)]  # uses that were so long ago, or longer
-        self._pending = [[0.0] * BINS for _ in range(CLASSES)]  # uses that were so long ago
+    def __init__(self, priors: Sequence[float] = _PRIOR, bins: int = _BINS) -> None:
+        self.used = [0] * len(priors)  # chunks that were used since the last ``update``
+        self.reused = [[0.0] * bins for _ in priors]  # chunks used again, by their age then
+        self.density = [[prior / _FACTOR**bin_ for bin_ in range(bins)] for prior in priors]
+        self._reached = [[0.0] * bins for _ in priors]  # uses that were so long ago, or longer
+        self._pending = [[0.0] * bins for _ in priors]  # uses that were so long ago
+        self._priors = priors
+        self._widths = [1.0, *(_FACTOR**bin_ - _FACTOR ** (bin_ - 1) for bin_ in range(1, bins))]
 
-    @staticmethod
-    def bin_of(units: float) -> int:
-        return min(BINS - 1, 1 + int(log(units) / _LOG_FACTOR)) if units >= 1.0 else 0
+    def bin_of(self, units: float) -> int:
+        return min(len(self._widths) - 1, 1 + int(log(units) / _LOG_FACTOR)) if units >= 1.0 else 0
 
-    def update(self, units: float) -> None:
-        """Update the densities by what was noted in the last so many units of time."""
-        decay = 0.5 ** (units / UNITS / _HALF_LIFE)
-        for class_ in range(CLASSES):
+    def update(self, units: float, capacities: float) -> None:
+        """Update the densities by what was noted in the last so many units of time.
+
+        ``capacities`` is how many chunks were used meanwhile, as a multiple of those that there is room for.
+        """
+        decay = 0.5 ** (capacities / _HALF_LIFE)
+        for class_ in range(len(self._priors)):
             self._age(class_, units, decay)
         reached_by_all = [sum(column) + 1.0 for column in zip(*self._reached, strict=True)]
         reused_by_all = [sum(column) for column in zip(*self.reused, strict=True)]
         shape = [reused / reached for reused, reached in zip(reused_by_all, reached_by_all, strict=True)]
-        weighted = sum(prior * reached[0] for prior, reached in zip(_PRIOR, self._reached, strict=True))
+        weighted = sum(prior * reached[0] for prior, reached in zip(self._priors, self._reached, strict=True))
         mean = weighted / reached_by_all[0]
-        for class_, prior in enumerate(_PRIOR):
+        for class_, prior in enumerate(self._priors):
             factor = prior / max(mean, 0.1)
             chances = [
                 (reused + _CONFIDENCE * min(1.0, factor * chance)) / (reached + _CONFIDENCE)
@@ -56,16 +64,16 @@ class ReuseModel:
                     self.reused[class_], self._reached[class_], shape, strict=True
                 )
             ]
-            self.density[class_] = _hit_density(chances)
+            self.density[class_] = _hit_density(chances, self._widths)
 
     def _age(self, class_: int, units: float, decay: float) -> None:
         reached, pending = self._reached[class_], self._pending[class_]
         self.reused[class_] = [count * decay for count in self.reused[class_]]
-        for bin_ in range(BINS - 1, -1, -1):
+        for bin_ in range(len(pending) - 1, -1, -1):
             reached[bin_] *= decay
-            moved = pending[bin_] * min(1.0, units / _WIDTHS[bin_])
+            moved = pending[bin_] * min(1.0, units / self._widths[bin_])
             pending[bin_] -= moved
-            if bin_ + 1 < BINS:
+            if bin_ + 1 < len(pending):
                 pending[bin_ + 1] += moved
                 reached[bin_ + 1] += moved
         reached[0] += self.used[class_]
@@ -73,10 +81,10 @@ class ReuseModel:
         self.used[class_] = 0
 
 
-def _hit_density(chances: list[float]) -> list[float]:
+def _hit_density(chances: list[float], widths: list[float]) -> list[float]:
     """Return for each bin the best ratio of hits to time, by the chances of reuse in each bin."""
     left, steps = 1.0, []
-    for chance, width in zip(chances, _WIDTHS, strict=True):
+    for chance, width in zip(chances, widths, strict=True):
         hits = min(chance, left)
         steps.append((hits, width * max(left - hits / 2, 1e-3)))
         left -= hits

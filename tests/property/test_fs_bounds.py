@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._maintenance.ages import BUCKETS, bucket_of, new_histogram, plan, rank, youngest_of
+from kvtier.tiers.fs._maintenance.ages import (
+    BUCKETS,
+    CLASSES,
+    UNIT_US,
+    bucket_of,
+    new_histogram,
+    new_model,
+    plan,
+    youngest_of,
+)
 from kvtier.tiers.fs._quota import quota
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger as OneProcessLedger
@@ -313,29 +322,35 @@ def test_a_bucket_holds_its_ages_and_is_narrow(age: int) -> None:
         assert youngest_of(bucket + 1) > clamped
 
 
-units = st.lists(st.tuples(st.integers(0, 2**45), st.booleans(), st.integers(1, 10**6)), max_size=60)
+files = st.lists(
+    st.tuples(st.integers(0, 2**50), st.integers(0, CLASSES - 1), st.integers(1, 10**6)), max_size=60
+)
+lessons = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.integers(0, 47), st.integers(1, 500)))
 
 
-@given(units, st.integers(1, 10**8))
-def test_a_plan_frees_enough_and_not_a_bucket_too_many(found: list[tuple[int, bool, int]], need: int) -> None:
-    histogram = new_histogram()
-    for age, reused, nbytes in found:
-        histogram[bucket_of(age) + (BUCKETS if reused else 0)] += nbytes
-    cutoffs = plan(histogram, 1.0, need)
-    leaving = [
-        (age, reused, nbytes)
-        for age, reused, nbytes in found
-        if age >= (cutoffs.reused_us if reused else cutoffs.once_us)
-    ]
-    total = sum(nbytes for _, _, nbytes in found)
-    freed = sum(nbytes for _, _, nbytes in leaving)
-    assert freed >= min(need, total)
-    # Without the bucket that was chosen last it would have been too little.
-    weighed = {
-        (bucket_of(age), reused): rank(youngest_of(bucket_of(age)), reused=reused)
-        for age, reused, _ in leaving
-    }
-    if weighed:
-        last = min(weighed.values())
-        without = sum(nbytes for age, reused, nbytes in leaving if weighed[bucket_of(age), reused] > last)
-        assert without < need
+@given(files, lessons, st.integers(1, 10**8))
+def test_a_plan_frees_enough_by_least_density_and_not_a_cell_too_many(
+    found: list[tuple[int, int, int]], lessons: list[tuple[int, int, int]], need: int
+) -> None:
+    histogram, model = new_histogram(), new_model()
+    for class_, bin_, count in lessons:
+        model.used[class_] += count
+        model.reused[class_][bin_] += count / 2
+        model.update(10.0, 0.1)
+    for age, class_, nbytes in found:
+        histogram[class_ * BUCKETS + bucket_of(age)] += nbytes
+    leaving = plan(histogram, 1.0, need, model)
+    cells = {cell: nbytes for cell, nbytes in enumerate(histogram) if nbytes}
+    gone = {cell: nbytes for cell, nbytes in cells.items() if leaving[cell]}
+    assert sum(leaving) == len(gone)
+    assert sum(gone.values()) >= min(need, sum(cells.values()))
+
+    def rank(cell: int) -> tuple[bool, float, int]:
+        age_us = youngest_of(cell % BUCKETS)
+        bin_ = model.bin_of(age_us / UNIT_US)
+        return cell % BUCKETS < BUCKETS - 1, model.density[cell // BUCKETS][bin_], -age_us
+
+    if gone:
+        last = max(gone, key=rank)
+        assert sum(gone.values()) - gone[last] < need
+        assert all(rank(last) <= rank(cell) for cell in cells.keys() - gone.keys())

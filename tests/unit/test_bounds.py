@@ -19,7 +19,6 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import TierConfig
 from kvtier.tiers.fs._maintenance import ages
-from kvtier.tiers.fs._maintenance.ages import Cutoffs
 
 ABSURD = [math.inf, -math.inf, math.nan, -1, -0.5, 1e300, 10**30, "99999999999TiB", "1e300", "Infinity"]
 
@@ -131,13 +130,11 @@ def test_an_author_of_a_tier_need_not_think_of_it(name: str, value: float, words
 
 
 @given(st.floats(min_value=0, allow_nan=False))
-def test_a_longer_time_never_means_that_younger_chunks_leave(ttl_s: float) -> None:
-    assert ages.expired(ttl_s) == Cutoffs(*[min(ages.NEVER, int(min(ttl_s * 1e6, 2.0**64)))] * 2)
-
-
-@pytest.mark.parametrize("age_us", [-1, ages.NEVER + 1, 2**64])
-def test_an_age_that_c_would_read_as_another_is_refused(age_us: int) -> None:
-    with pytest.raises(ValueError, match="age"):
-        Cutoffs(age_us, 0)
-    with pytest.raises(ValueError, match="age"):
-        Cutoffs(0, age_us)
+def test_what_leaves_for_a_ttl_is_older_however_long_it_is(ttl_s: float) -> None:
+    leaving, ttl_us = ages.expired(ttl_s), int(min(ttl_s * 1e6, 2.0**64))
+    assert len(leaving) == ages.CLASSES * ages.BUCKETS
+    oldest = min(ttl_us, 2**50 - 1)
+    assert ttl_us == 0 or not leaving[ages.bucket_of(oldest - 1)]
+    assert leaving[ages.bucket_of(oldest + oldest // 128 + 1)] or ttl_us >= 2**50
+    assert sorted(leaving[: ages.BUCKETS]) == list(leaving[: ages.BUCKETS])
+    assert leaving == leaving[: ages.BUCKETS] * ages.CLASSES

@@ -56,18 +56,18 @@ class FsConfig(TierConfig):
     )
     eviction: Literal["reuse", "none"] = Field(
         default="reuse",
-        description="Eviction policy. `reuse`: the least recently used chunks leave first; a chunk that was "
-        "not reused counts as older. `none`: nothing is evicted, and puts are refused when `root_dir` is "
-        "full.",
+        description="Eviction policy. `reuse`: the chunks that are least likely to be used soon leave first, "
+        "by how often and how long ago they were used. `none`: nothing is evicted, and puts are refused "
+        "when `root_dir` is full.",
     )
     high_watermark: float = Field(
-        default=0.95,
+        default=0.97,
         gt=0,
         le=1,
         description="Share of the size limit at which background eviction starts.",
     )
     low_watermark: float = Field(
-        default=0.9,
+        default=0.93,
         ge=0,
         lt=1,
         description="Share of the size limit at which background eviction stops.",

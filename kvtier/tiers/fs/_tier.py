@@ -155,7 +155,7 @@ class FsTier(SecondaryTier[FsConfig]):
             results = await session.put(epoch, batch)
             there = [key for key, result in zip(batch.keys, results, strict=True) if result in THERE]
             if (limit := session.quota.limit) is not None:
-                session.maintenance.recency.note_put(there, limit // self._chunk_bytes)
+                session.maintenance.uses.note_put(there, limit // self._chunk_bytes)
         return outcome_of(results)
 
     async def get(self, batch: Batch) -> Outcome:
@@ -167,7 +167,7 @@ class FsTier(SecondaryTier[FsConfig]):
         with session.epoch.hold() as epoch:
             call = FileCall(epoch.place, batch.keys, batch.slots, batch.memory)
             await session.pool.run(call, Verb.GET, epoch.index)
-            session.maintenance.recency.note(epoch.learn(call))
+            session.maintenance.uses.note(epoch.learn(call), in_order=True)
             if corrupt := await session.set_aside(call):
                 self._report_removed([call.keys[i] for i in corrupt])
         return outcome_of(call.results)
@@ -175,7 +175,7 @@ class FsTier(SecondaryTier[FsConfig]):
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note that ``keys`` were used. See ``SecondaryTier.touch``. Their files' times are set later."""
         if self._session is not None and self._session.epoch is not None:
-            self._session.maintenance.recency.note(keys)
+            self._session.maintenance.uses.note(keys, in_order=False)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove the files of ``keys``. See ``SecondaryTier.discard``."""

@@ -158,7 +158,7 @@ def test_what_never_returns_is_worth_less_the_older_it_is_and_a_loop_more() -> N
         model.used[1] += 100
         model.reused[0][0] += 30
         model.reused[1][model.bin_of(10.0)] += 80
-        model.update(UNITS / 10)
+        model.update(UNITS / 10, 0.1)
     young, old = model.bin_of(0.5), model.bin_of(9.0)
     assert model.density[0][young] > 3 * model.density[0][old]
     assert model.density[1][old] > 3 * model.density[1][young]

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtier import _native as native
@@ -39,8 +39,12 @@ def discard(call: FileCall) -> int:
     return int(require_library().kvt_files_discard(call.address, 0, len(call)))
 
 
-def touch(call: FileCall) -> None:
-    """Set the time of the last use of the chunks' files to now: OK or ABSENT."""
+def touch(call: FileCall, classes: Sequence[int]) -> None:
+    """Set the time of the last use of the chunks' files to now: OK or ABSENT.
+
+    ``classes`` says how often each was used (see ``ages.CLASS_OF_USES``); a higher one in its file stays.
+    """
+    call.results[:] = array("i", classes)
     require_library().kvt_files_touch(call.address, 0, len(call))
 
 

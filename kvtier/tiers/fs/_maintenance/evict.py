@@ -1,10 +1,10 @@
 """Makes room below a root. It needs no engine; one process at a time does it for all.
 
 What no engine can use goes first: orphaned chunks, old epochs, leftovers of dead writers, the quarantine.
-Then chunks leave by age (see ``ages``), from all namespaces alike. The root is never listed or sorted as a
-whole: a random sample of its directories shows how old chunks are, and decides which ages leave. Directories
-are then visited in random order until there is room. Hashes spread chunks evenly over directories, so any
-sample is like the whole.
+Then chunks leave by their use (see ``ages``), from all namespaces alike. The root is never listed or sorted
+as a whole: a random sample of its directories shows how often and when chunks were used, and decides which
+leave. Directories are then visited in random order until there is room. Hashes spread chunks evenly over
+directories, so any sample is like the whole.
 
 A chunk that is removed while a reader has it open is read to its end. Unfinished files lie in their writer's
 own directory and are not touched; nor are files that are not named as chunks, wherever they lie.
@@ -22,22 +22,24 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier._native import layouts
+from kvtier.policies._reuse import ReuseModel
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._maintenance import ages
-from kvtier.tiers.fs._maintenance.ages import Cutoffs, Histogram
+from kvtier.tiers.fs._maintenance.ages import Histogram, Plan
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root
 
 SAMPLE_FILES: Final = 32_768
-"""Files in the sample that decides which ages leave."""
+"""Files in the sample that decides what leaves."""
 
 NAMES_BYTES: Final = 1 << 20
 """Room for the paths of what one scan removes; what has none stays for the next one."""
 
 _ROUNDS: Final = 4
+_ALL: Final = 2**63 - 1  # bytes
 Gone = Callable[[str, Sequence[str]], None]
 """Called with an epoch's directory and the paths below it of chunks that were removed."""
 
@@ -54,7 +56,7 @@ class Evicted:
     """What was removed."""
 
     leftover_bytes: int = 0  # that no engine could use any more
-    chunks: int = 0  # removed by age or for ``ttl_s``
+    chunks: int = 0  # removed for room or for ``ttl_s``
     chunk_bytes: int = 0  # of these, and of directories that became empty
     failures: Failures = field(default_factory=Counter)  # what could not be removed or read
     problems: Sequence[str] = ()  # what had to be removed and could not be, in words
@@ -69,12 +71,12 @@ class ChunkScan(layouts.ChunkScan):
     """A scan of the chunks' files of several directories. The native library reads and adds up its fields.
 
     Files that are not named as chunks are left alone. A file's mtime is when it was written; a later atime is
-    when it was used again.
+    when it was used again, and its mode says how often.
 
     Args:
         now_ns: the file system's time, from which ages are counted.
-        histogram: gets the files' bytes by age, if given.
-        cutoffs: ages from which on files are removed.
+        histogram: gets the files' bytes, if given.
+        leaving: which files are removed; None: none.
         want_bytes: bytes after which removing stops.
 
     Attributes:
@@ -87,7 +89,7 @@ class ChunkScan(layouts.ChunkScan):
         self,
         now_ns: int,
         histogram: Histogram | None = None,
-        cutoffs: Cutoffs = ages.NOTHING,
+        leaving: Plan | None = None,
         want_bytes: int = 0,
     ) -> None:
         self.failures: Failures = Counter()
@@ -100,10 +102,13 @@ class ChunkScan(layouts.ChunkScan):
             names=ctypes.addressof(self._room),
             names_room=len(self._room),
         )
-        self.remove_older(cutoffs)
+        if leaving is not None:
+            self.follow(leaving)
 
-    def remove_older(self, cutoffs: Cutoffs) -> None:
-        self.once_us, self.reused_us = cutoffs.once_us, cutoffs.reused_us
+    def follow(self, leaving: Plan) -> None:
+        """Remove the files that a plan names."""
+        self._leaving = (ctypes.c_uint8 * len(leaving)).from_buffer(leaving)
+        self.leaving = ctypes.addressof(self._leaving)
 
     @property
     def is_done(self) -> bool:
@@ -137,6 +142,7 @@ class Evictor:
     Args:
         ours: writers that live in this process.
         only: names of the namespaces to work on; None for all.
+        model: which chunks are worth keeping; by default one that has learned nothing.
     """
 
     def __init__(
@@ -146,8 +152,10 @@ class Evictor:
         gone: Gone = _ignore,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
+        model: Callable[[], ReuseModel] = ages.new_model,
     ) -> None:
         self._only = only
+        self._model = model
         self._root_fd = root_fd
         self._stop = stop
         self._gone = gone
@@ -168,7 +176,7 @@ class Evictor:
             sweeper = Sweeper(root, self._stop, self._ours)
             leftover = sweeper.remove_leftovers(need_bytes)
             freed(leftover)
-            scan = self._remove_by_age(root, now_ns, need_bytes - leftover, freed)
+            scan = self._remove_least(root, now_ns, need_bytes - leftover, freed)
         return Evicted(leftover, scan.removed, scan.removed_bytes, sweeper.failures + scan.failures)
 
     def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted | None:
@@ -176,7 +184,7 @@ class Evictor:
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
                 return None
-            scan = ChunkScan(now_ns, cutoffs=ages.expired(ttl_s), want_bytes=ages.NEVER)
+            scan = ChunkScan(now_ns, leaving=ages.expired(ttl_s), want_bytes=_ALL)
             self._scan_parts(self._parts(root), scan, freed)
         return Evicted(0, scan.removed, scan.removed_bytes, scan.failures)
 
@@ -202,18 +210,18 @@ class Evictor:
             if layout.PART.fullmatch(name)
         ]
 
-    def _remove_by_age(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
+    def _remove_least(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
         scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
         parts = self._parts(root)
-        for _ in range(_ROUNDS):  # what the sample says of the whole can be a little too young
+        for _ in range(_ROUNDS):  # the sample can say a little too little of the whole
             if scan.is_done or self._stop:
                 break
             random.shuffle(parts)
-            # What cannot be removed is among the oldest again: as much of what is younger leaves instead.
-            cutoffs = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
-            if cutoffs == ages.NOTHING:
+            # What cannot be removed is planned for again: as much of what comes next leaves instead.
+            leaving = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
+            if not any(leaving):
                 break
-            scan.remove_older(cutoffs)
+            scan.follow(leaving)
             # Of several rounds the one with most failures counts: what cannot be removed fails again, unless
             # there is room before it is scanned.
             before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
@@ -221,7 +229,7 @@ class Evictor:
             scan.failures |= before
         return scan
 
-    def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Cutoffs:
+    def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Plan:
         histogram = ages.new_histogram()
         sample, scanned = ChunkScan(now_ns, histogram), 0
         for part in parts:
@@ -229,7 +237,7 @@ class Evictor:
                 break
             self._scan_parts((part,), sample)
             scanned += 1
-        return ages.plan(histogram, scanned / max(1, len(parts)), need_bytes)
+        return ages.plan(histogram, scanned / max(1, len(parts)), need_bytes, self._model())
 
     def _scan_parts(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
         for data_dir, part in parts:

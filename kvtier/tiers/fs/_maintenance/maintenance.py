@@ -28,7 +28,7 @@ from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
-from kvtier.tiers.fs._maintenance.recency import Recency
+from kvtier.tiers.fs._maintenance.uses import Uses
 from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import Quota
@@ -71,7 +71,7 @@ class Maintenance:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
         self.counted = asyncio.Event()  # set when the root's bytes are known, or could not be counted
-        self.recency: Final = Recency(ttl_s=config.ttl_s)
+        self.uses: Final = Uses(ttl_s=config.ttl_s)
         self._epoch = epoch
         self._config = config
         self._context = context
@@ -81,7 +81,13 @@ class Maintenance:
         self._loop = asyncio.get_running_loop()
         self._slow = slow
         self._quick = quick
-        self._evictor = Evictor(namespace.root_fd, closing, self._gone, frozenset({namespace.writer}))
+        self._evictor = Evictor(
+            namespace.root_fd,
+            closing,
+            self._gone,
+            ours=frozenset({namespace.writer}),
+            model=lambda: self.uses.model,
+        )
         self._timers: dict[Workers, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
         self._room_made = asyncio.Event()
@@ -100,7 +106,7 @@ class Maintenance:
     def follow(self, epoch: Epoch) -> None:
         """Work on this epoch from now on, of which nothing is known yet."""
         self._epoch = epoch
-        self.recency.clear()
+        self.uses.clear()
         self.begin()
 
     def stop(self) -> None:
@@ -184,7 +190,7 @@ class Maintenance:
         if self._quota.accounts.unconfirmed or self._quota.used_bytes is None:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
-            self._try(partial(self._touch, epoch.place), "setting the access times of its files")
+            self._try(partial(self._publish, epoch.place), "noting in its files that they were used")
         call_soon(self._loop, partial(self._after, TICK_S, self._quick, self._do_tick))
 
     def _look_for_change(self) -> None:
@@ -227,6 +233,7 @@ class Maintenance:
         need = self._quota.excess
         if not need:
             return
+        self._publish(self._epoch.place)
         evicted = self._evictor.make_room(need, self._count_freed())
         if evicted is None:
             return
@@ -272,11 +279,11 @@ class Maintenance:
             epoch.forget(keys)
             self._context.removed(keys)
 
-    def _touch(self, place: Place) -> None:
-        keys = self.recency.take()
-        for first in range(0, len(keys), _TOUCHED_A_CALL):
-            call = FileCall(place, keys[first : first + _TOUCHED_A_CALL])
-            chunk_files.touch(call)
+    def _publish(self, place: Place) -> None:
+        used = self.uses.take()
+        for first in range(0, len(used), _TOUCHED_A_CALL):
+            keys, classes = zip(*used[first : first + _TOUCHED_A_CALL], strict=True)
+            chunk_files.touch(FileCall(place, keys), classes)
             if self._closing:
                 return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from array import array
 from contextlib import suppress
@@ -16,10 +17,10 @@ from kvtier.keys import pack_key
 from kvtier.tiers._base import Knowledge, Outcome, Status
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.call import FileCall, StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
-from kvtier.tiers.fs._maintenance import maintenance, recency
-from kvtier.tiers.fs._maintenance.ages import BUCKETS, Cutoffs, bucket_of, new_histogram
+from kvtier.tiers.fs._maintenance import maintenance, uses
+from kvtier.tiers.fs._maintenance.ages import BUCKETS, bucket_of, new_histogram
 from kvtier.tiers.fs._maintenance.evict import ChunkScan, Evictor
 from kvtier.tiers.fs._quota import ledger
 
@@ -54,6 +55,13 @@ async def filled(world, ages_s, **settings):
     for number, (written, used) in enumerate(ages_s):
         set_times(world.file(number), written, used)
     return tier
+
+
+def class_of(path):
+    found = path.stat()
+    if found.st_atime_ns <= found.st_mtime_ns:
+        return 0
+    return 1 + bool(found.st_mode & stat.S_ISVTX) + 2 * bool(found.st_mode & stat.S_IXUSR)
 
 
 def first_level(world):
@@ -168,12 +176,13 @@ async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatc
 async def test_a_scan_adds_up_bytes_by_age(world):
     times = [(60 * number**3, 60 * number if number % 2 else None) for number in range(1, 40)]
     await filled(world, times)
-    now_ns, expected = time.time_ns(), array("Q", bytes(8 * 2 * BUCKETS))
+    for number, mode in enumerate((0o600, 0o1600, 0o700, 0o1700) * 9):
+        world.file(number).chmod(mode)
+    now_ns, expected = time.time_ns(), array("Q", bytes(8 * 5 * BUCKETS))
     for number in range(len(times)):
         found = world.file(number).stat()
         age_us = (now_ns - max(found.st_atime_ns, found.st_mtime_ns)) // 1000
-        is_reused = found.st_atime_ns > found.st_mtime_ns
-        expected[bucket_of(age_us) + (BUCKETS if is_reused else 0)] += found.st_blocks * 512
+        expected[bucket_of(age_us) + class_of(world.file(number)) * BUCKETS] += found.st_blocks * 512
     histogram = new_histogram()
     scan = ChunkScan(now_ns, histogram)
     root_fd = os.open(world.root, os.O_RDONLY)
@@ -231,7 +240,7 @@ async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch):
         (leaf / f"{number:064x}.bin").touch()
     root_fd = os.open(world.root, os.O_RDONLY)
     try:
-        scan = ChunkScan(time.time_ns(), cutoffs=Cutoffs(0, 0), want_bytes=10**9)
+        scan = ChunkScan(time.time_ns(), leaving=bytearray(b"\1" * 5 * BUCKETS), want_bytes=10**9)
         removed = scan.scan(root_fd, folder, StopFlag())
     finally:
         os.close(root_fd)
@@ -376,60 +385,166 @@ async def test_gets_and_touches_are_told_to_all_processes_through_the_files(worl
     assert [world.file(number).stat().st_mtime_ns for number in range(4)] == written
 
 
-def test_within_a_short_ttl_a_chunk_is_told_several_times():
-    now = [0.0]
-    seen = recency.Recency(lambda: now[0], ttl_s=40.0)
-    key = pack_key(bytes(32))
-    for told in ([key], [], [key]):
-        seen.note([key])
-        assert seen.take() == told
-        now[0] += 5.0
+async def test_a_file_says_how_often_its_chunk_was_used_and_never_less_than_before(world):
+    tier = await filled(world, [(HOUR, None)] * 5)
+    place = tier._session.epoch.place
+    for classes, expected in (
+        ((0, 1, 2, 3, 4), [1, 1, 2, 3, 4]),
+        ((4, 2, 1, 1, 1), [4, 2, 2, 3, 4]),
+        ((7, 4, 3, 4, -1), [4, 4, 3, 4, 4]),
+    ):
+        call = FileCall(place, world.keys(range(5)))
+        await anyio.to_thread.run_sync(chunk_files.touch, call, classes)
+        assert list(call.results) == [0] * 5
+        assert [class_of(world.file(number)) for number in range(5)] == expected
+    await world.put(tier, [5])
+    assert class_of(world.file(5)) == 0
+    assert (await world.get(tier, range(6))).statuses == (OK,) * 6
 
 
-def test_a_chunk_is_told_once_in_a_while_and_memory_is_bounded():
-    now = [0.0]
-    seen = recency.Recency(lambda: now[0])
-    a, b, c = (pack_key(bytes([number]) * 32) for number in range(3))
-    seen.note([a, b])
-    assert set(seen.take()) == {a, b}
-    now[0] = recency.TOUCH_EVERY_S - 1
-    seen.note([a, c])
-    assert seen.take() == [c]
-    now[0] += 1
-    seen.note([a])
-    assert seen.take() == [a]
-    for first in range(0, 4 * recency.REMEMBERED, 1000):
-        seen.note([pack_key(b"%d" % number) for number in range(first, first + 1000)])
-    assert len(seen.take()) <= recency.REMEMBERED + 1000
+async def test_reading_a_chunk_is_no_use_until_it_is_published(world, monkeypatch):
+    """As most mounts would have it, with relatime: one use would count as two."""
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
+    tier = await filled(world, [(2 * HOUR, 3 * HOUR)])
+    before = world.file(0).stat().st_atime_ns
+    assert (await world.get(tier, [0])).statuses == (OK,)
+    assert world.file(0).stat().st_atime_ns == before
+
+
+class Clock:
+    """Time in seconds, in which chunks are used."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chunk(number):
+    return pack_key(number.to_bytes(32, "big"))
+
+
+def test_within_a_short_ttl_a_use_is_published_several_times():
+    clock = Clock()
+    seen = uses.Uses(clock, ttl_s=40.0)
+    a = chunk(1)
+    for published in ([a], [], [a]):
+        seen.note([a], in_order=True)
+        assert [key for key, _ in seen.take()] == published
+        clock.now += 5.0
+
+
+def test_a_use_is_published_once_in_a_while_and_memory_is_bounded():
+    clock = Clock()
+    seen = uses.Uses(clock)
+    a, b, c = map(chunk, range(3))
+    seen.note([a, b], in_order=True)
+    assert {key for key, _ in seen.take()} == {a, b}
+    clock.now += uses.PUBLISH_EVERY_S - 1
+    seen.note([a, c], in_order=True)
+    assert [key for key, _ in seen.take()] == [c]
+    clock.now += 1
+    seen.note([a], in_order=True)
+    assert [key for key, _ in seen.take()] == [a]
+    for first in range(0, 4 * uses.WAITING, 1000):
+        seen.note(list(map(chunk, range(first, first + 1000))), in_order=True)
+    assert len(seen.take()) <= uses.WAITING
+
+
+def test_where_much_is_put_uses_are_published_more_often():
+    seen = uses.Uses(Clock())
+    a = chunk(1000)
+    for put, published in ((4, [a]), (4, []), (4, []), (4, [a])):
+        seen.note([a], in_order=True)
+        assert [key for key, _ in seen.take()] == published
+        seen.note_put(list(map(chunk, range(put))), 200)
+        seen.take()
 
 
 def test_a_chunk_that_is_put_again_counts_as_used_again():
-    seen = recency.Recency()
-    a, b, c, *others = (pack_key(bytes([number]) * 32) for number in range(200))
+    clock = Clock()
+    seen = uses.Uses(clock)
+    a, b, c = map(chunk, range(3))
     seen.note_put([a, b], 10)
     assert seen.take() == []
+    clock.now += 100.0
     seen.note_put([a], 10)
-    assert seen.take() == [a]
-    seen.note_put(others, 10)
-    seen.note_put([b], 10)
-    assert seen.take() == [], "more was put meanwhile than is remembered of ten chunks' room"
+    assert seen.take() == [(a, 1)]
+    clock.now += 100.0
     seen.note_put([c, b], 10)
-    assert set(seen.take()) == {c, b}, "a chunk was used whenever one behind it was"
+    assert set(seen.take()) == {(c, 1), (b, 1)}, "a chunk was used whenever one behind it was"
     seen.clear()
     seen.note_put([b], 10)
     assert seen.take() == []
 
 
+def test_uses_within_a_moment_are_one_and_the_others_are_counted():
+    clock = Clock()
+    seen = uses.Uses(clock, ttl_s=0.4)
+    a = chunk(1)
+    seen.note_put([a], 10)
+    published = []
+    for number in range(40):
+        clock.now += 0.25 if number % 2 else 9.75
+        seen.note([a], in_order=False)
+        published += [class_ for _, class_ in seen.take()]
+    assert published == sorted(published)
+    assert [published.count(class_) for class_ in range(5)] == [0, 2, 4, 22, 12]
+
+
+def rank_of(seen, class_, age_s):
+    model = seen.model
+    return model.density[class_][model.bin_of(age_s)]
+
+
+def test_what_is_used_in_a_loop_is_kept_until_it_is_due_and_what_never_returns_is_not():
+    clock = Clock()
+    seen = uses.Uses(clock)
+    loop = list(map(chunk, range(300)))
+    others = iter(range(1000, 10**6))
+    seen.note_put(loop, 1000)
+    for _ in range(40):
+        for _ in range(10):
+            clock.now += 60.0
+            seen.note_put([chunk(next(others)) for _ in range(30)], 1000)
+            seen.take()
+        seen.note(loop, in_order=True)
+    assert rank_of(seen, 4, 590.0) > 2 * rank_of(seen, 4, 10.0) > 20 * rank_of(seen, 0, 10.0)
+    assert rank_of(seen, 0, 10.0) >= rank_of(seen, 0, 2000.0)
+
+
+@pytest.mark.parametrize("room", [10**6, 10**7])
+def test_of_a_large_root_a_sample_is_remembered_and_prompts_are_known_by_it(room):
+    clock = Clock()
+    seen = uses.Uses(clock)
+    prompts = [[pack_key(os.urandom(32)) for _ in range(1000)] for _ in range(4)]
+    for prompt in prompts:
+        seen.note_put(prompt, room)
+    clock.now += 50.0
+    assert seen.take() == []
+    for prompt in prompts:
+        seen.note_put(prompt, room)
+    known = len(seen.take())
+    assert known > 2000
+    assert sum(map(sum, seen.model.reused)) < 4000 * 2**20 / room
+
+
 async def test_the_file_of_a_chunk_that_returns_gets_a_time_of_use(world, monkeypatch):
-    touched = []
+    touched: list[Any] = []
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
-    monkeypatch.setattr(chunk_files, "touch", lambda call: touched.extend(call.keys))
-    tier = await world.open()
+
+    def touch(call, classes):
+        touched.extend(zip(call.keys, classes, strict=True))
+
+    monkeypatch.setattr(chunk_files, "touch", touch)
+    tier = await world.open(max_bytes=10**7)
     await world.put(tier, [1, 2])
     await tier.discard(world.keys([1]))
+    tier._session.maintenance.uses._began_at -= 10.0  # later
     await world.put(tier, [1])
     await world.eventually(lambda: touched)
-    assert touched == world.keys([1])
+    assert touched == [(*world.keys([1]), 1)]
 
 
 async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again(world, monkeypatch, caplog):

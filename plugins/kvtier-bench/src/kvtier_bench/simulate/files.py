@@ -1,4 +1,4 @@
-"""A trace against the file tier's eviction: its own planning, over ages instead of files."""
+"""A trace against the file tier's eviction: its own planning and learning, over ages instead of files."""
 
 from __future__ import annotations
 
@@ -8,51 +8,58 @@ from random import Random
 from typing import Final
 
 from kvtier.keys import OffloadKey
+from kvtier.policies._reuse import ReuseModel
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._maintenance import ages
-from kvtier.tiers.fs._maintenance.recency import Recency
+from kvtier.tiers.fs._maintenance.maintenance import TICK_S
+from kvtier.tiers.fs._maintenance.uses import Uses
 from kvtier_bench.simulate.replay import Requests
 
 FILES: Final = "fs"
 REQUEST_US: Final = 300_000  # between two requests, as in Mooncake's conversation trace
+_TICK_REQUESTS: Final = int(TICK_S * 1e6 / REQUEST_US)
 
 _HIGH: Final = FsConfig.model_fields["high_watermark"].default
 _LOW: Final = FsConfig.model_fields["low_watermark"].default
 
-_Uses = dict[OffloadKey, tuple[int, bool]]
-"""When each chunk was used last, in microseconds, and whether that was after it was written."""
+_Files = dict[OffloadKey, tuple[int, int]]
+"""When each chunk was used last, in microseconds, and its class: what its file says."""
 
 
 def replay_files(requests: Requests, device_hits: Sequence[int], capacity: int) -> Iterator[tuple[int, int]]:
-    """Yield, for each request, how many chunks are loaded and how many are put.
-
-    Times of use are known to the request; files have them every ``TOUCH_EVERY_S`` only.
-    """
-    files: _Uses = {}
-    recency, random = Recency(), Random(0)
+    """Yield, for each request, how many chunks are loaded and how many are put."""
+    files: _Files = {}
+    now_us = 0
+    uses, random = Uses(lambda: now_us / 1e6), Random(0)
     for index, (keys, on_device) in enumerate(zip(requests, device_hits, strict=True)):
         now_us = index * REQUEST_US
         found = sum(1 for _ in takewhile(files.__contains__, keys[on_device:]))
         put = [key for key in keys if key not in files]
-        files.update((key, (now_us, key in files)) for key in keys)
-        recency.note_put(put, capacity)
-        files.update((key, (now_us, True)) for key in recency.take())
-        if len(files) > _HIGH * capacity:
-            _make_room(files, len(files) - int(_LOW * capacity), now_us, random)
+        uses.note([key for key in keys if key in files], in_order=True)
+        uses.note_put(put, capacity)
+        files.update((key, (now_us, 0)) for key in put)
+        is_full = len(files) > _HIGH * capacity
+        if is_full or index % _TICK_REQUESTS == 0:
+            _publish(uses, files, now_us)
+        if is_full:
+            _make_room(files, len(files) - int(_LOW * capacity), now_us, uses.model, random)
         yield found, len(put)
 
 
-def _make_room(files: _Uses, need: int, now_us: int, random: Random) -> None:
+def _publish(uses: Uses, files: _Files, now_us: int) -> None:
+    for key, class_ in uses.take():
+        if key in files:
+            files[key] = (now_us, max(class_, files[key][1]))
+
+
+def _make_room(files: _Files, need: int, now_us: int, model: ReuseModel, random: Random) -> None:
     """Remove what a plan says, in the random order in which directories are visited."""
     histogram = ages.new_histogram()
-    for used_us, reused in files.values():
-        histogram[ages.bucket_of(now_us - used_us) + (ages.BUCKETS if reused else 0)] += 1
-    cutoffs = ages.plan(histogram, 1.0, need)
-    old = [
-        key
-        for key, (used_us, reused) in files.items()
-        if now_us - used_us >= (cutoffs.reused_us if reused else cutoffs.once_us)
-    ]
+    cells = {key: class_ * ages.BUCKETS + ages.bucket_of(now_us - us) for key, (us, class_) in files.items()}
+    for cell in cells.values():
+        histogram[cell] += 1
+    leaving = ages.plan(histogram, 1.0, need, model)
+    old = [key for key, cell in cells.items() if leaving[cell]]
     random.shuffle(old)
     for key in old[:need]:
         del files[key]
