@@ -533,7 +533,7 @@ static void note_class(int fd, int class)
 {
     static const mode_t bits[] = {0, 0, S_ISVTX, S_IXUSR, S_ISVTX | S_IXUSR};
     struct stat found;
-    if (class > 1 && class <= 4 && !fstat(fd, &found) && kvt_class(&found) < class)
+    if (class > 1 && class <= 4 && !fstat(fd, &found) && kvt_class_of_mode(found.st_mode) < class)
         fchmod(fd, (found.st_mode & (mode_t)(0777 & ~S_IXUSR)) | bits[class]);
 }
 

@@ -119,13 +119,19 @@ int kvt_sync_parents(int root_fd, char *path, int made);
 DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here);
 
 /* The class of a chunk's file, 0 to 4, by how often the chunk was used: ages.CLASS_OF_USES. After the first use the
- * atime is later than the mtime. More uses are in two bits of the mode that mean nothing for a file of data. */
+ * atime is later than the mtime. More uses are in two bits of the mode that mean nothing for a file of data. Where
+ * others may do anything with a file the mode is not ours: some file systems have one for all. */
+static inline int kvt_class_of_mode(mode_t mode)
+{
+    return mode & 077 ? 1 : 1 + (mode & S_ISVTX ? 1 : 0) + (mode & S_IXUSR ? 2 : 0);
+}
+
 static inline int kvt_class(const struct stat *file)
 {
     struct timespec used = file->st_atim, written = file->st_mtim;
     if (used.tv_sec != written.tv_sec ? used.tv_sec < written.tv_sec : used.tv_nsec <= written.tv_nsec)
         return 0;
-    return 1 + (file->st_mode & S_ISVTX ? 1 : 0) + (file->st_mode & S_IXUSR ? 2 : 0);
+    return kvt_class_of_mode(file->st_mode);
 }
 
 static inline bool kvt_is_dot(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }

@@ -9,6 +9,7 @@ from functools import partial
 from typing import ClassVar, Final
 
 import anyio
+import anyio.lowlevel
 
 from kvtier.errors import StateError, TierError
 from kvtier.keys import OffloadKey
@@ -32,6 +33,7 @@ from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier.tiers.fs._session import Session
 
+_NOTED_AT_ONCE: Final = 512  # chunks that were used: one takes some 2 us of the event loop
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
 _HAS_FILE: Final = frozenset({Result.EXISTS, Result.TORN})
 
@@ -154,8 +156,7 @@ class FsTier(SecondaryTier[FsConfig]):
         with session.epoch.hold() as epoch:
             results = await session.put(epoch, batch)
             there = [key for key, result in zip(batch.keys, results, strict=True) if result in THERE]
-            if (limit := session.quota.limit) is not None:
-                session.maintenance.uses.note_put(there, limit // self._chunk_bytes)
+            session.maintenance.uses.note_put(there)
         return outcome_of(results)
 
     async def get(self, batch: Batch) -> Outcome:
@@ -174,8 +175,10 @@ class FsTier(SecondaryTier[FsConfig]):
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note that ``keys`` were used. See ``SecondaryTier.touch``. Their files' times are set later."""
-        if self._session is not None and self._session.epoch is not None:
-            self._session.maintenance.uses.note(keys, in_order=False)
+        for first in range(0, len(keys), _NOTED_AT_ONCE):
+            if self._session is not None and self._session.epoch is not None:
+                self._session.maintenance.uses.note(keys[first : first + _NOTED_AT_ONCE], in_order=False)
+            await anyio.lowlevel.checkpoint()
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove the files of ``keys``. See ``SecondaryTier.discard``."""

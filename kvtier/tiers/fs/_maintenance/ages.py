@@ -11,6 +11,8 @@ class, and by age in buckets that are a 256th as wide as they are old. A plan is
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
+from functools import cache
 from typing import Final, TypeAlias
 
 from kvtier.policies._reuse import MAX_USES, ReuseModel
@@ -23,6 +25,7 @@ UNIT_US: Final = 1_000_000
 """Of the model's age."""
 
 _PRIORS: Final = (1.0, 2.0, 3.0, 8.0, 20.0)
+_HINT: Final = 1e-9  # a prior's weight where there is anything better
 _BINS: Final = 48  # the last one begins at 80 days
 
 _SUB_BITS: Final = 8
@@ -32,6 +35,9 @@ BUCKETS: Final = (_AGE_BITS - _SUB_BITS + 1) * _SUB
 
 Histogram: TypeAlias = "array[int]"
 """Bytes of chunks by cell: by age, for one class after the other. The native library adds them up."""
+
+Worth: TypeAlias = list[list[float]]
+"""Hit density by class, and by age in the bins of the model."""
 
 Plan: TypeAlias = bytearray
 """Whether the chunks of each cell leave. The native library reads it."""
@@ -59,29 +65,63 @@ def youngest_of(bucket: int) -> int:
     return (bucket - (shift << _SUB_BITS)) << shift
 
 
-def plan(histogram: Histogram, share: float, need_bytes: int, model: ReuseModel) -> Plan:
+def worth_of(model: ReuseModel, lag_s: float = 0.0) -> Worth:
+    """Return what keeping chunks is worth, which may have been used ``lag_s`` later than their files say."""
+    worth = []
+    for class_, densities in enumerate(zip(model.density, new_model().density, strict=True)):
+        # What nothing is known of yet, as after a restart, is ranked as if nothing had been learned.
+        known = [learned + _HINT * by_prior for learned, by_prior in zip(*densities, strict=True)]
+        lag_us = lag_s * 1e6 if class_ else 0.0
+        youngest = [model.bin_of((youngest_of(first) - lag_us) / UNIT_US) for first in _bins()[:-1]]
+        worth.append([max(known[young : bin_ + 1]) for bin_, young in enumerate(youngest)])
+    return worth
+
+
+def plan(histogram: Histogram, share: float, need_bytes: int, worth: Worth) -> Plan:
     """Return which cells leave so that it makes up ``need_bytes``, or all if that is less.
 
-    ``share`` is that of all chunks which is in the histogram; the others are assumed to be alike.
+    ``share`` is that of all chunks which is in the histogram; the others are assumed to be alike, in the
+    cells between those that hold something.
     """
     left = need_bytes * share
-    leaving = bytearray(CLASSES * BUCKETS)
-    found = [cell for cell, nbytes in enumerate(histogram) if nbytes]
-    for cell in sorted(found, key=lambda cell: _rank(cell, model)):
+    last = None
+    found = [(*_rank(cell, worth), nbytes) for cell, nbytes in enumerate(histogram) if nbytes]
+    for least, minus_age_us, nbytes in sorted(found):
         if left <= 0:
             break
-        left -= histogram[cell]
-        leaving[cell] = True
+        left -= nbytes
+        last = least, -minus_age_us
+    return bytearray(CLASSES * BUCKETS) if last is None else _up_to(*last, worth)
+
+
+def _rank(cell: int, worth: Worth) -> tuple[float, int]:
+    """Return worth and age of a cell such that the least one leaves first, of equals the oldest."""
+    class_, bucket = divmod(cell, BUCKETS)
+    if bucket == BUCKETS - 1:  # a wrong clock has dated them
+        return -1.0, 0
+    return worth[class_][bisect_right(_bins(), bucket) - 1], -youngest_of(bucket)
+
+
+def _up_to(most: float, least_age_us: int, worth: Worth) -> Plan:
+    """Return the plan by which all cells leave up to a rank."""
+    leaving = bytearray(CLASSES * BUCKETS)
+    for class_, by_bin in enumerate(worth):
+        start = class_ * BUCKETS
+        for value, first, end in zip(by_bin, _bins(), _bins()[1:], strict=False):
+            if value == most:
+                first = min(max(first, bucket_of(least_age_us)), end)
+            if value <= most:
+                leaving[start + first : start + end] = b"\1" * (end - first)
+        leaving[start + BUCKETS - 1] = True
     return leaving
 
 
-def _rank(cell: int, model: ReuseModel) -> tuple[float, int]:
-    """Return hit density and age of a cell such that the least one leaves first, of equals the oldest."""
-    bucket = cell % BUCKETS
-    if bucket == BUCKETS - 1:  # a wrong clock has dated them
-        return -1.0, 0
-    age_us = youngest_of(bucket)
-    return model.density[cell // BUCKETS][model.bin_of(age_us / UNIT_US)], -age_us
+@cache
+def _bins() -> list[int]:
+    """Return the first bucket of each of the model's bins, and the end of the last one."""
+    bin_of = new_model().bin_of
+    bins = [bin_of(youngest_of(bucket) / UNIT_US) for bucket in range(BUCKETS)]
+    return [*(bins.index(bin_) for bin_ in range(_BINS)), BUCKETS]
 
 
 def expired(ttl_s: float) -> Plan:

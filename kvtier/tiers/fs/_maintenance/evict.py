@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier._native import layouts
-from kvtier.policies._reuse import ReuseModel
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import require_library
@@ -45,6 +44,10 @@ Gone = Callable[[str, Sequence[str]], None]
 
 Freed = Callable[[int], None]
 """Called with the bytes removed since the last call, so that others can use them before all is done."""
+
+
+def _unlearned() -> ages.Worth:
+    return ages.worth_of(ages.new_model())
 
 
 def _ignore(*details: object) -> None:
@@ -142,7 +145,7 @@ class Evictor:
     Args:
         ours: writers that live in this process.
         only: names of the namespaces to work on; None for all.
-        model: which chunks are worth keeping; by default one that has learned nothing.
+        worth: what keeping chunks is worth; by default as if nothing had been learned.
     """
 
     def __init__(
@@ -152,10 +155,10 @@ class Evictor:
         gone: Gone = _ignore,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
-        model: Callable[[], ReuseModel] = ages.new_model,
+        worth: Callable[[], ages.Worth] = _unlearned,
     ) -> None:
         self._only = only
-        self._model = model
+        self._worth = worth
         self._root_fd = root_fd
         self._stop = stop
         self._gone = gone
@@ -237,7 +240,7 @@ class Evictor:
                 break
             self._scan_parts((part,), sample)
             scanned += 1
-        return ages.plan(histogram, scanned / max(1, len(parts)), need_bytes, self._model())
+        return ages.plan(histogram, scanned / max(1, len(parts)), need_bytes, self._worth())
 
     def _scan_parts(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
         for data_dir, part in parts:

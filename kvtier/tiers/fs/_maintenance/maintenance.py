@@ -28,7 +28,7 @@ from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
-from kvtier.tiers.fs._maintenance.uses import Uses
+from kvtier.tiers.fs._maintenance.uses import WAITING, Uses
 from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import Quota
@@ -42,6 +42,7 @@ EVICTION_PAUSE_S: Final = (0.1, 30.0)
 _UNCOUNTED_S: Final = 1.0  # between two tries to count a root that was never counted
 _ROOM_EVERY_S: Final = 0.02  # between two tries of a put that waits for room that another process makes
 _TOUCHED_A_CALL: Final = 1024
+_PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks: puts wait meanwhile
 _LINES_EVERY_S: Final = 30.0
 _log = GuardedLogger("kvtier.tiers.fs")
 
@@ -86,7 +87,7 @@ class Maintenance:
             closing,
             self._gone,
             ours=frozenset({namespace.writer}),
-            model=lambda: self.uses.model,
+            worth=self.uses.worth,
         )
         self._timers: dict[Workers, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # what is under way, or waits for its thread
@@ -183,6 +184,8 @@ class Maintenance:
 
     def _do_tick(self) -> None:
         epoch = self._epoch
+        if (limit := self._quota.limit) is not None:
+            self.uses.room = limit // epoch.place.chunk_bytes
         self._try(self._look_for_change, "looking for a change of its directory")
         self._try(self._quota.refresh, "reading its ledger")
         if self._quota.excess:
@@ -190,7 +193,7 @@ class Maintenance:
         if self._quota.accounts.unconfirmed or self._quota.used_bytes is None:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
-            self._try(partial(self._publish, epoch.place), "noting in its files that they were used")
+            self._try(partial(self._publish, epoch.place, WAITING), "noting in its files that they were used")
         call_soon(self._loop, partial(self._after, TICK_S, self._quick, self._do_tick))
 
     def _look_for_change(self) -> None:
@@ -233,7 +236,7 @@ class Maintenance:
         need = self._quota.excess
         if not need:
             return
-        self._publish(self._epoch.place)
+        self._publish(self._epoch.place, _PUBLISHED_BEFORE_EVICTION)
         evicted = self._evictor.make_room(need, self._count_freed())
         if evicted is None:
             return
@@ -279,8 +282,8 @@ class Maintenance:
             epoch.forget(keys)
             self._context.removed(keys)
 
-    def _publish(self, place: Place) -> None:
-        used = self.uses.take()
+    def _publish(self, place: Place, most: int) -> None:
+        used = self.uses.take(most)
         for first in range(0, len(used), _TOUCHED_A_CALL):
             keys, classes = zip(*used[first : first + _TOUCHED_A_CALL], strict=True)
             chunk_files.touch(FileCall(place, keys), classes)

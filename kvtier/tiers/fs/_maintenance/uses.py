@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 from kvtier.keys import OffloadKey
@@ -46,7 +47,8 @@ class Uses:
         ttl_s: how long after its last use a chunk is removed.
 
     Attributes:
-        model: what is learned. Its densities are replaced, not changed, so any thread may read them.
+        room: how many chunks the root has room for; 0: not known yet.
+        model: what is learned.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, ttl_s: float | None = None) -> None:
@@ -55,9 +57,8 @@ class Uses:
         self._lock = threading.Lock()
         self._table = Ghosts()
         self._table.resize(_REMEMBERED)
-        self._room = 0  # chunks; 0: not known yet
-        self._remembered = 256  # chunks are remembered with a byte of their hash below it
-        self._began_at = clock()
+        self.room = 0
+        self._began_at = self._begun_at = clock()
         self._reset()
 
     def _reset(self) -> None:
@@ -68,23 +69,26 @@ class Uses:
         self._begin()
 
     def _begin(self) -> None:
-        """Have each chunk's next use published."""
+        """Have each chunk's next use published, and learn from it. Until then the others are no news."""
         self._published: set[OffloadKey] = set()
-        self._begun_at, self._puts = self._clock(), 0
+        now = self._clock()
+        self._interval_s, self._begun_at, self._puts = now - self._begun_at, now, 0
 
-    def note_put(self, keys: Sequence[OffloadKey], room: int) -> None:
-        """Note that chunks were put, in the order of their prompt.
-
-        ``room`` is how many chunks the root has room for.
-        """
+    def worth(self) -> ages.Worth:
+        """Return what keeping chunks is worth, as far as is known."""
         with self._lock:
-            self._room = room
-            self._remembered = max(1, 256 * _REMEMBERED // max(_REMEMBERED, _REMEMBERED_IN_ROOM * room))
+            # A chunk's file says when it was used first in this interval, or in the one before.
+            lag_s = max(self._clock() - self._begun_at, self._interval_s)
+            return ages.worth_of(self.model, lag_s)
+
+    def note_put(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that chunks were put, in the order of their prompt."""
+        with self._lock:
             for key, uses in self._learn(keys, least=1, in_order=True):
                 if uses > 1 and len(self._waiting) < WAITING:
                     self._waiting[key] = uses
             self._puts += len(keys)
-            if self._puts >= _PUBLISHED_IN_PUTS * room:
+            if self.room and self._puts >= _PUBLISHED_IN_PUTS * self.room:
                 self._begin()
 
     def note(self, keys: Sequence[OffloadKey], *, in_order: bool) -> None:
@@ -92,11 +96,12 @@ class Uses:
         with self._lock:
             if self._clock() - self._begun_at >= self._every_s or len(self._published) >= WAITING:
                 self._begin()
-            published, waiting = self._published, self._waiting
-            for key, uses in self._learn(keys, least=2, in_order=in_order):
-                if key not in published and len(waiting) < WAITING:  # else the disk hangs
-                    published.add(key)
-                    waiting[key] = uses
+            if self._published.issuperset(keys):
+                return
+            fresh = [key for key in keys if key not in self._published]
+            self._published.update(fresh)
+            if len(self._waiting) < WAITING:  # else the disk hangs
+                self._waiting.update(self._learn(fresh, least=2, in_order=in_order))
 
     def _learn(
         self, keys: Sequence[OffloadKey], *, least: int, in_order: bool
@@ -106,7 +111,8 @@ class Uses:
         ``least`` is how often it was used where nothing is remembered of it.
         """
         now_ms = 1 + int(1000 * (self._clock() - self._began_at))
-        remembered, recall, remember = self._remembered, self._table.recall, self._table.remember
+        recall, remember = self._table.recall, self._table.remember
+        remembered = max(1, 256 * _REMEMBERED // max(_REMEMBERED, _REMEMBERED_IN_ROOM * self.room))
         known, (uses, record) = 0, _next(0, least, now_ms)
         learned: dict[tuple[int, int], int] = {}
         found = []
@@ -132,18 +138,19 @@ class Uses:
             bin_ = self.model.bin_of((now_ms - (record & _TIME)) / _UNIT_MS)
             self.model.reused[ages.CLASS_OF_USES[record >> _TIME_BITS]][bin_] += count
 
-    def take(self) -> list[tuple[OffloadKey, int]]:
+    def take(self, most: int) -> list[tuple[OffloadKey, int]]:
         """Return chunks whose uses are to be published, each with its class of ``ages``, and forget them."""
         with self._lock:
-            taken, self._waiting = self._waiting, {}
+            keys = list(islice(self._waiting, most))
+            taken = [(key, ages.CLASS_OF_USES[self._waiting.pop(key)]) for key in keys]
             self._update()
-        return [(key, ages.CLASS_OF_USES[uses]) for key, uses in taken.items()]
+        return taken
 
     def _update(self) -> None:
         now = self._clock()
         units = (now - self._updated_at) * 1000 / _UNIT_MS
-        if units >= 1.0 and self._room:
-            self.model.update(units, self._uses / self._room)
+        if units >= 1.0 and self.room:
+            self.model.update(units, self._uses / self.room)
             self._updated_at, self._uses = now, 0
 
     def clear(self) -> None:

@@ -61,6 +61,8 @@ def class_of(path):
     found = path.stat()
     if found.st_atime_ns <= found.st_mtime_ns:
         return 0
+    if found.st_mode & 0o077:  # the mode of a file system that has one for all files
+        return 1
     return 1 + bool(found.st_mode & stat.S_ISVTX) + 2 * bool(found.st_mode & stat.S_IXUSR)
 
 
@@ -176,7 +178,7 @@ async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatc
 async def test_a_scan_adds_up_bytes_by_age(world):
     times = [(60 * number**3, 60 * number if number % 2 else None) for number in range(1, 40)]
     await filled(world, times)
-    for number, mode in enumerate((0o600, 0o1600, 0o700, 0o1700) * 9):
+    for number, mode in enumerate((0o600, 0o1600, 0o700, 0o1700, 0o755) * 7):
         world.file(number).chmod(mode)
     now_ns, expected = time.time_ns(), array("Q", bytes(8 * 5 * BUCKETS))
     for number in range(len(times)):
@@ -431,7 +433,7 @@ def test_within_a_short_ttl_a_use_is_published_several_times():
     a = chunk(1)
     for published in ([a], [], [a]):
         seen.note([a], in_order=True)
-        assert [key for key, _ in seen.take()] == published
+        assert [key for key, _ in seen.take(uses.WAITING)] == published
         clock.now += 5.0
 
 
@@ -440,55 +442,56 @@ def test_a_use_is_published_once_in_a_while_and_memory_is_bounded():
     seen = uses.Uses(clock)
     a, b, c = map(chunk, range(3))
     seen.note([a, b], in_order=True)
-    assert {key for key, _ in seen.take()} == {a, b}
+    assert {key for key, _ in seen.take(uses.WAITING)} == {a, b}
     clock.now += uses.PUBLISH_EVERY_S - 1
     seen.note([a, c], in_order=True)
-    assert [key for key, _ in seen.take()] == [c]
+    assert [key for key, _ in seen.take(uses.WAITING)] == [c]
     clock.now += 1
     seen.note([a], in_order=True)
-    assert [key for key, _ in seen.take()] == [a]
+    assert [key for key, _ in seen.take(uses.WAITING)] == [a]
     for first in range(0, 4 * uses.WAITING, 1000):
         seen.note(list(map(chunk, range(first, first + 1000))), in_order=True)
-    assert len(seen.take()) <= uses.WAITING
+    assert len(seen.take(uses.WAITING)) <= uses.WAITING
 
 
 def test_where_much_is_put_uses_are_published_more_often():
     seen = uses.Uses(Clock())
+    seen.room = 200
     a = chunk(1000)
     for put, published in ((4, [a]), (4, []), (4, []), (4, [a])):
         seen.note([a], in_order=True)
-        assert [key for key, _ in seen.take()] == published
-        seen.note_put(list(map(chunk, range(put))), 200)
-        seen.take()
+        assert [key for key, _ in seen.take(uses.WAITING)] == published
+        seen.note_put(list(map(chunk, range(put))))
+        seen.take(uses.WAITING)
 
 
 def test_a_chunk_that_is_put_again_counts_as_used_again():
     clock = Clock()
     seen = uses.Uses(clock)
     a, b, c = map(chunk, range(3))
-    seen.note_put([a, b], 10)
-    assert seen.take() == []
+    seen.note_put([a, b])
+    assert seen.take(uses.WAITING) == []
     clock.now += 100.0
-    seen.note_put([a], 10)
-    assert seen.take() == [(a, 1)]
+    seen.note_put([a])
+    assert seen.take(uses.WAITING) == [(a, 1)]
     clock.now += 100.0
-    seen.note_put([c, b], 10)
-    assert set(seen.take()) == {(c, 1), (b, 1)}, "a chunk was used whenever one behind it was"
+    seen.note_put([c, b])
+    assert set(seen.take(uses.WAITING)) == {(c, 1), (b, 1)}, "a chunk was used whenever one behind it was"
     seen.clear()
-    seen.note_put([b], 10)
-    assert seen.take() == []
+    seen.note_put([b])
+    assert seen.take(uses.WAITING) == []
 
 
 def test_uses_within_a_moment_are_one_and_the_others_are_counted():
     clock = Clock()
     seen = uses.Uses(clock, ttl_s=0.4)
     a = chunk(1)
-    seen.note_put([a], 10)
+    seen.note_put([a])
     published = []
     for number in range(40):
         clock.now += 0.25 if number % 2 else 9.75
         seen.note([a], in_order=False)
-        published += [class_ for _, class_ in seen.take()]
+        published += [class_ for _, class_ in seen.take(uses.WAITING)]
     assert published == sorted(published)
     assert [published.count(class_) for class_ in range(5)] == [0, 2, 4, 22, 12]
 
@@ -503,29 +506,67 @@ def test_what_is_used_in_a_loop_is_kept_until_it_is_due_and_what_never_returns_i
     seen = uses.Uses(clock)
     loop = list(map(chunk, range(300)))
     others = iter(range(1000, 10**6))
-    seen.note_put(loop, 1000)
+    seen.room = 1000
+    seen.note_put(loop)
     for _ in range(40):
         for _ in range(10):
             clock.now += 60.0
-            seen.note_put([chunk(next(others)) for _ in range(30)], 1000)
-            seen.take()
+            seen.note_put([chunk(next(others)) for _ in range(30)])
+            seen.take(uses.WAITING)
         seen.note(loop, in_order=True)
     assert rank_of(seen, 4, 590.0) > 2 * rank_of(seen, 4, 10.0) > 20 * rank_of(seen, 0, 10.0)
     assert rank_of(seen, 0, 10.0) >= rank_of(seen, 0, 2000.0)
+
+
+def worth_at(seen, class_, age_s):
+    return seen.worth()[class_][seen.model.bin_of(age_s)]
+
+
+def test_the_hottest_chunks_stay_however_old_their_files_say_they_are():
+    """A file says when its chunk was used first in an interval, and it is used every 10 s."""
+    clock = Clock()
+    seen = uses.Uses(clock)
+    seen.room = 20_000
+    hot, numbers = list(map(chunk, range(20))), iter(range(1000, 10**6))
+    due: dict[int, list[Any]] = {}
+    seen.note_put(hot)
+    for step in range(2000):
+        clock.now += 2.0
+        if step % 5 == 0:
+            seen.note(hot, in_order=False)
+        seen.note_put(due.setdefault(step + 300, [chunk(next(numbers)) for _ in range(8)]))
+        if step % 10 < 3 and step in due:
+            seen.note(due[step], in_order=True)
+        seen.take(uses.WAITING)
+        if step > 1000:
+            assert min(worth_at(seen, 4, age_s) for age_s in (1, 60, 200)) > worth_at(seen, 0, 300)
+
+
+def test_after_a_restart_what_was_used_often_is_worth_more_until_more_is_known():
+    clock = Clock()
+    seen = uses.Uses(clock)
+    seen.room = 10_000
+    for step in range(300):
+        assert worth_at(seen, 4, 1200) > worth_at(seen, 2, 1200) > worth_at(seen, 0, 1200)
+        assert worth_at(seen, 4, 1200) > worth_at(seen, 0, 900) > worth_at(seen, 0, 1200)
+        clock.now += 2.0
+        seen.note_put([chunk(10 * step + number) for number in range(10)])
+        seen.take(uses.WAITING)
 
 
 @pytest.mark.parametrize("room", [10**6, 10**7])
 def test_of_a_large_root_a_sample_is_remembered_and_prompts_are_known_by_it(room):
     clock = Clock()
     seen = uses.Uses(clock)
+    seen.room = room
     prompts = [[pack_key(os.urandom(32)) for _ in range(1000)] for _ in range(4)]
     for prompt in prompts:
-        seen.note_put(prompt, room)
+        seen.note_put(prompt)
     clock.now += 50.0
-    assert seen.take() == []
+    assert seen.take(uses.WAITING) == []
     for prompt in prompts:
-        seen.note_put(prompt, room)
-    known = len(seen.take())
+        seen.note_put(prompt)
+    known = len(seen.take(uses.WAITING))
     assert known > 2000
     assert sum(map(sum, seen.model.reused)) < 4000 * 2**20 / room
 

@@ -8,11 +8,10 @@ from random import Random
 from typing import Final
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._reuse import ReuseModel
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.maintenance import TICK_S
-from kvtier.tiers.fs._maintenance.uses import Uses
+from kvtier.tiers.fs._maintenance.uses import WAITING, Uses
 from kvtier_bench.simulate.replay import Requests
 
 FILES: Final = "fs"
@@ -31,34 +30,35 @@ def replay_files(requests: Requests, device_hits: Sequence[int], capacity: int) 
     files: _Files = {}
     now_us = 0
     uses, random = Uses(lambda: now_us / 1e6), Random(0)
+    uses.room = capacity
     for index, (keys, on_device) in enumerate(zip(requests, device_hits, strict=True)):
         now_us = index * REQUEST_US
         found = sum(1 for _ in takewhile(files.__contains__, keys[on_device:]))
         put = [key for key in keys if key not in files]
         uses.note([key for key in keys if key in files], in_order=True)
-        uses.note_put(put, capacity)
+        uses.note_put(put)
         files.update((key, (now_us, 0)) for key in put)
         is_full = len(files) > _HIGH * capacity
         if is_full or index % _TICK_REQUESTS == 0:
             _publish(uses, files, now_us)
         if is_full:
-            _make_room(files, len(files) - int(_LOW * capacity), now_us, uses.model, random)
+            _make_room(files, len(files) - int(_LOW * capacity), now_us, uses.worth(), random)
         yield found, len(put)
 
 
 def _publish(uses: Uses, files: _Files, now_us: int) -> None:
-    for key, class_ in uses.take():
+    for key, class_ in uses.take(WAITING):
         if key in files:
             files[key] = (now_us, max(class_, files[key][1]))
 
 
-def _make_room(files: _Files, need: int, now_us: int, model: ReuseModel, random: Random) -> None:
+def _make_room(files: _Files, need: int, now_us: int, worth: ages.Worth, random: Random) -> None:
     """Remove what a plan says, in the random order in which directories are visited."""
     histogram = ages.new_histogram()
     cells = {key: class_ * ages.BUCKETS + ages.bucket_of(now_us - us) for key, (us, class_) in files.items()}
     for cell in cells.values():
         histogram[cell] += 1
-    leaving = ages.plan(histogram, 1.0, need, model)
+    leaving = ages.plan(histogram, 1.0, need, worth)
     old = [key for key, cell in cells.items() if leaving[cell]]
     random.shuffle(old)
     for key in old[:need]:
