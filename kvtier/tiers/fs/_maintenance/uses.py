@@ -79,7 +79,7 @@ class Uses:
         with self._lock:
             # A chunk's file says when it was used first in this interval, or in the one before.
             lag_s = max(self._clock() - self._begun_at, self._interval_s)
-            return ages.worth_of(self.model, lag_s)
+            return ages.worth_of(self.model, min(lag_s, self._every_s))
 
     def note_put(self, keys: Sequence[OffloadKey]) -> None:
         """Note that chunks were put, in the order of their prompt."""

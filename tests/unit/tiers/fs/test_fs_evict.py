@@ -554,6 +554,20 @@ def test_after_a_restart_what_was_used_often_is_worth_more_until_more_is_known()
         seen.take(uses.WAITING)
 
 
+def test_what_is_no_longer_used_leaves_however_often_it_was():
+    clock = Clock()
+    seen = uses.Uses(clock)
+    seen.room = 1000
+    once, often = chunk(1), list(map(chunk, range(100, 120)))
+    seen.note_put([once])
+    for _ in range(100):
+        clock.now += 310.0
+        seen.note(often, in_order=True)
+        seen.take(uses.WAITING)
+    clock.now += 86400.0
+    assert worth_at(seen, 4, 86400) < worth_at(seen, 4, 310) / 100
+
+
 @pytest.mark.parametrize("room", [10**6, 10**7])
 def test_of_a_large_root_a_sample_is_remembered_and_prompts_are_known_by_it(room):
     clock = Clock()
