@@ -21,11 +21,11 @@
 
 /* Mirrored in kvtier/_native/layouts.py. */
 struct chunk_scan {
-    int64_t now_ns;      /* what ages are counted from */
+    int64_t now_ns;         /* what ages are counted from */
     int64_t want_bytes;     /* removing stops when so many were removed */
     const uint8_t *leaving; /* whether files are removed, for each of CLASSES * BUCKETS, or NULL */
     uint64_t *histogram;    /* bytes by age, BUCKETS numbers for each of CLASSES, or NULL */
-    char *names;         /* paths of what was removed, each with a 0 behind it */
+    char *names;            /* paths of what was removed, each with a 0 behind it */
     uint64_t names_room;
     uint64_t names_bytes;
     uint64_t seen;
