@@ -137,7 +137,7 @@ class World:
 
     def _shut_down(self) -> None:
         self.shutdowns += 1
-        assert self.thread.close(1.0)
+        assert self.thread.close(1.0, PATIENCE_S)  # a machine may be busy at its end
         self.region.close()
 
     def step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
@@ -161,7 +161,7 @@ class World:
 
     def find(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:
         """Ask in each step until there is an answer, and leave the last step open for a load."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             found, wait = self.scan(keys, context)
             if not wait:
@@ -189,7 +189,7 @@ class World:
 
     def settle(self) -> None:
         """Step until the tiers are through."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while not self.core.is_idle or self.manager.has_pending_work():
             assert time.monotonic() < end
             self.step()
@@ -208,8 +208,7 @@ def slots_of(spec: object) -> list[int]:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr("kvtier._execution.executor.CLOSE_S", PATIENCE_S)  # a machine may be busy at its end
+def make() -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
     def make(*tiers: AnyTier, **settings: Any) -> World:
@@ -465,6 +464,11 @@ class Scheduler:
         while self.steps < 400 or self.loaded < until_loaded:
             assert time.monotonic() < end, self.loaded
             self.step(arriving=True)
+        self.end_all()
+
+    def end_all(self) -> None:
+        """Go on until all that is under way has ended; no more requests arrive."""
+        end = time.monotonic() + PATIENCE_S
         while self.jobs or self.copies or self.cut_off:
             assert time.monotonic() < end, [job.state for job in self.jobs]
             self.step(arriving=False)

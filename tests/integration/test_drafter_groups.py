@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.common import PATIENCE_S
 from tests.integration.test_layouts import BLOCK_TOKENS, FULL, LATENT, STATE, WINDOW, Cache, Case
 
 PROMPT_BLOCKS = 6
@@ -52,7 +53,7 @@ class Engine:
 
     def hit(self, request: Request) -> int:
         """Return how many tokens can be loaded, once the tiers have answered."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while (tokens := self.scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
             assert time.monotonic() < end
             self.step()

@@ -48,6 +48,7 @@ from kvtier.adapters.vllm._parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.errors import RegionError
 from kvtier.keys import pack_key
+from tests.common import PATIENCE_S
 from tests.integration.conftest import from_vllm
 
 NUM_BLOCKS = 24
@@ -313,7 +314,7 @@ def test_a_chunk_that_lacks_blocks_in_its_midst_is_never_given_back(
 def _when_there_are_slots(
     manager: OffloadingManager, keys: Sequence[OffloadKey], request: ReqContext
 ) -> PrepareStoreOutput:
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         manager.on_schedule_end(ScheduleEndContext([], ()))
         output = manager.prepare_store(keys, request)
