@@ -31,9 +31,9 @@ def test_killed_in_the_midst_of_cascades(
         there = len(chunks_in(tmp_path))
         engine = launcher.start(llama, settings)
         left += engine.regions
-        engine.call("die_at", root=str(tmp_path), chunks=there + generator.randrange(5, 100))
+        chunks = there + generator.randrange(5, 100)
         with pytest.raises(EngineError, match="the engine has died"):
-            engine.ask("generate", prompts=prompts, output_tokens=4, together=True)
+            engine.call("die_at", root=str(tmp_path), chunks=chunks, prompts=prompts)
         engine.kill()
         new = len(chunks_in(tmp_path)) - there
         assert 0 < new < len(prompts) * PROMPT_CHUNKS, f"round_ {round_}: killed too late"

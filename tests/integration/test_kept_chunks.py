@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.harness import PROMPT_CHUNKS, UNTIL_S, Engine, Launcher, prompt
 
 SESSION, STRANGER = prompt(1), prompt(2)
 OTHERS = [prompt(seed) for seed in range(10, 16)]
@@ -67,7 +67,9 @@ def test_a_session_is_back_in_host_memory_when_its_client_comes_back(
         engine.generate(SESSION, **_hints(next_use_s=away_s))
         engine.generate(*OTHERS)
         engine.until(
-            lambda it: it.value("kvtier_prefetched_chunks") == PROMPT_CHUNKS, "it was evicted, and is back"
+            lambda it: it.value("kvtier_prefetched_chunks") == PROMPT_CHUNKS,
+            "it was evicted, and is back",
+            away_s + UNTIL_S,
         )
         fetched = engine.settled().value("kvtier_fetched_chunks")
         answers, loaded = engine.served(SESSION)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvtier_bench.engine.process import sampling
 
@@ -23,10 +23,11 @@ def find(llm: Any, directory: str) -> dict[str, Any]:
     return {}
 
 
-def die_at(llm: Any, root: str, chunks: int) -> dict[str, Any]:
-    """Have the engine killed when so many chunks are below a root.
+def die_at(llm: Any, root: str, chunks: int, prompts: list[list[int]]) -> NoReturn:
+    """Send prompts all at once, and have the engine killed when so many chunks are below a root.
 
-    By itself: whoever watches it from elsewhere may be late, and find it through with its work.
+    By itself: whoever watches it from elsewhere may be late, and find it through with its work. Answers may
+    be there before the chunks are: the prompts are sent again until it is killed.
     """
     from tests.integration.harness import chunks_in
 
@@ -36,7 +37,8 @@ def die_at(llm: Any, root: str, chunks: int) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    return {}
+    while True:
+        requests(llm, prompts, output_tokens=4)
 
 
 def requests(
