@@ -42,9 +42,13 @@ class Pool:
         pointer = ctypes.cast(function, ctypes.c_void_p)
         assert not self.holding.kvt_pool_submit(self.address, pointer, None, chunks, part, reading, token)
 
-    def wait_begun(self, count):
+    def wait_for(self, holds):
+        """Wait until something holds of the names of what has begun."""
         with self._lock:
-            assert self._lock.wait_for(lambda: len(self.begun) >= count, 20), self.begun
+            assert self._lock.wait_for(lambda: holds(self.names()), 20), self.begun
+
+    def wait_begun(self, count):
+        self.wait_for(lambda names: len(names) >= count)
 
     def names(self):
         with self._lock:
@@ -100,12 +104,14 @@ def test_a_look_up_goes_before_reads_that_came_earlier(make_pool):
     pool.submit("hold", reading=0, gate=gate)
     pool.submit("hold", reading=1, gate=gate)
     pool.wait_begun(2)
+    getting = threading.Event()
     for _ in range(4):
-        pool.submit("get", reading=1, gate=Moment())
+        pool.submit("get", reading=1, gate=getting)
     pool.submit("look up", reading=2)
     gate.set()
+    pool.wait_for(lambda names: "look up" in names)  # both threads hang in gets where these go first
+    getting.set()
     pool.ended(7)
-    assert "look up" in pool.names()[2:4]  # the other thread may have begun a get at the same time
 
 
 def test_reads_go_before_writes_that_came_earlier(make_pool):
@@ -120,10 +126,8 @@ def test_reads_go_before_writes_that_came_earlier(make_pool):
     for _ in range(4):
         pool.submit("read", reading=True)
     gate.set()
-    pool.wait_begun(3 + 4 + 1)
-    order = [name for name in pool.names() if name != "hold"]
-    assert order.index("write") >= 0
-    assert order[:6].count("read") == 4  # one writer, or two, went on writing
+    # One writer, or two, went on writing: they hang, and with them all threads where writes go first.
+    pool.wait_for(lambda names: names.count("read") == 4 and "write" in names)
     writing.set()
     pool.ended(11)
 

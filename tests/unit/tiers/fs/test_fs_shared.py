@@ -214,11 +214,11 @@ async def test_nothing_is_evicted_for_what_dead_writers_may_have_written(world, 
 
 
 async def test_a_lock_that_a_stopped_process_holds_fails_puts_and_hangs_nothing(world, monkeypatch):
-    monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
     await world.eventually(lambda: not tier._session.quota.has_news)  # nothing is leased ahead any more
-    with (world.root / ".kvtier" / "ledger").open("rb") as file:
+    with monkeypatch.context() as patch, (world.root / ".kvtier" / "ledger").open("rb") as file:
+        patch.setattr(ledger, "_PATIENCE_S", 0.05)
         fcntl.flock(file, fcntl.LOCK_EX)
         outcome = await world.put(tier, [2])
         assert (outcome.statuses, dict(outcome.reasons)) == ((FAILED,), {"etimedout": 1})
