@@ -81,7 +81,7 @@ class Gated(DummyTier):
         await super().reset()
 
     async def until(self, holds: Callable[[], object]) -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_S):
             while not holds():
                 await self._changed.wait()
 
@@ -98,12 +98,6 @@ class Gated(DummyTier):
             return await act()
         finally:
             self.running[verb] -= 1
-
-
-@pytest.fixture(autouse=True)
-def _patience_with_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for seconds is no tier that hangs."""
-    monkeypatch.setattr("kvtier._execution.executor.CLOSE_S", PATIENCE_S)
 
 
 # --- fetching ------------------------------------------------------------------------------------
@@ -412,7 +406,7 @@ async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error
     tier = Scripted(open=raises(error), aclose=lambda: closed.append("closed"))
     async with world(tier, dummy()) as it:
         ids = [it.put([1]), it.put([2])]
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             await it.executor.settled()
         for id_ in ids:
             assert (await it.ended(id_)).reasons == {"down": 1}
@@ -441,7 +435,7 @@ async def test_a_tier_that_does_not_close_is_given_up() -> None:
             await anyio.sleep_forever()
 
     closed: list[str] = []
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_S):
         async with world(
             Clinging(DummyConfig()), Scripted(aclose=lambda: closed.append("x")), close_s=0.05
         ) as it:
@@ -527,7 +521,7 @@ async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
     seen: list[Usage | None] = []
     async with world(Scripted(usage=usage)) as it:
         activity = it.executor.activity[0]
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_S):
             while activity.usage != Usage(2, 9):
                 seen.append(activity.usage)
                 await anyio.sleep(0.001)
@@ -601,7 +595,7 @@ def launch() -> Iterator[MakeHarness]:
 
     yield make
     for one in made:
-        assert one.process.close(0)
+        assert one.process.close(0, PATIENCE_S)
     assert executor_threads() == []
 
 
@@ -622,7 +616,7 @@ def test_commands_submitted_before_the_start_are_run() -> None:
 def test_close_lets_puts_end(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(put_latency_s=0.1), where=beside)
     ids = [it.put([number]) for number in range(5)]
-    assert it.process.close(PATIENCE_S)  # at once: nothing of it has begun
+    assert it.process.close(PATIENCE_S, PATIENCE_S)  # at once: nothing of it has begun
     assert executor_threads() == []
     assert [it.kept(id_) for id_ in ids] == [[True]] * 5
 
@@ -632,7 +626,7 @@ def test_close_lets_a_reset_end(launch: MakeHarness) -> None:
     tier = SlowReset(0.1)
     it = launch(tier)
     it.reset(1)
-    assert it.process.close(20)
+    assert it.process.close(PATIENCE_S, PATIENCE_S)
     assert tier.was_reset
 
 
@@ -649,14 +643,14 @@ def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness, beside: st
 
 def test_close_can_be_called_again_and_without_a_start(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(), where=beside)
-    assert it.process.close(1)
-    assert it.process.close(1)
-    assert Harness(dummy(), where=beside).process.close(1)
+    assert it.process.close(1, PATIENCE_S)
+    assert it.process.close(1, PATIENCE_S)
+    assert Harness(dummy(), where=beside).process.close(1, PATIENCE_S)
 
 
 def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(), where=beside)
-    assert it.process.close(1)
+    assert it.process.close(1, PATIENCE_S)
     put, fetch = it.put([1, 2]), it.fetch([1], [10])
     it.reset(1)
     it.take()
@@ -698,7 +692,7 @@ def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:
     assert sorted(event.id for event in puts) == [1, 2, 3, 4]
     assert not any(any(event.kept) for event in puts)
     assert any(isinstance(event, TierDown) for event in thread.events)
-    assert thread.close(1)
+    assert thread.close(1, PATIENCE_S)
 
 
 def test_start_raises_where_the_executor_cannot_be_made() -> None:
@@ -708,7 +702,7 @@ def test_start_raises_where_the_executor_cannot_be_made() -> None:
     thread = ExecutorThread(make)
     with pytest.raises(TierError, match="no such directory"):
         thread.start()
-    assert thread.close(1)
+    assert thread.close(1, PATIENCE_S)
     assert executor_threads() == []
 
 

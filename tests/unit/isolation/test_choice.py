@@ -33,11 +33,8 @@ Begin = Callable[..., AnyExecutor]
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+def begin() -> Iterator[Begin]:
     """Start executors, with these settings, over a tier in memory; they are closed with the test."""
-    monkeypatch.setattr(
-        "kvtier._execution.executor.CLOSE_S", PATIENCE_S
-    )  # a machine may stand still for seconds
     region, made = Region.unnamed(SLOTS, CHUNK_BYTES), []
 
     def start(*tiers: NamedTier, tier: str = "dummy", **settings: Any) -> AnyExecutor:
@@ -50,7 +47,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
     yield start
     for executor in made:
-        assert executor.close(0.0)
+        assert executor.close(0.0, PATIENCE_S)  # a machine may stand still for seconds
     region.close()
 
 
