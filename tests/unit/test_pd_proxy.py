@@ -347,7 +347,7 @@ async def test_models_are_those_of_another_engine_where_one_hangs() -> None:
     hanging.is_hanging = True
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(served(it.app())) for it in (hanging, other)]
-        url = await stack.enter_async_context(served(proxy.Proxy([], urls, health_s=0.5).app()))
+        url = await stack.enter_async_context(served(proxy.Proxy([], urls, health_s=2.0).app()))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         async with asyncio.timeout(PATIENCE_S):
             for _ in urls:  # each is asked first once

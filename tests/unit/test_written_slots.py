@@ -154,7 +154,7 @@ async def test_only_puts_in_time_are_drained() -> None:
 
 
 async def test_overdue_puts_are_not_drained() -> None:
-    tier = Deaf(DummyConfig(deadline_s=0.2))
+    tier = Deaf(DummyConfig(deadline_s=1.0))  # until which its put has to have begun
     async with opened(tier, drain_s=0.0) as it:
         await write(it, prompt(1, 1))
         with anyio.fail_after(30):

@@ -32,7 +32,7 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds
 
 
-async def until_ok(call: Callable[[], Awaitable[Outcome]], seconds: float = 20.0) -> None:
+async def until_ok(call: Callable[[], Awaitable[Outcome]], seconds: float = 60.0) -> None:
     """Repeat a put or a get until all chunks are OK."""
     deadline = time.monotonic() + seconds
     while set((outcome := await call()).statuses) != {Status.OK}:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvtier._cli.top import Snapshot, parse, view_of
 from kvtier._telemetry import catalogue
+from tests.common import PATIENCE_S
 
 PAGE = """\
 # HELP kvtier_loaded_chunks_total Hits.
@@ -128,12 +129,13 @@ def test_several_engines_and_one_that_does_not_answer(kvtier, serve):
     assert "file:///etc/passwd: cannot be read: neither a file nor a URL" in said.out
 
 
-def test_engines_are_asked_at_once(kvtier, serve):
+def test_engines_are_asked_at_once(kvtier, monkeypatch):
+    monkeypatch.setattr("kvtier._cli.top._TIMEOUT_S", 2 * PATIENCE_S)
     other_is_asked = threading.Event()
 
     class Slow(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            assert other_is_asked.wait(4)
+            assert other_is_asked.wait(PATIENCE_S)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(FIRST.encode())
