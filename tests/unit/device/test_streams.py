@@ -328,7 +328,7 @@ def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hang
 ) -> None:
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
-    it = Rig(engine_on(device, deadline_s=1), Shape())
+    it = Rig(engine_on(device, deadline_s=2), Shape())  # until when two have to have been given
     device.gate.hold(CopyQueue.LOAD)
     for number in range(3):
         it.engine.submit_load(number, [number], one(number))
