@@ -47,7 +47,7 @@ def _scheduled_s(but: Collection[int] = ()) -> dict[int, tuple[float, float]]:
 def _share(passed_s: float, before: tuple[float, float], now: tuple[float, float]) -> float:
     """Return which share of a core a thread takes where it does not have to wait for one."""
     ran_s, queued_s = now[0] - before[0], now[1] - before[1]
-    # One that had to wait nearly all the time has shown next to nothing, and is taken to have been free.
+    # One that waited all but a moment in which it ran is not taken to run all the time.
     return ran_s / max(passed_s - queued_s, passed_s * _IDLE_SHARE)
 
 
