@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -21,8 +20,8 @@ from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers.fs import FsTier
 from kvtier_bench.engine.compared import BLOCK_TOKENS
 from kvtier_bench.engine.server import ANSWER_S, add_tokenizer
-from kvtier_bench.engine.server import PORTS as PORT_RANGE
 from kvtier_bench.engine.server import Server as ApiServer
+from kvtier_testing.tiers._servers import free_port
 from tests.integration.conftest import ENVIRONMENT, Ask
 from tests.integration.harness import (
     OUTPUT_TOKENS,
@@ -47,7 +46,6 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache 
 STORED = (1 + len(OTHERS)) * PROMPT_CHUNKS
 STUCK_S = 5.0  # until a put that hangs is given up; its gets, which do not hang, are never so late
 UNTIL_S = 60.0
-PORTS = random.SystemRandom().sample(PORT_RANGE, 8)
 UNHEALTHY = ("KvtierTierUnhealthy", "stuck", "pending")
 
 
@@ -64,7 +62,7 @@ class Server(ApiServer):
             model,
             {"spec_name": "KVTierOffloadingSpec", **settings},
             log,
-            PORTS.pop(),
+            free_port(),
             {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"},
             served_model_name="tiny",
             api_server_count=servers,
@@ -160,7 +158,7 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
     settings = {**_settings(tiers), "drain_on_shutdown_s": 0}
     with (
         Server(model, settings, folder / "server.log") as server,
-        Prometheus(server.address, PORTS.pop(), folder / "prometheus") as prometheus,
+        Prometheus(server.address, free_port(), folder / "prometheus") as prometheus,
     ):
         server.complete(PROMPT[: 2 * BLOCK_TOKENS + 2])
         server.until(_is_given_up)

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier_bench.engine.server import ANSWER_S, add_tokenizer, free_port
+from kvtier_bench.engine.server import ANSWER_S, add_tokenizer
 from kvtier_bench.engine.server import Server as ApiServer
+from kvtier_testing.tiers._servers import free_port
 from tests.integration.conftest import ENVIRONMENT, Ask
 from tests.integration.harness import OUTPUT_TOKENS, PROJECT, SIZES, Metrics, Tokens, patient, prompt
 
