@@ -460,11 +460,15 @@ class Scheduler:
         self.belief: defaultdict[object, set[OffloadKey]] = defaultdict(set)
 
     def run(self, *, until_loaded: int) -> None:
-        """Let requests arrive until so many chunks were loaded, 400 steps at least; then end all of them."""
+        """Let requests arrive until so many chunks were loaded, 400 steps at least."""
         end = time.monotonic() + PATIENCE_S
         while self.steps < 400 or self.loaded < until_loaded:
             assert time.monotonic() < end, self.loaded
             self.step(arriving=True)
+
+    def end(self) -> None:
+        """Let all requests and copies end."""
+        end = time.monotonic() + PATIENCE_S
         while self.jobs or self.copies or self.cut_off:
             assert time.monotonic() < end, [job.state for job in self.jobs]
             self.step(arriving=False)
@@ -622,6 +626,7 @@ def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(
     it = make(*tiers, slots=20, limits=Limits(request_deadline_s=deadline_s), self_describing=seed % 2 == 1)
     scheduler = Scheduler(it, seed, version)
     scheduler.run(until_loaded=100)
+    scheduler.end()
     it.check_idle()
     declared = KVTierOffloadingSpec.build_metric_definitions({})
     for name, values in scheduler.stats.data["data"].items():

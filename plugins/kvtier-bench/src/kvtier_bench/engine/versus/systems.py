@@ -18,6 +18,7 @@ from typing import Any
 
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
+    FOR_A_GPU,
     PLAIN,
     START_S,
     Engine,
@@ -48,6 +49,8 @@ class Setting:
         chunk_tokens: of each file, and the granularity of hits.
         host_mib: of host memory.
         device_blocks: of the engine's own cache, blocks of 32 tokens.
+        single_tokens: of a prompt that is sent alone.
+        batch_tokens: of one that is sent among others.
     """
 
     model: str
@@ -56,6 +59,8 @@ class Setting:
     device_blocks: int = 640
     max_tokens: int = 1536
     at_once: int = 32
+    single_tokens: int = 1280
+    batch_tokens: int = 512
 
     @property
     def token_bytes(self) -> int:
@@ -64,11 +69,14 @@ class Setting:
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments that all engines get."""
-        return {
+        arguments: dict[str, Any] = {
             "num_gpu_blocks_override": self.device_blocks,
             "max_model_len": self.max_tokens,
             "max_num_seqs": self.at_once,
         }
+        if self.model == FOR_A_GPU:
+            arguments |= {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.3}
+        return arguments
 
 
 @dataclass(frozen=True)
