@@ -81,6 +81,12 @@ async def test_too_many_keys_are_refused_and_as_many_as_allowed_fit_into_a_frame
         await received(protocol.encode(protocol.Lookup((*keys, b"one more"))))
 
 
+@pytest.mark.parametrize("lasts_s", [-1.0, float("inf"), float("nan")])
+def test_a_lease_lasts_for_a_time(lasts_s: float) -> None:
+    with pytest.raises(protocol.ProtocolError, match="invalid frame"):
+        protocol.decode(protocol.encode(protocol.Leased(1, lasts_s, (), ()))[4:])
+
+
 def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> None:
     challenge = protocol.Challenge(1, b"n" * 32)
     proofs = {
