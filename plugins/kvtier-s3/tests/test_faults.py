@@ -114,7 +114,10 @@ async def test_a_deleted_bucket_is_no_empty_cache(place: Place, caplog: pytest.L
         await check_all_is_well(it)
 
 
-async def test_a_miss_asks_for_the_bucket_only_now_and_then(place: Place, proxy: Proxy) -> None:
+async def test_a_miss_asks_for_the_bucket_only_now_and_then(
+    place: Place, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_s3.tier._BUCKET_EVERY_S", UNTIL_RELEASED_S)
     async with place.opened() as it:
         with proxy.faulty(Faults(refused=True, status=404, code="NoSuchBucket", methods=("GET",))):
             for _ in range(3):

@@ -77,9 +77,9 @@ class S3Tier(SecondaryTier[S3Config]):
         self._reads = RequestLimiter(self.config.max_requests)
         self._writes = RequestLimiter(self.config.max_requests)
         self._reset_lock = asyncio.Lock()
-        self._bucket_seen_s = time.monotonic()
         try:
             self._prefix, self._conditional, self._read_only = await self._join(context)
+            self._bucket_seen_s = time.monotonic()
             if self.config.index_keys or self.config.max_bytes is not None:
                 self._lister = asyncio.create_task(self._keep_listing())
                 await self._wait_for_first_listing()
@@ -141,8 +141,8 @@ class S3Tier(SecondaryTier[S3Config]):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys have an object, even a torn one. See ``SecondaryTier.contains``.
 
-        Known keys cost nothing. The others cost one HEAD each, and where none of them is there, a GET now and
-        then: whether the bucket is there the answer to a HEAD does not tell.
+        Known keys cost nothing. The others cost one HEAD each. If none is there, a GET asks now and then
+        whether the bucket is: the answer to a HEAD does not tell.
         """
         prefix = self._prefix
         if prefix is None:
