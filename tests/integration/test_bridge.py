@@ -486,6 +486,11 @@ class Scheduler:
         while self.steps < 400 or self.loaded < until_loaded:
             assert time.monotonic() < end, self.loaded
             self.step(arriving=True)
+        self.drain()
+
+    def drain(self) -> None:
+        """Step until all requests and copies have ended."""
+        end = time.monotonic() + PATIENCE_S
         while self.jobs or self.copies or self.cut_off:
             assert time.monotonic() < end, [job.state for job in self.jobs]
             self.step(arriving=False)
