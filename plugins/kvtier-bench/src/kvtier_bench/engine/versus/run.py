@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvtier_bench.engine.compared import PLAIN, Part, Size, make_model, say
+from kvtier_bench.engine.compared import FOR_A_GPU, PLAIN, Part, Size, make_model, say
 from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
 from kvtier_bench.engine.versus.systems import AWAY_S, LMCACHE, SYSTEMS, NotRun, Setting, System, transfers_of
@@ -63,7 +63,7 @@ def run(
             if name not in missing
         ]
         if Part.SPEED in parts:
-            work = Work(rounds, setting.single_tokens, setting.batch_tokens)
+            work = _work_of(setting.model, rounds)
             try:
                 records += [*Speeds(systems, model, work).run(setting.token_bytes), work]
             finally:
@@ -120,7 +120,11 @@ def setting_of(model: Size, chunk_tokens: int) -> Setting:
             host_mib=16384,
             device_blocks=2048,
             max_tokens=16384,
-            single_tokens=8192,
-            batch_tokens=2048,
         )
     return Setting(model.value, chunk_tokens)
+
+
+def _work_of(model: str, rounds: int) -> Work:
+    if model == FOR_A_GPU:
+        return Work(rounds, single_tokens=8192, batch_tokens=2048, prompts=2, batch=4, convoy=8)
+    return Work(rounds)

@@ -55,8 +55,8 @@ class Work:
     """The workload of each system in each round"""
 
     rounds: int
-    single_tokens: int
-    batch_tokens: int
+    single_tokens: int = 1280
+    batch_tokens: int = 512
     prompts: int = 3
     batch: int = 8
     convoy: int = 16

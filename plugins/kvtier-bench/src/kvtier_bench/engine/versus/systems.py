@@ -49,8 +49,6 @@ class Setting:
         chunk_tokens: of each file, and the granularity of hits.
         host_mib: of host memory.
         device_blocks: of the engine's own cache, blocks of 32 tokens.
-        single_tokens: of a prompt that is sent alone.
-        batch_tokens: of one that is sent among others.
     """
 
     model: str
@@ -59,8 +57,6 @@ class Setting:
     device_blocks: int = 640
     max_tokens: int = 1536
     at_once: int = 32
-    single_tokens: int = 1280
-    batch_tokens: int = 512
 
     @property
     def token_bytes(self) -> int:
@@ -75,7 +71,8 @@ class Setting:
             "max_num_seqs": self.at_once,
         }
         if self.model == FOR_A_GPU:
-            arguments |= {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.3}
+            arguments |= {"dtype": "bfloat16", "load_format": "dummy"}
+            arguments |= {"gpu_memory_utilization": 0.3, "max_num_batched_tokens": 8192}
         return arguments
 
 
