@@ -58,6 +58,7 @@ def steps(root: Path, device: str) -> list[Step]:
     options = ("--tokens", "16384", "--memory", "8GiB")
     sanitizer = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all")
     kernel = ("-k", "kernel", "tests/unit/device/test_gpu.py")
+    versus = ("bench", "versus", "--model", "8b", "--only", "speed", "--rounds", "3", "--json")
     return [
         Step("conformance", (*PYTEST, "tests/unit/device"), ("pytest", "hypothesis"), 400, counts),
         Step("copies", (*KVTIER, "bench", "device", "--json"), ("kvtier_bench",), 300, json.loads),
@@ -71,6 +72,7 @@ def steps(root: Path, device: str) -> list[Step]:
         Step("prefill", (*example, *options), ("transformers",), 200, first_tokens, gib=60),
         Step("sanitizer", (*sanitizer, *PYTEST, *kernel), ("compute-sanitizer", "triton"), 300, counts),
         Step("engine", (*KVTIER, "demo", "--json"), ("vllm",), 300, json.loads),
+        Step("versus", (*KVTIER, *versus), ("vllm",), 600, json.loads, gib=75),
     ]
 
 

@@ -19,7 +19,7 @@ MAX_ADDRESS = 300
 MAX_ADDRESSES = 16
 
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Key = Annotated[OffloadKey, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Word = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -108,8 +107,6 @@ def _require_answer(event: PutEnded | GetEnded, command: Put | Get, known: froze
         answers = answers and (not landed or landed[-1] < len(command.slots))
     if not answers:
         raise WireError(f"the answer to transfer {command.id} does not fit {type(command).__name__}")
-    if not math.isfinite(event.seconds):
-        raise WireError(f"transfer {event.id} took {event.seconds} s")
     if not known.issuperset(event.reasons) or sum(event.reasons.values()) > len(command.keys):
         raise WireError(f"transfer {event.id} failed for unknown reasons, or too many")
     if event.retry and event.retry not in reasons.RETRY:

@@ -250,6 +250,27 @@ def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
     assert ("overdue", "dummy0", "put") not in it.core.take_counts()
 
 
+def test_a_resumed_request_that_stores_does_not_wait_any_more(make: Make) -> None:
+    """vLLM names it in no step, and does not look it up where the device's cache has all of its prompt."""
+    clock = Clock()
+    it = make(dummy(hang_rate=1.0), slots=16, clock=clock)
+    context = it.request("a")
+    it.step(new=["a"])
+    it.store(prompt(1, 2), context)
+    it.step(preempted=["a"])
+    assert it.scan(prompt(1, 4), context) == (4, True)
+    it.step()
+    assert any(chunk.pins for chunk in it.core.table.all if chunk.key == prompt(1, 1)[0])
+    it.step()
+    it.store(prompt(1, 5)[4:], context)
+    it.step()
+    assert not it.core.holds.pending
+    assert it.core.shared.gate.running
+    clock.now += 3600
+    it.step()
+    assert ("expired",) not in it.core.shared.counts
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_into_them(
@@ -459,15 +480,14 @@ class Scheduler:
         self.belief: defaultdict[object, set[OffloadKey]] = defaultdict(set)
 
     def run(self, *, until_loaded: int) -> None:
-        """Let requests arrive until so many chunks were loaded, 400 steps at least; then end all of them."""
+        """Let requests arrive until so many chunks were loaded, 400 steps at least."""
         end = time.monotonic() + PATIENCE_S
         while self.steps < 400 or self.loaded < until_loaded:
             assert time.monotonic() < end, self.loaded
             self.step(arriving=True)
-        self.end_all()
 
-    def end_all(self) -> None:
-        """Go on until all that is under way has ended; no more requests arrive."""
+    def end(self) -> None:
+        """Let all requests and copies end."""
         end = time.monotonic() + PATIENCE_S
         while self.jobs or self.copies or self.cut_off:
             assert time.monotonic() < end, [job.state for job in self.jobs]
@@ -626,6 +646,7 @@ def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(
     it = make(*tiers, slots=20, limits=Limits(request_deadline_s=deadline_s), self_describing=seed % 2 == 1)
     scheduler = Scheduler(it, seed, version)
     scheduler.run(until_loaded=100)
+    scheduler.end()
     it.check_idle()
     declared = KVTierOffloadingSpec.build_metric_definitions({})
     for name, values in scheduler.stats.data["data"].items():

@@ -180,7 +180,7 @@ class Engine(Scheduler):
 
     def settle(self) -> None:
         """Have everything under way end and be published."""
-        self.end_all()
+        self.end()
         self.it.settle()
         self._follow(self.it.manager.take_events())
 

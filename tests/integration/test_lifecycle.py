@@ -110,6 +110,40 @@ def test_preempted_requests_are_loaded_again_and_not_computed(
     assert metrics.is_idle
 
 
+# --- resets beside running requests -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_what_is_computed_from_blocks_of_before_a_reset_is_not_stored(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], preempts: bool
+) -> None:
+    """vLLM resets the connector even where running requests keep their blocks, and does not say so."""
+    running, output_tokens = OTHERS[:3], 40
+    with launcher.start(llama, settings) as engine:
+        engine.served(*PROMPTS)
+        over = engine.call(
+            "requests", prompts=running, output_tokens=output_tokens, reset_at=2, preempts=preempts
+        )
+        refused = engine.settled().value("kvtier_store_refused_chunks", reason="reset")
+        engine.reset(connector=False)
+        of_before = engine.served(*PROMPTS)
+        again = engine.served(*running)
+        engine.reset()
+        engine.served(*PROMPTS)
+        engine.reset(connector=False)
+        after = engine.served(*PROMPTS)
+        log = engine.log()
+
+    chunks = len(running) * PROMPT_CHUNKS
+    assert over["answers"] == reference(*running, output_tokens=output_tokens)
+    assert over["is_reset"] is preempts
+    assert refused == (0 if preempts else chunks)
+    assert ("nothing is stored until the next reset: 3 requests kept their blocks" in log) is not preempts
+    assert of_before == (reference(*PROMPTS), {})
+    assert again == (reference(*running), {"cpu": chunks} if preempts else {})
+    assert after == (reference(*PROMPTS), {"cpu": CHUNKS})
+
+
 # --- new weights ----------------------------------------------------------------------------------
 
 

@@ -42,7 +42,12 @@ def die_at(llm: Any, root: str, chunks: int, prompts: list[list[int]]) -> NoRetu
 
 
 def requests(
-    llm: Any, prompts: list[list[int]], output_tokens: int, aborts: Mapping[str, int] | None = None
+    llm: Any,
+    prompts: list[list[int]],
+    output_tokens: int,
+    aborts: Mapping[str, int] | None = None,
+    reset_at: int | None = None,
+    preempts: bool = False,
 ) -> dict[str, Any]:
     """Send prompts all at once and step until all have ended.
 
@@ -51,10 +56,12 @@ def requests(
         prompts: token ids of each.
         output_tokens: tokens generated for each.
         aborts: of some prompts, by number, the step after which they are aborted.
+        reset_at: tokens that each has got when everything is reset, once.
+        preempts: whether vLLM preempts running requests for that.
 
     Returns:
         ``answers``: the tokens that each has got; ``ends``: why it ended, None where it was aborted;
-        ``waits``: seconds until its first token.
+        ``waits``: seconds until its first token; ``is_reset``: whether vLLM has reset its own cache.
     """
     engine, number = llm.llm_engine, next(_NUMBERS)
     names = [f"batch-{number}-{place}" for place in range(len(prompts))]
@@ -62,6 +69,7 @@ def requests(
     waits: dict[str, float] = {}
     ends: dict[str, str] = {}
     said: dict[str, list[int]] = {name: [] for name in names}
+    is_reset: bool | None = None
     for name, prompt in zip(names, prompts, strict=True):
         begun[name] = time.monotonic()
         engine.add_request(name, {"prompt_token_ids": prompt}, sampling(output_tokens))
@@ -70,6 +78,8 @@ def requests(
         engine.abort_request([name for name in leaving if name not in ends])
         if not engine.has_unfinished_requests():
             break
+        if is_reset is None and reset_at is not None and min(map(len, said.values())) >= reset_at:
+            is_reset = engine.reset_prefix_cache(preempts, reset_connector=True)
         for output in engine.step():
             waits.setdefault(output.request_id, time.monotonic() - begun[output.request_id])
             said[output.request_id] = list(output.outputs[0].token_ids)
@@ -79,6 +89,7 @@ def requests(
         "answers": list(said.values()),
         "ends": [ends.get(name) for name in names],
         "waits": [waits.get(name) for name in names],
+        "is_reset": is_reset,
     }
 
 

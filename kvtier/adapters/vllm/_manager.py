@@ -271,6 +271,9 @@ class KVTierManager(OffloadingManager):
 
         After a reset beside running requests nothing is: see ``OldBlocks``.
         """
+        request = self._requests.get(req_context.req_id)
+        if request is not None:  # vLLM's first model runner names no request that resumes after a preemption
+            self._core.scheduled(request)
         may_store = self._old_blocks.may_store(req_context.req_id)
         if may_store is None and self._repeats_stores:
             return None
@@ -278,7 +281,6 @@ class KVTierManager(OffloadingManager):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             return _nothing_stored()
         keys = list(keys)
-        request = self._requests.get(req_context.req_id)
         if request is not None:  # else it has ended, and nobody would tell so again
             self._old_blocks.has_blocks(req_context.req_id)
         reservation = self._core.reserve(keys, request)

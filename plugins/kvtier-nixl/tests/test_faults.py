@@ -147,7 +147,7 @@ async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
 async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late_bytes_harm_nobody(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits: dict[str, Any] = {"deadline_s": 4.0, "answer_timeout_s": 3.0}
+    waits: dict[str, Any] = {"deadline_s": 6.0, "answer_timeout_s": 3.0}
     async with opened(holder.address, receive_bytes=8 * CHUNK_BYTES, **waits) as it:
         lost: list[str] = []
         monkeypatch.setattr(it.tier, "_context", replace(tier_of(it)._context, lost=lost.append))
@@ -177,7 +177,7 @@ async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late
 
 
 async def test_a_peer_is_not_dropped_while_a_get_waits_for_receiving_memory() -> None:
-    async with pair(deadline_s=4.0, answer_timeout_s=3.0, receive_bytes=2 * CHUNK_BYTES) as (_, it):
+    async with pair(deadline_s=6.0, answer_timeout_s=3.0, receive_bytes=2 * CHUNK_BYTES) as (_, it):
         agent = tier_of(it)._opened
         rows = await agent.take_rows(2)
         assert (await it.outcome_of_get(EIGHT)).reasons == {"timeout": 8}

@@ -81,6 +81,12 @@ async def test_too_many_keys_are_refused_and_as_many_as_allowed_fit_into_a_frame
         await received(protocol.encode(protocol.Lookup((*keys, b"one more"))))
 
 
+@pytest.mark.parametrize("lasts_s", [-1.0, float("inf"), float("nan")])
+def test_a_lease_lasts_for_a_time(lasts_s: float) -> None:
+    with pytest.raises(protocol.ProtocolError, match="invalid frame"):
+        protocol.decode(protocol.encode(protocol.Leased(1, lasts_s, (), ()))[4:])
+
+
 def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> None:
     challenge = protocol.Challenge(1, b"n" * 32)
     proofs = {
@@ -107,14 +113,18 @@ def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> Non
         ({"serve_bytes": 0}, "serve_bytes"),
         ({"answer_timeout_s": 11, "deadline_s": 60}, "answer_timeout_s"),
         (
-            {"deadline_s": 1},
-            r"answer_timeout_s \(1\) is not less than deadline_s \(1\).*lower answer_timeout_s",
+            {"deadline_s": 1.9},
+            r"answer_timeout_s \(1\) is more than half of deadline_s \(1.9\).*lower answer_timeout_s to 0.95",
         ),
     ],
 )
 def test_wrong_settings_are_refused_with_the_field(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         validation.build(NixlConfig, settings)
+
+
+def test_a_peer_may_take_half_of_the_deadline_to_answer() -> None:
+    assert validation.build(NixlConfig, {"deadline_s": 4.0, "answer_timeout_s": 2.0}).answer_timeout_s == 2.0
 
 
 def test_loopback_addresses_need_no_secret_and_others_do(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 from urllib.request import Request, urlopen
 
 import obstore
@@ -96,8 +97,15 @@ class Ceph:
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket. obstore has no call for that, but it can sign the request."""
-        url = obstore.sign(self.store(name), "PUT", "", timedelta(minutes=1))
-        with urlopen(Request(url, method="PUT"), timeout=10):
+        self._bucket(name, "PUT")
+
+    def remove_bucket(self, name: str) -> None:
+        """Remove an empty bucket."""
+        self._bucket(name, "DELETE")
+
+    def _bucket(self, name: str, method: Literal["PUT", "DELETE"]) -> None:
+        url = obstore.sign(self.store(name), method, "", timedelta(minutes=1))
+        with urlopen(Request(url, method=method), timeout=10):
             pass
 
     def _start_gateway(self) -> None:

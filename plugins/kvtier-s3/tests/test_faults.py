@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
@@ -60,9 +61,6 @@ async def check_all_fail(it: TierRig, reason: str) -> None:
 
 
 async def check_lookup_fails(it: TierRig, reason: str) -> None:
-    if reason == "no_bucket":  # the answer to a HEAD has no body, so it does not tell what is missing
-        assert await it.contains(ALL) == [False] * len(ALL)
-        return
     with pytest.raises(TierError, match=f"{len(ALL)} of {len(ALL)} lookups failed: {reason}"):
         await it.contains(ALL)
 
@@ -70,6 +68,12 @@ async def check_lookup_fails(it: TierRig, reason: str) -> None:
 async def check_all_is_well(it: TierRig) -> None:
     it.expect_kept(await it.put(ALL), "a put after the fault")
     it.expect_kept(await it.get(ALL), "a get after the fault")
+
+
+@pytest.fixture
+def asks_for_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask whether the bucket is there whenever no chunk is found, however short ago that was last."""
+    monkeypatch.setattr("kvtier_s3.tier._BUCKET_EVERY_S", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,7 @@ async def check_all_is_well(it: TierRig) -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("asks_for_the_bucket")
 async def test_a_fault_fails_each_chunk_with_the_reason(
     place: Place, proxy: Proxy, faults: Faults, reason: str
 ) -> None:
@@ -90,6 +95,33 @@ async def test_a_fault_fails_each_chunk_with_the_reason(
             # obstore closes connections a little later: a DELETE would delete what is put next.
             await wait_until(lambda: proxy.held() == 0)
         await check_all_is_well(it)
+
+
+@pytest.mark.usefixtures("asks_for_the_bucket")
+async def test_a_deleted_bucket_is_no_empty_cache(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    bucket = f"deleted-{uuid.uuid4().hex[:12]}"
+    place.server.make_bucket(bucket)
+    place.store = place.server.store(bucket)
+    async with place.opened(bucket=bucket) as it:
+        assert await it.contains(ALL) == [False] * len(ALL)
+        obstore.delete(place.store, place.paths())
+        place.server.remove_bucket(bucket)
+        await check_lookup_fails(it, "no_bucket")
+        remedy = f"no_bucket (404 NoSuchBucket); create the bucket, or correct bucket ({bucket}) or endpoint"
+        assert f"tier tested: contains failed: {remedy}" in caplog.text
+        place.server.make_bucket(bucket)
+        assert await it.contains(ALL) == [False] * len(ALL)
+        await check_all_is_well(it)
+
+
+async def test_a_miss_asks_for_the_bucket_only_now_and_then(
+    place: Place, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_s3.tier._BUCKET_EVERY_S", UNTIL_RELEASED_S)
+    async with place.opened() as it:
+        with proxy.faulty(Faults(refused=True, status=404, code="NoSuchBucket", methods=("GET",))):
+            for _ in range(3):
+                assert await it.contains(ALL) == [False] * len(ALL)
 
 
 async def test_a_server_that_is_full_refuses(place: Place, proxy: Proxy) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect
 from pydantic import ByteSize
 
 from kvtier._core.messages import (
@@ -99,6 +101,26 @@ def test_values_out_of_bounds_are_refused(report: object) -> None:
         wire.unpack(wire.REPORTS, msgspec.msgpack.encode(report))
 
 
+def test_every_number_of_a_message_has_bounds() -> None:
+    """The core and its estimates could not make anything of an infinite one."""
+    kinds = inspect.multi_type_info([list[wire.Order], list[wire.Report], wire.Hello])
+    found = [one for kind in kinds for one in numbers_in(kind)]
+    assert {type(one) for one in found} == {inspect.IntType, inspect.FloatType}
+    assert [one for one in found if one.ge is None or one.le is None] == []
+
+
+def numbers_in(kind: object) -> Iterator[inspect.IntType | inspect.FloatType]:
+    """Yield the types of all numbers in a type."""
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        yield kind
+    elif isinstance(kind, inspect.Type | inspect.Field):
+        for name in kind.__struct_fields__:
+            yield from numbers_in(getattr(kind, name))
+    elif isinstance(kind, tuple):
+        for part in kind:
+            yield from numbers_in(part)
+
+
 def test_a_frame_that_would_fill_the_memory_is_refused_at_once() -> None:
     with pytest.raises(WireError, match="are possible"):
         list(Frames().feed((2**31).to_bytes(4, "little")))
@@ -131,6 +153,10 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
     return PutEnded(id_, [True] * kept, **fields)
 
 
+def get_ended(**fields: Any) -> GetEnded:
+    return GetEnded(2, [Answer.MISSING] * 2, **fields)
+
+
 @pytest.mark.parametrize(
     "report",
     [
@@ -142,6 +168,11 @@ def put_ended(id_: int = 1, kept: int = 2, **fields: Any) -> PutEnded:
         put_ended(retry="perhaps"),
         put_ended(seconds=float("nan")),
         put_ended(seconds=float("inf")),
+        *(
+            get_ended(**{name: value})
+            for name in ("seconds", "elapsed_s", "lookup_s")
+            for value in (float("nan"), float("inf"), -1.0)
+        ),
         GetEnded(2, [Answer.COPIED]),
         GetEnded(2, [Answer.MISSING, Answer.COPIED]),  # into which slot?
         TierUp(1, 0),

@@ -118,7 +118,7 @@ class Leased(Message, frozen=True, tag=8):
     """
 
     lease: int
-    lasts_s: float
+    lasts_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
     addresses: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_KEYS)]
     trailers: Annotated[
         tuple[Annotated[bytes, msgspec.Meta(max_length=TRAILER_BYTES)], ...],

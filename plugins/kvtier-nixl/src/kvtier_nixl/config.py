@@ -59,7 +59,7 @@ class NixlConfig(TierConfig):
         gt=0,
         le=10,
         description="Seconds after which a peer that does not answer on the control channel is dropped, "
-        "until it can be connected to again. Less than `deadline_s`.",
+        "until it can be connected to again. At most half of `deadline_s`.",
     )
 
     @field_validator("listen")
@@ -94,10 +94,12 @@ class NixlConfig(TierConfig):
 
     @model_validator(mode="after")
     def _answers_before_deadline(self) -> NixlConfig:
-        if self.answer_timeout_s >= self.deadline_s:
+        # A get that takes most of its deadline has failed: the breaker would disable the tier with all peers.
+        if self.answer_timeout_s > self.deadline_s / 2:
             raise ValueError(
-                f"answer_timeout_s ({self.answer_timeout_s:g}) is not less than deadline_s "
-                f"({self.deadline_s:g}): a peer that hangs would use up the deadline; lower answer_timeout_s"
+                f"answer_timeout_s ({self.answer_timeout_s:g}) is more than half of deadline_s "
+                f"({self.deadline_s:g}): a peer that hangs would use up the deadline; lower answer_timeout_s "
+                f"to {self.deadline_s / 2:g}, or raise deadline_s"
             )
         return self
 

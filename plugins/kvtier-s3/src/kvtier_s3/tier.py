@@ -36,7 +36,7 @@ from kvtier_s3._errors import REASONS, TRANSIENT, Failure, classify, is_conflict
 from kvtier_s3._index import ChunkIndex
 from kvtier_s3._layout import chunk_path, parse_key
 from kvtier_s3._requests import RequestLimiter
-from kvtier_s3._store import Store, describe, make_store
+from kvtier_s3._store import Store, describe, make_store, remedy
 from kvtier_s3.config import S3Config
 
 _METADATA: Final = "kvtier"  # holds the trailer, base64
@@ -44,6 +44,8 @@ _LIST_BATCH: Final = 250  # objects between two turns of the event loop
 _FIRST_LISTING_WAIT_S: Final = 1.0
 _LIST_RETRY_S: Final = 30.0
 _LOG_INTERVAL_S: Final = 60.0
+_BUCKET_EVERY_S: Final = 10.0
+"""Seconds for which lookups that find nothing take the bucket to be there, once it was."""
 
 _log = GuardedLogger("kvtier.tiers.s3")
 Result = tuple[Status, str]
@@ -77,6 +79,7 @@ class S3Tier(SecondaryTier[S3Config]):
         self._reset_lock = asyncio.Lock()
         try:
             self._prefix, self._conditional, self._read_only = await self._join(context)
+            self._bucket_seen_s = time.monotonic()
             if self.config.index_keys or self.config.max_bytes is not None:
                 self._lister = asyncio.create_task(self._keep_listing())
                 await self._wait_for_first_listing()
@@ -138,7 +141,8 @@ class S3Tier(SecondaryTier[S3Config]):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys have an object, even a torn one. See ``SecondaryTier.contains``.
 
-        Known keys cost nothing. The others cost one HEAD each.
+        Known keys cost nothing. The others cost one HEAD each. If none is there, a GET asks now and then
+        whether the bucket is: the answer to a HEAD does not tell.
         """
         prefix = self._prefix
         if prefix is None:
@@ -147,6 +151,8 @@ class S3Tier(SecondaryTier[S3Config]):
         unknown = [key for key in dict.fromkeys(keys) if key not in present]
         failed: Counter[str] = Counter()
         await self._reads.run(len(unknown), lambda index: self._head(prefix, unknown[index], present, failed))
+        if unknown and not failed and present.isdisjoint(unknown) and await self._lacks_bucket():
+            failed["no_bucket"] = len(set(keys))
         require_answers(failed, len(set(keys)))
         return [key in present for key in keys]
 
@@ -164,6 +170,21 @@ class S3Tier(SecondaryTier[S3Config]):
             return
         present.add(key)
         self._add(prefix, key)
+
+    async def _lacks_bucket(self) -> bool:
+        """Return whether the store says that the bucket is missing. Where it does not, ask again later."""
+        if time.monotonic() < self._bucket_seen_s + _BUCKET_EVERY_S:
+            return False
+        try:
+            manifest = await obstore.get_async(self._store, self._cache.layout.manifest)
+            await manifest.bytes_async()  # or the connection is lost
+        except Exception as error:
+            failure = classify(error)
+            if failure.reason == "no_bucket":
+                self._warn("contains", failure)
+                return True
+        self._bucket_seen_s = time.monotonic()
+        return False
 
     async def put(self, batch: Batch) -> Outcome:
         """Put the chunks that are not known to be there. See ``SecondaryTier.put``."""
@@ -336,7 +357,8 @@ class S3Tier(SecondaryTier[S3Config]):
     def _warn(self, verb: str, failure: Failure) -> None:
         repeats = self._log_limit.allow(f"{verb} {failure.reason}", time.monotonic())
         if repeats is not None:
-            _log.warning("tier %s: %s failed: %s%s", self._context.name, verb, failure, repeats)
+            what = f"; {remedy(self.config, failure)}" if failure.reason == "no_bucket" else ""
+            _log.warning("tier %s: %s failed: %s%s%s", self._context.name, verb, failure, what, repeats)
 
 
 def _outcome(results: Sequence[Result]) -> Outcome:

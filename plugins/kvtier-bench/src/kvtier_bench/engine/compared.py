@@ -40,7 +40,16 @@ Settings = Mapping[str, Any]
 """Of a connector, its ``spec_name`` among them."""
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, spread: float) -> Settings:
+def _llama(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    spread: float,
+    head_dim: int = 64,
+    positions: int = 8192,
+) -> Settings:
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": hidden,
@@ -48,8 +57,8 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
+        "head_dim": head_dim,
+        "max_position_embeddings": positions,
         "initializer_range": spread,
         "tie_word_embeddings": False,
     }
@@ -66,8 +75,12 @@ MODELS: Mapping[str, Settings] = {
         "sliding_window": 1024,
         "query_pre_attn_scalar": 64,
     },
+    "8b": _llama(4096, 14336, 32, 32, 8, 0.02, 128, 131072),
 }
 """Random models by size: fields of their configuration. Llama-style; Gemma-style with sliding windows."""
+
+FOR_A_GPU = "8b"
+"""Llama 3.1 8B's shape, but for the vocabulary; in bfloat16, with random weights that vLLM makes."""
 
 
 class Size(Enum):
@@ -77,6 +90,7 @@ class Size(Enum):
     SMALL = "small"
     MEDIUM = "medium"
     WINDOWS = "windows"
+    FOR_A_GPU = FOR_A_GPU
 
 
 class Part(Enum):
@@ -100,7 +114,8 @@ def block_bytes(size: str) -> int:
     """Return the bytes of KV cache that one block of one group takes."""
     model = MODELS[size]
     heads = model["num_key_value_heads"] * model["head_dim"]
-    return int(BLOCK_TOKENS * 2 * model["num_hidden_layers"] // kv_groups(size) * heads * 4)
+    width = 2 if size == FOR_A_GPU else 4
+    return int(BLOCK_TOKENS * 2 * model["num_hidden_layers"] // kv_groups(size) * heads * width)
 
 
 def make_prompt(seed: int | str, tokens: int, shared: Sequence[int] = ()) -> list[int]:
@@ -301,7 +316,11 @@ def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:
     """Make a model of one of the sizes in ``MODELS``, once, and return its directory."""
     model = folder / f"model-{size}-{seed}"
     family, config = ("Gemma3", "Gemma3TextConfig") if size == "windows" else ("Llama", "LlamaConfig")
-    if not model.exists():
+    if size == FOR_A_GPU:
+        model.mkdir(exist_ok=True)
+        fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **MODELS[size]}
+        (model / "config.json").write_text(json.dumps(fields))
+    elif not model.exists():
         with Engine("maker", folder) as maker:
             maker.ask(
                 "make_model",
@@ -346,6 +365,7 @@ def engine_arguments(model: Path, extra_config: Settings | None, more: Mapping[s
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
+        "gpu_memory_utilization": 0.1,  # of a GPU: several engines are alive
         "max_num_batched_tokens": 2048,
         "disable_log_stats": False,
         "seed": 0,

@@ -28,7 +28,6 @@ _HEAVY = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.model_executor.models.llama",
     "vllm.v1.kv_offload.base",
@@ -93,6 +92,10 @@ class Engine:
         """Import what an engine needs."""
         for module in _HEAVY:
             importlib.import_module(module)
+        from vllm.platforms import current_platform
+
+        # On a GPU vLLM's worker for the CPU must not be imported: it replaces torch's events by empty ones.
+        importlib.import_module(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
         return {}
 
     def start(self, order: Order) -> Answer:

@@ -1,4 +1,4 @@
-"""vLLM's own tiering over a CPU worker, for benchmarks: what kvtier is put beside where there is no GPU.
+"""vLLM's own tiering, for benchmarks: with its own copies on a GPU, over kvtier's where there is none.
 
 vLLM's tiering spec refuses the CPU platform when it is asked for a worker; its scheduler side, its
 region and its tiers run there. The worker here copies with kvtier's engine for the CPU, so both sides of
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -22,10 +23,12 @@ from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches
 
 
 class NativeTieringSpec(TieringOffloadingSpec):
-    """vLLM's tiering spec, unchanged but for its worker."""
+    """vLLM's tiering spec, unchanged but for its worker on the CPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """See vLLM, which asks once."""
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
         caches = as_kv_caches(kv_caches)
         parallel = self.config.parallel
         layout = SlotLayout.make(caches.page_bytes, self.blocks_per_chunk, parallel.rank, parallel.world_size)

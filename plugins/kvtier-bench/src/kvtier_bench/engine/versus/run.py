@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvtier_bench.engine.compared import PLAIN, Part, Size, make_model, say
+from kvtier_bench.engine.compared import FOR_A_GPU, PLAIN, Part, Size, make_model, say
 from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
 from kvtier_bench.engine.versus.systems import AWAY_S, LMCACHE, SYSTEMS, NotRun, Setting, System, transfers_of
@@ -63,7 +63,7 @@ def run(
             if name not in missing
         ]
         if Part.SPEED in parts:
-            work = Work(rounds)
+            work = _work_of(setting.model, rounds)
             try:
                 records += [*Speeds(systems, model, work).run(setting.token_bytes), work]
             finally:
@@ -96,7 +96,7 @@ def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) ->
             f"{machine.kvtier}, {engine}",
             f"{size}; isolation: process (default), restarted by itself",
         ),
-        Versions("vLLM native", engine, f"{size}; over kvtier's copies on the CPU, which it has not"),
+        Versions("vLLM native", engine, f"{size}; on the CPU over kvtier's copies, as it has none there"),
     ]
     try:
         asked = subprocess.run(
@@ -113,4 +113,18 @@ def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) ->
 
 def setting_of(model: Size, chunk_tokens: int) -> Setting:
     """Return what all systems have in common."""
+    if model is Size.FOR_A_GPU:
+        return Setting(
+            model.value,
+            chunk_tokens,
+            host_mib=16384,
+            device_blocks=2048,
+            max_tokens=16384,
+        )
     return Setting(model.value, chunk_tokens)
+
+
+def _work_of(model: str, rounds: int) -> Work:
+    if model == FOR_A_GPU:
+        return Work(rounds, single_tokens=8192, batch_tokens=2048, prompts=2, batch=4, convoy=8)
+    return Work(rounds)

@@ -20,8 +20,8 @@ MEMORY = "memory of all processes at the end, MiB"
 AGAINST = dict.fromkeys((COLD, UNSEEN, UNSEEN_CPU, MEMORY), PLAIN)
 """What a measure is compared with, where that is not kvtier."""
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 1280, 8
-BATCH_TOKENS, BATCH_OUTPUT, TAIL_TOKENS = 512, 32, 48
+OUTPUT_TOKENS = 8
+BATCH_OUTPUT, TAIL_TOKENS = 32, 48
 
 Found = dict[str, dict[str, list[float]]]
 """Values by measure and system, one a round."""
@@ -55,18 +55,20 @@ class Work:
     """The workload of each system in each round"""
 
     rounds: int
+    single_tokens: int = 1280
+    batch_tokens: int = 512
     prompts: int = 3
     batch: int = 8
     convoy: int = 16
 
     def single(self, kind: str, number: int) -> list[list[int]]:
         """Return prompts that are sent one after the other."""
-        return [make_prompt(f"{kind} {number} {i}", PROMPT_TOKENS) for i in range(self.prompts)]
+        return [make_prompt(f"{kind} {number} {i}", self.single_tokens) for i in range(self.prompts)]
 
     def together(self, kind: str, number: int) -> list[list[int]]:
         """Return prompts that are sent at once."""
         count = self.convoy if kind == "convoy" else self.batch
-        return [make_prompt(f"{kind} {number} {i}", BATCH_TOKENS) for i in range(count)]
+        return [make_prompt(f"{kind} {number} {i}", self.batch_tokens) for i in range(count)]
 
 
 class Speeds:
@@ -156,13 +158,13 @@ class Speeds:
             self._first_tokens(STORAGE, system, self._work.single("storage", number), number)
         prefixes = self._work.together("convoy", number)
         prompts = [
-            make_prompt(f"tail {number} {i}", BATCH_TOKENS + TAIL_TOKENS, prefix)
+            make_prompt(f"tail {number} {i}", len(prefix) + TAIL_TOKENS, prefix)
             for i, prefix in enumerate(prefixes)
         ]
         before_s = system.cpu_s()
         answer = system.ask(prompts, OUTPUT_TOKENS)
         system.settle()
-        self._count(CONVOY, system.name, answer["cached"], len(prefixes) * BATCH_TOKENS, number)
+        self._count(CONVOY, system.name, answer["cached"], sum(map(len, prefixes)), number)
         if number >= 0:
             self._note(CONVOY, system.name, answer["wall_s"])
             self._note(CONVOY_CPU, system.name, system.cpu_s() - before_s)

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
+    FOR_A_GPU,
     PLAIN,
     START_S,
     Engine,
@@ -64,11 +65,15 @@ class Setting:
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments that all engines get."""
-        return {
+        arguments: dict[str, Any] = {
             "num_gpu_blocks_override": self.device_blocks,
             "max_model_len": self.max_tokens,
             "max_num_seqs": self.at_once,
         }
+        if self.model == FOR_A_GPU:
+            arguments |= {"dtype": "bfloat16", "load_format": "dummy"}
+            arguments |= {"gpu_memory_utilization": 0.3, "max_num_batched_tokens": 8192}
+        return arguments
 
 
 @dataclass(frozen=True)
