@@ -8,6 +8,7 @@ A run waits for the end of another one in the same checkout: it would remove env
 from __future__ import annotations
 
 import argparse
+import ast
 import fcntl
 import json
 import os
@@ -63,6 +64,15 @@ LIMIT_S = {"fast": 2700, "full": 4000}
 GRACE_S = 30.0
 POLL_S = 0.2
 LAST_LINES = 25  # of a session that has failed, once more at the end
+
+OF_UV = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+}
+"""Settings of pip, and the variables that are the same for uv, which does not read them."""
 
 _printing = threading.Lock()
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -223,6 +233,18 @@ def conclude(jobs: Sequence[Job], seconds: float) -> None:
         print(f"\nfailed: {' '.join(failed)}")
 
 
+def uv_settings() -> dict[str, str]:
+    """Return variables with which uv looks for distributions where pip does on this machine."""
+    command = (sys.executable, "-m", "pip", "config", "list")
+    listed = subprocess.run(command, capture_output=True, text=True).stdout  # nothing where there is no pip
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        if (variable := OF_UV.get(name.rpartition(".")[2])) is not None:
+            found[variable] = " ".join(str(ast.literal_eval(value)).split())
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
 def chosen(names: Collection[str], *, full: bool) -> dict[str, str]:
     """Return sessions with those whose environments they use: all, or some; ``plugins`` on every Python.
 
@@ -244,7 +266,7 @@ def main() -> None:
     parser.add_argument("sessions", nargs="*", help="all where none is named")
     arguments = parser.parse_args()
     sessions = chosen(arguments.sessions, full=arguments.full)
-    variables = {"KVTIER_TESTS": "full"} if arguments.full else {}
+    variables = {**uv_settings(), **({"KVTIER_TESTS": "full"} if arguments.full else {})}
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvtier-lanes-") as folder:
         jobs = [Job(name, owner, Path(folder)) for name, owner in sessions.items()]

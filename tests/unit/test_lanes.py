@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -108,3 +109,15 @@ def test_a_run_waits_for_another_one_whose_sessions_are_alive(
         assert not results.done()
         left.communicate()
         assert results.result(30)[0] == ["passed"]
+
+
+def test_uv_is_told_what_pip_is(lanes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///one\nfile:///two")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    for variable in ("UV_INDEX", "UV_INDEX_STRATEGY", *lanes.OF_UV.values()):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("UV_FIND_LINKS", "/mine")
+    found = lanes.uv_settings()
+    assert found["UV_INDEX"] == "file:///one file:///two"
+    assert "UV_FIND_LINKS" not in found, "what is set already stays"
