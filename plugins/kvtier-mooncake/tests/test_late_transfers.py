@@ -113,8 +113,7 @@ async def test_a_transfer_that_is_given_up_is_stopped_before_its_call_ends(
     ("code", "protocol", "closes"),
     [
         (TRANSFER, "tcp", False),
-        (TRANSFER, "rdma", False),
-        (TRANSFER, "efa", True),
+        (TRANSFER, "rdma", True),
         (UNREACHABLE, "rdma", False),
         (LEASE, "rdma", False),
         (NOT_FOUND, "rdma", False),
@@ -130,12 +129,6 @@ async def test_what_fails_in_time_closes_the_client_only_where_a_transfer_may_go
     await it.tier.get(it.empty(range(1))[0])
     assert (client.is_closed, bool(lost)) == (closes, closes)
     await it.tier.aclose()
-
-
-@pytest.mark.parametrize(("mib", "goes_on"), [(16, False), (17, True)])
-def test_a_part_of_a_large_chunk_may_be_under_way_over_rdma(mib: int, goes_on: bool) -> None:
-    assert _client.may_go_on([TRANSFER], 0.0, "rdma", mib * 2**20) is goes_on
-    assert not _client.may_go_on([TRANSFER], 0.0, "tcp", mib * 2**20)
 
 
 @pytest.mark.usefixtures("gives_up_at_once")

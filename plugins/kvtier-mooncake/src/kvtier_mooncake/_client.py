@@ -17,11 +17,6 @@ NOT_READABLE: Final = frozenset({NOT_FOUND, -702, -703})  # a put that has not e
 UNREACHABLE: Final = range(-999, -899)
 
 _GIVES_UP_S = 50.0  # somewhat before the client does
-_POSTED_AT_ONCE_BYTES: Final = 16 * 2**20
-"""Chunks up to this size are posted to RDMA devices by one call, after all that can fail in submitting them.
-
-Mooncake posts early what exceeds MC_MAX_WR * MC_NUM_QP_PER_EP * MC_SLICE_SIZE, by default 32 MiB.
-"""
 _NOTHING_BEGUN: Final = frozenset({NO_ROOM, WRONG_SIZE, *NOT_READABLE})
 # What the master answers before a transfer, and what the client says of one that has ended: the checksum is
 # wrong, or a lease ran out meanwhile.
@@ -42,23 +37,20 @@ class Stopwatch:
         return max(time.monotonic() - self._begun[0], time.time() - self._begun[1])
 
 
-def may_go_on(codes: Iterable[int], seconds: float, protocol: str, chunk_bytes: int) -> bool:
+def may_go_on(codes: Iterable[int], seconds: float, protocol: str) -> bool:
     """Return whether a transfer may go on after the call of the client that began it.
 
     Args:
         codes: what the call returned for the chunks.
         seconds: how long it took.
-        protocol: transport of the bytes. Over TCP and RDMA the client awaits each part of a transfer, also
-            of one that fails, unless a device fails while a large chunk is submitted: a part of it is under
-            way then. Of other transports this is not known.
-        chunk_bytes: size of a chunk.
+        protocol: transport of the bytes. Over TCP a transfer that fails in time has ended. Of others this is
+            not known: where a device fails while a chunk is submitted, a part of the chunk is under way.
     """
     failed = {code for code in codes if code < 0}
     if seconds >= _GIVES_UP_S:
         return not failed <= _NOTHING_BEGUN
-    awaits_all = protocol == "tcp" or (protocol == "rdma" and chunk_bytes <= _POSTED_AT_ONCE_BYTES)
     return any(
-        code not in UNREACHABLE and not (code == TRANSFER and awaits_all) for code in failed - _NOTHING_RUNS
+        code not in UNREACHABLE and (code != TRANSFER or protocol != "tcp") for code in failed - _NOTHING_RUNS
     )
 
 

@@ -95,7 +95,6 @@ class Store:
         self._config = config
         self._name = context.name
         self._lost = context.lost
-        self._chunk_bytes = context.chunk_bytes
         self._cache = f"{config.key_prefix}/{context.identity.namespace}"
         self._registered: dict[int, object] = {}  # by address; kept until the client is closed
         self._registering = threading.Lock()
@@ -212,13 +211,12 @@ class Store:
     def _move(self, function: str, *arguments: object) -> list[int]:
         """Move chunks; return the client's result codes, once no transfer can go on."""
         watch, codes = Stopwatch(), None
-        protocol, chunk_bytes = self._config.protocol, self._chunk_bytes
         try:
             with self._client.use() as client:
                 codes = list(getattr(client, function)(*arguments))
                 return codes
         finally:
-            if codes is None or may_go_on(codes, watch.seconds, protocol, chunk_bytes):
+            if codes is None or may_go_on(codes, watch.seconds, self._config.protocol):
                 self._stop_transfers()
 
     def _stop_transfers(self) -> None:
