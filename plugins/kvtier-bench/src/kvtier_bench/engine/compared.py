@@ -75,7 +75,7 @@ MODELS: Mapping[str, Settings] = {
         "sliding_window": 1024,
         "query_pre_attn_scalar": 64,
     },
-    "8b": _llama(4096, 14336, 32, 32, 8, 0.02, 128, 131072),
+    "8b": _llama(4096, 14336, 32, 32, 8, 0.02, head_dim=128, positions=131072),
 }
 """Random models by size: fields of their configuration. Llama-style; Gemma-style with sliding windows."""
 
