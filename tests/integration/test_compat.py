@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,6 +72,28 @@ def test_a_connector_gives_the_engine_to_its_spec() -> None:
         assert engine_context() is engine
     with pytest.raises(ConfigError, match="use KVTierConnector"):
         engine_context()
+
+
+@pytest.mark.parametrize(
+    ("second_runner", "zeroes", "lengths", "sparse", "late"),
+    [
+        (True, False, [16], None, False),
+        (True, False, [16, 16], None, False),
+        (True, True, [16], None, True),
+        (True, False, [16, 64], None, True),
+        (True, False, [16], object(), True),
+        (False, True, [16, 64], object(), False),
+    ],
+)
+def test_which_engines_write_blocks_before_their_stores_have_to_end(
+    second_runner: bool, zeroes: bool, lengths: list[int], sparse: object, late: bool
+) -> None:
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=length)) for length in lengths]
+    vllm: Any = SimpleNamespace(
+        use_v2_model_runner=second_runner, attention_config=SimpleNamespace(hisparse_config=sparse)
+    )
+    cache: Any = SimpleNamespace(needs_kv_cache_zeroing=zeroes, kv_cache_groups=groups)
+    assert EngineContext(vllm, cache).flushes_late is late
 
 
 def test_the_engine_of_vllms_own_connector_is_found_among_the_callers() -> None:

@@ -210,7 +210,7 @@ class Rank:
 
     def transfer(self, region: Region, submit: Callable[[StreamEngine], None]) -> None:
         caches = as_kv_caches(self.caches(), canonical=True)
-        layout = slot_layout(self.shape, caches.page_bytes, self.config.parallel.rank)
+        layout = slot_layout(self.shape, caches.page_bytes, self.config.parallel.rank, stages=1)
         engine = StreamEngine(caches, layout, region, CpuRuntime())
         submit(engine)
         engine.close()
@@ -296,9 +296,9 @@ def test_pages_whose_mapping_holds_for_one_layout_alone_are_refused_by_the_worke
 
 def test_tensors_that_are_not_what_the_engine_says_are_refused_by_the_worker() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
-    shape = rank.shape
-    with pytest.raises(RegionError, match="64 bytes of a slot, but the engine says 256"):
-        slot_layout(shape, (64,), 0)
+    for shape in (rank.shape, replace(rank.shape, areas=2)):  # of two tensor-parallel workers
+        with pytest.raises(RegionError, match="64 bytes of a slot, but the engine says 256"):
+            slot_layout(shape, (64,), 0, stages=1)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_an_area_holds_the_pages_of_the_stage_with_most_layers() -> None:
         shape = slot_shape(config, rank.engine)
         assert shape == SlotShape(3, 2 * page, PER_CHUNK)
         if held <= 2:
-            assert slot_layout(shape, [page] * held, 1).tensor_offsets[0] == 2 * page * PER_CHUNK
+            assert slot_layout(shape, [page] * held, 1, stages=3).tensor_offsets[0] == 2 * page * PER_CHUNK
         else:
             with pytest.raises(RegionError, match="192 bytes of a slot, but the engine says 128"):
-                slot_layout(shape, [page] * held, 1)
+                slot_layout(shape, [page] * held, 1, stages=3)

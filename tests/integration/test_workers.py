@@ -33,7 +33,7 @@ class Bench:
     ``hold``: copies do not end while this is set.
     """
 
-    def __init__(self, deadline_s: float = 60) -> None:
+    def __init__(self, deadline_s: float = 60, *, flushes_late: bool = False) -> None:
         caches = KVCaches((torch.zeros((SLOTS, PAGE), dtype=torch.int8),), ((PageRef(0, PAGE),),))
         layout = SlotLayout.make(caches.page_bytes, 1)
         status_table = memoryview(bytearray(status_table_bytes(SLOTS, 1)))
@@ -44,7 +44,8 @@ class Bench:
         self.failures = 0
         self.hold = False
         self._go_on = threading.Event()
-        self.worker = KVTierWorker(engine, region, WorkerStatus(status_table, SLOTS, 0))
+        row = WorkerStatus(status_table, SLOTS, 0)
+        self.worker = KVTierWorker(engine, region, row, flushes_late=flushes_late)
         self.status_table = StatusTable(status_table, SLOTS, 1)
         self.workers = WorkerReports(self.status_table)
         self._last_job = 0
@@ -96,6 +97,20 @@ def impatient() -> Iterator[Bench]:
     bench = Bench(deadline_s=0.2)
     bench.hold = True
     yield bench
+    bench.close()
+
+
+@pytest.mark.parametrize("flushes_late", [False, True])
+def test_a_store_whose_blocks_were_given_on_first_counts_as_failed(flushes_late: bool) -> None:
+    bench = Bench(flushes_late=flushes_late)
+    bench.store(1, 2)
+    bench.store(3)
+    bench.load(4)
+    bench.worker.wait({1, 3})
+    bench.worker.wait({1})
+    assert bench.status_table.take_marks([1, 2]) is flushes_late
+    assert not bench.status_table.take_marks([3, 4])
+    assert bench.finish() == [True, True, True]
     bench.close()
 
 

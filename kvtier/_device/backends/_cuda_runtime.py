@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -272,10 +273,15 @@ class TorchRuntime(Runtime):
         batched_copy: BatchedCopy | None,
         methods: Mapping[str, CopyMethod] | None = None,
     ) -> TorchRuntime:
-        """Return the runtime with the first exact batched copy: the engine's, or one of ``methods``."""
+        """Return the runtime with the first exact batched copy: the engine's, or one of ``methods``.
+
+        They are tried in another thread: vLLM takes for its own stream what was set last in its thread.
+        """
         own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
-        batched = _first_exact(device, {**own, **(methods or {})})
-        return cls(device, library, batched and in_groups(batched), _open_kernel(device))
+        with ThreadPoolExecutor(1, "kvtier-probe") as thread:
+            batched = thread.submit(_first_exact, device, {**own, **(methods or {})}).result()
+            kernel = thread.submit(_open_kernel, device).result()
+        return cls(device, library, batched and in_groups(batched), kernel)
 
     def attach(self) -> None:
         torch.cuda.set_device(self.device)

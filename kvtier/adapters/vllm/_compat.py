@@ -118,6 +118,18 @@ class EngineContext:
         """Steps that are scheduled before the first of them has ended, itself included."""
         return int(self.vllm_config.max_concurrent_batches)
 
+    @property
+    def flushes_late(self) -> bool:
+        """Whether blocks that are given on may be written before the stores that read them have to end.
+
+        So does vLLM's second model runner where it zeroes new blocks or copies shared ones (0.31 to 0.33).
+        """
+        cache = self.kv_cache_config
+        lengths = {group.kv_cache_spec.block_size for group in cache.kv_cache_groups}
+        sparse = getattr(self.vllm_config.attention_config, "hisparse_config", None)
+        writes = cache.needs_kv_cache_zeroing or len(lengths) > 1 or sparse is not None
+        return bool(writes and self.vllm_config.use_v2_model_runner)
+
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return how the blocks of one KV cache group are laid out."""
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec

@@ -97,14 +97,15 @@ def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bo
     )
 
 
-def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int) -> SlotLayout:
+def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int, stages: int) -> SlotLayout:
     """Return where the pages of worker ``rank`` lie in a slot, from ``KVCaches.page_bytes``.
 
+    ``stages`` is the number of pipeline stages.
     RegionError if the tensors do not have the bytes that the engine says.
     """
     has, says = sum(page_bytes), shape.bytes_per_block
-    # Only a worker that holds fewer layers than others may have less.
-    if has > says or (has < says and shape.areas == 1):
+    # Only the workers of a stage that holds fewer layers than others may have less.
+    if has > says or (has < says and stages == 1):
         raise RegionError(
             f"a block of the KV cache's tensors takes {has} bytes of a slot, but the engine says {says}: "
             "this KV cache layout is not supported"

@@ -99,15 +99,25 @@ class KVTierWorker(OffloadingWorker):
     marked in the worker's row of the status table, and the scheduler's side drops its chunks. A load that
     failed for good is reported to ``KVTierConnector``, where that is in use. Engine and region are closed by
     ``shutdown``.
+
+    Args:
+        flushes_late: see ``EngineContext``. A store whose blocks were given on counts as failed then.
     """
 
     def __init__(
-        self, engine: TransferEngine, region: Region, row: WorkerStatus, blocks_per_chunk: int = 1
+        self,
+        engine: TransferEngine,
+        region: Region,
+        row: WorkerStatus,
+        blocks_per_chunk: int = 1,
+        *,
+        flushes_late: bool = False,
     ) -> None:
         self._engine = engine
         self._region = region
         self._row = row
         self._blocks_per_chunk = blocks_per_chunk
+        self._flushes_late = flushes_late
         self._skipped: list[TransferResult] = []
         self._ended: list[Finished] = []
         self._jobs: dict[int, _Job] = {}
@@ -168,6 +178,10 @@ class KVTierWorker(OffloadingWorker):
         for finished in self._ended:
             if finished.transfer_id in job_ids and isinstance(finished.error, DeviceStuckError):
                 self._require_end(self._jobs[finished.transfer_id], finished.error)
+        if self._flushes_late:
+            for job in filter(None, map(self._jobs.get, job_ids)):
+                if job.is_store:
+                    self._row.mark(job.slots.slots)
 
     def shutdown(self) -> None:
         """See vLLM."""

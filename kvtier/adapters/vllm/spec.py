@@ -181,7 +181,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
         caches = as_kv_caches(kv_caches, self._shape.is_canonical)
         parallel = self.config.parallel
-        layout = slot_layout(self._shape, caches.page_bytes, parallel.rank)
+        stages = self._engine.vllm_config.parallel_config.pipeline_parallel_size
+        layout = slot_layout(self._shape, caches.page_bytes, parallel.rank, stages)
         region = self._open_region()
         engine = open_transfer_engine(
             caches,
@@ -195,7 +196,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         row = WorkerStatus(region.metadata, region.slots, parallel.rank)
         row[StatusField.NODE] = 0 if engine.node is None else engine.node + 1
         row[StatusField.PAGES] = page_format(self.config, self._engine)
-        return KVTierWorker(engine, region, row, self.config.cache.blocks_per_chunk)
+        blocks_per_chunk, flushes_late = self.config.cache.blocks_per_chunk, self._engine.flushes_late
+        return KVTierWorker(engine, region, row, blocks_per_chunk, flushes_late=flushes_late)
 
     def _open_region(self) -> Region:
         slots = slots_for(self._settings, self._shape.chunk_bytes)

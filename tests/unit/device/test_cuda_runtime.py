@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +222,22 @@ def test_a_method_that_copies_wrongly_or_is_refused_is_found_out(fault: str, pla
         return
     with pytest.raises((ValueError, OSError), match=r"wrong bytes|too old"):
         check()
+
+
+def test_methods_are_tried_in_another_thread(
+    stub_paths: Any, as_torch_cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that is set in vLLM's thread would become the one that it computes on."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    threads: set[int] = set()
+
+    def method(plan: CopyPlan, stream: Any) -> None:
+        threads.add(threading.get_ident())
+        OverHostMemory()(plan, stream)
+
+    library = RuntimeLibrary(str(stub_paths["cuda"]))
+    assert TorchRuntime.open(torch.device("cpu"), library, None, {"it": method}).batched is not None
+    assert len(threads - {threading.get_ident()}) == len(threads) > 0
 
 
 @pytest.mark.parametrize("pinned", [0, CHUNK_BYTES, 2 * CHUNK_BYTES])
