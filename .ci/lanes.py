@@ -234,10 +234,11 @@ def conclude(jobs: Sequence[Job], seconds: float) -> None:
 
 
 def uv_settings() -> dict[str, str]:
-    """Return variables with which uv looks for distributions where pip does on this machine."""
+    """Return variables with which uv installs as pip does on this machine, and from where it does."""
     command = (sys.executable, "-m", "pip", "config", "list")
     listed = subprocess.run(command, capture_output=True, text=True).stdout  # nothing where there is no pip
-    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    # Compiled as pip does, or where Python writes no bytecode each process compiles what it imports.
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_COMPILE_BYTECODE": "1"}
     for line in listed.splitlines():
         name, _, value = line.partition("=")
         if (variable := OF_UV.get(name.rpartition(".")[2])) is not None:
