@@ -21,7 +21,7 @@ import nox
 from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
-nox.options.default_venv_backend = "uv|virtualenv"  # uv installs engines in a tenth of the time
+nox.options.default_venv_backend = "virtualenv"  # pip's settings count; CI has uv, which is told of them
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "architecture", "bare", "tests"]
 

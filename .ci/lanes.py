@@ -234,11 +234,12 @@ def conclude(jobs: Sequence[Job], seconds: float) -> None:
 
 
 def uv_settings() -> dict[str, str]:
-    """Return variables with which uv installs as pip does on this machine, and from where it does."""
+    """Return variables with which nox uses uv where it is, and uv installs as pip does on this machine."""
     command = (sys.executable, "-m", "pip", "config", "list")
     listed = subprocess.run(command, capture_output=True, text=True).stdout  # nothing where there is no pip
     # Compiled as pip does, or where Python writes no bytecode each process compiles what it imports.
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_COMPILE_BYTECODE": "1"}
+    found["NOX_DEFAULT_VENV_BACKEND"] = "uv|virtualenv"
     for line in listed.splitlines():
         name, _, value = line.partition("=")
         if (variable := OF_UV.get(name.rpartition(".")[2])) is not None:

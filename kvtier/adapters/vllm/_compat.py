@@ -120,7 +120,7 @@ class EngineContext:
 
     @property
     def flushes_late(self) -> bool:
-        """Whether blocks that are given on may be written before the stores that read them have to end.
+        """Whether reassigned blocks may be written before the stores that still read them have to end.
 
         So does vLLM's second model runner where it zeroes new blocks or copies shared ones (0.31 to 0.33).
         """

@@ -101,7 +101,7 @@ class KVTierWorker(OffloadingWorker):
     ``shutdown``.
 
     Args:
-        flushes_late: see ``EngineContext``. A store whose blocks were given on counts as failed then.
+        flushes_late: see ``EngineContext``. A store whose blocks were reassigned counts as failed then.
     """
 
     def __init__(
