@@ -2,7 +2,7 @@
 
 AMD's HIP has the same calls under other names, and torch the same classes for both: the backend ``rocm``.
 
-The calls are those of the CUDA Runtime API reference: "Memory Management" for ``cudaMemcpyAsync`` and
+The CUDA Runtime API reference describes the calls: "Memory Management" for ``cudaMemcpyAsync`` and
 ``cudaHostRegister``, "Stream Management" for the capture mode, and "API synchronization behavior" for what is
 asynchronous when. Importing this module touches no device.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -59,34 +58,56 @@ class PageKernel(Protocol):
         """Give the copies of a plan to a stream of torch's."""
 
 
-def find_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
-    """Return the path of a library such as ``libcudart`` that torch has loaded; raise ConfigError if none."""
-    found = re.search(rf"/.*/{name}\b[^/]*\.so[.\d]*$", maps.read_text(), re.MULTILINE)
-    if found is None:
+_TORCH_LIBRARIES = Path(torch.__file__).with_name("lib")
+
+
+def find_library(name: str, folder: Path = _TORCH_LIBRARIES) -> str:
+    """Return the path of torch's library ``name``, through which the functions of its runtime are found.
+
+    A process can hold several copies of CUDA's runtime: torchvision brings one. A handle of torch's library
+    finds the functions of the copy that torch itself calls.
+
+    Raises:
+        ConfigError: torch has no such library.
+    """
+    path = folder / f"{name}.so"
+    if not path.exists():
         raise ConfigError(
-            f"torch has not loaded {name}.so, which kvtier needs for copies: install torch from a wheel that "
-            "ships it as a separate file"
+            f"torch has no {path}, which kvtier needs for copies: install one of PyTorch's wheels"
         )
-    return found.group()
+    return str(path)
 
 
 class RuntimeLibrary:
-    """What torch does not offer of a runtime library whose functions begin with ``prefix``.
+    """Functions of a runtime library that torch does not offer; their names begin with ``prefix``.
 
-    A call that fails raises TransferError; DeviceLostError where the device cannot be used any more.
+    A failed call raises TransferError, or DeviceLostError if the device is unusable from then on.
+
+    Args:
+        path: of the library, or of one that is linked to it.
+        prefix: ``cuda`` or ``hip``.
+
+    Raises:
+        ConfigError: the functions are not there: torch was linked statically.
     """
 
     def __init__(self, path: str, prefix: str = "cuda") -> None:
         self._library = ctypes.CDLL(path)
         self._prefix = prefix
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._function("GetErrorString").restype = ctypes.c_char_p
+        try:
+            self._function("GetErrorString").restype = ctypes.c_char_p
+        except AttributeError:
+            raise ConfigError(
+                f"{path} is not linked to a shared {prefix} runtime, which kvtier needs for copies: install "
+                "one of PyTorch's wheels"
+            ) from None
         self._function("HostRegister").argtypes = [pointer, size, ctypes.c_uint]
         self._function("HostUnregister").argtypes = [pointer]
         self._memcpy_async = ctypes.cast(self._function("MemcpyAsync"), pointer).value or 0
 
     def version(self, of: str) -> int:
-        """Return the version, a number, of the "Runtime" or of what the "Driver" supports."""
+        """Return the version number of the "Runtime", or the newest that the "Driver" supports."""
         number = ctypes.c_int()
         self.call(f"{of}GetVersion", ctypes.byref(number))
         return number.value
@@ -200,7 +221,7 @@ def _open_kernel(device: torch.device) -> PageKernel | None:
     """Return the kernel for small pages, compiled and tried, or None: without Triton or a compiler, say."""
     try:
         kernel: PageKernel = importlib.import_module("kvtier._device.backends._page_kernel")
-    except Exception as error:  # not installed, or broken: what is optional must not end the engine
+    except Exception as error:  # not installed, or broken: an optional part must not end the engine
         logger.info("copy kernel not used: %s", error)
         return None
     return kernel if _first_exact(device, {"kernel": kernel.copy}) is not None else None

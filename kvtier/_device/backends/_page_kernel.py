@@ -1,7 +1,7 @@
 """Copying many small pages with a kernel: the device's processors read page-locked host memory.
 
-A copy engine of a GPU begins a copy every few microseconds, whatever its size, so that small pages reach
-a tenth of what the link carries. The kernel takes a few processors from computing, for a tenth of the time.
+A GPU's copy engine begins a copy every few microseconds, however small, so small pages reach a tenth of the
+link's speed. The kernel takes a few processors from computing, for a tenth of the time.
 ``docs/devices.md`` has the figures. Importing this module needs Triton, which comes with torch for GPUs.
 """
 

@@ -57,7 +57,7 @@ class Cudart(RuntimeLibrary):
 
 
 def missing() -> str | None:
-    """Return why NVIDIA GPUs cannot be used here; None where they can."""
+    """Return why NVIDIA GPUs cannot be used here; None if they can."""
     if torch.version.hip is not None:
         return "torch is built for ROCm"
     if torch.version.cuda is None:
@@ -66,8 +66,8 @@ def missing() -> str | None:
 
 
 def open_library() -> Cudart:
-    """Return CUDA's runtime library, as torch has loaded it. Raise ConfigError where it has not."""
-    return Cudart(find_library("libcudart"))
+    """Return the copy of CUDA's runtime library that torch calls. Raise ConfigError if torch has none."""
+    return Cudart(find_library("libc10_cuda"))
 
 
 def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:

@@ -1,7 +1,7 @@
 """The backend for KV caches on AMD GPUs: torch's classes for CUDA, over HIP's runtime library.
 
-What differs from CUDA: the names in the library, and no call for many copies at once: HIP's is new, and takes
-no attributes.
+The names in the library differ from CUDA's, and no call makes many copies at once: HIP's is new and takes no
+attributes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvtier._device.base import BatchedCopy
 
 
 def missing() -> str | None:
-    """Return why AMD GPUs cannot be used here; None where they can."""
+    """Return why AMD GPUs cannot be used here; None if they can."""
     if torch.version.hip is None:
         return "torch is not built for ROCm"
     return None if torch.cuda.is_available() else "torch finds no AMD GPU"
 
 
 def open_library() -> RuntimeLibrary:
-    """Return HIP's runtime library, as torch has loaded it. Raise ConfigError where it has not."""
-    return RuntimeLibrary(find_library("libamdhip64"), "hip")
+    """Return the copy of HIP's runtime library that torch calls. Raise ConfigError if torch has none."""
+    return RuntimeLibrary(find_library("libc10_hip"), "hip")
 
 
 def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:

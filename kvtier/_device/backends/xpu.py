@@ -1,7 +1,7 @@
 """The backend for KV caches on Intel GPUs, through torch alone.
 
-torch cannot pin memory there that it has not allocated, such as the slots: copies go through pinned buffers
-of torch's, two for each queue, one of which the host fills or empties while the device copies the other.
+On Intel GPUs torch cannot pin memory that it has not allocated, such as the slots. So each queue copies through
+two pinned buffers of torch's: the host fills or empties one while the device copies the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUFFER_BYTES = 8 * 2**20
 
 
 def missing() -> str | None:
-    """Return why Intel GPUs cannot be used here; None where they can."""
+    """Return why Intel GPUs cannot be used here; None if they can."""
     return None if torch.xpu.is_available() else "torch finds no Intel GPU, or is not built for them"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +28,7 @@ from kvtier._device.backends._cuda_runtime import (
 from kvtier._device.backends.cuda import Cudart
 from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
+from kvtier._native import build
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
 from tests.unit.device.conftest import engine_on, gate_copies
@@ -119,39 +122,33 @@ def test_the_capture_mode_is_relaxed_in_the_calling_thread(library: RuntimeLibra
     assert stub.call("peek_mode") == 0
 
 
-MAPS = """\
-55d0c8a00000-55d0c8a01000 r--p 00000000 08:01 1312 /usr/bin/python3.11
-7f10a0000000-7f10a0021000 rw-p 00000000 00:00 0
-7f10b0000000-7f10b0200000 r--p 00000000 08:01 77 /opt/cuda/lib/libcudart_static.so
-7f10b1000000-7f10b1200000 r-xp 00000000 08:01 78 /opt/cuda/libcudart.so/other.so
-{line}
-7ffd3c5e5000-7ffd3c606000 rw-p 00000000 00:00 0 [stack]
-"""
+@pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
+def test_copies_use_the_runtime_that_torch_uses(stub: Any, tmp_path: Path) -> None:
+    other = shutil.copy(stub.path, tmp_path / "other_runtime.so")
+    ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)  # loaded before, as by torchvision
+    torchs = tmp_path / "libc10_cuda.so"
+    link = (
+        "-shared",
+        "-fPIC",
+        "-Wl,--no-as-needed",
+        f"-Wl,-rpath,{stub.path.parent}",
+        "-x",
+        "c",
+        "/dev/null",
+    )
+    subprocess.run(
+        [*build.compiler(), *link, "-o", torchs, f"-L{stub.path.parent}", f"-l:{stub.path.name}"], check=True
+    )
+    library = RuntimeLibrary(find_library("libc10_cuda", tmp_path))
+    library.host_register(ADDRESS, 4096)
+    assert stub.variable("registered", ctypes.c_void_p).value == ADDRESS
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        ("libcudart", "/v/site-packages/nvidia/cu13/lib/libcudart.so.13"),
-        ("libcudart", "/v/site-packages/nvidia/cuda_runtime/lib/libcudart.so.12"),
-        ("libcudart", "/v/torch/lib/libcudart-9335f6a2.so.12"),
-        ("libcudart", "/with some/space/libcudart.so.12.8.90"),
-        ("libamdhip64", "/v/site-packages/torch/lib/libamdhip64.so"),
-        ("libamdhip64", "/opt/rocm-7.0.2/lib/libamdhip64.so.7.0.70002"),
-    ],
-)
-def test_the_library_that_is_loaded_is_found(name: str, path: str, tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    maps.write_text(MAPS.format(line=f"7f10c0000000-7f10c00a0000 r--p 00000000 08:01 99    {path}"))
-    assert find_library(name, maps) == path
-
-
-@pytest.mark.parametrize("name", ["libcudart", "libamdhip64"])
-def test_where_no_library_is_loaded_the_backend_says_so(name: str, tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    maps.write_text(MAPS.format(line=""))
-    with pytest.raises(ConfigError, match=rf"torch has not loaded {name}\.so"):
-        find_library(name, maps)
+def test_a_torch_without_the_library_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"torch has no .*/libc10_hip\.so, which kvtier needs"):
+        find_library("libc10_hip", tmp_path)
+    with pytest.raises(ConfigError, match="not linked to a shared cuda runtime"):
+        RuntimeLibrary(find_library("libc10"))
 
 
 def copy_like_vllm(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor) -> None:
