@@ -16,8 +16,11 @@ from kvtier.errors import StateError
 logger = GuardedLogger("kvtier.device")
 
 PIECE_BYTES = 32 * 2**20
-"""Bytes that are pinned at once: a limit, because no other thread can launch work on the device meanwhile.
-The driver of an H100 takes 1.5 ms for these where the memory is there already, else ten times as long."""
+"""Bytes pinned in one call: no other thread can launch work on the device during the call.
+On an H100 a call takes 1.5 ms if the memory is populated, else ten times as long."""
+
+THREAD_NAME = "kvtier-pin"
+"""The thread ends when everything is pinned, or nothing more can be."""
 
 
 class PinnedSlots:
@@ -32,24 +35,28 @@ class PinnedSlots:
         self._piece_slots = piece_slots
         self._region = region
         self._mapped: memoryview | None = region.view(0)
+        self._pieces: list[int] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="kvtier-pin", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Unpin. No copy may be in flight. May be called again."""
         self._stopping.set()
         self._thread.join()
+        if self._pieces:  # in a thread that is attached to the device; the caller's stays as it is
+            thread = threading.Thread(target=self._unpin, name="kvtier-unpin", daemon=True)
+            thread.start()
+            thread.join()
         self._mapped = None
 
     def _work(self) -> None:
-        pieces: list[int] = []
         try:
             self._runtime.attach()
-            with numa.preferring(self._runtime.node()):  # for memory that is not there yet
-                self._pin(pieces)
+            with numa.preferring(self._runtime.node()):  # for memory that is not populated yet
+                self._pin()
         except StateError:
-            pass  # the region is closed: there is nothing to pin for
+            pass  # the region is closed: nothing needs pinning
         except Exception as error:
             self.state = replace(self.state, failed=True)
             logger.warning(
@@ -59,10 +66,8 @@ class PinnedSlots:
                 self._region.nbytes,
                 error,
             )
-        self._stopping.wait()
-        self._unpin(pieces)
 
-    def _pin(self, pieces: list[int]) -> None:
+    def _pin(self) -> None:
         region = self._region
         for first in range(0, region.slots, self._piece_slots):
             if self._stopping.is_set():
@@ -72,14 +77,15 @@ class PinnedSlots:
             began_s = time.monotonic()
             address, nbytes = region.address + first * region.chunk_bytes, len(slots) * region.chunk_bytes
             self._runtime.host_register(address, nbytes)
-            pieces.append(address)
+            self._pieces.append(address)
             self.state = replace(self.state, nbytes=self.state.nbytes + nbytes)
-            self._stopping.wait(time.monotonic() - began_s)  # else this thread is first again, each time
+            self._stopping.wait(time.monotonic() - began_s)  # else this thread wins the next turn, each time
 
-    def _unpin(self, pieces: list[int]) -> None:
+    def _unpin(self) -> None:
         self.state = replace(self.state, nbytes=0)
-        for address in pieces:
+        self._runtime.attach()
+        while self._pieces:
             try:
-                self._runtime.host_unregister(address)
+                self._runtime.host_unregister(self._pieces.pop(0))
             except Exception:  # the others must be unpinned too
                 logger.exception("a piece of the primary tier cannot be unpinned")

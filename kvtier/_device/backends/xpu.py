@@ -1,7 +1,7 @@
 """The backend for KV caches on Intel GPUs, through torch alone.
 
-On Intel GPUs torch cannot pin memory that it has not allocated, such as the slots. So each queue copies through
-two pinned buffers of torch's: the host fills or empties one while the device copies the other.
+On Intel GPUs torch cannot pin memory that it has not allocated, such as the slots. So each queue copies
+through two pinned buffers of torch's: the host fills or empties one while the device copies the other.
 """
 
 from __future__ import annotations

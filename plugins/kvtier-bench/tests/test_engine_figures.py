@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engine import fleet, serving
+from kvtier_bench.engine import demo, fleet, serving
 from kvtier_bench.engine.compared import PLAIN, Sample
 from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
@@ -36,6 +37,26 @@ def test_what_an_engine_loses_is_told_by_the_stretches_before_and_after() -> Non
     assert (control.lost_percent, control.gb_s, control.tier_s_per_gb) == (0.0, 0.0, None)
     assert (reading.lost_percent, reading.low, reading.high) == (50.0, 50.0, 50.0)
     assert (reading.gb_s, reading.engine_cpu, reading.tier_s_per_gb) == (0.5, 1.5, 0.5)
+
+
+def test_stored_tokens_count_every_prompt_and_answer() -> None:
+    work = speed.Work(rounds=2)
+    prompts = [*work.single("storage", 0), *work.single("cold", 0), *work.together("unseen", 0)]
+    prompts += work.together("convoy", 0)
+    answers = work.batch * speed.BATCH_OUTPUT + work.convoy * (speed.TAIL_TOKENS + speed.OUTPUT_TOKENS)
+    assert work.stored_tokens == 3 * (sum(map(len, prompts)) + answers)
+
+
+def test_phases_are_compared_with_the_control_that_got_prompts_alike() -> None:
+    def answered(tokens: list[int], **loaded: int) -> demo.Round:
+        return demo.Round([0.1], [tokens], Counter(loaded))
+
+    rounds = {"computed": answered([1]), "device_hit": answered([2]), "cold": answered([1])}
+    rounds |= {"cpu_hit": answered([2], cpu=8928), "restart_fs_hit": answered([1], fs=8928)}
+    assert [phase.identical for phase in demo.compare(rounds)] == [True, True, False]
+    assert demo.find_problems(demo.compare(rounds)) == [
+        "restart_fs_hit: answers differ from the engine's without a connector"
+    ]
 
 
 def test_a_measure_is_compared_within_a_round_with_kvtier_or_with_no_cache() -> None:

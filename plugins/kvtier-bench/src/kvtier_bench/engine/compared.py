@@ -289,14 +289,20 @@ def end_of(log: Path) -> str:
 
 @contextmanager
 def open_engines(
-    folder: Path, size: str, settings: Mapping[str, Settings | None], **arguments: Any
+    folder: Path,
+    size: str,
+    settings: Mapping[str, Settings | None],
+    on_gpu: Mapping[str, Any] | None = None,
+    **arguments: Any,
 ) -> Iterator[dict[str, Engine]]:
-    """Start engines that are alike but for their connectors, and stop them at the end.
+    """Start engines that differ only in their connectors, and stop them at the end.
 
     Args:
         folder: for the model and the engines' logs.
         size: a size in ``MODELS``.
-        settings: of each engine's connector, by the engine's name; None for no connector.
+        settings: settings of each engine's connector, by the engine's name; None for no connector.
+        on_gpu: arguments of the engines on a GPU, which replace others.
+        arguments: arguments of all engines.
     """
     with ExitStack() as stack:
         model = make_model(folder, size)
@@ -306,7 +312,8 @@ def open_engines(
         for name, engine in engines.items():
             say(f"starting an engine: {name}")
             engine.hear("load", START_S)
-            engine.ask("start", START_S, arguments=engine_arguments(model, settings[name], arguments))
+            started = engine_arguments(model, settings[name], arguments)
+            engine.ask("start", START_S, arguments=started, on_gpu=dict(on_gpu or {}))
         yield engines
         for engine in engines.values():
             engine.ask("stop")

@@ -106,7 +106,7 @@ def run(root: Path | None, work: Work, tiers: Sequence[str], *, nixl: bool) -> l
         }
         length = PROMPT_TOKENS + OUTPUT_TOKENS
         blocks = (work.prompts + 1) * -(-length // BLOCK_TOKENS)
-        arguments = {"max_model_len": length, "num_gpu_blocks_override": blocks}
+        arguments: dict[str, Any] = {"max_model_len": length, "num_gpu_blocks_override": blocks}
         with open_engines(logs, work.model, settings, **arguments) as engines:
             firsts = {way: engines[way] for way in ways}
             answers: dict[str, list[Answers]] = {way: [] for way in ways}

@@ -112,7 +112,7 @@ def run(work: Work) -> list[FirstToken | Recovery | Work | Machine]:
     machine = Machine.here()
     records: list[FirstToken | Recovery] = []
     with open_folder(None) as logs:
-        arguments = {
+        arguments: dict[str, Any] = {
             "num_gpu_blocks_override": work.blocks * 5 // 4,
             "max_model_len": work.prompt_tokens + work.output_tokens + BLOCK_TOKENS,
         }

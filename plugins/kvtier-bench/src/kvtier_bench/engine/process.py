@@ -99,14 +99,19 @@ class Engine:
         return {}
 
     def start(self, order: Order) -> Answer:
-        """Start the engine with the given arguments, and let its primary tier get all of its slots."""
-        from vllm import LLM
+        """Start the engine with the given arguments, and wait until its primary tier is complete.
 
-        self._llm = LLM(**order["arguments"])
+        On a GPU the arguments ``on_gpu`` replace those of the same name.
+        """
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        on_gpu = {} if current_platform.is_cpu() else order.get("on_gpu", {})
+        self._llm = LLM(**{**order["arguments"], **on_gpu})
         if order["arguments"].get("pipeline_parallel_size", 1) > 1:
             # Later stages need buffers that the CPU's eager mode does not make by itself.
             self._llm.collective_rpc(_profile)
-        _wait_for_slots()
+        _wait_for_host_memory()
         return {}
 
     def generate(self, order: Order) -> Answer:
@@ -174,15 +179,21 @@ class Engine:
         return not connector.connector_scheduler.has_pending_push_work() and not any(used)
 
 
-def _wait_for_slots() -> None:
-    """Wait for the memory of the primary tier: what a benchmark offers before it is there is not stored."""
-    from kvtier._memory.population import THREAD_NAME
+def _wait_for_host_memory() -> None:
+    """Wait until the primary tier is populated and pinned.
 
-    for thread in threading.enumerate():
-        if thread.name == THREAD_NAME:
-            thread.join(_SETTLE_S)
-            if thread.is_alive():
-                raise TimeoutError(f"the primary tier has no memory within {_SETTLE_S:g} s")
+    Chunks offered before are refused, or copied slowly. Memory of other processes, such as that of a second
+    rank, is not awaited.
+    """
+    from kvtier._device import _pinning
+    from kvtier._memory import population
+
+    for name in (population.THREAD_NAME, _pinning.THREAD_NAME):  # in this order: slots are populated first
+        for thread in threading.enumerate():
+            if thread.name == name:
+                thread.join(_SETTLE_S)
+                if thread.is_alive():
+                    raise TimeoutError(f"{name}: host memory is not ready within {_SETTLE_S:g} s")
 
 
 def _profile(worker: Any) -> None:

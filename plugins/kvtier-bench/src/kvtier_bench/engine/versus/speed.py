@@ -65,6 +65,13 @@ class Work:
         """Return prompts that are sent one after the other."""
         return [make_prompt(f"{kind} {number} {i}", self.single_tokens) for i in range(self.prompts)]
 
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens that each system stores, in the round that does not count too."""
+        singles = 2 * self.prompts * self.single_tokens  # "storage" and "cold"
+        convoy = self.convoy * (self.batch_tokens + TAIL_TOKENS + OUTPUT_TOKENS)
+        return (self.rounds + 1) * (singles + convoy + self.batch * (self.batch_tokens + BATCH_OUTPUT))
+
     def together(self, kind: str, number: int) -> list[list[int]]:
         """Return prompts that are sent at once."""
         count = self.convoy if kind == "convoy" else self.batch
