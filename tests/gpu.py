@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in order of value: ``nox -s gpu``, or ``python -m tests.gpu`` beside torch.
 
-Nothing is downloaded: it runs in an environment that has torch for the GPU, and kvtier, kvtier-testing and
-kvtier-bench from this tree. What else is missing there is skipped by name. Writes one JSON document, from
-which ``--docs`` makes the tables of docs/devices.md.
+Nothing is downloaded: the environment must have torch for the GPU, and kvtier, kvtier-testing and kvtier-bench
+from this tree. Steps whose other needs are missing are skipped by name. The figures go into one JSON document;
+``--docs`` makes the tables of docs/devices.md from it, for the steps that it has.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,13 @@ KVTIER = (sys.executable, "-m", "kvtier")
 
 @dataclass(frozen=True)
 class Step:
-    """One command, and how to read what it prints.
+    """One command, and how to read its output.
 
     Attributes:
-        needs: modules and programs without which it is skipped.
+        needs: modules and programs that it needs; without them it is skipped.
         limit_s: seconds after which it counts as hung.
-        read: makes what goes into the document from what it prints.
-        gib: GiB of device memory without which it is skipped.
+        read: makes the figures of the document from the output.
+        gib: GiB of device memory that it needs; with less it is skipped.
     """
 
     name: str
@@ -93,15 +94,22 @@ def run(step: Step) -> dict[str, Any]:
         return {"skipped": f"{', '.join(missing)} not found"}
     if step.gib and _memory_gib() < step.gib:
         return {"skipped": f"the GPU has {_memory_gib()} GiB, this needs {step.gib}"}
-    began_s = time.monotonic()
-    try:
-        done = subprocess.run(step.command, capture_output=True, text=True, timeout=step.limit_s, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not over after {step.limit_s:g} s"}
+    began_s, pipe = time.monotonic(), subprocess.PIPE
+    with subprocess.Popen(
+        step.command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+        problem = None
+        try:
+            printed, errors = process.communicate(timeout=step.limit_s)
+        except subprocess.TimeoutExpired:
+            problem = f"hung: not over after {step.limit_s:g} s"
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too, which hold the pipes
+            printed, errors = process.communicate()
     ended = {"seconds": round(time.monotonic() - began_s, 1)}
-    if done.returncode:
-        return {**ended, "failed": f"status {done.returncode}", "output": (done.stdout + done.stderr)[-4000:]}
-    return {**ended, "result": step.read(done.stdout)}
+    if problem or process.returncode:
+        problem = problem or f"status {process.returncode}"
+        return {**ended, "failed": problem, "output": (printed + errors)[-4000:]}
+    return {**ended, "result": step.read(printed)}
 
 
 def _memory_gib() -> int:
@@ -110,37 +118,93 @@ def _memory_gib() -> int:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Return the tables of the documentation: what ran, on what, and how fast copies were."""
-    copies = found["copies"]["result"]
-    cores, device = found["machine"]["cores"], copies["Machine"][0]["device"]
-    lines = [f"{device}; a virtual machine with {cores} processor cores.", "", *_table("what", "outcome")]
-    for name in ("conformance", "transformers", "sanitizer"):
-        outcome = found[name].get("result", {})
-        counted = ", ".join(f"{count} {word}" for word, count in outcome.items() if count)
-        lines.append(f"| {name} | {counted or 'skipped: ' + found[name]['skipped']} |")
-    lines += ["", *_table("page", "pages", *(f"{way}, GB/s (of the limit)" for way in WAYS), "host, µs")]
-    for kib, pages in dict.fromkeys((it["page_kib"], it["pages"]) for it in copies["CopySpeed"]):
-        of_size = [it for it in copies["CopySpeed"] if (it["page_kib"], it["pages"]) == (kib, pages)]
-        speeds = [f"{it['gb_s']:.1f} ({it['percent']:.0f} %)" for it in of_size]
-        lines.append(f"| {kib} KiB | {pages:,} | {' | '.join(speeds)} | {of_size[1]['host_us']:.0f} |")
-    losses = {(it["page_kib"], it["way"], it["work"]): it["percent"] for it in copies["ComputeLoss"]}
-    columns = [(way, work) for way in WAYS[:2] for work in ("prefill", "decode")]
-    lines += ["", *_table("page", *(f"{work} beside {way}s" for way, work in columns))]
-    for kib in dict.fromkeys(kib for kib, _, _ in losses):
-        lost = (f"{losses[kib, way, work]:.0f} %" for way, work in columns)
-        lines.append(f"| {kib} KiB | {' | '.join(lost)} |")
-    if first := found["prefill"].get("result"):
-        lines += ["", *_table("first token after 16,384 tokens, a model of 8B", "s")]
-        lines += [f"| {name} | {seconds:.2f} |" for name, seconds in first.items()]
+    """Return the tables of the documentation: the outcome of each step, then the figures of those that ran."""
+    machine, ran = found["machine"], {name: it for name, it in found.items() if name != "machine"}
+    lines = [f"{machine['device']}; a machine with {machine['cores']} processor cores.", ""]
+    lines += _table(["what", "outcome"], ([name, outcome(it)] for name, it in ran.items()))
+    for name, table in FIGURES.items():
+        if result := ran.get(name, {}).get("result"):
+            lines += ["", *table(result)]
     return "\n".join(lines)
 
 
-def _table(*columns: str) -> list[str]:
-    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+def outcome(it: dict[str, Any]) -> str:
+    """Return how a step ended: counts of tests, the seconds it took, or why there are no figures."""
+    for problem in ("skipped", "failed"):
+        if problem in it:
+            return f"{problem}: {it[problem]}"
+    counted = [
+        f"{n} {word}" for word, n in it["result"].items() if n and word in ("passed", "failed", "skipped")
+    ]
+    return ", ".join(counted) or f"passed in {it['seconds']:.0f} s"
+
+
+def _copies(result: dict[str, Any]) -> list[str]:
+    """Return the tables of copies by page size, and of the computing lost beside them."""
+    rows, losses = (
+        [],
+        {(it["page_kib"], it["way"], it["work"]): it["percent"] for it in result["ComputeLoss"]},
+    )
+    for kib, pages in dict.fromkeys((it["page_kib"], it["pages"]) for it in result["CopySpeed"]):
+        ways = [it for it in result["CopySpeed"] if (it["page_kib"], it["pages"]) == (kib, pages)]
+        speeds = [f"{it['gb_s']:.1f} ({it['percent']:.0f} %)" for it in ways]
+        rows.append([f"{kib} KiB", f"{pages:,}", *speeds, f"{ways[1]['host_us']:.0f}"])
+    columns = [(way, work) for way in WAYS[:2] for work in ("prefill", "decode")]
+    lost = (
+        [f"{kib} KiB", *(f"{losses[kib, way, work]:.0f} %" for way, work in columns)]
+        for kib in dict.fromkeys(kib for kib, _, _ in losses)
+    )
+    return [
+        *_table(["page", "pages", *(f"{way}, GB/s (of the limit)" for way in WAYS), "host, µs"], rows),
+        "",
+        *_table(["page", *(f"{work} beside {way}s" for way, work in columns)], lost),
+    ]
+
+
+def _prefill(result: dict[str, float]) -> list[str]:
+    rows = ([name, f"{seconds:.2f}"] for name, seconds in result.items())
+    return _table(["first token after 16,384 tokens, a model of 8B", "s"], rows)
+
+
+def _engine(result: dict[str, Any]) -> list[str]:
+    """Return the table of ``kvtier demo``."""
+    rows = (
+        [
+            it["phase"],
+            f"{it['ttft_ms']:.0f}",
+            *(f"{it[name]:,}" for name in ("computed", "from_cpu", "from_fs")),
+            f"{it['speed_up']:.1f}",
+            "yes" if it["identical"] else "**no**",
+        ]
+        for it in result["Phase"]
+    )
+    columns = ["vLLM", "TTFT, ms", "tokens computed", "from host memory", "from files", "speed-up"]
+    return _table([*columns, "tokens identical"], rows)
+
+
+def _versus(result: dict[str, Any]) -> list[str]:
+    """Return the table of ``kvtier bench versus``, with the rows in which kvtier is behind."""
+    rows = (
+        [it["measure"], it["system"], f"{it['value']:,.4g}", f"{it['ratio']:.2f}" if it["ratio"] else ""]
+        for it in result["Speed"]
+    )
+    return _table(["measure", "system", "median", "ratio to kvtier, or to none"], rows)
+
+
+FIGURES: dict[str, Callable[[Any], list[str]]] = {
+    "copies": _copies,
+    "prefill": _prefill,
+    "engine": _engine,
+    "versus": _versus,
+}
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
 
 
 def main() -> None:
-    """Run the steps that are named, or all; fail where one failed, and where nothing could run."""
+    """Run the named steps, or all; exit with status 1 if one failed, or if none could run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("steps", nargs="*", help="names of steps [all]")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the document [gpu.json]")
@@ -154,7 +218,8 @@ def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         raise SystemExit("torch finds no GPU; docs/devices.md says what to install")
-    found: dict[str, Any] = {"machine": {"cores": os.cpu_count()}}
+    name = torch.get_device_module(device).get_device_name()
+    found: dict[str, Any] = {"machine": {"cores": os.cpu_count(), "device": name}}
     with tempfile.TemporaryDirectory() as root:
         for step in steps(Path(root), device.type):
             if not args.steps or step.name in args.steps:

@@ -213,11 +213,13 @@ class Channel:
         self._channel.settimeout(limit_s)
         try:
             line = self._lines.readline()
-        except OSError as error:
+        except TimeoutError as error:
             self.write_stacks()
-            raise self.failed(f"{do}: no answer within {limit_s:g} s: {error!r}") from error
+            raise self.failed(f"{do}: no answer within {limit_s:g} s") from error
+        except OSError:  # it died with an order unread
+            line = ""
         if not line:
-            raise self.failed(f"{do}: the engine has died")
+            raise self.failed(f"{do}: the engine died")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise self.failed(f"{do}: {answer['error']}")

@@ -66,9 +66,8 @@ def run(
         if Part.SPEED in parts:
             work = _work_of(setting.model, rounds)
             caches = len(systems) - 1  # all but the engine without a cache
-            require_room(
-                files, caches * work.stored_tokens * setting.token_bytes, f"{rounds} rounds (--rounds)"
-            )
+            stored = caches * work.stored_tokens * setting.token_bytes
+            require_room(files, stored, f"the files of {rounds} rounds (--rounds)")
             require_room(_SHARED_MEMORY, caches * setting.host_mib << 20, "host memory of all systems")
             try:
                 records += [*Speeds(systems, model, work).run(setting.token_bytes), work]
