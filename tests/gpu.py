@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in order of value: ``nox -s gpu``, or ``python -m tests.gpu`` beside torch.
 
-Nothing is downloaded: the environment must have torch for the GPU, and kvtier, kvtier-testing and kvtier-bench
-from this tree. Steps whose other needs are missing are skipped by name. The figures go into one JSON document;
-``--docs`` makes the tables of docs/devices.md from it, for the steps that it has.
+Nothing is downloaded: the environment must have torch for the GPU, and kvtier, kvtier-testing and
+kvtier-bench from this tree. Steps whose other needs are missing are skipped by name. The figures go into one
+JSON document; ``--docs`` makes the tables of docs/devices.md from it, for the steps that it has.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _memory_gib() -> int:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Return the tables of the documentation: the outcome of each step, then the figures of those that ran."""
+    """Return the tables of the documentation: each step's outcome, then the figures of those that ran."""
     machine, ran = found["machine"], {name: it for name, it in found.items() if name != "machine"}
     lines = [f"{machine['device']}; a machine with {machine['cores']} processor cores.", ""]
     lines += _table(["what", "outcome"], ([name, outcome(it)] for name, it in ran.items()))
