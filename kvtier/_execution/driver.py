@@ -32,8 +32,8 @@ class CommandSink(Protocol):
 class Driver:
     """Connects the core with its executor and its log. All calls come from the owner's thread; none waits.
 
-    ``slot_checksums`` is None where nothing is audited. Damage is looked for once ``has_damage`` returns that
-    an audit has ever failed.
+    ``slot_checksums`` is None if chunks are not audited. The driver looks for damage once ``has_damage``
+    returns that an audit ever failed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Driver:
     def end_load(self, pinned: Pinned, request: Request | None = None, *, failed: bool = False) -> None:
         """End a load. Drop its chunks if it failed or an audit found one of them damaged.
 
-        Where it failed, ``request`` is computed; None if that has ended.
+        The engine computes the ``request`` of a failed load; None if the request has ended.
         """
         damage = self._find_damage(pinned.chunks, pinned.origins)
         if self.traces is not None:
@@ -121,7 +121,7 @@ class Driver:
         self.dispatch(request)
 
     def close(self) -> None:
-        """End the traces of what has not ended. Nothing else follows."""
+        """End all open traces. No other call may follow."""
         if self.traces is not None:
             self.traces.close()
 

@@ -32,10 +32,10 @@ logger = GuardedLogger("kvtier.executor")
 
 _SEAL_THREADS = 4
 CLOSE_S = 1.5
-"""Seconds after the drain by which a shutdown has ended, whatever hangs: vLLM kills an engine after 5."""
+"""Seconds after the drain by which a shutdown ends, even if a tier hangs: vLLM kills an engine after 5."""
 
 LAST_STEP_S = 0.2
-"""Seconds of a shutdown for what follows when tiers are closed."""
+"""Seconds of a shutdown that remain after the tiers are closed."""
 
 _LEAST_CLOSE_S = 0.5
 
@@ -94,7 +94,7 @@ class Executor:
 
     async def _close_tiers(self) -> None:
         left_s = 0.0 if self.end_by_s is None else self.end_by_s - anyio.current_time()
-        if left_s <= 0:  # nobody waits any more
+        if left_s <= 0:  # no caller waits any longer
             left_s = self._close_s
         async with anyio.create_task_group() as tasks:
             for runner in self._runners:
@@ -121,16 +121,16 @@ class Executor:
             await runner.supervisor.epoch.settled.wait()
 
     async def drained(self) -> None:
-        """Wait until no put, no get and no reset is under way."""
+        """Wait until no put, get or reset is in flight."""
         while any(tier.puts.submitted or tier.gets.submitted for tier in self.activity):
             await self._progress.wait()
         for runner in self._runners:
             await runner.supervisor.resets_ended()
 
     async def finish(self, drain_by_s: float, end_by_s: float) -> None:
-        """Wait until ``drain_by_s`` for what is under way, before the executor is left.
+        """Wait until ``drain_by_s`` for commands in flight, before the executor is left.
 
-        All has to have ended by ``end_by_s``, the tiers' closing included; both on ``time.monotonic``.
+        Everything ends by ``end_by_s``, the tiers' closing included. Both are times of ``time.monotonic``.
         """
         with anyio.move_on_after(max(0.0, drain_by_s - time.monotonic())):
             await self.drained()
@@ -143,12 +143,12 @@ class Executor:
 
 
 class ExecutorThread:
-    """An executor on an event loop in a thread of its own, for an owner that can not wait.
+    """An executor on an event loop in its own thread, for an owner that cannot wait.
 
-    The owner submits and takes from one thread. Commands go over in a deque with one wake-up for all
-    that are submitted before the loop runs; events come back in another deque. No lock is held.
+    The owner submits commands and takes events from one thread. Two deques carry them, without a lock. One
+    wake-up serves all commands that are submitted before the loop runs.
 
-    Whatever becomes of the thread, a command that it does not take any more is answered all the same.
+    Commands that the thread no longer takes are answered as failed, even if the thread died.
     """
 
     def __init__(self, make: Callable[[Post], Executor]) -> None:
@@ -211,7 +211,7 @@ class ExecutorThread:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         wakeup = asyncio.Event()
-        wakeup.set()  # for what was submitted before
+        wakeup.set()  # for commands submitted before
         self._wake = lambda: call_soon(loop, wakeup.set)
         async with self._make(self.events.append) as executor:
             self.activity = executor.activity
@@ -237,7 +237,7 @@ class ExecutorThread:
 
 
 def failure_of(command: Command, reason: str) -> Sequence[Event]:
-    """Return the event of a command that nobody carries out; none where nobody waits for one."""
+    """Return the event that answers a command which is not carried out; none if none is awaited."""
     if isinstance(command, Put):
         kept = (False,) * len(command.keys)
         return (PutEnded(command.id, kept, {reason: len(kept)}),)

@@ -16,9 +16,9 @@ _READ_BYTES = 256 * 1024
 class Channel:
     """Frames over a socket, which must not block. One thread receives.
 
-    Any thread may add frames; they go out whole and in order. ``add`` sends what the socket takes at once;
-    who polls the socket sends the rest, with ``flush``. ``on_full`` is called, by any thread, when the
-    socket's buffer becomes full.
+    Any thread may add frames; they go out whole and in order. ``add`` sends as much as the socket takes at
+    once. The thread that polls the socket sends the rest with ``flush``. Any thread may call ``on_full``: the
+    socket's buffer became full.
     """
 
     def __init__(self, sock: socket.socket, on_full: Callable[[], object]) -> None:

@@ -49,7 +49,7 @@ _PTHREAD_ATTR_BYTES = 256  # more than any C library needs
 
 
 class _ForwardHandler(logging.Handler):
-    """Sends log lines to the engine, whose handlers write them beside its own."""
+    """Sends log lines to the engine, whose handlers write them."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _ForwardHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = wire.log_line(record.levelno, record.name, self.format(record))
-            if len(self._channel) < _MOST_FRAMES:  # else the engine is stopped, and nobody reads them
+            if len(self._channel) < _MOST_FRAMES:  # else the engine is stopped and reads none
                 self._channel.add(wire.pack([line]))
         except Exception:
             self.handleError(record)
@@ -85,7 +85,7 @@ class TierServer:
         self._loop = asyncio.get_running_loop()
         tiers = [tier.make() for tier in self._hello.tiers]
         identity = Identity(self._hello.model, json.loads(self._hello.manifest))
-        # Resets of before this process, done or not: what is put after a reset is for its opener alone.
+        # Repeat earlier resets: only the instance that made a reset sees the chunks put after it.
         resets = [Reset(tier, epoch) for tier, epoch in enumerate(self._hello.epochs) if epoch]
         shape = self._hello.slot_checksums
         checksums = SlotChecksums.shared(self.memory, **asdict(shape)) if shape else None
@@ -149,7 +149,7 @@ class TierServer:
             reports, self._reports = self._reports, []
             try:
                 frame = wire.pack([*self._changed_activities(), *reports])
-            except Exception:  # the engine would wait for ever for what is in it
+            except Exception:  # the engine would wait for ever for the events in it
                 logger.exception("tier process exits: a message for the engine cannot be sent")
                 os._exit(1)
             self.channel.add(frame)
@@ -229,7 +229,7 @@ def _limit_resources(hello: Hello) -> None:
 
 
 def _shrink_stacks() -> None:
-    """Give later threads small stacks, those of C libraries too: of 8 MiB each, few would fit."""
+    """Give later threads small stacks, in C libraries too: few stacks of 8 MiB would fit."""
     libc = ctypes.CDLL(None)
     attributes = ctypes.create_string_buffer(_PTHREAD_ATTR_BYTES)
     libc.pthread_attr_init(attributes)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 class SupervisorTimes:
     """How closely the tier process is supervised.
 
-    The process is killed after ``silent_timeout_s`` without an answer while each tier is up. While it starts
-    and while a tier is not up, it is killed after ``start_timeout_s``: what opens or closes a tier, such as
-    an import, may hold the interpreter lock for long.
+    While every tier is up, the process is killed after ``silent_timeout_s`` without an answer. While the
+    process starts, and while a tier is not up, the limit is ``start_timeout_s``: opening or closing a tier,
+    with its imports, may hold the interpreter lock for long.
     """
 
     heartbeat_s: float = 1.0  # from one ping to the next

@@ -1,4 +1,4 @@
-"""One tier process, as the engine sees it: its socket, what is in flight there, and its end."""
+"""One tier process, as the engine sees it: its socket, its commands in flight, and its end."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _PROGRAM = "kvtier._isolation.child"
 
 
 class Link:
-    """A tier process and what is in flight there.
+    """A tier process and its commands in flight.
 
-    The executor's owner sends commands, its supervisor reads the answers and ends the process; ``in_flight``
-    is filled by the one and emptied by the other, an entry at a time.
+    The executor's owner sends commands. Its supervisor reads the answers and ends the process. The owner adds
+    entries to ``in_flight``, the supervisor removes them, one at a time.
 
     Args:
         memory_fd: the file of the primary tier.
         on_full: called when the socket's buffer becomes full.
 
     Attributes:
-        pid: its process id, and that of its group.
+        pid: its process id, and its group's.
         in_flight: commands that it has not answered, by id.
-        epochs: for each tier the last reset that it was sent.
-        is_over: whether it is gone and its commands are answered: nobody answers what is added now.
+        epochs: the last reset sent to it, for each tier.
+        is_over: whether it is gone and its commands are answered; a command added later gets no answer.
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
@@ -57,7 +57,7 @@ class Link:
         self.channel.add(pack(hello))
 
     def wait(self, wait_s: float, wakeup: int) -> None:
-        """Wait until it sends something, ends, can take more, or ``wakeup`` can be read."""
+        """Wait until the process sends, ends or can take more, or until ``wakeup`` is readable."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.register(wakeup, select.POLLIN)

@@ -58,26 +58,26 @@ class _End:
 
 
 class ExecutorProcess:
-    """An executor in a process of its own, with the interface of ``ExecutorThread``.
+    """An executor in a separate process, with the interface of ``ExecutorThread``.
 
-    The owner submits and takes from one thread, and never waits. While there is no process each command fails
-    at once, and its tiers are down. The next process begins with all resets submitted so far, so that nothing
-    stored before a reset is seen again.
+    The owner submits and takes from one thread, and never waits. While no process runs, each command fails at
+    once, and the tiers are down. The next process begins with all resets submitted so far, so that chunks
+    stored before a reset stay hidden.
 
     Args:
-        tiers: the tiers, in the core's order. They are made anew, and opened, in the process.
+        tiers: the tiers, in the core's order. The process makes and opens its own.
         region: the memory of the slots; not an anonymous one.
-        slot_checksums: those of audited slots, in the region's metadata; None where nothing is audited.
-        memory_limit_bytes: limit of the process's own memory; None for none.
+        slot_checksums: checksums of audited slots, in the region's metadata; None if chunks are not audited.
+        memory_limit_bytes: limit of the process's own memory; None for no limit.
         times: how closely it is supervised.
         start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; after
             that, starting is retried for ever.
-        notify: called, by any thread, when there are new events. Where it raises, it is called again with the
+        notify: called, by any thread, when there are new events. If it raises, it is called again with the
             next heartbeat.
-        chance: the source of chance, for pauses that differ from engine to engine.
+        chance: the source of random pauses, which differ from engine to engine.
 
     Attributes:
-        events: what has happened, to be taken from the left.
+        events: the events of the tiers, to be taken from the left.
         activity: the last known activity of each tier.
 
     Raises:
@@ -124,7 +124,7 @@ class ExecutorProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the current process; None where there is none."""
+        """The id of the current process; None if no process runs."""
         link = self._link
         return None if link is None else link.pid
 
@@ -168,12 +168,12 @@ class ExecutorProcess:
         """Drain for at most ``drain_s`` seconds, close the tiers, end the process.
 
         Args:
-            drain_s: seconds for what is in flight.
-            close_s: seconds after these for everything else, at whose end the process is killed.
+            drain_s: seconds for commands in flight.
+            close_s: seconds for everything after the drain; then the process is killed.
 
         Returns:
-            Whether it has ended. Where it is false the system does not let go of it, and it may still
-            touch slots: the memory must stay where it is.
+            Whether the process ended. If not, the kernel still holds it, and it may still touch slots: the
+            memory must stay mapped.
         """
         if self._thread.is_alive():
             self.submit(())  # resets that it may have missed
@@ -268,7 +268,7 @@ class ExecutorProcess:
         )
 
     def _supervise(self, link: Link, heartbeat: Heartbeat) -> _End | None:
-        """Read a process's messages until it has ended, or is to be killed for what is returned."""
+        """Read a process's messages until it ends. Return why it must be killed, or None if it ended."""
         leave_by_s = inf
         try:
             while not link.is_gone():
@@ -314,7 +314,7 @@ class ExecutorProcess:
         if end is not None and not is_shutdown:
             self._report_end(end, link.pid)
         if not self._wait_for_end(link):
-            self._link = link  # its slots are still touched, and nobody may have them
+            self._link = link  # it may still touch its slots: they stay reserved
             return
         if end is None or end.reason != "garbled":
             self._receive_rest(link)
@@ -371,7 +371,7 @@ class ExecutorProcess:
 
 
 AnyExecutor = ExecutorThread | ExecutorProcess
-"""An executor beside its owner."""
+"""An executor that does not block its owner."""
 
 
 def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, ...]:

@@ -49,11 +49,11 @@ class RemoteExecutor:
             call_soon(self._loop, self._take)
 
     def _take(self) -> None:
-        self._is_woken = False  # first: what comes from here on wakes the loop again
+        self._is_woken = False  # first: later events wake the loop again
         events = self._process.events
         try:
             while events:
                 self._post(events.popleft())
         finally:
-            if events:  # one could not be posted: nobody would wake the loop for the others
+            if events:  # posting one failed: no other wake-up would come for the rest
                 self._wake()

@@ -27,7 +27,7 @@ LENGTH_BYTES = 4
 
 
 class WireError(KVTierError):
-    """The other side has sent something that is malformed or impossible."""
+    """The other side sent a malformed or impossible message."""
 
 
 # --- from the engine -------------------------------------------------------------------------------
@@ -113,18 +113,18 @@ class Pong(Struct, array_like=True, frozen=True, tag=6):
 
 
 class Started(Struct, array_like=True, frozen=True, tag=7):
-    """The process runs, and has touched no tier so far: what tiers need is imported afterwards."""
+    """The process runs, and has touched no tier so far: it imports the tiers' modules afterwards."""
 
 
 class Activity(Struct, array_like=True, frozen=True, tag=8):
-    """What a tier is doing."""
+    """The transfers and the usage of a tier."""
 
     tier: Number
     puts_submitted: Number
     puts_running: Number
     gets_submitted: Number
     gets_running: Number
-    usage: tuple[Number | None, Number | None] | None  # the fields of ``Usage``; None where it is not known
+    usage: tuple[Number | None, Number | None] | None  # the fields of ``Usage``; None if unknown
 
 
 class LogLine(Struct, array_like=True, frozen=True, tag=9):

@@ -47,7 +47,7 @@ def write(what: str, facts: Mapping[str, object], **contents: bytes | memoryview
 
 
 def _directory() -> Path:
-    """Return a directory that only this user can read. Raise OSError where it is somebody else's."""
+    """Return a directory that only this user can read. Raise OSError if another user owns it."""
     try:
         return _private(
             Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kvtier/evidence"
@@ -66,7 +66,7 @@ def _private(folder: Path) -> Path:
 
 
 def _write_all(path: Path, parts: Mapping[str, bytes | memoryview]) -> None:
-    """Write one file for each part; where one of them fails leave none."""
+    """Write one file for each part. If one fails, remove all of them."""
     with ExitStack() as written:
         for kind, content in parts.items():
             target = path.with_name(f"{path.name}.{kind}")

@@ -13,7 +13,7 @@ import msgspec
 from kvtier._log import GuardedLogger
 
 PREFIX = "kvtier.explain: "
-"""What comes before the JSON object in a line, whatever the log's format puts before it."""
+"""Precedes the JSON object in a line. The log's format may put more before it."""
 
 logger = GuardedLogger("kvtier.explain")
 
@@ -21,15 +21,15 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request's prefix was found, and why it ended there. Field names are those of the line."""
+    """How far a request's prefix was found, and why it ended there. The line has the same field names."""
 
     request: str  # the engine's id
     tokens: dict[str, _Tokens]  # loaded, by tier; "cpu" is the primary tier
-    # Tokens from the prompt's front that need not be computed, those in the engine's own cache included; None
-    # where the engine asked for nothing, or does not say where in the prompt.
+    # Tokens at the prompt's front that need no computing, the engine's own cache included. None if the engine
+    # looked up no chunk, or does not say where in the prompt.
     prefix_end: _Tokens | None
     reason: str | None  # why it ended there, in a word of ``kvtier_misses``; None if nothing was missing
-    tiers: dict[str, str]  # why each secondary tier considered did not give the chunk at which it ended
+    tiers: dict[str, str]  # why each tier that was considered did not give the chunk at its end
     waited_s: Annotated[float, msgspec.Meta(ge=0)]  # for secondary tiers
 
 
@@ -52,14 +52,14 @@ def write(explanation: Explanation) -> None:
     line = f"{PREFIX}{json.dumps(fields)}"
     if logger.hasHandlers():
         logger.info("%s", line)
-    elif logger.isEnabledFor(logging.INFO):  # nobody has configured where lines go: Python would drop it
+    elif logger.isEnabledFor(logging.INFO):  # no handler is configured: Python would drop it
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
         handler.handle(logger.logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None))
 
 
 def enable() -> None:
-    """Set a level where nobody has for kvtier's loggers: Python drops lines below WARNING otherwise."""
+    """Set a level for kvtier's loggers if none is set: Python drops lines below WARNING otherwise."""
     one: logging.Logger | None = logger.logger
     while one is not None and not isinstance(one, logging.RootLogger):
         if one.level != logging.NOTSET:
@@ -69,7 +69,7 @@ def enable() -> None:
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Explanation | DamagedLine | None]:
-    """Yield the explanation in each line of a log; None for lines that are about something else."""
+    """Yield the explanation in each line of a log; None for other lines."""
     for line in lines:
         yield _found_in(line.decode(errors="replace"))
 

@@ -28,7 +28,7 @@ class LogLimit:
         The suffix is empty, or says how many lines were held back.
 
         Args:
-            subject: what the line is about; there should be few of them.
+            subject: the subject of the line; use few different ones.
             now_s: the current time in seconds, monotonic.
         """
         last_s, held_back = self._last.get(subject, (now_s - self._every_s, 0))

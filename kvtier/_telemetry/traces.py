@@ -28,7 +28,7 @@ _MOST_REQUESTS = 16
 
 
 def open_traces(shared: SharedState) -> Traces | None:
-    """Return where to trace what a core does; None where nothing is installed, or no provider configured."""
+    """Return the traces of a core; None if OpenTelemetry is not installed or has no provider."""
     try:
         from opentelemetry import trace
     except ImportError:
@@ -48,7 +48,7 @@ def open_traces(shared: SharedState) -> Traces | None:
 
 
 class Traces:
-    """The spans under way. Its owner's thread alone calls it; no method raises."""
+    """The open spans. Only the owner's thread calls it; no method raises."""
 
     def __init__(self, tracer: Tracer, shared: SharedState) -> None:
         self._tracer = tracer
@@ -103,7 +103,7 @@ class Traces:
             span.end(now_ns)
 
     def close(self) -> None:
-        """End the spans of what has not ended and never will, as failed ones."""
+        """End all open spans as failed."""
         for open_spans in (self._transfers, self._loads):
             while open_spans:
                 with self._guarded():
