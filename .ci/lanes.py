@@ -1,8 +1,8 @@
 """Run sessions of nox two at a time: ``python .ci/lanes.py [--full] [SESSION ...]``.
 
-Sessions that share an environment run one after the other. What a session prints is kept, and printed whole
-when it ends. The log closes with a table of seconds and results. The exit status is 1 where one has failed.
-A run waits for the end of another one in the same checkout: it would remove environments that are in use.
+Sessions that share an environment run one after the other. A session's output is printed whole when it ends.
+The log closes with a table of seconds and results. The exit status is 1 if a session failed. A run waits for
+the end of another one in the same checkout: it would remove environments that are in use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FAST = {
     "tests": "torch",
     "conformance-3.11": "conformance-3.11",
 }
-"""What every commit runs."""
+"""The sessions that every commit runs."""
 
 _LATER = [f"{name}-{python}" for name in ("plugins", "conformance") for python in ("3.12", "3.13")]
 FULL = {
@@ -63,7 +63,7 @@ LANES = 2
 LIMIT_S = {"fast": 2700, "full": 4000}
 GRACE_S = 30.0
 POLL_S = 0.2
-LAST_LINES = 25  # of a session that has failed, once more at the end
+LAST_LINES = 25  # of a failed session, repeated at the end
 
 OF_UV = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -102,13 +102,13 @@ class Job:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended otherwise than passed or skipped."""
+        """Whether it neither passed nor was skipped."""
         return self.result not in ("passed", "skipped")
 
     def run(self, limit_s: float, variables: Mapping[str, str], lock: int) -> None:
-        """Run it in a process group of its own, in the environment of its owner where there is one.
+        """Run it in its own process group, in its owner's environment if that exists.
 
-        It inherits the lock, and holds it should this process be killed.
+        It inherits the lock, and still holds it if this process is killed.
         """
         print(f"---- {self.name}: started", flush=True)
         if _folder(self.owner).exists() and not _folder(self.name).exists():
@@ -144,7 +144,7 @@ class Job:
             print(f"---- {self.name}: {self.result} in {self.seconds:.0f} s\n", flush=True)
 
     def log(self) -> str:
-        """Return what it has printed, without colours."""
+        """Return its output, without colours."""
         return _COLOUR.sub("", self._log.read_text(encoding="utf-8", errors="replace"))
 
     @property
@@ -153,7 +153,7 @@ class Job:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a session with all that it has started: first asked, so that pytest tells what it was at."""
+    """End a session and its processes: first by SIGINT, so that pytest names the test that ran."""
     for number, patience_s in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -162,13 +162,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reported(report: Path) -> str:
-    """Return whether a session was skipped: nox ends well then, too."""
+    """Return "passed" or "skipped": nox exits with 0 in both cases."""
     sessions = json.loads(report.read_text(encoding="utf-8"))["sessions"]
     return "passed" if any(one["result"] == "success" for one in sessions) else "skipped"
 
 
 def run(jobs: Sequence[Job], limit_s: float, variables: Mapping[str, str]) -> None:
-    """Run all, those of one environment one after the other, and remove the environments made here."""
+    """Run all jobs, one at a time in each environment, and remove the environments made here."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(job.owner, []).append(job)
@@ -210,7 +210,7 @@ def _folder(name: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove an environment, or the link to one. What somebody still writes to stays."""
+    """Remove an environment, or the link to one. A folder that is still written to stays."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -218,7 +218,7 @@ def _remove(folder: Path) -> None:
 
 
 def conclude(jobs: Sequence[Job], seconds: float) -> None:
-    """Print the ends of those that failed, and the table."""
+    """Print the ends of the failed logs, and the table."""
     for job in jobs:
         if job.has_failed:
             log = job.log()
@@ -234,9 +234,9 @@ def conclude(jobs: Sequence[Job], seconds: float) -> None:
 
 
 def uv_settings() -> dict[str, str]:
-    """Return variables with which nox uses uv where it is, and uv installs as pip does on this machine."""
+    """Return variables with which nox uses uv if it is installed, and uv has pip's settings."""
     command = (sys.executable, "-m", "pip", "config", "list")
-    listed = subprocess.run(command, capture_output=True, text=True).stdout  # nothing where there is no pip
+    listed = subprocess.run(command, capture_output=True, text=True).stdout  # empty without pip
     # Compiled as pip does, or where Python writes no bytecode each process compiles what it imports.
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_COMPILE_BYTECODE": "1"}
     found["NOX_DEFAULT_VENV_BACKEND"] = "uv|virtualenv"
@@ -248,10 +248,10 @@ def uv_settings() -> dict[str, str]:
 
 
 def chosen(names: Collection[str], *, full: bool) -> dict[str, str]:
-    """Return sessions with those whose environments they use: all, or some; ``plugins`` on every Python.
+    """Return the environment's owner for each chosen session; ``plugins`` means that session on every Python.
 
     Raises:
-        SystemExit: there is none of a name.
+        SystemExit: a name is unknown.
     """
     known = {name: {one for one in FULL if name in (one, one.partition("-")[0])} for name in names}
     if missing := [name for name in names if not known[name]]:
@@ -262,10 +262,10 @@ def chosen(names: Collection[str], *, full: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Run the sessions that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="with everything that not every commit runs")
-    parser.add_argument("sessions", nargs="*", help="all where none is named")
+    parser.add_argument("--full", action="store_true", help="also run the sessions that commits skip")
+    parser.add_argument("sessions", nargs="*", help="names of sessions [all]")
     arguments = parser.parse_args()
     sessions = chosen(arguments.sessions, full=arguments.full)
     variables = {**uv_settings(), **({"KVTIER_TESTS": "full"} if arguments.full else {})}

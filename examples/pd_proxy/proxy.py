@@ -1,8 +1,8 @@
 """A proxy for prefill and decode engines that share a tier of kvtier: one OpenAI-compatible address.
 
 Each request goes to a prefill engine, for one token, and at the same time to a decode engine, with the hint
-to wait for the chunks of its prompt: they flow while the prefill runs. Where the prefill fails, the decode
-engine is asked without the hint, and computes the prompt itself.
+to wait for the chunks of its prompt: they flow while the prefill runs. If the prefill fails, the proxy asks
+the decode engine without the hint, and it computes the prompt itself.
 
     pip install aiohttp
     python examples/pd_proxy/proxy.py --prefill http://p0:8000 http://p1:8000 --decode http://d0:8000
@@ -135,9 +135,9 @@ class Proxy:
             return await _forward(request, answer, first)
         except NoEngine as error:
             return _error(503, str(error))
-        except RecursionError:  # what was just decoded can be too deep to be encoded
+        except RecursionError:  # a body that was decoded can be too deep to encode
             return _error(400, "the body is nested too deeply")
-        finally:  # of a client that has left too: engines abort what nobody reads
+        finally:  # also if the client left: engines abort answers that are not read
             prefill.cancel()
             if answer is not None:
                 answer.close()
@@ -224,7 +224,7 @@ def _object(value: object) -> Body:
 
 
 async def _forward(request: web.Request, answer: aiohttp.ClientResponse, first: bytes) -> web.StreamResponse:
-    """Pass an answer on as it comes. Where it breaks off, a stream ends with an error; others break off."""
+    """Pass an answer on as it comes. If it breaks off, a stream ends with an error; others break off, too."""
     response = web.StreamResponse(status=answer.status)
     response.content_type = answer.content_type
     try:

@@ -51,7 +51,7 @@ def make_model(name: str, device: str) -> PreTrainedModel:
 
 
 async def ask(cache: PrefixCache, prompt: torch.Tensor, expected: torch.Tensor, when: str) -> None:
-    """Print the seconds to the first token, and where its KV came from; end the program at a wrong token."""
+    """Print the seconds to the first token, and the KV's source. End the program at a wrong token."""
     before = cache.loaded_chunks()
     began_s = time.perf_counter()
     (await cache.generate(prompt, max_new_tokens=1, do_sample=False)).cpu()

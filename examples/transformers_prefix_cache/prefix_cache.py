@@ -70,12 +70,12 @@ class PrefixCache:
         self._lock = anyio.Lock()  # the pool holds one prompt
 
     async def generate(self, input_ids: torch.Tensor, **settings: Any) -> torch.Tensor:
-        """Return what ``model.generate`` returns, of shape (1, tokens), for a prompt of the same shape.
+        """Return the result of ``model.generate``, of shape (1, tokens), for one prompt.
 
         Args:
             input_ids: the prompt, of shape (1, tokens).
-            settings: for ``model.generate``; those of ``SETTINGS``. Beams, and inputs other than tokens,
-                would be stored under keys that say nothing of them.
+            settings: for ``model.generate``; only ``SETTINGS`` are allowed. The keys would not tell beams, or
+                inputs other than tokens, from a plain prompt.
 
         Raises:
             ValueError: there is more than one prompt, or another setting.
@@ -201,7 +201,7 @@ def _require_text_alone(model: PreTrainedModel) -> None:
 
 
 def identity_of(model: PreTrainedModel, chunk_tokens: int) -> Identity:
-    """Return the identity of a model's KV: all of its configuration, its weights, and what computes it."""
+    """Return the identity of a model's KV: its configuration, its weights, and the software that computes."""
     name = model.config.name_or_path or type(model).__name__
     fields = {
         "class": type(model).__name__,

@@ -1,4 +1,4 @@
-"""An eviction policy: who was read since it was last considered gets a second chance."""
+"""An eviction policy: a chunk read since it was last considered gets a second chance."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -54,7 +54,7 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
         self._turn = anyio.CapacityLimiter(1)  # the connection takes one call at a time
         try:
             await self._call(self._connect)
-        except BaseException:  # a cancellation, too: what was not opened is not closed by kvtier
+        except BaseException:  # a cancellation, too: kvtier closes only tiers that it opened
             await self.aclose()
             raise
 
@@ -84,7 +84,7 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
 
     def _connect(self) -> None:
         try:
-            os.close(os.open(self.config.path, os.O_RDWR | os.O_CREAT, 0o600))  # nobody else may read it
+            os.close(os.open(self.config.path, os.O_RDWR | os.O_CREAT, 0o600))  # readable by this user only
             self._db = sqlite3.connect(self.config.path, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(_MAKE)
@@ -95,7 +95,7 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
         return [self._db.execute(_FIND, (self._cache, key)).fetchone() is not None for key in keys]
 
     def _put(self, batch: Batch, cache: bytes) -> Outcome:
-        if cache != self._cache:  # what a put began before a reset must not appear after it
+        if cache != self._cache:  # a put that began before a reset must not appear after it
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         chunks = zip(batch.keys, batch.views, batch.trailers, strict=True)
         with self._db:  # one transaction: all of it is kept, or nothing

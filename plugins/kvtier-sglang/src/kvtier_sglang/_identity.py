@@ -1,4 +1,4 @@
-"""What the bytes of a page depend on, besides its tokens, which its key names."""
+"""The identity of a page's bytes: everything that they depend on, except the tokens, which the key names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
         namespace: the user's own part, for what no engine knows.
 
     Raises:
-        ConfigError: nothing tells the weights, or a setting, from others of the same name.
+        ConfigError: the weights, or a setting, cannot be told from others of the same name.
     """
     every = engine_settings()
     settings = {field: value for field, value in every.items() if field not in REVIEWED}

@@ -56,15 +56,15 @@ class LoopThread:
 
     @contextmanager
     def lend(self, block: AbstractAsyncContextManager[T], wait_s: float) -> Iterator[T]:
-        """Enter an async context manager on the loop; give the caller's thread what it yields.
+        """Enter an async context manager on the loop, and yield its value in the caller's thread.
 
-        The async block ends when the caller's block does, and fails where that fails. Whether the caller
-        still waits is decided in one step: what is not given in time is never given.
+        The async block ends when the caller's block does, and fails if that fails. One step decides whether
+        the caller still waits: a value that is late is never given.
 
         Raises:
-            TimeoutError: it was not entered within ``wait_s`` seconds, or did not end by then and a moment
-                after it was given back.
-            StateError: the loop is closed, or was before the block had ended.
+            TimeoutError: it was not entered within ``wait_s`` seconds, or did not end shortly after the value
+                was given back.
+            StateError: the loop is closed, or was closed before the block ended.
         """
         loan: _Loan[T] = _Loan(self._loop)
         end_s = time.monotonic() + wait_s
@@ -91,7 +91,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(action)
 
     def close(self) -> None:
-        """Cancel what still runs on the loop, and stop it. What does not end in time is abandoned."""
+        """Cancel the tasks on the loop, and stop it. Tasks that do not end in time are abandoned."""
         if self._is_closed:
             return
         with suppress(TimeoutError):
@@ -119,7 +119,7 @@ def _close_new(work: object) -> None:
 
 async def _cancel_others() -> None:
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:  # each begins before: what is cancelled earlier never awaits what it was given
+        for task in others:  # a turn later, when it has begun: else it never awaits its coroutine
             asyncio.get_running_loop().call_soon(task.cancel)
         await asyncio.wait(others, timeout=_CANCEL_S)
 
@@ -129,7 +129,7 @@ class _AbandonedError(Exception):
 
 
 class _Loan(Generic[T]):
-    """What one async block yields, lent to another thread."""
+    """The value of one async block, lent to another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -164,7 +164,7 @@ class _Loan(Generic[T]):
             return self._given.result()  # it came in this very moment
 
     def give_back(self, *, is_good: bool) -> None:
-        """End the loan. What was lent must not be touched any more."""
+        """End the loan. The value must not be touched from then on."""
         self._is_good = is_good
         with suppress(RuntimeError):  # the loop is closed: the block was cancelled before
             self._loop.call_soon_threadsafe(self._returned.set)

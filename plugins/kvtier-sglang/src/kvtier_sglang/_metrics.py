@@ -1,4 +1,4 @@
-"""Counters of what the tiers did, for SGLang's metrics endpoint."""
+"""Counters of the tiers, for SGLang's metrics endpoint."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prometheus_client import Counter
 from kvtier import Statistics
 from kvtier._telemetry.catalogue import COUNTERS
 
-_MOST_CALLS = 1000  # that are remembered where nobody asks
+_MOST_CALLS = 1000  # kept if the endpoint is never read
 
 
 @cache
 def _counter(word: str) -> Counter | None:
-    """Return the counter of one occurrence; None where it is no metric. Made late, as SGLang's own are."""
+    """Return the counter of one occurrence, or None if it is no metric. Made late, as SGLang's own."""
     metric = COUNTERS.get(word)
     if metric is None or not metric.name.startswith("kvtier_"):
         return None
@@ -51,7 +51,7 @@ class Throughput:
 
     @contextmanager
     def measure(self, verb: str, page_bytes: int, results: list[bool]) -> Iterator[None]:
-        """Note the pages that a call has moved: those for which ``results`` is true when the block ends."""
+        """Count the pages that a call moved: ``results`` is true for each of them when the block ends."""
         begun_s = time.perf_counter()
         yield
         took_s, moved = time.perf_counter() - begun_s, results.count(True)

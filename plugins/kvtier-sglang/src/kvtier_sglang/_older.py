@@ -1,4 +1,4 @@
-"""What is left of SGLang's older interface, which copies once more and is not used."""
+"""The rest of SGLang's older interface, which makes a further copy and is not used."""
 
 from __future__ import annotations
 

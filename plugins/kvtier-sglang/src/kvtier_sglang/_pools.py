@@ -18,9 +18,9 @@ def restorable(
     """Return the longest prefix for which every pool has the pages that it needs.
 
     Args:
-        kv: for each page whether the KV pool's is there.
-        transfers: the pools beside it, and which of their pages a prefix needs.
-        found: for each of them, by name, whether its page is there, one for each in ``kv``.
+        kv: whether the KV pool's page was found, for each page.
+        transfers: the other pools, and the pages of them that a prefix needs.
+        found: whether a pool's page was found, by the pool's name; as many as in ``kv``.
     """
     pages = leading(kv)
     hits = {"kv": pages} if pages else {}
@@ -36,7 +36,7 @@ def restorable(
 
 
 def _fitting(transfer: PoolTransfer, there: Sequence[bool], pages: int) -> set[int]:
-    """Return the lengths of prefixes for which one pool has all that it needs."""
+    """Return the lengths of the prefixes for which one pool has all pages needed."""
     if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
         return set(range(1, min(pages, leading(there)) + 1))
     width = max(1, len(transfer.keys or ()))  # pages at the end of a prefix

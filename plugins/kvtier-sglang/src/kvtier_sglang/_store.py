@@ -30,27 +30,27 @@ from kvtier_sglang._pages import HostPages
 logger = GuardedLogger("kvtier.sglang")
 
 _OPEN_S = 60.0
-_GRACE_S = 0.5  # after the end of a call, once: for what the manager does at its own deadline
+_GRACE_S = 0.5  # after the end of a call, once: the manager acts at its own deadline
 _CLOSE_S = 5.0
 
 
 class PageStore:
-    """A primary tier of its own for the pages of one host pool, and the secondary tiers behind it.
+    """The primary tier for the pages of one host pool, and the secondary tiers behind it.
 
-    A page is copied between the pool and a slot by the thread that calls. So a tier that hangs only ever
-    holds slots, which nobody else is given, and never a page that SGLang has given to other tokens.
+    The calling thread copies a page between the pool and a slot. So a hanging tier only holds slots, which
+    stay reserved, and never a page that SGLang has reused for other tokens.
 
     Args:
-        config: kvtier's settings; the primary tier is for this pool alone.
-        identity: what the pages' bytes depend on.
+        config: kvtier's settings; only this pool uses the primary tier.
+        identity: the identity of the pages' bytes.
         pages: the pool's pages.
-        loop: the loop that the tiers are used from.
+        loop: the loop that the tiers run on.
 
     Attributes:
-        close_s: how long a close takes at most, or the wait for a reset.
+        close_s: most seconds that a close takes, or the wait for a reset.
 
     Raises:
-        KVTierError: the primary tier cannot be made, or ``isolation`` is ``process`` and there is none.
+        KVTierError: the primary tier cannot be made, or ``isolation`` is ``process`` and none can start.
     """
 
     def __init__(self, config: TieringConfig, identity: Identity, pages: HostPages, loop: LoopThread) -> None:
@@ -82,7 +82,7 @@ class PageStore:
         """Copy the leading pages that are found by ``end_s`` into the pool; return which were."""
         pages = self._pages.pages(host_indices, len(keys))
         done, resets = 0, self._resets
-        with suppress(TimeoutError):  # what was copied before is good
+        with suppress(TimeoutError):  # pages copied before are valid
             while self._is_reset and done < len(keys) and (left_s := end_s - time.monotonic()) > 0:
                 part = keys[done : done + self._part]
                 with self._loop.lend(self._manager.acquire(part), left_s + _GRACE_S) as acquired:
@@ -112,7 +112,7 @@ class PageStore:
             try:
                 there = self._write_part(part, pages, end_s + _GRACE_S, resets)
             except TimeoutError:
-                break  # what was written before is stored
+                break  # pages written before are stored
             stored.update(zip(part, there, strict=True))
             if not all(there):
                 break
@@ -130,7 +130,7 @@ class PageStore:
             return [True] * len(keys)
         return self._loop.call(
             self._manager.locate(keys), _left_s(end_s)
-        )  # they were there, or there is no room
+        )  # they were stored before, or no slot is free
 
     def begin_reset(self) -> None:
         """Hide everything stored so far, in every tier and for ever. Does not wait.
@@ -141,12 +141,12 @@ class PageStore:
         self._reset = self._loop.start(self._reset_tiers())
 
     def end_reset(self, end_s: float) -> None:
-        """Wait, until ``end_s``, for what ``begin_reset`` has begun.
+        """Wait, until ``end_s``, for the end of the reset that ``begin_reset`` started.
 
         Raises:
-            KVTierError: a tier was not reached. This engine does not use it until its reset succeeds; others,
-                and this one after a restart, may still find in it what should be hidden.
-            TimeoutError: the tiers have not answered. Nothing is served until they do.
+            KVTierError: a tier was not reached. This engine does not use it until its reset succeeds. Other
+                engines, and this one after a restart, may still find the hidden pages in it.
+            TimeoutError: the tiers did not answer. Nothing is served until they do.
         """
         if self._reset is not None and (down := self._reset.result(_left_s(end_s))):
             raise TierError(
@@ -164,7 +164,7 @@ class PageStore:
         return [f"{tier.name} ({tier.down})" for tier in self._manager.statistics().tiers if tier.down]
 
     def report(self, publish: Callable[[Statistics], None]) -> None:
-        """Call ``publish`` on the loop, soon, with what has happened so far. Does not wait."""
+        """Call ``publish`` on the loop, soon, with the statistics so far. Does not wait."""
         self._loop.post(lambda: publish(self._manager.statistics()))
 
     def begin_close(self) -> None:
@@ -172,10 +172,10 @@ class PageStore:
         self._close = self._loop.start(self._manager.aclose())
 
     def end_close(self, end_s: float) -> None:
-        """Wait, until ``end_s``, for what ``begin_close`` has begun.
+        """Wait, until ``end_s``, for the end of the close that ``begin_close`` started.
 
         Raises:
-            TimeoutError: the tiers are not closed. The rest of it was cancelled.
+            TimeoutError: the tiers are not closed. The rest of the close was cancelled.
         """
         if self._close is None:
             return

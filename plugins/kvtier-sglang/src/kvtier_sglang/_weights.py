@@ -1,4 +1,4 @@
-"""What names the weights behind SGLang's settings: the model, a draft, adapters, and files beside them."""
+"""Names of the weights behind SGLang's settings: the model, a draft, adapters, and further files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REVISIONS = {
     "model_path": "revision",
     "speculative_draft_model_path": "speculative_draft_model_revision",
 }
-"""Settings whose weights SGLang brings from a hub into ``download_dir``, and those of their revisions."""
+"""Settings whose weights SGLang downloads from a hub into ``download_dir``, each with its revision's setting."""
 
 _LOAD_FORMATS = {
     "auto", "bitsandbytes", "dummy", "fastsafetensors", "flash_rl", "gguf", "instanttensor", "jax", "layered",
@@ -36,25 +36,25 @@ _WITH_FILES: Mapping[str, Collection[object]] = {
     "disaggregation_mode": ("null", "prefill"),
     "enable_pd_role_switch": (False,),
 }
-"""Values with which all weights come from the files that settings name. With others they come from another
-engine, a daemon or a trainer, embeddings from encoders elsewhere, and pages from an engine that prefills."""
+"""Values with which all weights come from the files that settings name. Other values bring weights from
+another engine, a daemon or a trainer, embeddings from remote encoders, or pages from an engine that prefills."""
 
 
 def weights_identity(
     settings: Mapping[str, object], download_dir: str | None, namespace: str
 ) -> Mapping[str, object]:
-    """Return what names the files behind each setting that has a path.
+    """Return an identifier of the files behind each setting that has a path.
 
-    Closed by default: a setting named ``..._path`` or ``..._file`` has to be identified. Of the others those
-    files count that are there.
+    Closed by default: a setting named ``..._path`` or ``..._file`` must be identified. Other settings count
+    if they name existing files.
 
     Args:
-        settings: SGLang's, by their names.
+        settings: SGLang's settings, by name.
         download_dir: the hub's cache that SGLang loads models from; None for the hub's own.
-        namespace: the user's own part; with it nothing else has to name the weights.
+        namespace: the user's own part; if it is set, weights need no other identifier.
 
     Raises:
-        ConfigError: nothing tells the files of a setting from others of the same name.
+        ConfigError: the files of a setting cannot be told from others of the same name.
     """
     found: dict[str, object] = {"model_path": None}
     for field, value in settings.items():
@@ -99,7 +99,7 @@ def _adapters(value: object) -> Iterator[tuple[str, str]]:
 def _target(
     path: str, revision: object = None, download_dir: str | None = None
 ) -> Mapping[str, object] | None:
-    """Return what names the files at a path or of a hub; None where nothing does."""
+    """Return an identifier of the files at a path or of a hub; None if there is none."""
     if os.path.exists(path):
         return _files(path)
     if envs.SGLANG_USE_MODELSCOPE.get():
@@ -113,7 +113,7 @@ def _target(
 
 
 def _files(path: str) -> Mapping[str, object] | None:
-    """Return what names local files; None where there are none that are known to be weights."""
+    """Return an identifier of local files; None if none of them are known to be weights."""
     if not os.path.exists(path) or not (files := weights_fingerprint(Path(path))):
         return None
     config = Path(path) / "config.json"

@@ -48,13 +48,13 @@ _REFUSED = {
 class KVTierStorage(V1Only):
     """Keeps pages of SGLang's host pools in kvtier's tiers. One object for each rank.
 
-    Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most, however many pools it
-    is about, and raises nothing: a fault of a tier is a page that is not there, and a line in the log.
-    ``clear`` alone raises, where it is not confirmed.
+    Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most, for any number of
+    pools, and raises nothing: a tier's fault is a missing page and a line in the log. Only ``clear`` raises,
+    if a tier does not confirm it.
 
     Args:
         storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's.
-        kwargs: what SGLang passes to third parties' classes; unused.
+        kwargs: SGLang's arguments for third-party classes; unused.
 
     Raises:
         ConfigError: a setting is wrong or missing, or SGLang is another version than the reviewed one.
@@ -86,7 +86,7 @@ class KVTierStorage(V1Only):
         self._register(_KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Open the tiers for a pool beside the KV pool. Where that fails its pages are misses."""
+        """Open the tiers for a further pool. If that fails, its pages are misses."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if self._host_pools.get(name) is host_pool:
@@ -118,7 +118,7 @@ class KVTierStorage(V1Only):
         self._counters[name] = PoolCounters(name)
         logger.info("host pool %s: pages of %d bytes, cache %s", name, pages.page_bytes, identity.namespace)
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- lookups ---------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
         """Return whether the KV pool's page is probably there."""
@@ -222,11 +222,11 @@ class KVTierStorage(V1Only):
     # --- the rest --------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Hide everything that this cache holds, in every tier, also from engines to come.
+        """Hide everything that this cache holds, in every tier, from later engines too.
 
         Raises:
-            StateError: not every tier has confirmed it, or the storage is closed. Of a pool whose tiers have
-                not answered nothing is served until they do.
+            StateError: a tier did not confirm it, or the storage is closed. A pool serves nothing until its
+                tiers have answered.
         """
         if not self._stores:
             raise StateError("clear: the storage has no pools, or is closed; nothing was hidden")
