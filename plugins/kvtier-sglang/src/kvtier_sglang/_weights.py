@@ -21,7 +21,7 @@ _REVISIONS = {
     "model_path": "revision",
     "speculative_draft_model_path": "speculative_draft_model_revision",
 }
-"""Settings whose weights SGLang downloads from a hub into ``download_dir``, each with its revision's setting."""
+"""Settings whose weights SGLang downloads from a hub into ``download_dir``, and their revisions' settings."""
 
 _LOAD_FORMATS = {
     "auto", "bitsandbytes", "dummy", "fastsafetensors", "flash_rl", "gguf", "instanttensor", "jax", "layered",
@@ -37,7 +37,7 @@ _WITH_FILES: Mapping[str, Collection[object]] = {
     "enable_pd_role_switch": (False,),
 }
 """Values with which all weights come from the files that settings name. Other values bring weights from
-another engine, a daemon or a trainer, embeddings from remote encoders, or pages from an engine that prefills."""
+another engine, a daemon or a trainer, embeddings from remote encoders, or pages from a prefill engine."""
 
 
 def weights_identity(
