@@ -81,7 +81,7 @@ def simulate(
 
 @bench.command()
 def core(as_json: JsonFlag = False) -> None:
-    """Time per chunk that the scheduler's thread spends in kvtier, beside vLLM's own tiering."""
+    """Time per chunk that the scheduler's thread spends in kvtier, compared with vLLM's own tiering."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     figures.report(_lazy("managers.core").run(), as_json)
 
@@ -110,7 +110,7 @@ def tier(
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """Throughput, latency and CPU time of any tier, beside the client library it uses."""
+    """Throughput, latency and CPU time of any tier, compared with the client library it uses."""
     measure = _lazy("storage.tier")
     figures.report(measure.run(config, chunk_bytes or measure.SIZES, mib, rounds), as_json)
 
@@ -122,7 +122,7 @@ def peers(
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """Throughput and latency of reads from another process's memory: the nixl tier, beside NIXL itself.
+    """Throughput and latency of reads from another process's memory: the nixl tier, compared with NIXL alone.
 
     Example: UCX_TLS=tcp,self kvtier bench peers
     """
@@ -166,7 +166,7 @@ def fleet(
     rounds: RoundsOption = 5,
     as_json: JsonFlag = False,
 ) -> None:
-    """Time to the first token for what another engine has computed, by the tier they share; real engines.
+    """Time to the first token of prompts that another engine computed, by shared tier; real engines.
 
     Example: kvtier bench fleet --tier '{"type": "mooncake", "master": "localhost:50051"}'
     """

@@ -1,7 +1,7 @@
-"""What device copies cost: GB/s against one pinned copy, host time a submission, and the loss of computing.
+"""The cost of device copies: GB/s against one pinned copy, host time per submission, and lost computing.
 
-Whatever is compared is measured in the same round, in turns. As in an engine, a block has a page in each
-layer's tensor. Blocks are scattered on the device, so that no pages can be joined: that comes on top.
+Compared figures come from the same round, measured in turns. As in an engine, a block has a page in each
+layer's tensor. Blocks are scattered on the device, so that neighbouring pages cannot be joined.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _SETTLE_S = 120.0
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured.
+    """The measured device.
 
     Attributes:
         device: its name, and the software's versions.
-        mib: MiB of device memory, and as many of slots, that the copies go between.
-        pinned: share of the slots that the device could pin, in percent.
+        mib: MiB of device memory in the copies, and of slots.
+        pinned: percent of the slots that the device could pin.
     """
 
     backend: str
@@ -59,15 +59,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """Copies through the engine, beside one pinned copy of as many bytes.
+    """Copies through the engine, compared with one pinned copy of as many bytes.
 
     Attributes:
         page_kib: KiB of a page.
-        way: store, load, or both at once, half of the blocks each (of one block, one each).
-        gb_s: from the submission to the end, median.
-        limit_gb_s: one pinned copy in each way, of as many bytes in all.
-        percent: of the limit; median of the rounds' ratios.
-        host_us: microseconds that the submitting call takes, median.
+        way: store, load, or both at once with half of the blocks each (at least one).
+        gb_s: median GB/s from the submission to the end.
+        limit_gb_s: GB/s of one pinned copy in each direction, of as many bytes together.
+        percent: percent of the limit; median of the rounds' ratios.
+        host_us: median microseconds of the submitting call.
     """
 
     page_kib: int
@@ -103,8 +103,8 @@ def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
     """Measure a backend.
 
     Args:
-        backend: its name; default: that of this machine's accelerator, else the CPU's.
-        mib: MiB of device memory to use, and as many of slots; default: 2048, on the CPU 64.
+        backend: name of the backend; default: this machine's accelerator, else the CPU.
+        mib: MiB of device memory to use, and of slots; default: 2048, on the CPU 64.
 
     Raises:
         ConfigError: there is no such backend, or it cannot be used here.
@@ -171,14 +171,14 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
 
 
 class _Bench:
-    """Blocks on the device and slots for as many, with pages of one length, and what moves them.
+    """Blocks on the device, as many slots, pages of one length, and the transfer engine between them.
 
     Args:
         memory: the blocks' pages, of shape (layers, blocks, bytes).
 
     Attributes:
-        blocks: how many there are.
-        pinned_percent: share of the slots that is pinned.
+        blocks: number of blocks.
+        pinned_percent: percent of the slots that are pinned.
     """
 
     def __init__(self, engine: TransferEngine, memory: torch.Tensor, region: Region) -> None:
@@ -221,7 +221,7 @@ class _Bench:
         )
 
     def compute_loss(self, way: str, work: str) -> ComputeLoss:
-        """Measure products of matrices alone and beside copies, in turns."""
+        """Measure products of matrices with and without copies, in turns."""
         is_host = self._device.type == "cpu"
         width, kind = (512, torch.float32) if is_host else (8192, torch.bfloat16)
         square = torch.rand((width, width), device=self._device, dtype=kind)
@@ -309,7 +309,7 @@ class _Bench:
 
     @contextmanager
     def _copying(self, way: str) -> Iterator[None]:
-        """Have copies go one way, all blocks again and again, from a thread beside."""
+        """Copy all blocks one way, again and again, in another thread."""
         stopping = threading.Event()
 
         def copy() -> None:
@@ -327,7 +327,7 @@ class _Bench:
             self._engine.finished()
 
     def _timed_on_device(self, work: Callable[[], object]) -> float:
-        """Return the seconds until the end of what this enqueues."""
+        """Return the seconds from a call to the end of the device's work that it enqueues."""
         self._synchronize()
         begun = time.perf_counter()
         work()

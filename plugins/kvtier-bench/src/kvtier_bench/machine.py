@@ -1,4 +1,4 @@
-"""The machine that is measured on: what it is, and whether its file system has room."""
+"""The machine of a measurement: its description, and the free space of its file systems."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def require_room(folder: Path, needed: int, what: str) -> None:
     """Raise KVTierError unless a file system has enough free bytes.
 
     Args:
-        what: what needs them, for the message.
+        what: the purpose of the bytes, for the message.
     """
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -96,7 +96,7 @@ def files_below(folder: Path) -> dict[str, Any]:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Ask the kernel to forget the files' bytes. What is being written stays."""
+    """Ask the kernel to forget the files' bytes. Bytes still being written stay."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError), open(Path(parent, name), "rb") as file:
@@ -124,7 +124,7 @@ def _version_of(*distributions: str) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Return the type of the file system that ``folder`` is on: that of the longest mount point above."""
+    """Return the type of the file system at the longest mount point above ``folder``."""
     best, kind = "", "unknown"
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, found, *_ = line.split(" ")

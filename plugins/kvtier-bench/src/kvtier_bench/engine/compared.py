@@ -37,7 +37,7 @@ PLAIN = "none"
 FS = "kvtier cpu+fs"
 
 Settings = Mapping[str, Any]
-"""Of a connector, its ``spec_name`` among them."""
+"""Settings of a connector, with its ``spec_name``."""
 
 
 def _llama(
@@ -94,7 +94,7 @@ class Size(Enum):
 
 
 class Part(Enum):
-    """What ``kvtier bench versus`` measures."""
+    """A part of ``kvtier bench versus``."""
 
     SPEED = "speed"
     FAULTS = "faults"
@@ -119,7 +119,7 @@ def block_bytes(size: str) -> int:
 
 
 def make_prompt(seed: int | str, tokens: int, shared: Sequence[int] = ()) -> list[int]:
-    """Make token ids that begin with ``shared``. Prompts of different seeds share nothing else."""
+    """Make token ids that begin with ``shared``. Prompts of different seeds share only those."""
     generator = random.Random(seed)
     return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
 
@@ -136,13 +136,13 @@ def over_files(primary_bytes: int, folder: Path) -> Settings:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one engine did in one round.
+    """The results of one engine in one round.
 
     Attributes:
         wall_s: seconds until the last token.
         ttft_s: seconds until the first token of each request.
         answers: token ids of each request.
-        counts: chunks by what was done with them.
+        counts: chunks by outcome.
     """
 
     wall_s: float
@@ -240,13 +240,13 @@ class Channel:
 
 
 class Engine(Channel):
-    """One engine in a process of its own. A context manager that ends the process.
+    """One engine in its own process. A context manager that ends the process.
 
     Args:
-        name: of the engine and its log.
-        folder: for the log.
-        python: the interpreter of its environment, in which kvtier-bench is installed.
-        variables: environment variables of its own.
+        name: name of the engine and its log.
+        folder: folder for the log.
+        python: the interpreter of its environment, which has kvtier-bench.
+        variables: further environment variables.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Engine(Channel):
 
 
 def end_of(log: Path) -> str:
-    """Return the last lines of a log, in which the stacks of all threads find room."""
+    """Return the last lines of a log, enough for the stacks of all threads."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-END_LINES:])
 
 
@@ -347,7 +347,7 @@ def environment() -> dict[str, str]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return {
         "HF_HUB_OFFLINE": "1",
-        # vLLM binds other threads when a connector is there, which alone would change times and tokens.
+        # With a connector vLLM binds other threads, which alone would change times and tokens.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", cores),
         "OMP_WAIT_POLICY": "PASSIVE",  # idle engines leave the cores to the one that is asked
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),

@@ -89,7 +89,7 @@ def main(as_json: bool) -> int:
 
 
 def compare(rounds: Mapping[str, Round]) -> list[Phase]:
-    """Return a row for each phase: its times beside the first one's, its answers beside the control's."""
+    """Return a row for each phase: its times compared with the first, its answers with the control's."""
     tokens = PROMPT_TOKENS * len(PROMPTS)
     cold_s = median(rounds["cold"].ttft_s)
     return [

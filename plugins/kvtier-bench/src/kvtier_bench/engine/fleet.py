@@ -1,8 +1,8 @@
-"""An engine that is asked for what another one has computed, over each tier that both share.
+"""An engine that is asked for prompts which another one computed, over each tier that both share.
 
 Pairs of engines, all alive at once: in each pair the first computes prompts, and the second is asked for the
-same ones when the first has stored them. They share nothing but the tier: not even a tier process. Then the
-first is asked again, and has them on its device.
+same ones when the first has stored them. They share only the tier, not even a tier process. Then the first is
+asked again, and has them on its device.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from kvtier_bench.machine import Machine, files_below, open_folder
 
 FILES, NIXL, COMPUTED, DEVICE = "files", "nixl", "computed", "device"
 PROMPT_TOKENS, OUTPUT_TOKENS, CHUNK_TOKENS = 1280, 8, 256
-_ROOM = 20  # primary tiers, and what a tier keeps in memory, in prompts of a round
+_ROOM = 20  # size of primary tiers, and of a tier's own memory, in prompts of a round
 _SECOND = "{} (second)"
 
 
 @dataclass(frozen=True)
 class Served:
-    """Time to the first token of the second engine, by what it shares with the first
+    """Time to the first token of the second engine, by the tier that it shares with the first
 
     Attributes:
         way: the tier; ``computed`` is the first engine, which finds nothing and computes; ``device`` is the
             first engine when it is asked again.
         ttft_ms: median over rounds of the median over prompts.
-        ratio: median over rounds of the time over that with files in the same round.
+        ratio: the time divided by the time with files in the same round; median over rounds.
         low, high: 95 % of the medians of resampled rounds lie between them.
-        from_cache: tokens of prompts that the engine did not compute, of all.
-        wrong: answers that differ from those of the first engine, of all.
+        from_cache: prompt tokens that the engine did not compute, of all.
+        wrong: answers that differ from the first engine's, of all.
     """
 
     way: str
@@ -58,7 +58,7 @@ class Served:
 
 
 class Answers(NamedTuple):
-    """What the engines of a pair did in one round."""
+    """The results of a pair's engines in one round."""
 
     first: Sample
     second: Sample
@@ -79,7 +79,7 @@ class Work:
 
     @property
     def bytes_in_all(self) -> int:
-        """What a pair stores in all of its rounds."""
+        """Bytes that a pair stores in all of its rounds."""
         blocks = self.prompts * PROMPT_TOKENS // BLOCK_TOKENS
         return (self.rounds + 1) * blocks * block_bytes(self.model)
 
@@ -88,9 +88,9 @@ def run(root: Path | None, work: Work, tiers: Sequence[str], *, nixl: bool) -> l
     """Measure.
 
     Args:
-        root: directory for the files; what is written there is removed. Default: a temporary one.
-        tiers: settings of tiers that both engines of a pair have alike, as JSON.
-        nixl: whether a pair reads from each other's memory over NIXL.
+        root: directory for the files, which are removed afterwards. Default: a temporary one.
+        tiers: settings of tiers, as JSON; both engines of a pair get the same.
+        nixl: whether one more pair reads each other's memory over NIXL.
     """
     with open_folder(root) as folder, open_folder(None) as logs:
         machine = Machine.here(folder)

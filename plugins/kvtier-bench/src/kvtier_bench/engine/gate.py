@@ -54,14 +54,14 @@ class FirstToken:
     """Time to the first token, without the first requests of each phase.
 
     Attributes:
-        phase: what the tier gives.
+        phase: the tier's speed.
         load_gate: the engine's setting; none: it has no connector.
-        p50_ms, p95_ms: of the requests.
-        ratio: median over requests of this engine's time over the better of the two others' medians.
+        p50_ms, p95_ms: percentiles of the requests.
+        ratio: this engine's time divided by the better median of the other two; median over requests.
         low, high: 95 % of the medians of resampled requests lie between them.
-        loaded: requests that loaded something from the tier, of all.
+        loaded: requests that loaded chunks from the tier, of all.
         first_ms: the longest of the first requests, which are not counted above.
-        wrong: answers that differ from those of the engine without a connector.
+        wrong: answers that differ from the answers of the engine without a connector.
     """
 
     phase: str
@@ -217,7 +217,7 @@ def _first_token(
 
 
 class _Link:
-    """What the tier's gets, and its answers to what it has, have to go through."""
+    """The slow link in front of the tier: its gets and its lookups pass through it."""
 
     bytes_s = 0.0
     latency_s = 0.0

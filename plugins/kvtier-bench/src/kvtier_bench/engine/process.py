@@ -101,7 +101,7 @@ class Engine:
     def start(self, order: Order) -> Answer:
         """Start the engine with the given arguments, and wait until its primary tier is complete.
 
-        On a GPU the arguments ``on_gpu`` replace those of the same name.
+        On a GPU the arguments ``on_gpu`` replace others of the same name.
         """
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -168,7 +168,7 @@ class Engine:
         return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
 
     def _is_idle(self) -> bool:
-        """Whether the connector has no copies under way and its primary tier nothing pinned or filling."""
+        """Return whether no copy is in flight, and no slot of the primary tier is pinned or filling."""
         connector = self._connector()
         if connector is None:
             return True
@@ -182,8 +182,8 @@ class Engine:
 def _wait_for_host_memory() -> None:
     """Wait until the primary tier is populated and pinned.
 
-    Chunks offered before are refused, or copied slowly. Memory of other processes, such as that of a second
-    rank, is not awaited.
+    Chunks offered before are refused, or copied slowly. Memory of other processes, such as a second rank's,
+    is not awaited.
     """
     from kvtier._device import _pinning
     from kvtier._memory import population

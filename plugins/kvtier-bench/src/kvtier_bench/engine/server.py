@@ -24,22 +24,22 @@ from kvtier_bench.engine.compared import environment as of_engines
 START_S = 400.0
 END_S = 30.0
 ANSWER_S = 120.0
-# Below the ephemeral ones: an outgoing connection of somebody may take such a one before its server listens.
+# Below the ephemeral ports: an outgoing connection could take one of those before the server listens.
 PORTS = range(30_000, 32_000)
 
 
 class Server:
-    """An API server and its engine, in a process group of their own. A context manager.
+    """An API server and its engine, in their own process group. A context manager.
 
     Args:
         model: directory of the model, with a tokenizer.
         extra_config: settings of the connector; None for no connector.
-        log: file for what they say.
-        environment: what differs from that of all engines.
+        log: file for their output.
+        environment: environment variables of this server alone.
         arguments: further arguments of the server.
 
     Attributes:
-        url: where it answers.
+        url: address of the server.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on at the moment."""
+    """Return a port without a listener."""
     while True:
         with closing(socket.socket()) as trial, suppress(OSError):
             trial.bind(("127.0.0.1", port := random.SystemRandom().choice(PORTS)))

@@ -1,9 +1,9 @@
-"""What an engine loses while a peer reads its chunks over NIXL.
+"""The throughput that an engine loses while a peer reads its chunks over NIXL.
 
-This process is the peer: its own NIXL tier gets chunks of an engine, which decodes, in every second stretch.
-Engine and reader have a core each, so that the engine does not lose what the reader takes. The engine's tier
-process, which answers the reader and may have to send the bytes, has the engine's core in some stretches and
-the reader's in others: what the engine loses in the latter is not a matter of a core's time.
+This process is the peer: in every second stretch its own NIXL tier gets chunks of an engine that decodes.
+Engine and reader have a core each, so that the reader takes no time from the engine. The engine's tier
+process answers the reader and may send the bytes. In some stretches it shares the engine's core, in others
+the reader's: then the engine's loss is not caused by a lack of processor time.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Lost:
     """Tokens per second that an engine loses while a peer reads; engine and reader have a core each
 
     Attributes:
-        tier_process: where the engine's tier process runs; the control is a peer that is connected and idle.
-        gb_s: what was read, median over rounds.
-        lost_percent: median over rounds; of the tokens per second right before and after, without reading.
+        tier_process: the core of the engine's tier process; in the control the peer is connected and idle.
+        gb_s: GB/s read; median over rounds.
+        lost_percent: percent of the tokens per second right before and after, without reads; median.
         low, high: 95 % of the medians of resampled rounds lie between them.
-        engine_cpu: processor time of the engine's process for a token, as a ratio to the same.
+        engine_cpu: processor time of the engine's process per token, divided by the same without reads.
         tier_s_per_gb: processor seconds of the tier process for each GB.
     """
 
@@ -73,7 +73,7 @@ class Stretch(NamedTuple):
 
 
 Triple = tuple[Stretch, Stretch, Stretch]
-"""A stretch between two in which nothing is read: before, it, after."""
+"""A stretch with reads between two without: before, reading, after."""
 
 
 def run(model: str, rounds: int, gb_s: float) -> list[Lost | Machine]:
@@ -110,7 +110,7 @@ def run(model: str, rounds: int, gb_s: float) -> list[Lost | Machine]:
 async def _measure(
     engine: Engine, address: str, cores: Sequence[int], rounds: int, gb_s: float
 ) -> dict[str, list[Triple]]:
-    """Return stretches by where the tier process was, each between two in which nothing is read."""
+    """Return stretches with reads, each between two without, by the core of the tier process."""
     prompts = [make_prompt(number, PROMPT_TOKENS) for number in range(_PROMPTS)]
     engine.ask("generate", prompts=prompts, output_tokens=1, together=False)
     engine.ask("settle")

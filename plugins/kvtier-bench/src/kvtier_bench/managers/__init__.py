@@ -1,1 +1,1 @@
-"""Measurements of TieringManager beside vLLM's own managers of offloading."""
+"""Measurements of kvtier's managers, compared with vLLM's own offloading managers."""

@@ -1,7 +1,7 @@
-"""What tiering costs the thread that owns it: microseconds a chunk, beside vLLM's own managers.
+"""The cost of tiering for its owner's thread: microseconds per chunk, compared with vLLM's own managers.
 
 Both are called through vLLM's interface, in turns in one process. All times are processor time of the calling
-thread: what other threads and processes do meanwhile does not count.
+thread; other threads and processes do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.keys import OffloadKey
 from kvtier_bench.machine import Machine, files_below, open_folder
 from kvtier_bench.managers.vllm import ManagerDriver, open_kvtier, open_vllm
 
-CHUNK_BYTES = 4096  # the smallest slot: what is measured does not depend on it
+CHUNK_BYTES = 4096  # the smallest slot: the figures do not depend on its size
 BATCH = 64
 PROMPT = 62
 LARGE = 8192
@@ -48,11 +48,11 @@ class Cost:
 
 
 class MemoryTier:
-    """Stands for the executor and one tier that keeps keys alone and answers at once.
+    """Stands for the executor and one tier that keeps only keys and answers at once.
 
     Attributes:
-        events: what the owner is told.
-        activity: of each tier; it is never at work.
+        events: the events for the owner.
+        activity: the activity of each tier; the tier is never busy.
     """
 
     def __init__(self, tiers: int) -> None:
@@ -81,12 +81,12 @@ class MemoryTier:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured together.
+    """One set of measurements.
 
     Attributes:
-        tier: ``none``; ``memory``: one that keeps keys alone and answers at once; ``fs``: files.
+        tier: ``none``; ``memory``: keeps only keys and answers at once; ``fs``: files.
         slots: slots of the primary tier, more than 9,000.
-        rounds: how often each call is measured; medians are given.
+        rounds: how often each call is measured; the figures are medians.
     """
 
     policy: str
@@ -138,7 +138,7 @@ def _costs(case: Case, subjects: Sequence[_Subject]) -> list[Cost]:
 
 
 class _Subject:
-    """A driver, the keys it has been given, and what was measured of it."""
+    """A driver, the keys that it was given, and its figures."""
 
     def __init__(self, driver: ManagerDriver, case: Case) -> None:
         self.samples: dict[tuple[str, str], list[float]] = {}

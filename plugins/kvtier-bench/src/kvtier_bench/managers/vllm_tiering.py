@@ -1,8 +1,8 @@
-"""vLLM's own tiering, for benchmarks: with its own copies on a GPU, over kvtier's where there is none.
+"""vLLM's own tiering, for benchmarks: with its own copies on a GPU, with kvtier's on the CPU.
 
-vLLM's tiering spec refuses the CPU platform when it is asked for a worker; its scheduler side, its
-region and its tiers run there. The worker here copies with kvtier's engine for the CPU, so both sides of
-a comparison copy alike and differ in what decides, in the tiers and in their threads.
+vLLM's tiering spec refuses to make a worker on the CPU platform; its scheduler side, its region and its tiers
+run there. The worker here copies with kvtier's engine for the CPU. So both sides of a comparison copy alike,
+and differ in their rules, their tiers and their threads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NativeTieringSpec(TieringOffloadingSpec):
             self.kv_bytes_per_chunk,
         )
         table = memoryview(bytearray(status_table_bytes(self.num_chunks, 1)))
-        row = WorkerStatus(table, self.num_chunks, 0)  # which nobody reads
+        row = WorkerStatus(table, self.num_chunks, 0)  # never read
         engine = open_transfer_engine(caches, layout, region)
         return _NativeWorker(engine, region, row, self.blocks_per_chunk)
 

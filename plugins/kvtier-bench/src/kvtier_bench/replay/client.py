@@ -19,7 +19,7 @@ _CONNECT_S: Final = 30.0
 _FAILURES: Final = (aiohttp.ClientError, TimeoutError, ValueError, msgspec.MsgspecError)
 _WARM_UPS: Final = 2
 _WARM_UP_TOKENS: Final = 64
-# What a server may not know is left out from one attempt to the next.
+# Each attempt leaves out more of the fields that a server may not know.
 _DIALECTS: Final[Sequence[tuple[str, Mapping[str, Any]]]] = (
     ("token ids", {"ignore_eos": True, "stream_options": {"include_usage": True}}),
     ("text", {"ignore_eos": True, "stream_options": {"include_usage": True}}),
@@ -48,13 +48,13 @@ class _Piece(msgspec.Struct):
 
 @dataclass
 class Answer:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
-        late_s: how long after its time it was sent.
-        ttft_s: from then to the first piece of the answer.
-        gaps_s: between the pieces.
-        tokens: in the answer.
+        late_s: seconds between its due time and its sending.
+        ttft_s: seconds from its sending to the first piece of the answer.
+        gaps_s: seconds between the pieces.
+        tokens: tokens of the answer.
         first_at: monotonic time of the first piece.
         error: why it failed.
     """
@@ -117,10 +117,10 @@ class Client:
             return None
 
     async def complete(self, prompt: Sequence[int], tokens: int, due: float | None = None) -> Answer:
-        """Send one request and read its answer to the end; what goes wrong is in the answer.
+        """Send one request and read its answer to the end. An error is part of the answer.
 
         Args:
-            due: monotonic time at which it should be sent.
+            due: monotonic time when the request is due.
         """
         sent = time.monotonic()
         answer = Answer(0.0 if due is None else sent - due)

@@ -1,4 +1,4 @@
-"""What a server's metrics say of a replay: prompt tokens by where they came from, and bytes by tier."""
+"""A server's metrics of a replay: prompt tokens by their source, and bytes by tier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Counters:
     """The metrics of a server at one time.
 
     Args:
-        page: in Prometheus' text format; None where there is none.
+        page: in Prometheus' text format; None if the server has no metrics.
     """
 
     def __init__(self, page: str | None) -> None:
@@ -37,7 +37,7 @@ class Counters:
 
     @property
     def left_out(self) -> Sequence[str]:
-        """The figures for which the server has no metric."""
+        """The figures without a metric of the server."""
         return [figure for figure, metrics in _FIGURES.items() if not any(map(self._has, metrics))]
 
     def tokens(self, earlier: Counters) -> dict[str, float]:
@@ -62,10 +62,9 @@ class Counters:
         return {COMPUTED: computed, DEVICE: local, **of_tiers}
 
     def bytes_of(self, tier: str, earlier: Counters) -> tuple[float | None, float | None, float | None]:
-        """Return the bytes that a tier gave and took since an earlier time, and that it holds now.
+        """Return the bytes that a tier gave and took since an earlier time, and the bytes that it holds now.
 
-        What the primary tier gave and took are the copies from and to the device. None: the server does not
-        say.
+        The primary tier gives and takes by copies to and from the device. None: the server has no metric.
         """
         given, taken, key = (_COPIED_IN, _COPIED_OUT, "") if tier == PRIMARY else (_READ, _WRITTEN, tier)
         read, written = (self._since(earlier, "tier", name).get(key) for name in (given, taken))

@@ -28,7 +28,7 @@ class Latency:
 
     @staticmethod
     def of(server: str, answers: Sequence[Answer]) -> Latency:
-        """Return that of the answers, of which there is one at least."""
+        """Return the latency of one or more answers."""
         ttft = [answer.ttft_s for answer in answers]
         gaps = [gap for answer in answers for gap in answer.gaps_s] or [0.0]
         return Latency(
@@ -44,12 +44,12 @@ class Served:
 
     Attributes:
         prompts: how they were sent.
-        failed: requests, and why.
-        late: requests that were sent more than 50 ms after their time, and by how much at most.
-        tokens_s: of answers.
+        failed: failed requests, and why they failed.
+        late: requests sent more than 50 ms after their time, and the largest delay.
+        tokens_s: tokens of answers per second.
         computed: prompt tokens that the server computed.
-        recomputed: of these, those that an earlier prompt began with; None where requests have failed.
-        left_out: figures for which the server has no metric.
+        recomputed: computed tokens that an earlier prompt had begun with; None if requests failed.
+        left_out: figures without a metric of the server.
     """
 
     server: str
@@ -79,7 +79,7 @@ class Served:
         Args:
             tokens: prompt tokens by source.
             reusable: prompt tokens that an earlier prompt began with.
-            left_out: figures for which the server has no metric.
+            left_out: figures without a metric of the server.
         """
         reasons = Counter(answer.error.partition(":")[0] for answer in answers if answer.error)
         late = [answer.late_s for answer in answers if answer.late_s > LATE_S]
@@ -101,7 +101,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Source:
-    """Prompt tokens by where they came from, and what each tier gave, took and holds"""
+    """Prompt tokens by source, and the bytes that each tier gave, took and holds"""
 
     server: str
     source: str

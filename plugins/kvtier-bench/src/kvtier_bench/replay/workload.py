@@ -2,10 +2,11 @@
 
 - All times are divided by one number, so pauses keep their proportions: to each other, and to the bytes that
   other requests bring meanwhile.
-- Each chunk of the trace becomes as many tokens as ``tokens_per_chunk`` says, the same wherever its id is:
-  what prompts share they still share. Lengths are divided by the same number, and none is cut off.
-- Fewer requests are chosen by conversation, with all turns, from all of the trace's time. Chunks that more
-  than 50 requests and one in a hundred have, such as system prompts, make no conversation of them.
+- Each chunk of the trace becomes ``tokens_per_chunk`` tokens, the same for each occurrence of its id: prompts
+  share as much as before. Lengths are divided by the same number, and none is cut off.
+- A smaller number of requests is chosen by conversation, with all turns, over the trace's whole time. A chunk
+  of more than 50 requests and one in a hundred, such as a system prompt, does not join requests to a
+  conversation.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Scale:
 
     Args:
         speed: times are divided by it.
-        tokens_per_chunk: what the 512 tokens of a chunk in the trace become.
-        seed: of the choice of conversations, and of the tokens.
+        tokens_per_chunk: number of tokens for a chunk of the trace, which has 512.
+        seed: seed of the choice of conversations, and of the tokens.
     """
 
     def __init__(self, speed: float, tokens_per_chunk: int, seed: int) -> None:

@@ -1,1 +1,1 @@
-"""``kvtier simulate``: what an eviction policy would have kept of a recorded or generated trace."""
+"""``kvtier simulate``: the hits of eviction policies on a recorded or generated trace."""

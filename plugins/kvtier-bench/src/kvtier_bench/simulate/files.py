@@ -22,7 +22,7 @@ _HIGH: Final = FsConfig.model_fields["high_watermark"].default
 _LOW: Final = FsConfig.model_fields["low_watermark"].default
 
 _Files = dict[OffloadKey, tuple[int, int]]
-"""When each chunk was used last, in microseconds, and its class: what its file says."""
+"""The last use of each chunk, in microseconds, and its class, as its file records them."""
 
 
 def replay_files(requests: Requests, device_hits: Sequence[int], capacity: int) -> Iterator[tuple[int, int]]:
@@ -53,7 +53,7 @@ def _publish(uses: Uses, files: _Files, now_us: int) -> None:
 
 
 def _make_room(files: _Files, need: int, now_us: int, worth: ages.Worth, random: Random) -> None:
-    """Remove what a plan says, in the random order in which directories are visited."""
+    """Remove the chunks of a plan, in the random order in which directories are visited."""
     histogram = ages.new_histogram()
     cells = {key: class_ * ages.BUCKETS + ages.bucket_of(now_us - us) for key, (us, class_) in files.items()}
     for cell in cells.values():

@@ -17,7 +17,7 @@ class Workload:
     Attributes:
         heads: number of shared heads (system prompts, tools, documents).
         head_chunks: longest head, in chunks; the mean is half of it.
-        skew: exponent of the heads' popularity; 0: all the same.
+        skew: exponent of the heads' popularity; 0: all are equally popular.
         turns: mean number of turns.
         turn_chunks: longest turn, in chunks.
         active: number of conversations at a time: so many requests lie between two turns of one.

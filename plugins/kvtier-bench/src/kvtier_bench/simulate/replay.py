@@ -57,7 +57,7 @@ def optimum(requests: Requests, device_hits: Sequence[int], capacity: int) -> in
     are kept, but none that the device cache will hold by then.
     """
     next_uses = _next_uses(requests, device_hits)
-    kept: set[int] = set()  # next uses: request, and depth in it, so that of a prompt the tail goes first
+    kept: set[int] = set()  # next uses: request, and depth in it, so that a prompt's tail goes first
     by_distance: list[int] = []
     loaded = 0
     for index, keys in enumerate(requests):

@@ -1,4 +1,4 @@
-"""Every policy at every capacity, beside the offline optimum, over one trace."""
+"""Every policy at every capacity over one trace, compared with the offline optimum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = tuple[int, int | None]
 class Simulated:
     """Share of all chunks that are loaded from host memory
 
-    ``of_optimum`` compares with what no policy can beat; stored bytes are those copied from the device.
+    ``of_optimum`` compares with the offline optimum; stored bytes are copied from the device.
     """
 
     policy: str

@@ -87,7 +87,7 @@ def read_lines(path: Path, kind: type[LineT]) -> Iterator[LineT]:
     """Yield the requests of a trace in Mooncake's format.
 
     Raises:
-        KVTierError: a line lacks what this kind has, or has something else there.
+        KVTierError: a line lacks a field of this kind, or a field has another type.
     """
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as lines:

@@ -1,1 +1,1 @@
-"""Measurements of tiers beside the bare disk, vLLM's files or the client library that they use."""
+"""Measurements of tiers, compared with the bare disk, vLLM's files or their client library."""

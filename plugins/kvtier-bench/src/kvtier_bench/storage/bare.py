@@ -1,12 +1,12 @@
-"""A tier's client without the tier: what ``kvtier bench tier`` measures the tier against.
+"""A tier's client without the tier: ``kvtier bench tier`` compares the tier with it.
 
-A distribution offers one through an entry point in the group ``kvtier.benchmarks``, under the name that
-its tier has in ``kvtier.tiers``:
+A distribution offers one through an entry point in the group ``kvtier.benchmarks``, under the tier's name in
+``kvtier.tiers``:
 
     [project.entry-points."kvtier.benchmarks"]
     shelf = "kvtier_shelf.bare:BareShelf"
 
-It is optional: without it the benchmark has figures of the tier, and nothing to compare them with.
+It is optional: without it the benchmark shows the tier's figures alone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from kvtier.tiers._base import ConfigT
 
 
 class BareClient(ABC, Generic[ConfigT]):
-    """The client that a tier is built on, used as its own documentation says, as fast as it goes.
+    """A tier's client library, used as its documentation recommends, at full speed.
 
-    It does what a user of the client would do who has bytes in memory and wants them there again: no
-    checksums, no deadlines, no care for what a cancellation does to the bytes. As many transfers at once as
-    suit it are its own choice. Several calls may be under way at once.
+    It moves bytes from and to memory as a user of the client would: without checksums, deadlines, or care for
+    cancelled transfers. It chooses the number of its parallel transfers. Several calls may run at once.
 
     Args:
-        config: the settings of the tier that is measured; the client talks to the same backend.
+        config: the settings of the measured tier; the client talks to the same backend.
         chunk_bytes: length of every chunk.
     """
 
@@ -43,7 +42,7 @@ class BareClient(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def get(self, names: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Fill ``chunks`` with what was stored. Raise where one could not be had whole."""
+        """Fill ``chunks`` with the stored bytes. Raise if one is missing or incomplete."""
 
     @abstractmethod
     async def discard(self, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a disk does by itself: large blocks of one file, several at a time, past the page cache."""
+"""The speed of a bare disk: large blocks of one file, several at a time, past the page cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Benchmark of the file tier: put and get through its public interface, beside what its disk can do.
+"""Benchmark of the file tier: put and get through its public interface, compared with the bare disk.
 
-The disk is measured with a large file on the same file system, written before, read and overwritten with
-direct I/O by several threads. Where vLLM is installed the compiled path of its own fs tier
-is measured in the same rounds. See ``throughput`` for how.
+The disk is measured with a large file on the same file system, which several threads read and overwrite with
+direct I/O. If vLLM is installed, the same rounds measure the compiled path of its own fs tier. ``throughput``
+describes the method.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _UNBOUNDED: Final = 2**62
 def run(
     root: Path, sizes: Sequence[int] = SIZES, mib: int = 512, rounds: int = 5
 ) -> list[Throughput | Machine]:
-    """Measure. What is written below ``root`` is removed again.
+    """Measure with files below ``root``, and remove them.
 
     Args:
         sizes: bytes of a chunk, multiples of 4096.
-        rounds: how often each is repeated; medians are given.
+        rounds: number of repetitions; the figures are medians.
 
     Raises:
-        KVTierError: the file system has no room for it, or the tier has failed.
+        KVTierError: the file system has too little room, or the tier failed.
     """
     nbytes = mib * 2**20
     in_flight = BATCHES_IN_FLIGHT * BATCH_CHUNKS

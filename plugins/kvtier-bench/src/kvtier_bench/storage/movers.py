@@ -1,4 +1,4 @@
-"""What ``kvtier bench fs`` and ``kvtier bench tier`` measure: things that put and get chunks in batches."""
+"""The contestants of ``kvtier bench fs`` and ``kvtier bench tier``: they put and get chunks in batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BatchT = TypeVar("BatchT")
 
 
 class Contestant(ABC):
-    """Something whose puts and gets are measured."""
+    """A contestant: its puts and gets are measured."""
 
     checksum_us = 0.0
     """Processor time that it spends on the checksum of a chunk, in microseconds."""
@@ -36,7 +36,7 @@ class Contestant(ABC):
         """Put new chunks, or get those that were put, of so many bytes; return how many it were."""
 
     def prepare(self, nbytes: float) -> None:  # noqa: B027
-        """Prepare a put: what an engine would have at hand is not measured."""
+        """Prepare a put, unmeasured: an engine has its bytes at hand."""
 
     def check(self) -> None:  # noqa: B027
         """Raise KVTierError if the last get gave wrong bytes."""
@@ -76,7 +76,7 @@ class BatchMover(Contestant, Generic[BatchT]):
         """Remove batches that were put."""
 
     def hold(self, batches: Sequence[BatchT]) -> None:
-        """Get these, which somebody else has put and keeps."""
+        """Get these batches from now on: another process stored them and keeps them."""
         self._held = list(batches)
 
     def new_keys(self, count: int) -> list[OffloadKey]:

@@ -1,9 +1,8 @@
-"""Benchmark of reads from another process's memory: the NIXL tier beside NIXL itself.
+"""Benchmark of reads from another process's memory: the NIXL tier, compared with NIXL alone.
 
-A process of its own, the holder, serves the same bytes twice: as chunks of an open tier, and as plain memory
-that it registers with NIXL. This process gets them through a tier of its own, and reads them with NIXL alone,
-in rounds. NIXL has the same settings in both. Bytes move as ``UCX_TLS`` and ``UCX_NET_DEVICES`` allow; both
-sides have the same.
+A second process, the holder, serves the same bytes twice: as chunks of an open tier, and as plain memory
+that it registers with NIXL. In rounds, this process gets them through its own tier, and reads them with NIXL
+alone. Both use the same settings of NIXL, and the same ``UCX_TLS`` and ``UCX_NET_DEVICES``.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class BareReader(BatchMover[int]):
 
 
 async def _latency(size: int, tier: HeldByPeer, bare: BareReader, rounds: int) -> Latency:
-    """Time gets of single chunks while nothing else is under way."""
+    """Time gets of single chunks on an idle tier."""
     ours: list[float] = []
     theirs: list[float] = []
     for number in range(rounds * SINGLES):

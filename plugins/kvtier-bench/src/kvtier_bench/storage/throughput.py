@@ -20,17 +20,16 @@ _WARM_UP_BYTES: Final = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Throughput, beside a reference. GB are 10**9 bytes; figures are medians over rounds.
+    """Throughput, compared with a reference. GB are 10**9 bytes; figures are medians over rounds.
 
     Attributes:
-        subject: what was measured: the tier, or vLLM's path for files.
+        subject: the tier, or vLLM's path for files.
         verb: ``"put"`` or ``"get"``.
-        gb_s, reference_gb_s: what subject and reference did, several batches at once.
+        gb_s, reference_gb_s: throughput of subject and reference, several batches at once.
         ratio, ratio_low, ratio_high: the rounds' ratios of the two: median, least and greatest.
-        goal: whether the median ratio reaches the goal, where there is one.
-        cpu_us_chunk, reference_cpu_us_chunk: processor time of this process for each chunk. That of a
-            server is not in it.
-        without_checksum_us: the subject's without computing checksums, whose time is measured apart.
+        goal: whether the median ratio reaches the goal, if there is one.
+        cpu_us_chunk, reference_cpu_us_chunk: processor time of this process for each chunk, without servers.
+        without_checksum_us: the subject's processor time without checksums, which are timed apart.
     """
 
     subject: str
@@ -49,7 +48,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What was measured in one stretch, or in two that were added."""
+    """The figures of one stretch, or the sum of two."""
 
     nbytes: int
     wall_s: float
@@ -77,11 +76,11 @@ async def compare(
     goal: float | None = None,
     verbs: Sequence[str] = ("put", "get"),
 ) -> list[Throughput]:
-    """Measure subjects beside a reference.
+    """Measure subjects and a reference.
 
     Args:
         goal: the ratio that a subject should reach.
-        verbs: what is measured, in this order.
+        verbs: the calls to measure, in this order.
     """
     found: dict[tuple[str, str], list[_Round]] = {}
     for subject in subjects.values():
@@ -103,7 +102,7 @@ async def compare(
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What was measured together."""
+    """The figures of one round."""
 
     subject: Stretch
     reference: Stretch | None

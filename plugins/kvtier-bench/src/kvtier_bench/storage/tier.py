@@ -1,7 +1,7 @@
-"""Benchmark of any secondary tier: put, get and contains, beside the client that it is built on.
+"""Benchmark of any secondary tier: put, get and contains, compared with the client that it is built on.
 
-Chunks are new to the backend in each put, and removed again. What kvtier itself does to a chunk, making and
-checking its seal for tiers that do not verify, is not measured. See ``throughput`` for how.
+Chunks are new to the backend in each put, and removed afterwards. The seals that kvtier makes and checks for
+tiers without verification are not measured. ``throughput`` describes the method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvtier_bench.storage.movers import BATCHES_IN_FLIGHT, SIZES, BatchMover, Ti
 from kvtier_bench.storage.throughput import Throughput, compare
 
 BENCHMARKS: Final = Group("kvtier.benchmarks", "bare client", KVTierError)
-GOAL: Final = 0.9  # of what the bare client does
+GOAL: Final = 0.9  # of the bare client's throughput
 BATCH_CHUNKS: Final = 16
 SINGLES: Final = 32
 QUERIES: Final = 8
@@ -43,9 +43,9 @@ class Latency:
     """Latency of one call on an idle tier, in milliseconds.
 
     Attributes:
-        call: a put or a get of one chunk, or a lookup of many keys that are not there.
-        tier_p50_ms, tier_p99_ms: of the tier.
-        bare_p50_ms, bare_p99_ms: of the bare client; None where there is none.
+        call: a put or a get of one chunk, or a lookup of many missing keys.
+        tier_p50_ms, tier_p99_ms: percentiles of the tier.
+        bare_p50_ms, bare_p99_ms: percentiles of the bare client; None without one.
     """
 
     chunk_bytes: int
@@ -154,7 +154,7 @@ async def _open(tier: SecondaryTier[Any], context: TierContext) -> None:
     except Exception as error:
         title = "" if isinstance(error, KVTierError) else f"tier {context.name} cannot be opened: "
         words = words_of(error, tier.config)
-    raise TierError(title + words)  # not chained: what it says may hold secrets
+    raise TierError(title + words)  # not chained: the original may hold secrets
 
 
 def _bare_client(settings: TierConfig, size: int) -> BareClient[Any] | None:
@@ -187,7 +187,7 @@ async def _latencies(size: int, tier: TierMover, bare: BareMover | None, rounds:
 
 
 async def _time_calls(mover: BatchMover[Any], times: dict[str, list[float]]) -> None:
-    """Time puts and gets of single chunks while nothing else is under way."""
+    """Time puts and gets of single chunks on an idle tier."""
     batches = [mover.make(mover.new_keys(1)) for _ in range(SINGLES)]
     try:
         for verb, call in (("put", mover.put), ("get", mover.get)):
@@ -197,7 +197,7 @@ async def _time_calls(mover: BatchMover[Any], times: dict[str, list[float]]) -> 
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """Return the seconds that something takes."""
+    """Return the seconds that an awaitable takes."""
     started_s = time.perf_counter()
     await work
     return time.perf_counter() - started_s

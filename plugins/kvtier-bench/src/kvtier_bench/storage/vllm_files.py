@@ -21,7 +21,7 @@ THREADS: Final = 16
 """Of each kind: vLLM's default."""
 
 POLL_S: Final = 0.0005
-"""Between two queries for what has ended: vLLM polls at each step of its engine."""
+"""Seconds between two queries for ended transfers: vLLM polls at each step of its engine."""
 
 
 class VllmFiles(BatchMover[list[str]]):

@@ -1,1 +1,1 @@
-"""kvtier beside vLLM's own tiering and LMCache: speed, and how requests fare when the cache fails."""
+"""kvtier compared with vLLM's own tiering and LMCache: speed, and requests while the cache fails."""

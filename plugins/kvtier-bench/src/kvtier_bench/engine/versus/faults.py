@@ -1,8 +1,8 @@
-"""What becomes of requests when the cache fails: the same faults for all systems.
+"""Requests while the cache fails: the same faults for all systems.
 
-Each fault has prompts of its own, whose chunks lie in files when the system is started again. Answers are
-compared with those of an engine without a cache: tokens, and the logarithm of each one's probability,
-because a damaged cache need not change the likeliest token.
+Each fault has its own prompts, whose chunks lie in files when the system is started again. Answers are
+compared with the answers of an engine without a cache: tokens, and each token's log probability, because a
+damaged cache need not change the likeliest token.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _NEW_WEIGHTS = 7
 
 @dataclass(frozen=True)
 class Outcome:
-    """Faults: what became of requests
+    """Faults: the outcome of requests
 
     Attributes:
-        wrong: answers that differ from those of an engine without a cache, of all.
+        wrong: answers that differ from the answers of an engine without a cache, of all.
         failed: requests without an answer, of all.
-        longest_s: until the last answer or failure; "> 60" where no more was waited.
-        from_cache: tokens of prompts that were not computed, of all.
-        recovers: what the same prompts got later: "yes" where all is right and comes from the cache again.
-        error: what the first failure was.
+        longest_s: seconds until the last answer or failure; "> 60" if the wait ended there.
+        from_cache: prompt tokens that were not computed, of all.
+        recovers: the same prompts later: "yes" if all answers are right and come from the cache again.
+        error: the first failure.
     """
 
     fault: str
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Bounded:
-    """Disk full: what is left on a file system of a few MiB after more was stored than it holds"""
+    """Disk full: free space on a file system of a few MiB after more was stored than it holds"""
 
     system: str
     size_mib: int
@@ -113,7 +113,7 @@ def prompts_of(fault: str) -> list[list[int]]:
 
 
 def count_wrong(answer: Answers, reference: Answers) -> int:
-    """Count answers whose tokens, or probabilities of them, are not those of the reference."""
+    """Count answers whose tokens, or their probabilities, differ from the reference."""
     return sum(
         tokens != expected or not all(map(_is_close, found, wanted))
         for tokens, expected, found, wanted in zip(
@@ -168,7 +168,7 @@ class Faults:
     def _attempt(
         self, system: System, fault: str, go: Callable[[System], Iterator[Record]]
     ) -> Iterator[Record]:
-        """Go through a fault on a running system. What ends it is named, and ends no later one."""
+        """Go through a fault on a running system. An error is named, and does not end later faults."""
         try:
             self._start(system)
             yield from go(system)
@@ -230,7 +230,7 @@ class Faults:
             try:
                 seen.append(self._ask(system, _run_of(fault, number), partial(_END[fault], system, process)))
             finally:
-                with suppress(ProcessLookupError):  # somebody has ended it
+                with suppress(ProcessLookupError):  # it has ended
                     os.kill(process, signal.SIGCONT)
         yield _outcome(fault, system, seen)
 
@@ -241,7 +241,7 @@ class Faults:
         return [path for path in system.chunks() if path not in before]
 
     def _ask(self, system: System, prompts: str, meanwhile: Callable[[], object] | None = None) -> _Seen:
-        """Ask for the prompts of a fault while something happens, and see what comes after it."""
+        """Ask for the prompts of a fault while ``meanwhile`` runs, and look at the state afterwards."""
         say(f"{system.name}: {prompts}")
         seen = self._answer(system, prompts, meanwhile)
         after = ", after the engine was started again" if system.engine is None else ""
@@ -313,7 +313,7 @@ class Faults:
             system.stop()
 
     def _change_ranks(self, system: System) -> Iterator[Record]:
-        """Ask two ranks for what one has stored, then one for what two have."""
+        """Ask two ranks for chunks that one rank stored, then one rank for chunks of two."""
         seen = []
         for prompts, ranks in ((_BY_ONE, 2), (_BY_TWO, 1)):
             self._start(system)
@@ -395,7 +395,7 @@ _DAMAGES: Mapping[str, Callable[[Path], None]] = {FLIPPED: flip_a_bit, CUT: _cut
 
 def _continue(_: System, process: int) -> None:
     time.sleep(HANG_S)
-    with suppress(ProcessLookupError):  # somebody has ended it
+    with suppress(ProcessLookupError):  # it has ended
         os.kill(process, signal.SIGCONT)
 
 

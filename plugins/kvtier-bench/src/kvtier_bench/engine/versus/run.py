@@ -23,12 +23,12 @@ _VERSION = (
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions and settings, which are each system's defaults but for what is named
+    """Versions and settings: each system's defaults, except for the settings named
 
     Attributes:
-        system: what was run.
-        version: of the system, and of the engine it ran in.
-        settings: of the system.
+        system: name of the system.
+        version: versions of the system and of its engine.
+        settings: settings of the system.
     """
 
     system: str
@@ -45,11 +45,11 @@ def run(
     """Measure.
 
     Args:
-        root: directory for the files; what is written there is removed. Default: a temporary one.
-        lmcache: the interpreter of the environment that LMCache is installed in. Default: this one.
-        setting: what all systems have in common.
-        rounds: of the measurement of speed.
-        parts: what is measured.
+        root: directory for the files, which are removed afterwards. Default: a temporary one.
+        lmcache: the interpreter of LMCache's environment. Default: this one.
+        setting: the settings of all systems.
+        rounds: rounds of the measurement of speed.
+        parts: the parts to measure.
     """
     records: list[Record] = []
     pythons = {name: sys.executable for name in (PLAIN, *SYSTEMS)} | {LMCACHE: lmcache or sys.executable}
@@ -117,7 +117,7 @@ def _versions(pythons: Mapping[str, str], machine: Machine, setting: Setting) ->
 
 
 def setting_of(model: Size, chunk_tokens: int) -> Setting:
-    """Return what all systems have in common."""
+    """Return the settings of all systems."""
     if model is Size.FOR_A_GPU:
         return Setting(
             model.value,

@@ -18,7 +18,7 @@ UNSEEN, READY, WRITTEN = "nothing reused, s", "until ready, s", "bytes written p
 UNSEEN_CPU, CONVOY_CPU = "nothing reused, processor s", "convoy from storage, processor s"
 MEMORY = "memory of all processes at the end, MiB"
 AGAINST = dict.fromkeys((COLD, UNSEEN, UNSEEN_CPU, MEMORY), PLAIN)
-"""What a measure is compared with, where that is not kvtier."""
+"""The system that a measure is compared with, if not kvtier."""
 
 OUTPUT_TOKENS = 8
 BATCH_OUTPUT, TAIL_TOKENS = 32, 48
@@ -33,10 +33,10 @@ class Speed:
 
     Attributes:
         value: median; smaller is better.
-        ratio: median over rounds of the system's value over that of ``against`` in the same round.
+        ratio: the system's value divided by the value of ``against`` in the same round; median over rounds.
         low, high: 95 % of the medians of resampled rounds lie between them.
-        n: samples, one a round or a start; that of a round is the median of its requests.
-        from_cache: tokens of prompts that were not computed, of all.
+        n: samples, one per round or start; a round's sample is the median of its requests.
+        from_cache: prompt tokens that were not computed, of all.
     """
 
     measure: str
@@ -79,7 +79,7 @@ class Work:
 
 
 class Speeds:
-    """Measures systems, and keeps what was found."""
+    """Measures systems, and keeps the figures."""
 
     def __init__(self, systems: Sequence[System], model: Path, work: Work) -> None:
         self._systems = {system.name: system for system in systems}
@@ -92,7 +92,7 @@ class Speeds:
         self._random = random.Random(0)
 
     def run(self, token_bytes: int) -> list[Speed | NotRun]:
-        """Fill files, measure, start everything again, and measure what comes from files.
+        """Fill files, measure, start everything again, and measure loads from files.
 
         Args:
             token_bytes: bytes of KV cache of a token.
@@ -118,7 +118,7 @@ class Speeds:
             self._or_drop(system, lambda one: self._note(READY, one.name, one.start(self._model)))
 
     def _or_drop(self, system: System, do: Callable[..., None], *arguments: int) -> None:
-        """Do something with a system; one that fails is left out, with what was found of it."""
+        """Call ``do`` with a system. A system that fails is left out, and its figures with it."""
         try:
             do(system, *arguments)
         except (EngineError, OSError) as error:
@@ -197,7 +197,7 @@ class Speeds:
 
 
 def table(found: Found, cached: Mapping[tuple[str, str], Sequence[int]]) -> list[Speed]:
-    """Compare what was found, measure by measure, in rounds where there were several."""
+    """Compare the figures measure by measure, and round by round if there were several."""
     rows = []
     for measure, by_system in found.items():
         against = AGAINST.get(measure, KVTIER)

@@ -1,4 +1,4 @@
-"""The systems that are compared, each as its users run it: an engine, and what else it needs."""
+"""The compared systems, each as its users run it: an engine, and its further processes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _SETTLE_S = 60.0
 _STEADY_S = 0.5  # no file has changed for so long: everything is stored
 _POLL_S = 0.05
 SERVER_LOG = "lmcache-server.log"
-AWAY_S = 15.0  # LMCache's engine sees after 10 s at the latest that its server has gone
+AWAY_S = 15.0  # LMCache's engine notices within 10 s that its server is gone
 _SHARED_MEMORY = Path(f"/dev/shm/lmcache_l1_pool_kvtier-bench-{os.getpid()}")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all systems have in common.
+    """Settings of all systems.
 
     Attributes:
         chunk_tokens: of each file, and the granularity of hits.
@@ -89,14 +89,14 @@ class System:
 
     Args:
         name: one of ``SYSTEMS``, or ``PLAIN`` for an engine without a cache.
-        setting: what all have in common.
+        setting: the settings of all systems.
         files: directory of its files.
         logs: directory of its logs.
         python: the interpreter of its environment.
 
     Attributes:
-        ranks: tensor-parallel size of engines that are started from now on.
-        is_canonical: whether kvtier's share chunks with those of other sizes, too.
+        ranks: tensor-parallel size of the engines started from now on.
+        is_canonical: whether kvtier's engines share chunks with engines of other sizes.
     """
 
     def __init__(self, name: str, setting: Setting, files: Path, logs: Path, python: str) -> None:
@@ -219,7 +219,7 @@ class System:
         return {path: size for path, size, _ in self._state() if size > least}
 
     def cache_process(self) -> int | None:
-        """Return the process that the cache runs in; None where that is the engine's."""
+        """Return the process that the cache runs in; None if that is the engine's."""
         if self._server is not None:
             return self._server.pid
         if self.engine is None:
@@ -244,7 +244,7 @@ class System:
         return sum(map(_cpu_s, self.processes()))
 
     def memory_mib(self) -> float:
-        """Memory of all processes; what several share counts once."""
+        """Return the memory of all processes in MiB. Shared memory counts once."""
         return sum(_figure(pid, "smaps_rollup", "Pss:") for pid in self.processes()) / 1024
 
     def _written(self) -> int:
@@ -266,7 +266,7 @@ class System:
         return found
 
     def _connector(self) -> Settings | None:
-        """Return the settings of an ``OffloadingConnector``; None where there is none, or another one."""
+        """Return the settings of an ``OffloadingConnector``; None for no connector, or another one."""
         tier = {"type": "fs", "root_dir": str(self.files)}
         common = {
             "cpu_bytes_to_use": self._setting.host_mib * 2**20,
@@ -317,7 +317,7 @@ def load_lmcache(_: object) -> dict[str, Any]:
 
 
 def transfers_of(logs: Path) -> str:
-    """Return how LMCache moves chunks between its processes: what the logs of both name."""
+    """Return how LMCache moves chunks between its processes, from the logs of both."""
     texts = [
         path.read_text(errors="replace")
         for path in (logs / SERVER_LOG, logs / "lmcache.log")
