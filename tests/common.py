@@ -1,4 +1,4 @@
-"""What tests of all kinds do: import a loose file, wait for what nobody tells of, look at processes."""
+"""Tools of all tests: import a loose file, wait for a state without an event, look at processes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def load_file(name: str, path: Path) -> Any:
 
 
 def wait_until(holds: Callable[[], object]) -> None:
-    """Wait in a thread of the test's own until something holds."""
+    """Wait, in the test's own thread, until ``holds`` returns true."""
     wait_while(lambda: not holds())
 
 
 def wait_while(there: Callable[[], object]) -> None:
-    """Wait in a thread of the test's own until nothing is there any more."""
+    """Wait, in the test's own thread, until ``there`` returns false."""
     end_s = time.monotonic() + PATIENCE_S
     while left := there():
         assert time.monotonic() < end_s, left
@@ -38,7 +38,7 @@ def wait_while(there: Callable[[], object]) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that threads of a process have started and nobody has reaped."""
+    """Return the unreaped processes that threads of a process started."""
     found: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -48,7 +48,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, or is stopped; one that nobody has reaped yet does not."""
+    """Return whether a process runs or is stopped; False for a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""What all tests share: the event loop they run on, and an eye on calls that block it."""
+"""Fixtures of all tests: the event loop, and the detection of calls that block it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.effort import effort
 
-# A slow machine is no failure: pytest-timeout bounds each test, and nothing else is timed.
+# A slow machine is no failure: only pytest-timeout bounds a test.
 settings.register_profile(
     "kvtier",
     max_examples=effort(100, 200),
@@ -30,9 +30,8 @@ def anyio_backend() -> str:
 def _no_blocking_in_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a coroutine test in which kvtier's code blocks the event loop.
 
-    Only calls that come from kvtier count. Real engines block in ways that are not kvtier's to mend, and
-    a test marked ``blocking`` blocks on purpose. Where blockbuster cannot be imported, as on interpreters
-    that it does not patch, tests run without it.
+    Only kvtier's own calls count, because real engines block, too. A test marked ``blocking`` blocks on
+    purpose. If blockbuster cannot be imported, as on interpreters that it does not patch, tests run without.
     """
     markers = {marker.name for marker in request.node.iter_markers()}
     if "anyio_backend" not in request.fixturenames or markers & {"blocking", "integration", "device"}:

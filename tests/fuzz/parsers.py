@@ -66,7 +66,7 @@ def _with_checksum(trailer: bytes) -> bytes:
 
 
 def trailer(data: bytes) -> None:
-    """The seal of a chunk proves what was sealed, and nothing else."""
+    """The seal of a chunk proves only the sealed bytes."""
     expected = Sealed(KEY, DIGEST, len(PAYLOAD), crc32c.crc32c(PAYLOAD))
     for one in (data, _with_checksum(data)):
         sealed = seal.read(one)
@@ -76,10 +76,10 @@ def trailer(data: bytes) -> None:
 
 
 def chunk_file(data: bytes) -> None:
-    """The file of a chunk is read alike by engines and by tools, and never as sound with other bytes.
+    """Engines and tools read a chunk's file alike, and never find other bytes sound.
 
-    The first byte: bit 0, whether the trailer's own checksum is made right; bit 1, whether the file ends
-    early. Then 128 bytes of trailer, and what the payload begins with.
+    The first byte: bit 0, whether the trailer's own checksum is corrected; bit 1, whether the file ends
+    early. Then follow 128 bytes of trailer, and the first bytes of the payload.
     """
     how, given, over = (data[0] if data else 0), data[1 : 1 + seal.TRAILER_BYTES], data[129:][:CHUNK_BYTES]
     block = (_with_checksum(given) if how & 1 else given).ljust(layout.BLOCK_BYTES, b"\0")
@@ -144,7 +144,7 @@ def epoch(data: bytes) -> None:
 
 
 def quota_ledger(data: bytes) -> None:
-    """A ledger that cannot be read is made anew; what is read from one can be counted with."""
+    """An unreadable ledger is replaced; numbers from a readable one can be added up."""
     body = data.partition(b"\n")[0].partition(b" ")[2]
     for text in (data, b"%08x %s\n" % (crc32c.crc32c(body), body)):
         with _home() as home, _opened(home) as root_fd:

@@ -1,6 +1,6 @@
-"""No bytes from outside do more than be refused: those of the corpus, and a few random edits of them.
+"""Parsers refuse malformed bytes and do nothing else: the corpus, and a few random edits of it.
 
-``nox -s fuzz`` looks for new ones, guided by coverage. What it finds goes into ``corpus/<parser>/``.
+``nox -s fuzz`` searches for new inputs, guided by coverage. Inputs that fail go into ``corpus/<parser>/``.
 """
 
 from __future__ import annotations

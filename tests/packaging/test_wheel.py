@@ -1,6 +1,6 @@
-"""The wheel works where there is no compiler: installed into an environment of its own, natively.
+"""The wheel works without a compiler: installed into a new environment, with its native library.
 
-``nox -s wheels`` names the folder of what it has built in KVTIER_DIST; without, a wheel is built here.
+``nox -s wheels`` names its folder of wheels in KVTIER_DIST; without that, the test builds a wheel.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a program of an environment with the wheel, where no other program can be found."""
+    """Runs a program of an environment with the wheel; the path has no other program."""
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=True)
     bare = {

@@ -46,7 +46,7 @@ class Report:
         self._console = Console(width=None if sys.stdout.isatty() else 150, highlight=False, markup=False)
 
     def fail(self, part: str, what: object) -> None:
-        """Note a failure. What vLLM logs of itself is left out."""
+        """Note a failure, without vLLM's own log lines."""
         lines = [line for line in f"{part}: {what}".splitlines() if not VLLM_LINE.match(line)]
         self.failures.append("\n  ".join(lines))
 

@@ -1,9 +1,9 @@
-"""A real engine whose tiers are all too small, and whose tiers' processes die.
+"""A real engine whose tiers are all too small, and whose tier processes die.
 
-Rounds of a few seconds: batches of prompts that share beginnings, are new, or were asked before; some
-requests are aborted; caches are reset; the Redis server and the tiers' process are killed or stopped in
-the midst of it, and come back. A second engine without kvtier computes every prompt anew, and all tokens
-are compared. After each round the fault ends, transfers end, and all figures are sampled.
+A round takes a few seconds: batches of prompts that share beginnings, are new, or were asked before. Some
+requests are aborted, and caches are reset. In the middle of a round the Redis server or the tier process is
+killed or stopped, and comes back. A second engine without kvtier computes every prompt, and all tokens are
+compared. After each round the fault ends, transfers end, and all figures are sampled.
 """
 
 from __future__ import annotations
@@ -73,24 +73,23 @@ BOUNDS: Mapping[str, Bound] = {
     "disk, files: MiB": Bound(FILES_BYTES / MIB, "requests", most=FILES_BYTES / MIB),
     "disk: files and folders": Bound(MOST_PATHS, "requests", most=MOST_PATHS),
 }
-"""How much may grow; see ``figures``.
+"""The growth that each figure may have; see ``figures``.
 
-- A descriptor, thread or task leaked by every kill grows its figure by the kills between the middles of
-  the thirds; 2, or 4, and a quarter of them are let pass. The constants are what pools do: connections to
-  Redis and worker threads are made as they are needed.
-- Memory may grow by 16 MiB, and by 1 KiB a request. Without a leak it does so by one or two, but by five in
-  a run that is too short to have filled all pools in its first third. An hour has some twenty thousand
-  requests, so 4 KiB that each leaves behind are found. Python's allocator counts blocks (of 512 bytes at
-  most), which swing by tens of thousands while roots are counted: twenty that each request leaves are found.
-- What the core has under way is nothing at rest, but for the last request, whose end vLLM tells with the
-  next.
-- No process is left, no file in shared memory; a root never holds more than it may. Eighty chunk files have
-  two folders each: twice as many as that are there while a reset is swept.
+- If every kill leaks a descriptor, thread or task, the figure grows by the number of kills between the
+  middles of the thirds. Allowed are 2 or 4, and a quarter of the kills. The constants cover pools:
+  connections to Redis and worker threads are made on demand.
+- Memory may grow by 16 MiB, and by 1 KiB per request. Without a leak it grows by one or two MiB, and by five
+  in a run too short to fill all pools in its first third. An hour has some twenty thousand requests, so a
+  leak of 4 KiB per request is found. Python's allocator counts blocks of at most 512 bytes. They vary by tens
+  of thousands while roots are counted: a leak of twenty blocks per request is found.
+- At rest the core has nothing in flight, except the last request: vLLM reports its end with the next one.
+- No process and no file in shared memory is left. A root never exceeds its limit. Eighty chunk files have two
+  folders each, and twice as many during the sweep after a reset.
 """
 
 
 class SoakError(Exception):
-    """Something is wrong that is no leak: a wrong token, a request that failed, no work done."""
+    """A failure other than a leak: a wrong token, a failed request, no work done."""
 
 
 def redis_server(folder: Path) -> Any:
@@ -100,7 +99,7 @@ def redis_server(folder: Path) -> Any:
 
 
 def settings(folder: Path, isolation: str) -> dict[str, Any]:
-    """Return kvtier's settings: a primary tier of 40 chunks, and two more of which none holds it all."""
+    """Return kvtier's settings: a primary tier of 40 chunks, and two tiers that are too small, too."""
     quick = {"deadline_s": DEADLINE_S, "breaker_pause_s": 0.1}
     redis = {"type": "redis", "addresses": [str(folder / SOCKET)], **quick}
     small = {"min_free_bytes": 0, "max_bytes": FILES_BYTES, "recount_s": 20, "n_threads": 4, **quick}
@@ -115,25 +114,25 @@ def settings(folder: Path, isolation: str) -> dict[str, Any]:
     }
 
 
-# What happens, what begins it, and what ends it.
+# The faults: name, start and end.
 Fault = tuple[str, Callable[[], object], Callable[[], object]]
 
 
 class EngineSoak:
-    """Two engines and a server, and what is done to them.
+    """Two engines and a server, and their faults.
 
     Args:
-        engine: with kvtier.
-        reference: without it, and without a prefix cache.
+        engine: the engine with kvtier.
+        reference: an engine without kvtier and without a prefix cache.
         server: the Redis server.
-        folder: the roots.
-        earlier: the files in shared memory that were there before the engine.
-        isolation: where the tiers run.
-        seed: of all choices.
+        folder: the folder of the roots.
+        earlier: the files in shared memory before the engine started.
+        isolation: the setting of that name.
+        seed: the seed of all choices.
 
     Attributes:
-        seen: what has happened how often.
-        samples: of all figures, in order.
+        seen: the number of each event.
+        samples: the samples of all figures, in order.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class EngineSoak:
         self._require_work()
 
     def _require_work(self) -> None:
-        """Check that everything was busy: a soak in which something did nothing has shown nothing."""
+        """Check that every part was busy: a soak with an idle part proves nothing."""
         metrics = self._engine.metrics()
         self.seen["evicted from the primary tier"] = int(metrics.value("kvtier_evicted_chunks"))
         self.seen["evicted by redis"] += self._evicted_by_redis()
@@ -257,14 +256,14 @@ class EngineSoak:
         return self._engine.call(function, module=IN_ENGINE)
 
     def _drain(self) -> None:
-        """Wait until every tier is up and nothing is under way.
+        """Wait until every tier is up and nothing is in flight.
 
         Raises:
-            EngineError, SoakError: that takes too long.
+            EngineError, SoakError: the wait took too long.
         """
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s:
-            pids = self._tiers_processes()  # first: what has just died is not told by the metrics yet
+            pids = self._tiers_processes()  # first: the metrics may not show a death yet
             self._engine.until(_is_drained, "all is idle, and every tier is up", DRAIN_S)
             under_way = self._call("transfers")["transfers"]
             is_complete = len(pids) == (self._isolation == "process") and pids == self._tiers_processes()

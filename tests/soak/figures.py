@@ -1,12 +1,12 @@
-"""What is sampled of processes and folders, and whether a figure stays flat over a run.
+"""The figures sampled of processes and folders, and whether each stays flat over a run.
 
-A figure is sampled when nothing is under way: all faults are over, all stores, puts and fetches have ended.
-The first third of the samples is warm-up (pools fill, buffers grow) and is not judged. The level of the
-second third is compared with that of the last. The level is the lower quartile: a leak is never given back,
-so it raises the floor, while a connection that was just lost or a thread that ends moves single samples.
+Samples are taken at rest: all faults are over, all stores, puts and gets have ended. The first third of the
+samples is warm-up (pools fill, buffers grow) and is not judged. The level of the second third is compared
+with the level of the last. The level is the lower quartile: a leak raises it for good, while a connection
+that was just lost, or a thread that ends, moves single samples.
 
-How much a figure may grow is a constant, which covers what pools do, and a rate for each event that could
-leak (a request, a kill). How small a leak a run would have found depends on its length: ``visible``.
+A figure may grow by a constant, which covers pools, and by a rate per event that could leak (a request, a
+kill). ``visible`` tells the smallest leak that a run of this length would have found.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Bound:
-    """How much a figure may grow from the second third of a run to the last.
+    """The growth that a figure may have from the second third of a run to the last.
 
     Attributes:
-        constant: whatever the length of the run.
-        event: what could leak it.
-        for_each: for each such event between the middles of the two thirds.
-        most: what no single sample may exceed; None where there is no such limit.
+        constant: growth allowed in runs of any length.
+        event: the event that could leak it.
+        for_each: growth allowed for each such event between the middles of the two thirds.
+        most: limit of every single sample; None for no limit.
     """
 
     constant: float
@@ -111,11 +111,11 @@ class ProcessStats:
     """One process.
 
     Attributes:
-        memory_bytes: resident anonymous memory, what is swapped out included. Not what is shared through
-            files; and a page that was shared with the parent of a fork counts the same after a write to it.
-        disk_files: open descriptors of what is below the directory that was named.
-        other_files: all the others: sockets, pipes, shared memory, what the engine itself has open.
-        threads: as the kernel counts them.
+        memory_bytes: anonymous memory, resident or swapped out, without memory shared through files. A page
+            shared with the parent of a fork counts the same after a write to it.
+        disk_files: open descriptors of files below the named directory.
+        other_files: all other descriptors: sockets, pipes, shared memory, the engine's own files.
+        threads: the kernel's count of threads.
     """
 
     memory_bytes: int
@@ -148,7 +148,7 @@ class ProcessStats:
 
 
 def shared_memory() -> set[Path]:
-    """Return the files in shared memory; those of other programs are there, too."""
+    """Return the files in shared memory, of other programs too."""
     return set(_listed(Path("/dev/shm")))
 
 

@@ -1,8 +1,7 @@
-"""What the soak does inside of an engine's process beside the requests: samples.
+"""Functions of the soak that run inside an engine's process: they take samples.
 
-Called on the engine's thread. With
-``VLLM_ENABLE_V1_MULTIPROCESSING=0`` that thread is also the core's owner, so what is
-seen of the core is all of one moment.
+The engine's thread calls them. With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` it is also the core's owner, so each
+sample shows the core at one moment.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from kvtier_testing import invariants
 
 
 def hurry(llm: Any) -> dict[str, Any]:
-    """Have the tiers' process, should there be one, started anew at once, however often it is killed.
+    """Let the tier process, if there is one, restart at once after each kill.
 
-    To be called before the engine is started: by itself it pauses for half a minute in the end.
+    Call this before the engine starts. By default the pauses grow to half a minute.
     """
     from kvtier._isolation import process
     from kvtier._isolation.heartbeat import SupervisorTimes
@@ -34,10 +33,10 @@ def hurry(llm: Any) -> dict[str, Any]:
 
 
 def sample(llm: Any) -> dict[str, float]:
-    """Return what is alive in this process: objects of kvtier, blocks of Python's memory, tasks, transfers.
+    """Return counts of this process: kvtier's objects, blocks of Python's memory, tasks, transfers.
 
-    The core's invariants are checked. What was freed is given back to the kernel first, so that memory that
-    is seen afterwards is in use, or lies between such as is.
+    Check the core's invariants. First return freed memory to the kernel, so that the rest is in use, or lies
+    between memory in use.
 
     Raises:
         AssertionError: an invariant does not hold.
@@ -57,7 +56,7 @@ def sample(llm: Any) -> dict[str, float]:
 
 
 def transfers(llm: Any) -> dict[str, float]:
-    """Return how many puts and fetches are under way, those that only ask included."""
+    """Return the number of puts and gets in flight, lookups included."""
     return {"transfers": len(_core(llm).shared.transfers)}
 
 

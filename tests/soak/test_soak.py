@@ -1,4 +1,4 @@
-"""The soak's own instruments: what leaks is found and named, and what merely moves is not."""
+"""The soak's own instruments: they find and name leaks, and ignore figures that merely vary."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_leak_is_named_with_its_seed_and_too_few_samples_are_a_failure(
 
 
 def test_memory_descriptors_and_dead_children_are_seen(tmp_path: Path) -> None:
-    gc.collect()  # or what others have left is given back between the two samples
+    gc.collect()  # else garbage of other tests is freed between the two samples
     before = ProcessStats.of(os.getpid(), tmp_path)
     zombies = zombies_of(os.getpid())
     held = mmap.mmap(-1, 8 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not what was freed before
