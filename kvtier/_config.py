@@ -94,6 +94,11 @@ class TieringConfig(Settings):
         description="Part of the cache's identity: engines with different namespaces share no chunks. Set it "
         "to keep engines apart, or when kvtier cannot tell two sets of weights apart.",
     )
+    immutable_adapters: StrictBool = Field(
+        default=False,
+        description="The path of a LoRA adapter always has the same weights: new weights get a new path. "
+        "Without this promise, an engine with LoRA shares no chunks, and finds none after a restart.",
+    )
     canonical_layout: StrictBool = Field(
         default=False,
         description="Store chunks as a single worker would, so that engines of different tensor-parallel "
@@ -188,7 +193,7 @@ class TieringConfig(Settings):
                 tiers.append(_tier(item, f"secondary_tiers[{index}]"))
             except KVTierError as error:
                 problems.append(str(error))
-        if problems:  # all of them, and beside them what is wrong elsewhere
+        if problems:  # listed together with problems of other settings
             raise validation.explained(problems)
         return tuple(tiers)
 

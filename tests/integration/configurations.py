@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
+from kvtier._config import TieringConfig
 from kvtier._identity import Identity
 from kvtier.adapters.vllm._compat import EngineContext
 from kvtier.adapters.vllm._identity import engine_identity
@@ -104,8 +105,9 @@ def engine_of(config: VllmConfig) -> EngineContext:
     return EngineContext(config, KVCacheConfig(8, tensors, [KVCacheGroupSpec(layers, spec)]))
 
 
-def identity_of(config: VllmConfig, namespace: str = "", page_format: int = 1) -> Identity:
-    """Return the identity of the cache of an engine with this configuration, and such pages."""
+def identity_of(config: VllmConfig, namespace: str = "", page_format: int = 1, **settings: Any) -> Identity:
+    """Return the identity of the cache of an engine with this configuration, such pages and settings."""
     engine = engine_of(config)
     offloading = build_offloading_config(config, engine.kv_cache_config)
-    return engine_identity(offloading, engine, slot_shape(offloading, engine), namespace, [page_format] * 2)
+    ours = TieringConfig(cpu_bytes_to_use=1, namespace=namespace, **settings)
+    return engine_identity(offloading, engine, slot_shape(offloading, engine), ours, [page_format] * 2)

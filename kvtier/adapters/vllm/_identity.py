@@ -11,6 +11,7 @@ from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier._config import TieringConfig
 from kvtier._identity import Identity, canonical_dtype
 from kvtier._log import GuardedLogger
 from kvtier._weights import weights_fingerprint
@@ -30,17 +31,16 @@ def engine_identity(
     config: OffloadingConfig,
     engine: EngineContext,
     shape: SlotShape,
-    namespace: str,
+    settings: TieringConfig,
     page_formats: Iterable[int],
 ) -> Identity:
     """Return the identity of the KV cache of this engine.
 
-    Where slots hold canonical pages, all is as a single worker would have it. Else the parallel
-    layout is a part: nothing is shared that is not proven to have the same bytes. ``namespace`` is the user's
-    own part, for what no engine knows, such as adapters that were replaced. ``page_formats`` are those of the
-    workers. ConfigError if nothing tells the weights or a setting from others of the same name.
+    With canonical pages it is a single worker's identity. Else the parallel layout is a part.
+    If block hashes do not name all content, no other start has the same. ``page_formats``: the workers'.
+    ConfigError if nothing tells the weights or a setting from others of the same name.
     """
-    vllm_config = engine.vllm_config
+    vllm_config, namespace = engine.vllm_config, settings.namespace
     return Identity.make(
         config.model.name,
         {
@@ -51,23 +51,28 @@ def engine_identity(
             "weights": _weights(vllm_config, namespace),
             "kv_cache": _kv_cache(config, engine, shape),
             "parallel": _parallel(config, engine, shape),
-            "hash": _hash(vllm_config),
+            "hash": _hash(vllm_config, settings),
             "settings": canonical_settings(vllm_config, is_reviewed=is_reviewed()),
             "environment": relevant_environment(),
         },
     )
 
 
+def _of_this_start(cause: str, remedy: str) -> str:
+    """Return a part of the identity that no other engine has, and warn why."""
+    logger.warning(
+        "%s, so nothing that is stored will be found after a restart or by another engine: %s", cause, remedy
+    )
+    return f"random {uuid.uuid4()}"
+
+
 def _page_formats(told: Iterable[int]) -> Sequence[str]:
     """Return how workers arrange pages, as ``page_format`` has it; 0 is told by one that is not there yet."""
-    formats = sorted({f"{number:016x}" for number in told if number})
-    if not formats:
-        logger.warning(
-            "no worker has told how its attention backend arranges pages, so nothing that is stored will be "
-            "found after a restart or by another engine: use a supported version of vLLM"
+    return sorted({f"{number:016x}" for number in told if number}) or [
+        _of_this_start(
+            "no worker has told how its attention backend arranges pages", "use a supported version of vLLM"
         )
-        formats = [f"random {uuid.uuid4()}"]
-    return formats
+    ]
 
 
 def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
@@ -83,7 +88,7 @@ def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
 
 def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping[str, object]:
     name = model.model_weights or model.model  # the first where they are streamed from an object store
-    # A hub's revision is a name that moves, such as "main"; vLLM notes beside it what it stands for.
+    # A hub's revision is a name that moves, such as "main"; vLLM adds the commit.
     revision = getattr(model.revision, "resolved", model.revision)
     files = None if model.model_weights else weights_fingerprint(Path(model.model))
     seed = model.seed if str(load.load_format) == "dummy" else None
@@ -101,7 +106,7 @@ def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape)
     per_block = "bytes_per_block" if shape.is_canonical else "bytes_per_block_and_worker"
     return {
         "dtype": canonical_dtype(config.model.dtype),
-        # Of layers that differ in a group the scheduler sees the first one's spec.
+        # If layers of a group differ, the scheduler sees the first one's spec.
         "layers_not_quantized": list(engine.vllm_config.cache_config.kv_cache_dtype_skip_layers),
         "layout": config.kv_cache_layout,
         per_block: shape.bytes_per_block,
@@ -148,14 +153,24 @@ def _parallel(config: OffloadingConfig, engine: EngineContext, shape: SlotShape)
     return fields
 
 
-def _hash(vllm_config: VllmConfig) -> Mapping[str, object]:
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    seed = hash_seed(algorithm)
-    if seed is None:
-        logger.warning(
-            "the block hashes (%s) are seeded at random in each process, so nothing that is stored will be "
-            "found after a restart or by another engine: set PYTHONHASHSEED, or use sha256",
-            algorithm,
+def _hash(vllm_config: VllmConfig, settings: TieringConfig) -> Mapping[str, object]:
+    """Return the algorithm and seed of block hashes, and parts of this start if they do not name content."""
+    cache, media = vllm_config.cache_config, vllm_config.model_config.multimodal_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    found = {"algorithm": algorithm, "seed": hash_seed(algorithm)}
+    if found["seed"] is None:
+        found["seed"] = _of_this_start(
+            f"the block hashes ({algorithm}) are seeded at random in each process",
+            "set PYTHONHASHSEED, or use sha256",
         )
-        seed = f"random {uuid.uuid4()}"
-    return {"algorithm": algorithm, "seed": seed}
+    if media is not None and not media.mm_processor_cache_gb and not cache.enable_prefix_caching:
+        found["media"] = _of_this_start(
+            "the block hashes number images and other media instead of hashing them",
+            "enable prefix caching, or set mm_processor_cache_gb above 0",
+        )
+    if vllm_config.lora_config is not None and not settings.immutable_adapters:
+        found["adapters"] = _of_this_start(
+            "the block hashes have the names and paths of LoRA adapters, not their weights",
+            "set immutable_adapters if new weights always get a new path",
+        )
+    return found

@@ -153,7 +153,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     ) -> StepMeter | None:
         """Return what measures computing for ``load_gate``, in chunks of the group that vLLM asks for first.
 
-        None where nothing is to be measured, so that everything is loaded.
+        None if nothing has to be measured, so that everything is loaded.
         """
         if self._settings.load_gate == "off":
             return None
@@ -204,8 +204,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         metadata_bytes = status_table_bytes(slots, self.config.parallel.world_size)
         if self._settings.audit_rate:
             metadata_bytes += slot_checksums_bytes(slots, self._shape.areas)
+        # A worker that outlives its engine keeps the region of its own start.
         return Region.open(
-            self.config.engine_id,
+            f"{self.config.engine_id}.{self._engine.vllm_config.instance_id}",
             slots,
             self._shape.chunk_bytes,
             metadata_bytes=metadata_bytes,
@@ -226,10 +227,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
 
     def _identity(self, tiers: list[NamedTier], status_table: StatusTable) -> Identity:
-        if not tiers:  # what is kept for this process alone is told apart from nothing
+        if not tiers:  # no chunk leaves this process
             return Identity.make(self.config.model.name, {})
         formats = [row[StatusField.PAGES] for row in status_table.rows]
-        return engine_identity(self.config, self._engine, self._shape, self._settings.namespace, formats)
+        return engine_identity(self.config, self._engine, self._shape, self._settings, formats)
 
     def _info(self) -> dict[str, str]:
         return {

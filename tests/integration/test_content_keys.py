@@ -1,0 +1,80 @@
+"""Where block hashes name something else than content, no other start of an engine finds the chunks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig
+from vllm.config.multimodal import MultiModalConfig
+from vllm.renderers.base import BaseRenderer
+from vllm.v1.core import kv_cache_utils
+
+from tests.integration.configurations import configure, identity_of, make_model
+
+pytestmark = pytest.mark.releases
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a model's configuration."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    return make_model(tmp_path / "model")
+
+
+def is_found_again(config: VllmConfig, **settings: Any) -> bool:
+    """Whether two starts of this engine have one cache."""
+    one, other = (identity_of(config, **settings).digest for _ in range(2))
+    return one == other
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("cache_gb", [0, 4])
+def test_media_that_vllm_numbers_are_found_by_no_other_start(
+    model: Path, caplog: pytest.LogCaptureFixture, cache_gb: float, prefix_caching: bool
+) -> None:
+    config = configure(model, enable_prefix_caching=prefix_caching)
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+    renderer: Any = SimpleNamespace(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
+    )
+    images: Any = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    numbered = BaseRenderer._process_mm_uuids(renderer, {}, images, {}, "renderer0-mm-1")
+
+    assert is_found_again(config) is not bool(numbered)
+    assert ("number images and other media" in caplog.text) is bool(numbered)
+
+
+def test_text_models_need_no_media_hashes(model: Path) -> None:
+    assert is_found_again(configure(model, enable_prefix_caching=False))
+
+
+def test_adapters_are_found_again_if_their_paths_are_immutable(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configure(model, enable_lora=True)
+    assert not is_found_again(config)
+    assert "set immutable_adapters" in caplog.text
+    assert is_found_again(config, immutable_adapters=True)
+    assert not is_found_again(config, namespace="tenant")
+
+
+def test_every_source_of_a_block_hash_was_reviewed() -> None:
+    """Tokens, the salt and embeddings are content; media and adapters are refused where they are not."""
+    source = Path(kv_cache_utils.__file__).read_text(encoding="utf-8")
+    (body,) = re.findall(r"^def generate_block_hash_extra_keys\((.*?)^def ", source, re.MULTILINE | re.DOTALL)
+    (added,) = re.findall(r"extra_keys: list\[Any\] = \((.*?)\)", body, re.DOTALL)
+    assert set(added.split()) - {"+"} == {
+        "lora_extra_keys",
+        "mm_extra_keys",
+        "cache_salt_keys",
+        "prompt_embeds_keys",
+    }
+    (keys,) = re.findall(r'return \[\("lora", (.*?)\)\]', source)
+    assert keys == "lora_request.lora_name, lora_request.lora_path"
