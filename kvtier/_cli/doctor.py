@@ -1,7 +1,7 @@
 """``kvtier doctor``: checks that each tier gives back a chunk that was put there.
 
-The chunk has a key and an identity of its own, so no engine ever finds it. What a file tier creates for it is
-removed.
+The chunk has a key and an identity of its own, so no engine ever finds it. Files that a tier creates for it
+are removed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger
 from kvtier._memory.heap import HeapMemory
+from kvtier._memory.memory_limits import memory_limits
+from kvtier._memory.region import SHARED_MEMORY
 from kvtier._settings.validation import did_you_mean
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import pack_key
@@ -50,6 +53,8 @@ _MAX_FILE_BYTES = 16 * 2**20
 _EXTRA_CONFIG = "kv_connector_extra_config"
 _NO_TIERS = "there is no secondary tier to check: name a file that has some, or give --tier"
 
+_Size = tuple[str, str, int, int, Path]  # tier, setting, its bytes, the place's bytes, the place
+
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
 _SEE_TIER = "see the tier's settings, and the backend's own log"
 _REMEDIES: Mapping[Status, str] = {
@@ -66,7 +71,7 @@ class Check:
 
     tier: str
     step: str
-    result: str  # "ok", or what went wrong
+    result: str  # "ok", or the problem
     milliseconds: float = 0.0
     remedy: str = ""
 
@@ -77,7 +82,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found out about all tiers; the fields are the keys of the JSON document."""
+    """The results for all tiers; the fields are the keys of the JSON document."""
 
     not_well: list[str]
     checks: list[Check]
@@ -144,12 +149,14 @@ def _show(found: Diagnosis) -> None:
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
     """Check each tier of a configuration file, or those given, as JSON. Raises as ``TieringConfig`` does."""
-    settings = _configuration(config, tiers, chunk_bytes)
-    memory = [] if tiers else [_check_memory(settings.cpu_bytes_to_use)]
-    return memory + _probe(build.make_tiers(settings), chunk_bytes)
+    settings, is_engine = _configuration(config, tiers, chunk_bytes)
+    named = build.make_tiers(settings)
+    sizes = [*([] if tiers else [_memory_size(settings, is_engine=is_engine)]), *_disk_sizes(named)]
+    return [_check_size(*size) for size in sizes] + _probe(named, chunk_bytes)
 
 
-def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> TieringConfig:
+def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> tuple[TieringConfig, bool]:
+    """Return the settings, and whether they are an engine's."""
     if config is not None and tiers:
         raise ConfigError(f"both {config} and --tier are given: give one of them")
     if config is not None:
@@ -162,11 +169,11 @@ def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) 
         raise ConfigError(_NO_TIERS)
     if problem := settings.shared_directory(os.path.realpath):  # here it may ask a file system
         raise ConfigError(f"secondary_tiers: {problem}: give each a directory of its own")
-    return settings
+    return settings, "spec_name" in given
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return kvtier's settings in a file, those of an engine unwrapped. ConfigError if it has none."""
+    """Return kvtier's settings in a file, unwrapped from an engine's. ConfigError if it has none."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -194,15 +201,29 @@ def _parsed(parse: Callable[[str], Any], text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is neither JSON nor, in a file named *.toml, TOML: {error}") from None
 
 
-def _check_memory(wanted_bytes: int) -> Check:
-    """Check that this machine has room for the primary tier."""
-    has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _memory_size(settings: TieringConfig, *, is_engine: bool) -> _Size:
+    """Return the size of the primary tier, and of the smallest memory that it has to fit into."""
+    memory = [(limit.limit_bytes, limit.path) for limit in memory_limits()]
+    if is_engine and (shared := shutil.disk_usage(SHARED_MEMORY).total):  # 0: without a limit
+        memory.append((shared, SHARED_MEMORY))
+    return PRIMARY, "cpu_bytes_to_use", settings.cpu_bytes_to_use, *min(memory)
+
+
+def _disk_sizes(named: Sequence[NamedTier]) -> Iterator[_Size]:
+    """Yield the limits of roots, and the sizes of their disks."""
+    for one in named:
+        config = one.tier.config
+        if isinstance(config, FsConfig) and config.max_bytes is not None:
+            with suppress(OSError):  # the tier's open says what is wrong
+                disk = next(path for path in (config.root_dir, *config.root_dir.parents) if path.exists())
+                yield one.name, "max_bytes", config.max_bytes, shutil.disk_usage(disk).total, disk
+
+
+def _check_size(tier: str, setting: str, wanted_bytes: int, has_bytes: int, place: Path) -> Check:
     if wanted_bytes <= has_bytes:
-        return Check(PRIMARY, "memory", "ok")
-    wanted, has = report.Bytes(wanted_bytes), report.Bytes(has_bytes)
-    result = f"cpu_bytes_to_use is {wanted}, and this machine has {has} of memory"
-    remedy = "set cpu_bytes_to_use to less, or run this on the engine's machine"
-    return Check(PRIMARY, "memory", result, remedy=remedy)
+        return Check(tier, "size", "ok")
+    result = f"{setting} is {report.Bytes(wanted_bytes)}, and {place} has {report.Bytes(has_bytes)}"
+    return Check(tier, "size", result, remedy=f"set {setting} to less, or run this on the engine's machine")
 
 
 def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
@@ -264,7 +285,7 @@ class _ErrorCollector(logging.Handler):
 
 @contextmanager
 def _background_errors() -> Iterator[list[str]]:
-    """Collect the errors that are logged: work beside a tier's calls fails none of them."""
+    """Collect logged errors: an error in a tier's background work fails no call."""
     collector = _ErrorCollector()
     loggers = [GuardedLogger(name).logger for name in ("kvtier", "asyncio")]
     for logger in loggers:
@@ -352,7 +373,7 @@ class _TierCheck:
 
 
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
-    """Return what went wrong, and what to do about it."""
+    """Return the problem and the remedy."""
     if isinstance(error, _StepError):
         problem, remedy = error.args
         return problem, remedy
@@ -362,7 +383,7 @@ def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tu
 
 
 def _remedy(error: BaseException) -> str:
-    """Return what to do about an error, by its kind or by that of its cause."""
+    """Return the remedy for an error, by its kind or its cause's kind."""
     if isinstance(error, ConnectionError):
         return "see that the server runs, and can be reached from this machine"
     if isinstance(error, PermissionError):

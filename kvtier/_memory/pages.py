@@ -1,6 +1,6 @@
 """Memory for the pages of a region: allocated before it is used, huge pages where the system has them.
 
-What the kernel documents: ``madvise(2)`` for ``MADV_POPULATE_WRITE`` and ``MADV_HUGEPAGE``, ``tmpfs(5)`` for
+See ``madvise(2)`` for ``MADV_POPULATE_WRITE`` and ``MADV_HUGEPAGE``, ``tmpfs(5)`` for
 the mount option ``huge``, ``Documentation/admin-guide/mm/transhuge.rst`` for ``shmem_enabled``.
 """
 
@@ -29,19 +29,8 @@ def ask_for_huge(mapping: mmap.mmap, path: Path | None, *, shared: bool = False)
         return False
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)  # a mere touch that finds no room kills
     except (AttributeError, OSError):
-        return False
-    return can_populate(mapping)
-
-
-def can_populate(mapping: mmap.mmap) -> bool:
-    """Return whether the kernel can get memory for pages without a touch; tried on the first one.
-
-    A touch that finds no room kills the process.
-    """
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
-    except OSError:
         return False
     return True
 
@@ -78,9 +67,9 @@ def _huge_option(directory: Path) -> str:
 def back(address: int, nbytes: int, fd: int | None, offset: int, *, huge: bool) -> int:
     """Get memory for a part of a mapping, at ``offset`` of its file, and map it; return 0 or the errno.
 
-    What it holds stays. ``huge`` is whether huge pages were asked for and are granted.
+    Its content stays. ``huge`` is whether huge pages were asked for and are granted.
     """
-    if huge:  # by touch alone: what is allocated through the file comes in small pages
+    if huge:  # by touch alone: an allocation through the file gets small pages
         code = native.populate(address, nbytes)
         if code not in (errno.EINVAL, errno.ENOSYS):
             return code

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier._log import GuardedLogger
-from kvtier._memory import numa, pages
+from kvtier._memory import memory_limits, numa, pages
 from kvtier._memory._locked_file import LockedFile
 
 logger = GuardedLogger("kvtier.memory")
@@ -30,7 +30,7 @@ class Part:
 
     offset: int  # in the slot
     nbytes: int
-    node: int | None  # the worker's NUMA node; None where that is not known or does not matter
+    node: int | None  # the worker's NUMA node; None if it is unknown or does not matter
 
 
 class Population:
@@ -60,7 +60,7 @@ class Population:
         self._start_s = time.monotonic()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # of the fields below
         self._has_huge_pages: bool | None = None  # None until they were asked for
         self._next = 0
         self._ready = 0
@@ -90,31 +90,34 @@ class Population:
             if self._has_huge_pages is None:  # here, because it reads the system's settings
                 self._has_huge_pages = pages.ask_for_huge(mapping, self._path, shared=self._fd is not None)
         while not self._stopping.is_set() and (piece := self._take()) is not None:
-            code = self._back(piece)
+            shortage = self._back(piece)
             if self._stopping.is_set():
                 return
-            if code:
-                self._fail(code)
+            if shortage:
+                self._fail(shortage)
             else:
                 self._complete(piece)
 
     def _take(self) -> range | None:
-        """Return the slots to do next; None where there are none left."""
+        """Return the slots to do next; None if no slots are left."""
         step = max(1, PIECE_BYTES // self._chunk_bytes)
         with self._lock:
             first, self._next = self._next, min(self._next + step, self._slots)
             return range(first, self._next) if first < self._next else None
 
-    def _back(self, piece: range) -> int:
-        """Allocate memory for the slots of a piece, each part on its node; return 0 or the errno."""
+    def _back(self, piece: range) -> str:
+        """Allocate memory for the slots of a piece, each part on its node; return what is short, if any."""
+        nbytes = len(piece) * self._chunk_bytes * len(self._threads)  # each may be about to take as much
+        if limit := memory_limits.exceeded_by(nbytes):
+            return str(limit)
         for part in self._parts:
             with numa.preferring(part.node):
                 for start, end in self._ranges(piece, part):
                     huge = bool(self._has_huge_pages)
                     code = pages.back(self._address + start, end - start, self._fd, start, huge=huge)
                     if code:
-                        return code
-        return 0
+                        return errno.errorcode.get(code, str(code))
+        return ""
 
     def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
         """Yield where in the region the part is in each slot; slots that it fills are taken as one."""
@@ -143,7 +146,7 @@ class Population:
             )
             self._on_ready(range(0))
 
-    def _fail(self, code: int) -> None:
+    def _fail(self, shortage: str) -> None:
         """Skip the slots that are left, and log the shortage once."""
         with self._lock:
             self._next = self._slots
@@ -156,7 +159,7 @@ class Population:
             "set cpu_bytes_to_use to less",
             (self._slots - ready) * self._chunk_bytes,
             self._slots * self._chunk_bytes,
-            errno.errorcode.get(code, code),
+            shortage,
             ready,
             self._slots,
         )

@@ -6,6 +6,7 @@ Needs neither torch nor numpy: the scheduler's process uses it for views of slot
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import mmap
 import os
@@ -15,10 +16,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier import _native as native
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
 from kvtier._log import GuardedLogger
-from kvtier._memory import _locked_file, guard, pages
+from kvtier._memory import _locked_file, guard, memory_limits, pages
 from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
 from kvtier._memory.population import Part, Population
 from kvtier.errors import RegionError, StateError
@@ -59,7 +59,7 @@ class Region:
         if file is not None:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
-        self._can_populate: bool | None = None  # None until it was tried
+        self._has_huge_pages: bool | None = None  # None until they were asked for
         # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
         self._release = weakref.finalize(self, _locked_file.release, file) if file else None
 
@@ -114,8 +114,7 @@ class Region:
     def borrowed(fd: int, slots: int, chunk_bytes: int, metadata_bytes: int = 0) -> Region:
         """Map another process's region, and own its descriptor; raise RegionError if it is smaller.
 
-        The children of this process do not have the mapping: when this process has ended, nobody writes
-        to the slots on its behalf.
+        Children do not inherit the mapping, so no write to the slots outlives this process.
         """
         _require_shape(slots, chunk_bytes)
         file = _locked_file.borrow(fd, slots * chunk_bytes + metadata_bytes)
@@ -154,7 +153,7 @@ class Region:
 
     @property
     def metadata(self) -> memoryview:
-        """The bytes that are shared beside the slots, backed with memory; zeros when the region is new."""
+        """The shared bytes behind the slots, backed with memory; zeros when the region is new."""
         with memoryview(self._require_open()) as whole:
             return whole[self.nbytes :]
 
@@ -171,9 +170,9 @@ class Region:
             )
 
     def start_guard(self) -> None:
-        """Start a process that removes the file when all who use it are gone, however they end.
+        """Start a process that removes the file when all its users are gone, however they end.
 
-        Where none can be started, a warning is logged, and the next start on this machine removes the file.
+        If that fails, it logs a warning, and the next start on this machine removes the file.
         """
         self._require_open()
         if self._file is None or self._file.path is None or self._guard is not None:
@@ -194,13 +193,12 @@ class Region:
     ) -> None:
         """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
 
-        Every process that has the region open may do so, more than once: pages that are there keep their
-        content. Huge pages are used where the system grants them. Where memory runs out, one error is logged,
-        the rest is not reported, and the region has fewer usable slots. ``close`` stops it.
+        Every process may do so, more than once: pages keep their content. If memory runs out, or a memory
+        limit is near, it logs one error, and the region has fewer usable slots. ``close`` stops it.
 
         ``on_ready`` is called in these threads with slots that can be used from now on, and with an empty
         range when no more will follow, unless the region is closed before. It must not block. ``parts`` has
-        the NUMA nodes to allocate the parts of each slot on; default: as the system decides.
+        the NUMA nodes to allocate the parts of each slot on; default: the system decides.
         """
         mapping = self._require_open()
         population = Population(self.slots, self.chunk_bytes, self._address, self._file, on_ready, parts)
@@ -208,14 +206,16 @@ class Region:
         population.start(mapping, threads)
 
     def back(self, slots: range) -> None:
-        """Get memory for slots at once, if the kernel can, or raise OSError. What they hold stays."""
+        """Get memory for slots at once, or raise OSError. Their content stays."""
         mapping = self._require_open()
-        if self._can_populate is None:
-            pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
-            self._can_populate = pages.can_populate(mapping)
+        if self._has_huge_pages is None:
+            self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
         start, nbytes = slots.start * self.chunk_bytes, len(slots) * self.chunk_bytes
-        code = native.populate(self._address + start, nbytes) if self._can_populate else 0
-        if code:
+        fd = self._file.fd if self._file else None
+        is_there = fd is not None and os.fstat(fd).st_blocks * 512 >= start + nbytes  # from slot 0 on
+        if not is_there and (limit := memory_limits.exceeded_by(nbytes)):
+            raise OSError(errno.ENOMEM, str(limit))
+        if code := pages.back(self._address + start, nbytes, fd, start, huge=self._has_huge_pages):
             raise OSError(code, os.strerror(code))
 
     def close(self, wait_s: float | None = None) -> None:

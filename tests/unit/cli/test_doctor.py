@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvtier._cli import doctor
 from kvtier._cli import main as cli
+from kvtier._memory.memory_limits import MemoryLimit
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.dummy import DummyTier
 
@@ -248,14 +249,33 @@ def refused(result) -> str:
     return str(result.exception)
 
 
-def test_a_primary_tier_larger_than_the_machine_is_not_well(run, tmp_path: Path):
-    file = written(tmp_path, {"cpu_bytes_to_use": "1EiB", "secondary_tiers": [{"type": "dummy"}]})
-    result = run(file, "--json")
+@pytest.mark.parametrize(
+    ("settings", "limit", "place"),
+    [
+        ({"cpu_bytes_to_use": "1EiB"}, 2**40, "/limit has 1.0 TiB"),
+        ({"cpu_bytes_to_use": "1EiB", "spec_name": "KVTierOffloadingSpec"}, 2**60, "/dev/shm has "),
+    ],
+)
+def test_a_primary_tier_larger_than_its_memory_is_not_well(
+    run, tmp_path: Path, monkeypatch, settings, limit, place
+):
+    monkeypatch.setattr(doctor, "memory_limits", lambda: [MemoryLimit(limit, Path("/limit"), 0)])
+    result = run(written(tmp_path, {**settings, "secondary_tiers": [{"type": "dummy"}]}), "--json")
     assert result.exit_code == 1
     row = ill_step(result)
-    assert (row["tier"], row["step"]) == ("cpu", "memory")
-    assert "this machine has" in row["result"]
+    assert (row["tier"], row["step"]) == ("cpu", "size")
+    assert f"cpu_bytes_to_use is 1.0 EiB, and {place}" in row["result"]
     assert json.loads(result.stdout)["not_well"] == ["cpu"]
+
+
+def test_a_root_larger_than_its_disk_is_not_well(run, tmp_path: Path):
+    root = tmp_path / "new" / "root"
+    result = run("--tier", json.dumps(fs(root, max_bytes="1EiB")), "--json")
+    assert result.exit_code == 1
+    row = ill_step(result)
+    assert (row["tier"], row["step"]) == ("fs", "size")
+    assert f"max_bytes is 1.0 EiB, and {tmp_path} has " in row["result"]
+    assert below(tmp_path) == []
 
 
 def test_roots_that_are_one_by_a_link_are_refused(run, tmp_path: Path):
