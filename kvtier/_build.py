@@ -25,6 +25,8 @@ from kvtier.tiers._base import TierConfig
 
 logger = GuardedLogger("kvtier.executor")
 
+_LEAST_CHUNKS = 4  # with less room a tier refuses every put
+
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches
     from kvtier._identity import Identity
@@ -61,6 +63,10 @@ def make_core(
 
 def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: int) -> TierStatus:
     """Make what the core knows of a tier with these settings; ``remembered``: see ``WriteAdmission``."""
+    max_bytes = getattr(tier, "max_bytes", None)
+    if max_bytes is not None and max_bytes < _LEAST_CHUNKS * chunk_bytes:
+        needed = f"{_LEAST_CHUNKS} chunks of {chunk_bytes} bytes"
+        raise ConfigError(f"tier {name}: max_bytes ({max_bytes}) must have room for at least {needed}")
     chunks_per_day = tier.write_bytes_per_day / chunk_bytes if tier.write_bytes_per_day is not None else None
     return TierStatus(
         name,
@@ -87,7 +93,7 @@ def start_executor(
     region: Region,
     slot_checksums: SlotChecksums | None = None,
 ) -> AnyExecutor:
-    """Start what runs the tiers beside the engine's thread, as ``isolation`` says.
+    """Start the executor of the tiers, in the thread or process that ``isolation`` selects.
 
     With ``auto`` that is a tier process, or a thread, with a warning, if none can be started. A tier that
     crashes its process does not move to a thread: there it would end the engine. With ``process`` it raises
@@ -162,8 +168,9 @@ def open_manager(
         device: name of the device backend. Default: chosen by the tensors' device.
 
     Raises:
-        ConfigError: the primary tier is smaller than one chunk, no backend can copy these tensors, or
-            ``canonical_layout`` is set and ``kv_caches`` has no page mappings.
+        ConfigError: the primary tier is smaller than one chunk, a tier smaller than four, no backend can copy
+            these tensors, or ``canonical_layout`` is set and ``kv_caches`` has no page mappings.
+        RegionError: the machine has not enough memory for the primary tier.
     """
     from kvtier._device.auto import open_transfer_engine
     from kvtier._manager.manager import TieringManager
@@ -188,7 +195,7 @@ def open_manager(
         region=region,
         engine=engine,
         blocks_per_chunk=layout.blocks_per_chunk,
-        groups=len(kv_caches.groups),
+        num_blocks=kv_caches.num_blocks,
         drain_s=config.drain_on_shutdown_s,
         slot_checksums=slot_checksums,
         make_executor=partial(RemoteExecutor, make_process) if config.isolation == "process" else None,
@@ -196,7 +203,7 @@ def open_manager(
 
 
 def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, SlotChecksums | None]:
-    """Make the primary tier's memory of a process that has no workers, and what its slots must hold."""
+    """Return the memory of the primary tier and its checksums, for a process without workers."""
     from kvtier._memory.region import Region
     from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 

@@ -24,12 +24,13 @@ class Group:
     """A kind of plug-in."""
 
     name: str  # the group of its entry points
-    noun: str  # what one of them is called in messages
+    noun: str  # the word for one of them in messages
     error: type[KVTierError]  # raised when a plug-in that is asked for cannot be used
 
 
 TIERS = Group("kvtier.tiers", "tier", TierError)
 POLICIES = Group("kvtier.policies", "eviction policy", ConfigError)
+_OWN_TIERS = ("mooncake", "nixl", "redis", "s3")
 COMMANDS = Group("kvtier.commands", "command", KVTierError)
 
 
@@ -52,12 +53,14 @@ def require(group: Group, name: str, field: str) -> list[EntryPoint]:
     """Return the entry points of this name, mostly one, without importing it.
 
     Raises:
-        ConfigError: there is none; the message names ``field``, what is installed and the nearest name.
+        ConfigError: there is none; the message names ``field``, the installed plug-ins and the nearest name.
     """
     found = entry_points(group=group.name)
     if name not in found.names:
         listed = ", ".join(sorted(found.names)) or "none"
         hint = did_you_mean(name, found.names) or "; install the distribution that brings it"
+        if group is TIERS and name in _OWN_TIERS:
+            hint = f": pip install kvtier-{name}"
         raise ConfigError(f"{field} = {name!r}: no such {group.noun}; installed are: {listed}{hint}")
     return list(found.select(name=name))
 
@@ -68,7 +71,7 @@ def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
     Raises:
         ConfigError: no plug-in has this name; see ``require``.
         KVTierError: the group's own error: two distributions claim the name, the import failed, or
-            what it names is no such class. The message names the distribution.
+            its entry point is no such class. The message names the distribution.
     """
     plugin = load_object(group, name, field)
     if problem := _shape_problem(plugin, base):
@@ -98,7 +101,7 @@ def make(group: Group, name: str, plugin: Callable[..., BaseT], *arguments: obje
         cause: Exception | None = error
     for settings in arguments:
         shown = hide(shown, settings) if isinstance(settings, BaseModel) else shown
-    # Chained, an error would be printed with what is hidden here.
+    # A chained error would be printed with the secrets hidden here.
     raise group.error(f"{_title(group, name)} cannot be constructed: {shown}") from (
         cause if shown == said else None
     )

@@ -12,7 +12,7 @@ OffloadKey = NewType("OffloadKey", bytes)
 """The name of a chunk in the engine and in every tier."""
 
 GROUP_BYTES = 4
-MAX_KEY_BYTES = 68  # a 64-byte hash and the group: what a trailer has room for
+MAX_KEY_BYTES = 68  # a 64-byte hash and the group: a trailer has room for no more
 
 
 def pack_key(content_hash: bytes, group: int = 0) -> OffloadKey:
@@ -23,8 +23,11 @@ def pack_key(content_hash: bytes, group: int = 0) -> OffloadKey:
         group: index of the KV cache group, 0 to 2**32 - 1.
 
     Raises:
-        ValueError: the hash is empty or too long, or the group is out of range.
+        TypeError, ValueError: the hash is empty, too long or not bytes, or the group is out of range.
     """
+    if type(content_hash) is not bytes or not isinstance(group, int):
+        kinds = f"{type(content_hash).__name__}, {type(group).__name__}"
+        raise TypeError(f"pack_key({kinds}): content_hash must be bytes, and group an integer")
     if not 0 < len(content_hash) <= MAX_KEY_BYTES - GROUP_BYTES:
         raise ValueError(f"content_hash has {len(content_hash)} bytes; it must have 1 to 64")
     if not 0 <= group < 2**32:

@@ -220,7 +220,8 @@ def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
     except (OSError, ValueError, OverflowError, HTTPException) as error:
         return EngineView(_named(source), error=f"cannot be read: {str(error) or type(error).__name__}")
     if not any(name.startswith("kvtier_") for name, _, _ in now.samples):
-        return EngineView(source, error="has no metrics of kvtier: is KVTierOffloadingSpec configured?")
+        remedy = "configure KVTierOffloadingSpec in vLLM, or register kvtier.prometheus_collector(manager)"
+        return EngineView(source, error=f"has no metrics of kvtier: {remedy}")
     before = earlier.get(source) if _is_url(source) else None
     earlier[source] = now
     return view_of(source, now, before)

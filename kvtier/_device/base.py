@@ -215,6 +215,12 @@ class KVCaches:
                 )
 
     @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Number of blocks of each KV cache group."""
+        sizes = ([self.tensors[ref.tensor].shape[0] for ref in group] for group in self.groups)
+        return tuple(min(tensors, default=0) for tensors in sizes)
+
+    @property
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each tensor in a slot, as ``SlotLayout.make`` takes them."""
         refs = [ref for group in self.groups for ref in group]

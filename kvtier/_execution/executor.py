@@ -25,6 +25,7 @@ from kvtier.tiers._activity import NamedTier as NamedTier
 from kvtier.tiers._activity import TierActivity as TierActivity
 from kvtier.tiers._base import SlotChecksums, SlotMemory
 from kvtier.tiers._drain import call_soon, until_done
+from kvtier.tiers._loop_clock import LoopClock
 from kvtier.tiers._runner import Post as Post
 from kvtier.tiers._runner import TierRunner
 
@@ -51,7 +52,7 @@ class Executor:
 
     ``tiers`` are in the core's order. ``post`` is called on the loop with each event. The caller clears the
     slots of a get in ``slot_checksums`` before it submits. The tiers have ``close_s`` seconds to close, all
-    at once.
+    at once. Deadlines are on ``clock``.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Executor:
         close_s: float = CLOSE_S,
         chance: RandomSource = random.random,
         slot_checksums: SlotChecksums | None = None,
+        clock: LoopClock | None = None,
     ) -> None:
+        clock = clock or LoopClock()
         threads = anyio.CapacityLimiter(_SEAL_THREADS)  # not the loop's own: others may use that up
         self._runners = [
-            TierRunner(index, named, identity, memory, self._posted, threads, chance, slot_checksums)
+            TierRunner(index, named, identity, memory, self._posted, threads, chance, clock, slot_checksums)
             for index, named in enumerate(tiers)
         ]
         self.activity = tuple(runner.activity for runner in self._runners)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier._manager.checks import CallChecks
 from kvtier.errors import DeviceStuckError, TransferError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.tiers._drain import wait_for_end
@@ -14,14 +15,11 @@ from kvtier.tiers._drain import wait_for_end
 class DeviceCopies:
     """The copies of one transfer engine, whose wake-up has to call ``collect`` on the loop."""
 
-    def __init__(
-        self, engine: TransferEngine, blocks_per_chunk: int, groups: int, on_end: Callable[[], object]
-    ) -> None:
+    def __init__(self, engine: TransferEngine, checks: CallChecks, on_end: Callable[[], object]) -> None:
         self.in_flight: dict[int, asyncio.Future[Finished]] = {}
         self.stuck_slots: set[int] = set()  # which copies that were given up may still write to
         self._engine = engine
-        self._blocks_per_chunk = blocks_per_chunk
-        self._groups = groups
+        self._checks = checks
         self._on_end = on_end
         self._last_id = 0
 
@@ -31,22 +29,13 @@ class DeviceCopies:
         await self._copy(len(keys), lambda copy: self._engine.submit_store(copy, ids, ordered), written=slots)
 
     async def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy slots to blocks of the device. Raises TransferError; ValueError if the blocks do not fit."""
-        self.require_fit(keys, blocks)
-        ids, ordered = self._by_group(keys, slots, blocks)
+        """Copy slots to blocks of the device. Raises TransferError."""
+        self._checks.require_owner()
+        ids, ordered = self._by_group(keys, slots, self._checks.blocks(keys, blocks))
         await self._copy(len(keys), lambda copy: self._engine.submit_load(copy, ordered, ids))
 
-    def require_fit(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
-        """Raise ValueError unless there are as many blocks as keys need, and all groups exist."""
-        if len(blocks) != len(keys) * self._blocks_per_chunk:
-            raise ValueError(
-                f"{len(keys)} keys need {len(keys) * self._blocks_per_chunk} blocks, not {len(blocks)}"
-            )
-        if groups := {group_index(key) for key in keys if group_index(key) >= self._groups}:
-            raise ValueError(f"there are {self._groups} groups; keys name group {min(groups)}")
-
     def collect(self) -> None:
-        """Take in which copies have ended."""
+        """Complete the copies that have ended."""
         for finished in self._engine.finished():
             self.in_flight[finished.transfer_id].set_result(finished)
 
@@ -56,7 +45,7 @@ class DeviceCopies:
         submit(copy)
         self.in_flight[copy] = asyncio.get_running_loop().create_future()
         cancelled = await wait_for_end(self.in_flight[copy])
-        finished = self.in_flight.pop(copy).result()  # only now: drain() waits for what follows it at once
+        finished = self.in_flight.pop(copy).result()  # only now: drain() may return as soon as it is gone
         is_stuck = isinstance(finished.error, DeviceStuckError)
         if is_stuck:
             self.stuck_slots.update(written)
@@ -71,10 +60,10 @@ class DeviceCopies:
         self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
     ) -> tuple[Blocks, list[int]]:
         """Order blocks and slots as the device layer wants them: group after group."""
-        width = self._blocks_per_chunk
+        width = self._checks.blocks_per_chunk
         order = sorted(range(len(keys)), key=lambda index: group_index(keys[index]))
-        sizes = [0] * self._groups
+        sizes = [0] * self._checks.groups
         for key in keys:
             sizes[group_index(key)] += width
         ids = [block for index in order for block in blocks[index * width : (index + 1) * width]]
-        return Blocks.make(ids, sizes, [0] * self._groups), [slots[index] for index in order]
+        return Blocks.make(ids, sizes, [0] * self._checks.groups), [slots[index] for index in order]

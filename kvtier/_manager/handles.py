@@ -62,9 +62,9 @@ class Acquired(_Lent):
             blocks: block ids, ``blocks_per_chunk`` for each of ``keys``, in their order.
 
         Raises:
-            StateError: the ``acquire`` block has ended.
+            StateError: the ``acquire`` block has ended, or belongs to another event loop.
             TransferError: the device copy failed.
-            ValueError: ``blocks`` does not fit ``keys``.
+            TypeError, ValueError: ``blocks`` is wrong, or does not fit ``keys``.
         """
         await self._copies.load(self.keys, self._slots, blocks)
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from math import inf
+from operator import index
+from warnings import warn
 
 import anyio
 import anyio.to_thread
@@ -27,26 +28,28 @@ from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._log import GuardedLogger
+from kvtier._manager.checks import CallChecks
 from kvtier._manager.device_copies import DeviceCopies
 from kvtier._manager.handles import Acquired, Written
 from kvtier._manager.statistics import Statistics
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.tiers._drain import until_done
+from kvtier.tiers._loop_clock import LoopClock
 
 logger = GuardedLogger("kvtier.manager")
 
 _FIRST_SLOTS_S = 10.0
+_MOST = 10**9
 
 
 class TieringManager:
     """Stores, looks up and loads chunks. An async context manager, returned by ``kvtier.open_manager``.
 
-    Call it only from tasks of the event loop on which it was entered. Before it is entered and after
-    ``aclose``, calls raise StateError.
+    Call it only from the event loop that entered it. Elsewhere, before it is entered and after ``aclose``,
+    calls raise StateError. A wrong argument raises TypeError or ValueError before anything starts.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class TieringManager:
         region: Region,
         engine: TransferEngine,
         blocks_per_chunk: int,
-        groups: int,
+        num_blocks: Sequence[int],
         drain_s: float,
         close_s: float = CLOSE_S,
         slot_checksums: SlotChecksums | None = None,
@@ -67,11 +70,14 @@ class TieringManager:
         self._core = core
         self._region = region
         self._engine = engine
-        self._blocks_per_chunk = blocks_per_chunk
+        self._checks = CallChecks(blocks_per_chunk, num_blocks)
         self._drain_s = drain_s
         self._close_s = close_s
         self._slot_checksums = slot_checksums
-        make = make_executor or partial(Executor, tiers, identity, region, slot_checksums=slot_checksums)
+        self._clock = clock = LoopClock()
+        make = make_executor or partial(
+            Executor, tiers, identity, region, slot_checksums=slot_checksums, clock=clock
+        )
         self._executor = make(self._on_event)
         self._driver = Driver(
             core,
@@ -79,27 +85,28 @@ class TieringManager:
             logger,
             slot_checksums=slot_checksums,
             has_damage=lambda: engine.audits.failed > 0,
+            clock=clock.now,
         )
         self._serving: asyncio.Future[None] | None = None
         self._serves = anyio.Event()
         self._closing = anyio.Event()
-        self._is_open = False
         self._changed = anyio.Event()
-        self._copies = DeviceCopies(engine, blocks_per_chunk, groups, self._notify)
+        self._copies = DeviceCopies(engine, self._checks, self._notify)
         self._counts: dict[tuple[str, ...], float] = {}
 
     async def __aenter__(self) -> TieringManager:
-        loop = asyncio.get_running_loop()
+        loop = self._checks.bind()
         first_slots = anyio.Event()
 
         def slots_ready(slots: range) -> None:
             loop.call_soon_threadsafe(self._on_event, SlotsReady(slots, is_last=not slots))
             loop.call_soon_threadsafe(first_slots.set)
 
-        self._region.populate(slots_ready)  # raises where the manager was closed before
+        self._region.populate(slots_ready)
+        self._clock.start()
         self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._copies.collect))
         self._serving = asyncio.ensure_future(self._serve())
-        self._is_open = True
+        self._checks.is_open = True
         try:
             await self._serves.wait()
             if self._serving.done():
@@ -119,18 +126,20 @@ class TieringManager:
     async def lookup(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading ``keys`` a load would find.
 
-        Promotes chunks that only secondary tiers have, within ``promotion_budget``. Returns after
-        ``request_deadline_s`` at the latest, with the chunks that have arrived by then.
+        Promotes chunks that only secondary tiers have, within ``promotion_budget``. Returns the
+        chunks that have arrived within ``request_deadline_s``.
         """
+        keys = self._checks.keys(keys)
         with self._request() as request:
             return await self._find(keys, request)
 
     async def locate(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether any tier probably has it. Promotes nothing.
 
-        Returns after ``request_deadline_s`` at the latest. Keys that are not known by then count as absent.
+        Keys that are not known within ``request_deadline_s`` count as absent.
         ``load_gate`` has no effect.
         """
+        keys = self._checks.keys(keys)
         with self._request() as request:
             request.locates = True
             found: dict[OffloadKey, bool] = {}
@@ -140,7 +149,7 @@ class TieringManager:
                 if self._scan_each(keys, request, found):
                     break
                 await self._next_change()
-                if epoch != self._core.epoch:  # what was found has been hidden by a reset
+                if epoch != self._core.epoch:  # a reset has hidden the chunks found so far
                     epoch = self._core.epoch
                     found.clear()
             return [found[key] for key in keys]
@@ -148,6 +157,7 @@ class TieringManager:
     @asynccontextmanager
     async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
         """Yield the leading chunks that are found, pinned in the primary tier until the block ends."""
+        keys = self._checks.keys(keys)
         with self._request() as request:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
@@ -172,12 +182,13 @@ class TieringManager:
         Raises:
             TransferError: the device copy failed; the blocks' contents are undefined. After DeviceStuckError
                 the copy may even continue.
-            ValueError: ``blocks`` does not fit ``keys``.
+            TypeError, ValueError: ``keys`` or ``blocks`` is wrong, or they do not fit each other.
         """
-        self._copies.require_fit(keys, blocks)
+        keys = self._checks.keys(keys)
+        blocks = self._checks.blocks(keys, blocks)
         async with self.acquire(keys) as acquired:
             if acquired.keys:
-                await acquired.load(blocks[: len(acquired.keys) * self._blocks_per_chunk])
+                await acquired.load(blocks[: len(acquired.keys) * self._checks.blocks_per_chunk])
             return len(acquired.keys)
 
     async def store(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
@@ -195,18 +206,18 @@ class TieringManager:
         Raises:
             TransferError: the device copy failed; nothing was stored. After DeviceStuckError the copy may
                 continue, so its slots stay out of use.
-            ValueError: ``blocks`` does not fit ``keys``.
+            TypeError, ValueError: ``keys`` or ``blocks`` is wrong, or they do not fit each other.
         """
-        self._require_open()
-        self._copies.require_fit(keys, blocks)
+        keys = self._checks.keys(keys)
+        blocks = self._checks.blocks(keys, blocks)
         reservation = self._core.reserve(keys)
         if reservation is None or not reservation.keys:
             if reservation is not None:
                 self._core.abort(reservation)
             self._driver.settle()  # a tier may want what is offered again
             return 0
-        place = {key: index for index, key in enumerate(keys)}
-        width = self._blocks_per_chunk
+        place = {key: number for number, key in enumerate(keys)}
+        width = self._checks.blocks_per_chunk
         mine = [block for key in reservation.keys for block in blocks[place[key] * width :][:width]]
         with self._filling(reservation):
             try:
@@ -217,12 +228,12 @@ class TieringManager:
 
     @asynccontextmanager
     async def write(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Written]:
-        """Yield slots for those of ``keys`` that the primary tier lacks, to be filled by the caller.
+        """Yield slots for the ``keys`` that the primary tier lacks. The caller fills them.
 
         The chunks are stored when the block ends, and their puts into the secondary tiers follow. If it
         raises, nothing is stored. If space is short, the leading keys get slots, or none does.
         """
-        self._require_open()
+        keys = self._checks.keys(keys)
         reservation = self._core.reserve(keys)
         if reservation is None:
             yield Written((), (), self._region)
@@ -247,14 +258,16 @@ class TieringManager:
             first: index of the first of them in the prompt.
 
         Raises:
-            ValueError: ``chunks`` is below 1, or ``seconds`` or ``first`` is below 0.
+            TypeError, ValueError: ``chunks`` is below 1, ``seconds`` or ``first`` below 0, or one no number.
         """
-        if chunks < 1 or not 0 <= seconds < inf or first < 0:
+        self._checks.require_open()
+        chunks, first = index(chunks), index(first)
+        if not (1 <= chunks <= _MOST and 0 <= seconds <= _MOST and 0 <= first <= _MOST):
             raise ValueError(
-                f"report_computed({chunks}, {seconds}, first={first}): chunks must be at least 1, "
-                "seconds and first at least 0"
+                f"report_computed({chunks}, {seconds}, first={first}): chunks must be at least 1, seconds "
+                f"and first at least 0, and all of them at most {_MOST}"
             )
-        self._core.note_computed(first + chunks // 2, chunks, seconds)
+        self._core.note_computed(first + chunks // 2, chunks, float(seconds))
 
     async def reset(self) -> None:
         """Hide everything stored so far, permanently and in every tier. For new weights.
@@ -262,13 +275,14 @@ class TieringManager:
         Returns when every tier has been reset. A tier that fails, or takes longer than its ``deadline_s``,
         is not used until its reset succeeds.
         """
-        self._require_open()
+        self._checks.require_open()
         self._driver.reset()
         self._notify()
         await self._resets_ended()
 
     def statistics(self) -> Statistics:
-        """Return the current state and the counts since the manager was opened."""
+        """Return the current state and the counts since the manager was opened. Works when closed, too."""
+        self._checks.require_owner()
         for name, count in self._core.take_counts().items():
             self._counts[name] = self._counts.get(name, 0) + count
         if self._slot_checksums is not None:
@@ -277,6 +291,10 @@ class TieringManager:
 
     async def drain(self) -> None:
         """Wait until every copy, put and get in flight has ended."""
+        self._checks.require_open()
+        await self._drain()
+
+    async def _drain(self) -> None:
         while self._copies.in_flight:
             await self._changed.wait()
         self._driver.settle()  # puts that wait for the end of a store
@@ -285,6 +303,7 @@ class TieringManager:
 
     async def drain_puts(self) -> None:
         """Wait until every put in flight has ended or passed its deadline. Gets are not waited for."""
+        self._checks.require_open()
         self._driver.settle()
         while any(transfer.is_put for transfer in self._core.shared.running):
             await self._next_change()
@@ -300,15 +319,16 @@ class TieringManager:
         still touch slots, so the primary tier's memory stays allocated until the process ends. Its task stays
         in the event loop too, and ``asyncio.run`` waits for it.
         """
-        if not self._is_open:
+        self._checks.require_owner()
+        if not self._checks.is_open:
             return
-        self._is_open = False
+        self._checks.is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
         self._executor.end_by_s = end_by_s - LAST_STEP_S
         dropped = DroppedPuts(self._core, self._drain_s, logger)
         try:
             with anyio.move_on_after(self._drain_s):
-                await self.drain()
+                await self._drain()
                 await self._resets_ended()
         finally:
             self._forget_tiers()
@@ -317,20 +337,20 @@ class TieringManager:
                 await until_done(asyncio.ensure_future(self._close(end_by_s)))
             finally:
                 self._driver.close()
+                self._clock.stop()
                 dropped.warn()
 
     # --- inside ----------------------------------------------------------------------------------
 
     @contextmanager
     def _request(self) -> Iterator[Request]:
-        self._require_open()
         request = Request()
         try:
             yield request
         finally:
             self._core.close(request)
             self._driver.settle()
-            self._notify()  # what was held for this request is there for others
+            self._notify()  # others may use the chunks held for this request
 
     @contextmanager
     def _filling(self, reservation: Reservation) -> Iterator[None]:
@@ -366,10 +386,10 @@ class TieringManager:
 
     def _scan(self, keys: Sequence[OffloadKey], request: Request) -> tuple[int, bool]:
         pending = False
-        for index, key in enumerate(keys):
+        for count, key in enumerate(keys):
             answer = self._core.lookup(key, request)
             if answer is Lookup.MISS:
-                return index, pending
+                return count, pending
             pending = pending or answer is not Lookup.HIT
         return len(keys), pending
 
@@ -392,13 +412,9 @@ class TieringManager:
 
     async def _next_change(self) -> None:
         deadline_s = self._core.next_deadline_s()
-        wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        wait_s = None if deadline_s is None else max(0.0, deadline_s - self._clock.now())
         with anyio.move_on_after(wait_s):
             await self._changed.wait()
-
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise StateError("the manager is not open: use it inside of its async with block")
 
     async def _serve(self) -> None:
         """Run the executor, in a task of its own: it cannot be left while a tier does not end."""
@@ -407,6 +423,9 @@ class TieringManager:
                 self._serves.set()
                 await self._closing.wait()
         finally:
+            if self._checks.is_open and not self._closing.is_set():
+                text = "TieringManager was not closed: puts in flight are lost. Use async with, or aclose()"
+                warn(text, ResourceWarning, stacklevel=1, source=self)
             self._serves.set()
             self._forget_tiers()
 
@@ -416,7 +435,7 @@ class TieringManager:
             self._on_event(TierDown(tier, "closed"))
 
     async def _close(self, end_by_s: float) -> None:
-        """Wait for tiers and device copies under way, tell their tasks, and give the memory back."""
+        """Wait for tiers and device copies in flight, wake their tasks, and free the memory."""
         assert self._serving is not None
         await asyncio.wait((self._serving,), timeout=max(0.0, end_by_s - time.monotonic()))
         await anyio.to_thread.run_sync(self._engine.close)

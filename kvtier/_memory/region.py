@@ -49,11 +49,14 @@ class Region:
         self.chunk_bytes = chunk_bytes
         self.path = file.path if file else None
         self._file = file
-        self._map: mmap.mmap | None = mmap.mmap(
-            file.fd if file else -1,
-            slots * chunk_bytes + metadata_bytes,
-            flags=mmap.MAP_SHARED if file else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-        )
+        fd, nbytes = (file.fd if file else -1), slots * chunk_bytes + metadata_bytes
+        flags = mmap.MAP_SHARED if file else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=flags)
+        except OSError as error:
+            free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+            text = f"the primary tier needs {nbytes} bytes, but about {free} are free ({error.strerror})"
+            raise RegionError(f"{text}: lower cpu_bytes_to_use") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
         if file is not None:

@@ -13,6 +13,7 @@ from kvtier._core.messages import TransferHealth
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._faults import reason_of
+from kvtier.tiers._loop_clock import LoopClock
 
 _MOST_RETRIES = 10.0
 _ONE_RETRY = 1.0 - 1e-9  # ten tenths
@@ -22,11 +23,12 @@ _PAUSE_S = 0.05
 class Progress:
     """The progress of one command."""
 
-    def __init__(self, verb: str, deadline_s: float) -> None:
+    def __init__(self, verb: str, deadline_s: float, clock: LoopClock) -> None:
         self.verb = verb
-        self.deadline_s = deadline_s  # on the event loop's clock
-        # Cancels the command once, at its deadline, so that it can wait for the end of a transfer.
-        self.limit = asyncio.timeout_at(deadline_s)
+        self.deadline_s = deadline_s  # on ``clock``
+        self.limit: asyncio.Timeout | None = None  # cancels the command once, at its deadline
+        self._clock = clock
+        self._blocks = clock.blocks
         self.has_begun = False  # whether it has left the queue
         self.seconds = 0.0  # spent in the tier's puts and gets, over all attempts
         self.lookup_s = 0.0  # spent in its lookups
@@ -35,7 +37,19 @@ class Progress:
 
     @property
     def health(self) -> TransferHealth:
-        return TransferHealth.LATE if self.has_begun and self.limit.expired() else self.answered
+        is_late = self.has_begun and self.limit is not None and self.limit.expired()
+        return TransferHealth.LATE if is_late else self.answered
+
+    def health_of(self, outcome: Outcome) -> TransferHealth:
+        """Return BAD if most chunks failed or are corrupt. ABSENT and REFUSED are good answers.
+
+        NONE if they failed by a timeout of the tier's own while the event loop was blocked.
+        """
+        bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
+        if 2 * bad <= len(outcome.statuses):
+            return TransferHealth.GOOD
+        was_blocked = self._clock.blocks > self._blocks and outcome.reasons.keys() <= {"timeout"}
+        return TransferHealth.NONE if was_blocked else TransferHealth.BAD
 
 
 class RetryBudget:
@@ -64,7 +78,10 @@ class RetryBudget:
 class Retries:
     """Decides which commands of a tier get a second attempt; ``transient`` are the tier's own reasons."""
 
-    def __init__(self, share: float, transient: Iterable[str], chance: RandomSource) -> None:
+    def __init__(
+        self, share: float, transient: Iterable[str], chance: RandomSource, clock: LoopClock
+    ) -> None:
+        self._clock = clock
         self._budget = RetryBudget(share)
         self._transient = reasons.TRANSIENT.union(transient)
         self._chance = chance
@@ -72,7 +89,7 @@ class Retries:
     def begin(self, verb: str, deadline_s: float) -> Progress:
         """Return the progress of a command that has been submitted."""
         self._budget.earn()
-        return Progress(verb, deadline_s)
+        return Progress(verb, deadline_s, self._clock)
 
     def is_transient(self, error: BaseException) -> bool:
         return reason_of(error) in self._transient
@@ -86,7 +103,7 @@ class Retries:
     async def pause(self, progress: Progress, took_s: float) -> bool:
         """Pause before a second attempt; return whether there is time and budget for one."""
         pause_s = _PAUSE_S * (0.5 + self._chance())
-        if asyncio.get_running_loop().time() + pause_s + took_s >= progress.deadline_s:
+        if self._clock.now() + pause_s + took_s >= progress.deadline_s:
             progress.retry = "no_time"
         elif not self._budget.take():
             progress.retry = "no_budget"
@@ -102,9 +119,3 @@ class Retries:
             statuses[index] = status
         lasting = {word: count for word, count in first.reasons.items() if word not in self._transient}
         return Outcome(statuses, Counter(lasting) + Counter(second.reasons))
-
-
-def health_of(outcome: Outcome) -> TransferHealth:
-    """Return BAD if most chunks failed or are corrupt. ABSENT and REFUSED are good answers."""
-    bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
-    return TransferHealth.BAD if 2 * bad > len(outcome.statuses) else TransferHealth.GOOD

@@ -45,7 +45,8 @@ from kvtier.tiers._base import (
 from kvtier.tiers._drain import call_soon
 from kvtier.tiers._faults import reason_of, require_fault, words_of
 from kvtier.tiers._integrity import IntegrityChecks
-from kvtier.tiers._retry import Progress, Retries, health_of
+from kvtier.tiers._loop_clock import LoopClock
+from kvtier.tiers._retry import Progress, Retries
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
 
 logger = GuardedLogger("kvtier.executor")
@@ -73,17 +74,20 @@ class TierRunner:
         post: Post,
         threads: anyio.CapacityLimiter,
         chance: RandomSource,
+        clock: LoopClock,
         slot_checksums: SlotChecksums | None = None,
     ) -> None:
         config = named.tier.config
+        self._now_s = clock.now
+        self._clock = clock
         self.index = index
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
         self.supervisor = TierSupervisor(
-            named.name, named.tier, named.recreate, self._post_condition, chance, self._is_idle
+            named.name, named.tier, named.recreate, self._post_condition, chance, clock, self._is_idle
         )
         self._deadline_s = config.deadline_s
-        self._retries = Retries(config.retry_share, named.tier.transient, chance)
+        self._retries = Retries(config.retry_share, named.tier.transient, chance, clock)
         self._memory = memory
         self._post = post
         self._context = TierContext(
@@ -101,7 +105,7 @@ class TierRunner:
     # --- its condition ---------------------------------------------------------------------------
 
     async def supervise(self) -> None:
-        """Open the tier and keep it usable. Where it cannot be opened the engine goes on without it."""
+        """Open the tier and keep it usable. If it cannot be opened, the engine continues without it."""
         self._loop = asyncio.get_running_loop()
         await self.supervisor.run(self._context)
 
@@ -113,7 +117,7 @@ class TierRunner:
             await anyio.sleep(_USAGE_EVERY_S)
 
     def _usage(self) -> Usage | None:
-        """Return how full the tier is; None where it does not know, or fails to say."""
+        """Return how full the tier is; None if it does not know, or fails."""
         try:
             usage = self._tier.usage()
             if usage is None:
@@ -146,13 +150,13 @@ class TierRunner:
             call_soon(self._loop, partial(self.supervisor.request_restart, why))
 
     def _is_idle(self) -> bool:
-        """Return whether nothing of the tier is under way, which begins nothing while it is down."""
+        """Return whether no transfer of the tier runs. While it is down, none begins."""
         return not (self.activity.puts.running or self.activity.gets.running or self._is_sending_touches)
 
-    # --- what has left it, and what was used without it ------------------------------------------
+    # --- removed chunks, and chunks used without the tier ----------------------------------------
 
     def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
-        """Take in which chunks have left the tier. Any thread; many calls make one event."""
+        """Note the chunks that have left the tier. Any thread; many calls make one event."""
         self._removed.extend(keys)
         if self._removed and not self._is_removing and self._loop is not None:
             self._is_removing = True
@@ -181,7 +185,7 @@ class TierRunner:
             # A reset ends the wait before the tier was ever open; a later touch sends what is left.
             while self._touched and self.supervisor.is_open and self.supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
-                async with asyncio.timeout(self._deadline_s):
+                async with self._clock.timeout_at(self._now_s() + self._deadline_s):
                     await self._tier.touch(keys)
         except BaseException as error:
             require_fault(error)
@@ -198,7 +202,7 @@ class TierRunner:
         results: list[Any] = [False if is_put else Answer.MISSING] * count
         outcome = Outcome((), {"cancelled": count})
         try:
-            async with progress.limit:
+            async with self._clock.timeout_at(progress.deadline_s) as progress.limit:
                 await epoch.settled.wait()
                 async with turns:
                     progress.has_begun = True
@@ -309,15 +313,15 @@ class TierRunner:
     async def _attempts(
         self, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, epoch: Epoch, progress: Progress
     ) -> Outcome:
-        """Run the call, and once more for the chunks that failed for a transient reason."""
+        """Run the call, and repeat it for the chunks that failed for a transient reason."""
         outcome = await self._attempt(act, batch, progress)
         failed = self._retries.failed(outcome)
         if failed and await self._retries.pause(progress, progress.seconds):
             self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
             second = await self._attempt(act, batch.part(failed), progress)
-            progress.retry = "helped" if health_of(second) is TransferHealth.GOOD else "failed"
+            progress.retry = "helped" if progress.health_of(second) is TransferHealth.GOOD else "failed"
             outcome = self._complete(self._retries.joined(outcome, failed, second), len(batch))
-        progress.answered = health_of(outcome)
+        progress.answered = progress.health_of(outcome)
         return outcome
 
     async def _attempt(
@@ -355,8 +359,9 @@ class TierRunner:
             return Outcome.all(Status.FAILED, len(keys), str(error))
         if not progress.has_begun:
             return Outcome.all(Status.FAILED, len(keys), "late")
-        progress.answered = TransferHealth.BAD
-        return self._failure(keys, error, progress)
+        outcome = self._failure(keys, error, progress)
+        progress.answered = progress.health_of(outcome)
+        return outcome
 
     def _failure(self, keys: Sequence[OffloadKey], error: BaseException, progress: Progress) -> Outcome:
         require_fault(error)
@@ -375,10 +380,6 @@ class TierRunner:
         added = self._log_limit.allow(subject, self._now_s())
         if added is not None:
             logger.log(level, "tier %s: %s%s", self.name, text, added)
-
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()
 
 
 class _NotBegunError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -13,6 +14,7 @@ from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.tiers._base import SecondaryTier, TierContext
 from kvtier.tiers._faults import require_fault, words_of
+from kvtier.tiers._loop_clock import LoopClock
 
 logger = GuardedLogger("kvtier.tiers")
 
@@ -28,8 +30,8 @@ _LOG_EVERY_S = 60.0
 class Epoch:
     """The time from one reset to the next, as one tier sees it.
 
-    A command belongs to the epoch in which it was submitted and does not start in a later one, or its
-    bytes would come back after the reset.
+    A command belongs to the epoch of its submission and does not start in a later one. Else its bytes
+    would come back after the reset.
     """
 
     def __init__(self, number: int) -> None:
@@ -42,8 +44,8 @@ class TierSupervisor:
     """Keeps one tier usable: a task that opens it, carries out its resets and restarts it.
 
     A tier that could not be opened or reset is down and gets no commands. The supervisor retries with
-    growing pauses. What such a tier holds from before a missed reset cannot be told from valid chunks, so
-    it is used again only after a reset that began after the last one requested.
+    growing pauses. Its chunks from before a missed reset look valid. So it is
+    used again only after a reset that began after the last request for one.
 
     Args:
         recreate: see ``NamedTier``.
@@ -59,6 +61,7 @@ class TierSupervisor:
         recreate: Callable[[], AnyTier] | None,
         on_change: Callable[[str | None], None],
         chance: RandomSource,
+        clock: LoopClock,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self.tier = tier  # replaced by ``recreate``
@@ -75,6 +78,7 @@ class TierSupervisor:
         self._is_reset = True  # to the current epoch
         self._requested = anyio.Event()
         self._is_idle = is_idle
+        self._clock = clock
         self._restart_reason: str | None = None
 
     async def run(self, context: TierContext) -> None:
@@ -108,7 +112,7 @@ class TierSupervisor:
                 await self.tier.aclose()
             except BaseException as error:
                 require_fault(error)
-                # Without the traceback: it would repeat what the error says, be there a secret in it.
+                # Without the traceback: it would repeat the error, which may contain a secret.
                 text = words_of(error, self.tier.config)
                 logger.error("tier %s: closing failed: %s", self._name, text)
         if scope.cancelled_caught:
@@ -168,22 +172,23 @@ class TierSupervisor:
     async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
         """Run one step; from ``deadline_s`` on the tier is down. _StepError if it fails or is given up."""
         reason = f"{slow} after {self._deadline_s:g} s"
-        watch = asyncio.get_running_loop().call_later(self._deadline_s, self._go_down, reason)
+        began_s = self._clock.now()
+        unwatch = self._clock.call_at(began_s + self._deadline_s, partial(self._go_down, reason))
         try:
-            async with asyncio.timeout(max(_STEP_LIMIT_S, self._deadline_s)):
+            async with self._clock.timeout_at(began_s + max(_STEP_LIMIT_S, self._deadline_s)):
                 await work
         except BaseException as error:
             require_fault(error)
             raise _StepError(f"{failure}: {words_of(error, self.tier.config)}") from None
         finally:
-            watch.cancel()
+            unwatch()
 
     # --- up and down -----------------------------------------------------------------------------
 
     def _go_down(self, reason: str) -> None:
         was_down, self.down = self.down is not None, reason
         self.epoch.settled.set()
-        suffix = self._log_limit.allow("down", asyncio.get_running_loop().time())
+        suffix = self._log_limit.allow("down", self._clock.now())
         if not was_down or suffix is not None:
             logger.error("tier %s disabled, retrying: it %s%s", self._name, reason, suffix or "")
         if not was_down:

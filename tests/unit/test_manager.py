@@ -140,7 +140,7 @@ class World:
             region=self.region,
             engine=self.engine,
             blocks_per_chunk=self.device.blocks_per_chunk,
-            groups=len(self.device.caches.groups),
+            num_blocks=self.device.caches.num_blocks,
             drain_s=drain_s,
             close_s=close_s,
             slot_checksums=self.slot_checksums,
@@ -238,7 +238,7 @@ async def test_blocks_that_do_not_fit_the_keys_are_refused() -> None:
         for call in (it.manager.store, it.manager.load):
             with pytest.raises(ValueError, match="2 keys need 4 blocks, not 3"):
                 await call(prompt(1, 2), [1, 2, 3])
-            with pytest.raises(ValueError, match="there are 2 groups; keys name group 2"):
+            with pytest.raises(ValueError, match=r"names KV cache group 2; the number of groups is 2"):
                 await call(prompt(1, 1, group=2), [1, 2])
         await it.store(prompt(1, 1))
         for call, name in ((it.manager.store, 2), (it.manager.load, 1)):

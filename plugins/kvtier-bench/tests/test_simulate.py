@@ -144,6 +144,7 @@ def refused(*arguments: str) -> str:
     [
         (["absent.jsonl"], "absent.jsonl: no such file; name one, or a generated trace: agents"),
         (["heads", "--policy", "lur"], "did you mean"),
+        (["heads", "--capacity", "10"], "--capacity 10: holds no chunk of 67108864 bytes; add a unit"),
         (["heads", "--capacity", "much"], "--capacity much: write a number of bytes"),
         (["heads", "--capacity", "x%"], "--capacity x%: write a number of bytes"),
         (["heads", "--capacity", "-5%"], "a share of the trace's chunks: 10%, at most 1000%"),

@@ -167,7 +167,12 @@ def _slots(text: str, chunk_bytes: int, unique: int, option: str) -> int:
             share = float(text[:-1])
             if 0 <= share <= _MOST_PERCENT:
                 return int(share / 100 * unique)
-    return _size(text, option, "; or a share of the trace's chunks: 10%, at most 1000%") // chunk_bytes
+    nbytes = _size(text, option, "; or a share of the trace's chunks: 10%, at most 1000%")
+    if 0 < nbytes < chunk_bytes:
+        raise ConfigError(
+            f"{option} {text}: holds no chunk of {chunk_bytes} bytes; add a unit: 10GiB, or 10%"
+        )
+    return nbytes // chunk_bytes
 
 
 def _size(text: str, option: str, alternative: str = "") -> int:

@@ -6,6 +6,7 @@ Needs torch, which the device layer is written with; no device is used.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -136,7 +137,7 @@ class ManagerProcess(Process):
             region=cast(Region, region),
             engine=self._engine,
             blocks_per_chunk=1,
-            groups=2,
+            num_blocks=(sys.maxsize, sys.maxsize),
             drain_s=self._chance.choice((0.0, 0.05, 1.0)),
         )
 
