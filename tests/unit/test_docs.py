@@ -266,3 +266,16 @@ def links_of(page: Path) -> Iterator[Path]:
 @every_page
 def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
     assert [target for target in links_of(page) if not target.exists()] == []
+
+
+def test_the_keys_of_statistics_name_their_metrics() -> None:
+    page = (DOCS / "python.md").read_text()
+    rows = [row.split("|") for row in re.findall(r'^\| `\(".*', page, re.MULTILINE)]
+    assert len(rows) > 10
+    for _, keys, names, _ in rows:
+        given = re.findall(r'\("(\w+)",? ?([\w, ]*)\)', keys)
+        found = [(COUNTERS[word].name, ", ".join(COUNTERS[word].labels)) for word, _ in given]
+        assert found == [
+            (name, labels)
+            for name, (_, labels) in zip(re.findall(r"`((?:kvtier_|vllm:)\w+)`", names), given, strict=True)
+        ]
