@@ -104,12 +104,10 @@ async def test_another_loop_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["report_computed", "statistics"])
 async def test_another_thread_is_refused(name: str) -> None:
-    calls = {
-        "report_computed": lambda: it.manager.report_computed(1, 1.0),
-        "statistics": lambda: it.manager.statistics(),
-    }
     async with opened(dummy()) as it:
-        assert isinstance(await anyio.to_thread.run_sync(elsewhere, calls[name]), StateError)
+        arguments = (1, 1.0) if name == "report_computed" else ()
+        error = await anyio.to_thread.run_sync(elsewhere, lambda: getattr(it.manager, name)(*arguments))
+        assert isinstance(error, StateError)
 
 
 async def test_acquired_chunks_load_on_their_loop_alone() -> None:
