@@ -125,7 +125,9 @@ def test_several_engines_and_one_that_does_not_answer(kvtier, serve):
     assert said.status == 1
     assert f"{answers}: 0 chunks looked up in " in said.out
     assert "127.0.0.1:9: cannot be read: " in said.out
-    assert "has no metrics of kvtier: configure KVTierOffloadingSpec in vLLM, or register" in said.out
+    assert (
+        "has no metrics of kvtier: configure KVTierOffloadingSpec in vLLM; a TieringManager has" in said.out
+    )
     assert "file:///etc/passwd: cannot be read: neither a file nor a URL" in said.out
 
 
