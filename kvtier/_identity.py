@@ -1,6 +1,6 @@
 """The identity of a cache: everything that must be equal before engines may share chunks.
 
-Tiers store chunks under the digest of the identity, and the manifest beside them, so that differences can be
+Tiers store chunks under the digest of the identity, together with the manifest, so that differences can be
 listed. Values have one canonical spelling: two processes of an engine that spell a value differently still
 share (vllm-project/vllm#56928).
 """
@@ -19,7 +19,8 @@ from typing import Final
 
 from kvtier.errors import IdentityError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Raised when older caches must not be read. Format 1 can hold chunks stored in part or from other blocks."""
 
 LIBRARY_VARIABLES: Final = frozenset(
     {
@@ -31,8 +32,8 @@ LIBRARY_VARIABLES: Final = frozenset(
         "TORCH_BLAS_PREFER_CUBLASLT",
     }
 )
-"""Variables of the libraries below engines that change how numbers are computed, and so count. The one list
-that is open: nobody can name every variable of every library."""
+"""Variables of the libraries below engines that change how numbers are computed, and so count. The one
+open list: the libraries have too many variables to name them all."""
 
 _LINES, _LINE = 20, 400  # most that a message lists, and characters of each
 
@@ -122,7 +123,7 @@ class Identity:
         return f"{readable[:48] or 'model'}_{self.digest.hex()[:16]}"
 
     def require(self, manifest: str, where: str) -> None:
-        """Raise IdentityError unless a manifest found beside stored chunks describes this identity.
+        """Raise IdentityError unless the manifest of stored chunks describes this identity.
 
         Raises:
             IdentityError: the manifest is not JSON, or its fields differ; the message lists which.
@@ -150,8 +151,8 @@ def _listed(lines: Sequence[str]) -> str:
 class Difference:
     """A value that two identities do not have in common."""
 
-    setting: str  # where it stands, nested names joined by dots
-    one: object  # what the first has there; None if it is not set there: at its default, say
+    setting: str  # its name, nested names joined by dots
+    one: object  # the first one's value; None if it is not set there: at its default, say
     other: object
     is_set: tuple[bool, bool] = (True, True)  # in the first and in the other
 
