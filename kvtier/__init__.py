@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvtier._identity import Identity
 from kvtier.errors import (
     AuditError,
+    BlocksChangedError,
     ConfigError,
     DamagedSlotError,
     DeviceLostError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Acquired",
     "AuditError",
+    "BlocksChangedError",
     "ConfigError",
     "DamagedSlotError",
     "DeviceLostError",

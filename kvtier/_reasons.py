@@ -1,4 +1,4 @@
-"""Reasons: the words that say why something did not happen. They become metric labels, so the set is fixed.
+"""Reasons: the words for misses, drops, refusals and failures. They become metric labels: a fixed set.
 
 A tier can add words to ``TRANSFER`` in ``SecondaryTier.reasons``.
 """
@@ -35,6 +35,11 @@ STORE_REFUSED: Mapping[str, str] = {
     "reset": "requests ran through the last reset, so the device has blocks from before it; reset again",
     "device_lost": "a worker's device is lost; nothing is stored until a restart",
     "audit": "an audit found a damaged chunk; nothing is stored until a restart",
+}
+DROPPED: Mapping[str, str] = {
+    "failed": "the copy failed, or an audit found that it brought other bytes",
+    "incomplete": "the engine offered the chunk, but no longer had all of its blocks (sliding windows)",
+    "changed": "the engine wrote to the chunk's blocks before their copy had ended",
 }
 KEEP_REFUSED: Mapping[str, str] = {
     "budget": "kept chunks already take all of `pin_budget`",

@@ -47,5 +47,9 @@ class AuditError(TransferError):
     """A copy reported success, but the bytes differ."""
 
 
+class BlocksChangedError(TransferError):
+    """The engine wrote to the blocks of a store before their copy had ended, so nothing of it is stored."""
+
+
 class DamagedSlotError(AuditError):
     """A slot changed after it was filled, so copying it again does not help."""

@@ -12,7 +12,7 @@ only from free ones, so asking for what is not there evicts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from kvtier._core import messages
@@ -310,7 +310,7 @@ class Tiering:
         hold any more: an engine is told of its copies between rounds.
         """
         self._end(pinned)
-        self._counts["dropped", "load"] += sum(chunk.state is _READY for chunk in pinned.chunks)
+        self._counts["dropped", "load", "failed"] += sum(chunk.state is _READY for chunk in pinned.chunks)
         self._drop(pinned.chunks)
         if request is not None:
             self.served(request)
@@ -367,7 +367,10 @@ class Tiering:
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
-        """End a store that has copied its bytes: the chunks are there, and go to the other tiers."""
+        """End a store that has copied its bytes: its chunks are READY, and go to the other tiers.
+
+        Those that ``drop_unfilled`` was told of are not.
+        """
         if self.is_disabled:
             self.abort(reservation)
             return
@@ -381,14 +384,17 @@ class Tiering:
         self._end(reservation)
         self.table.drop(reservation.chunks)
 
-    def note_failed_store(self, reservation: Reservation) -> None:
-        """Count the chunks of a store whose copies failed as dropped, and hide them.
+    def drop_unfilled(self, reservation: Reservation, why: Mapping[int, str]) -> None:
+        """Hide the chunks of a store that are not READY whatever follows, and count them as dropped.
 
-        Its slots are out of use until ``abort``: for ever, where a copy that never ended may write to them.
+        ``why`` has their slots and a reason for each. The slots are out of use until ``commit`` or ``abort``:
+        for ever, if a copy that never ended may write to them.
         """
-        self._counts["dropped", "store"] += len(reservation.chunks)
-        self.table.pin(reservation.chunks)  # that of the copy stays
-        self.table.drop(reservation.chunks)
+        unfilled = [chunk for chunk in reservation.chunks if chunk.slot in why]
+        for chunk in unfilled:
+            self._counts["dropped", "store", why[chunk.slot]] += 1
+        self.table.pin(unfilled)  # that of the copy stays
+        self.table.drop(unfilled)
 
     def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""

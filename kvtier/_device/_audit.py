@@ -1,7 +1,10 @@
-"""Audits: the bytes of the device are read back after a copy, and compared with what they must be.
+"""Audits: the bytes of the device are read back after a copy, and compared with the slot and its checksum.
 
-They are read in the plainest way there is, copy by copy and in the order of a single chunk, so that what is
-wrong with the way of the real copies shows.
+They are read in the plainest way there is, copy by copy and in the order of a single chunk, so that an error
+in the way of the real copies shows.
+
+Blocks of a store are read before its copies, too. An engine that writes to them meanwhile is not the copy's
+fault, and the chunk is not to be trusted.
 """
 
 from __future__ import annotations
@@ -18,16 +21,19 @@ from kvtier._device.plan import Addresses, CopyPlan, CopyPlanner
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.slot_checksums import Fault, SlotChecksums
 from kvtier._telemetry import damage_dump
-from kvtier.errors import AuditError, DamagedSlotError
-
-Check = Callable[[], None]
-"""Audits one transfer, in the thread of a queue after its copies have ended. Raises AuditError."""
+from kvtier.errors import AuditError, BlocksChangedError, DamagedSlotError
 
 _Bytes = npt.NDArray[np.uint8]
 _MEANING = {
     Fault.SLOT: (DamagedSlotError, "a chunk has changed in the primary tier"),
     Fault.COPY: (AuditError, "a copy between the device and the primary tier has brought other bytes"),
 }
+
+Check = Callable[[], Iterator[None]]
+"""Audits one transfer, in the thread of a queue: up to its yield before the copies begin, when the blocks are
+computed, and to its end when the copies have ended. Raises AuditError or BlocksChangedError."""
+
+_Audit = Callable[[int, Blocks], Iterator[None]]  # the same for the chunk in a slot
 
 
 class Auditor:
@@ -53,46 +59,54 @@ class Auditor:
         self.audits = Audits()
 
     def of_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> Check | None:
-        """Return what audits a store; None where none of its chunks is to be audited."""
+        """Return the check of a store; None if no chunk of it is audited."""
         self._slot_checksums.forget(slots, self._area)
-        return self._check(self._audit_store, blocks, slots, self._slot_checksums.chosen(transfer_id, slots))
+        positions = self._slot_checksums.chosen(transfer_id, slots)
+        return self._check(self._audit_store, blocks, slots, positions)
 
     def of_load(self, transfer_id: int, slots: Sequence[int], blocks: Blocks) -> Check | None:
-        """Return what audits a load; None where none of its chunks is audited."""
+        """Return the check of a load; None if no chunk of it is audited."""
         positions = self._slot_checksums.audited(slots, self._area)
         if self._slot_checksums.is_shared:
             positions = sorted({*positions, *self._slot_checksums.chosen(transfer_id, slots)})
         return self._check(self._audit_load, blocks, slots, positions)
 
-    def _check(
-        self,
-        audit: Callable[[int, Blocks], None],
-        blocks: Blocks,
-        slots: Sequence[int],
-        positions: Sequence[int],
-    ) -> Check | None:
-        if not positions:
-            return None
-        chunks = list(_chunks(blocks, self._width))
-        audited = [(slots[position], chunks[position]) for position in positions]
+    def _check(self, audit: _Audit, blocks: Blocks, slots: Sequence[int], at: Sequence[int]) -> Check | None:
+        chunks = list(_chunks(blocks, self._width)) if at else []
 
-        def check() -> None:
-            for slot, chunk in audited:
-                audit(slot, chunk)
+        def check() -> Iterator[None]:
+            audits = [audit(slots[position], chunks[position]) for position in at]
+            for one in audits:
+                next(one)
+            yield
+            for one in audits:
+                next(one, None)
 
-        return check
+        return check if at else None
 
-    def _audit_store(self, slot: int, chunk: Blocks) -> None:
+    def _audit_store(self, slot: int, chunk: Blocks) -> Iterator[None]:
         plan = self._planner.store(chunk, [slot])
+        before = self._read_checksum(slot, plan)
+        yield
         held, read = self._read_back(slot, plan.src, plan.dst, plan)
+        if self._read_checksum(slot, plan) != before:
+            raise BlocksChangedError(f"the engine wrote to blocks while they were copied to slot {slot}")
         self._require(slot, held, read, None)
-        if len(chunk.ids) == self._width and not self._slot_checksums.is_shared:
+        if not self._slot_checksums.is_shared:
             self._slot_checksums.expect(slot, self._area, crc32c.crc32c(read.data))
 
-    def _audit_load(self, slot: int, chunk: Blocks) -> None:
+    def _audit_load(self, slot: int, chunk: Blocks) -> Iterator[None]:
+        yield
         plan = self._planner.load([slot], chunk)
         held, read = self._read_back(slot, plan.dst, plan.src, plan)
         self._require(slot, held, read, self._slot_checksums.expected(slot, self._area))
+
+    def _read_checksum(self, slot: int, plan: CopyPlan) -> int:
+        """Return the checksum of the pages that a store copies to a slot, read from the device now."""
+        area = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
+        read = np.zeros_like(area)
+        self._read(CopyPlan(plan.src, _moved(plan.dst, area, read), plan.sizes))
+        return crc32c.crc32c(read.data)
 
     def _read_back(
         self, slot: int, device: Addresses, host: Addresses, plan: CopyPlan
@@ -104,8 +118,7 @@ class Auditor:
         area = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
         held[:] = area
         read[:] = held  # and not the area again, which other workers may write to meanwhile
-        target = host - np.uint64(area.ctypes.data) + np.uint64(read.ctypes.data)
-        self._read(CopyPlan(device, target, plan.sizes))
+        self._read(CopyPlan(device, _moved(host, area, read), plan.sizes))
         return held, read
 
     def _require(self, slot: int, held: _Bytes, read: _Bytes, expected: int | None) -> None:
@@ -123,6 +136,11 @@ class Auditor:
             facts["of_device"] = crc32c.crc32c(read.data)
             damage_dump.write(text, facts, slot=held.tobytes(), device=read.tobytes())
             raise kind(f"{text} (slot {slot})")
+
+
+def _moved(addresses: Addresses, area: _Bytes, to: _Bytes) -> Addresses:
+    """Return the addresses of the same places in another area."""
+    return addresses - np.uint64(area.ctypes.data) + np.uint64(to.ctypes.data)
 
 
 def _chunks(blocks: Blocks, width: int) -> Iterator[Blocks]:

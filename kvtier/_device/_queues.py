@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,16 +16,18 @@ from kvtier._device._runtime import Event, Runtime, Stream
 from kvtier._device.base import Attempt, CopyQueue, Finished
 from kvtier._device.plan import CopyPlan
 from kvtier._log import GuardedLogger
-from kvtier.errors import AuditError, DamagedSlotError, DeviceLostError, DeviceStuckError
+from kvtier.errors import AuditError, BlocksChangedError, DamagedSlotError, DeviceLostError, DeviceStuckError
 
 logger = GuardedLogger("kvtier.device")
+
+_FINAL = (DamagedSlotError, BlocksChangedError)  # a repetition would hide them
 
 LOST_AFTER = 5
 """So many transfers in a row that fail in every attempt, in all queues together, mean a lost device."""
 
 CHECKS_PER_DEADLINE = 8
-"""A transfer is checked so often before it is abandoned: a process that was stopped for long, and with it the
-copy, has missed one check and not its deadline."""
+"""A transfer is abandoned after so many checks. If a process was stopped for long, and its copy too, the copy
+has missed one check and not its deadline."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,12 +36,13 @@ class Transfer:
 
     transfer_id: int
     plan: CopyPlan
-    computed: Event | Exception  # what the copies wait for, or why it could not be recorded
+    computed: Event | Exception  # the copies wait for it; or the error in recording it
     attempts: tuple[Attempt, ...]  # to make, in this order
-    check: Check | None  # audits the copies when they have ended
+    check: Check | None  # audits the copies
     # Start and end of the copies in flight, or why they could not be enqueued; None before that, and where
     # nothing is tried because the device is lost.
     begun: tuple[Event, Event] | BaseException | None = None
+    audit: Iterator[None] | None = None  # of the copies in flight
 
     def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:
         """Return the result of a transfer that failed for good."""
@@ -59,7 +62,7 @@ class DeviceHealth:
 
     def failed(self, error: BaseException) -> BaseException:
         """Take note of a transfer that failed for good; return what to report."""
-        if isinstance(error, AuditError):
+        if isinstance(error, (AuditError, BlocksChangedError)):
             return self.lost or error  # the device has done as it was told
         self._failures += 1
         if isinstance(error, DeviceLostError):
@@ -168,7 +171,7 @@ class QueueThread:
         with self._changed:
             if not self._begun:
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
-            # What follows a transfer that is to be repeated has to wait for that.
+            # Later transfers wait for the retry.
             is_repeated = bool(self._begun) and isinstance(self._begun[-1].begun, BaseException)
             if not self._waiting or is_repeated or len(self._begun) >= self._runtime.transfers_at_once:
                 return None
@@ -195,7 +198,7 @@ class QueueThread:
                     transfer.begun = self._enqueue(transfer, attempt)
                 seconds = _wait_for(transfer)
             except BaseException as error:
-                if attempt is transfer.attempts[-1] or isinstance(error, DamagedSlotError):
+                if attempt is transfer.attempts[-1] or isinstance(error, _FINAL):
                     return transfer.failed(self._health.failed(error), attempt)
                 logger.warning("transfer %d failed (%s); repeating it", transfer.transfer_id, error)
             else:
@@ -209,11 +212,15 @@ class QueueThread:
             raise transfer.computed
         self._runtime.attach()
         if attempt is not Attempt.FIRST:
-            with suppress(Exception):  # what was begun after the one that failed keeps its place
+            with suppress(Exception):  # transfers begun after the failed one keep their place
                 self._stream.record().synchronize()
             self._stream = self._runtime.open_stream(self._queue, plain=True)
         stream = self._stream
         stream.wait(transfer.computed)
+        if transfer.check is not None:
+            transfer.computed.synchronize()
+            transfer.audit = transfer.check()
+            next(transfer.audit)
         start = stream.record()
         try:
             if attempt is Attempt.STAGED:
@@ -244,6 +251,6 @@ def _wait_for(transfer: Transfer) -> float:
     assert transfer.begun is not None
     start, end = transfer.begun
     end.synchronize()
-    if transfer.check is not None:
-        transfer.check()
+    if transfer.audit is not None:
+        next(transfer.audit, None)
     return start.elapsed_time(end) / 1000

@@ -1,9 +1,9 @@
-"""What a device backend is: asynchronous copies between the engine's KV tensors and slots."""
+"""The contract of a device backend: asynchronous copies between the engine's KV tensors and slots."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -67,14 +67,26 @@ class Blocks:
         """Make blocks from any sequences; ``ids`` of another integer type are converted."""
         return Blocks(np.asarray(ids, dtype=np.int64), tuple(group_sizes), tuple(first_indices))
 
-    def fill(self, slots: int, blocks_per_chunk: int) -> bool:
-        """Return whether they fill so many chunks to the end. Only the first of a group may lack blocks."""
-        ends_whole = all(
-            (size + first) % blocks_per_chunk == 0
-            for size, first in zip(self.group_sizes, self.first_indices, strict=True)
-            if size
-        )
-        return ends_whole and sum(self.slots_needed(blocks_per_chunk)) == slots
+    def whole_chunks(
+        self, chunks: Sequence[int], blocks_per_chunk: int, state_groups: Collection[int] = ()
+    ) -> tuple[Blocks, list[bool]]:
+        """Return the blocks of the chunks that may be stored, and for each chunk whether it may.
+
+        ``chunks`` are the chunks of each group; groups at the end may be left out if they have none. An
+        engine leaves out blocks that a window has lost, and tells the index of a group's first block only.
+        If that index explains all missing blocks, the first chunk lacks them; else all chunks may.
+        """
+        parts, firsts, whole, start = [self.ids[:0]], [], [], 0
+        counts = [*chunks, *[0] * len(self.group_sizes)]
+        groups = enumerate(zip(self.group_sizes, self.first_indices, counts, strict=False))
+        for group, (size, first, count) in groups:
+            is_explained = count * blocks_per_chunk - size == first % blocks_per_chunk
+            cut = 0 if group in state_groups else -first % blocks_per_chunk  # of a chunk without its front
+            parts.append(self.ids[start + (cut if is_explained else size) : start + size])
+            firsts.append(first + cut)
+            whole += [is_explained and not cut, *[is_explained] * count][:count]
+            start += size
+        return Blocks(np.concatenate(parts), tuple(map(len, parts[1:])), tuple(firsts)), whole
 
     def slots_needed(self, blocks_per_chunk: int) -> tuple[int, ...]:
         """Return how many slots each group takes. A group without blocks takes none."""
@@ -107,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PageMapping:
-    """Where one worker's page is in the canonical page, which is the page of a single worker.
+    """The place of one worker's page in the canonical page, which is the page of a single worker.
 
     Workers that hold the same bytes take turns: worker ``writer`` of ``writers`` writes every ``writers``-th
     canonical page, counted through all slots.
@@ -194,10 +206,13 @@ class KVCaches:
         tensors: int8, each of shape (num_blocks, page_bytes); a row's bytes are contiguous, rows
             can be further apart than ``page_bytes``.
         groups: for each KV cache group, the tensors that its blocks have pages in.
+        state_groups: groups of recurrent states. Loads read the last block of their chunks alone, so that a
+            chunk may be stored without its first blocks.
     """
 
     tensors: tuple[torch.Tensor, ...]
     groups: tuple[tuple[PageRef, ...], ...]
+    state_groups: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for index, tensor in enumerate(self.tensors):
@@ -272,15 +287,15 @@ class Audits:
 
 
 class TransferEngine(ABC):
-    """Copies blocks to slots and back, beside the engine's work.
+    """Copies blocks to slots and back, while the engine computes.
 
     Stores happen in the order of their submission, and so do loads; a store and a load have no order between
-    them, and an expedited load does not wait for other loads. The caller ensures that nobody else writes to
-    the blocks and slots of a transfer until it has ended.
+    them, and an expedited load does not wait for other loads. The caller ensures that no other code writes
+    to the blocks and slots of a transfer until it has ended.
 
     A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third way,
-    unless ``stages_loads`` is false and it is not expedited. What fails then is reported with its error;
-    nothing is raised from the copying threads. When the device is lost, this transfer and all that follow
+    unless ``stages_loads`` is false and it is not expedited. A failure after that is reported with its error;
+    the copying threads raise nothing. When the device is lost, this transfer and all that follow
     end with a ``DeviceLostError``.
 
     A copy that has not ended by a deadline is abandoned, and the device is lost with it: no call below blocks
@@ -293,7 +308,7 @@ class TransferEngine(ABC):
     """
 
     stages_loads: bool = True
-    """Whether ordinary loads fall back to a staging buffer when all else has failed. False where the caller
+    """Whether ordinary loads fall back to a staging buffer when all else has failed. False if the caller
     can recompute instead. Expedited loads always do: a request waits for them."""
 
     @abstractmethod
@@ -301,15 +316,18 @@ class TransferEngine(ABC):
         """Copy ``blocks`` to ``slots``, after what the caller has given the device to do so far.
 
         ``slots`` are as many as ``Blocks.slots_needed`` adds up to, group after group. ValueError if they are
-        not, a block or slot is out of range, or a transfer of this id is in flight; StateError after
-        ``close``.
+        not, a chunk lacks blocks, a block or slot is out of range, or a transfer of this id is in flight;
+        StateError after ``close``.
         """
 
     @abstractmethod
     def submit_load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
     ) -> None:
-        """Copy ``slots`` to ``blocks``; ``expedited``: do not wait for earlier loads. Raises as above."""
+        """Copy ``slots`` to ``blocks``; ``expedited``: do not wait for earlier loads. Raises as above.
+
+        Chunks may lack blocks at their start and at their end: a load copies what is wanted.
+        """
 
     @abstractmethod
     def finished(self) -> list[Finished]:
@@ -325,7 +343,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` from a copying thread when ``finished`` has something new. It must not block."""
+        """Call ``wakeup`` from a copying thread when ``finished`` has new results. It must not block."""
 
     @abstractmethod
     def close(self) -> None:
@@ -333,7 +351,7 @@ class TransferEngine(ABC):
 
     @property
     def node(self) -> int | None:
-        """The NUMA node that the device is at; None where that is not known."""
+        """The NUMA node that the device is at; None if unknown."""
         return None
 
     @property
@@ -346,5 +364,5 @@ class TransferEngine(ABC):
 
     @property
     def audits(self) -> Audits:
-        """What has been audited so far. The audits of a transfer are counted before it is reported."""
+        """The audits so far. Those of a transfer are counted before it is reported."""
         return Audits()

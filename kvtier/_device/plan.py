@@ -52,7 +52,7 @@ def split(plan: CopyPlan, most: int) -> CopyPlan:
 class CopyPlanner:
     """Makes the copy plans of one worker; the addresses of its tensors are taken now.
 
-    ``address`` is that of slot 0, as the copying device sees it. No copy crosses from one piece of
+    ``address`` is the one of slot 0 that the copying device uses. No copy crosses from one piece of
     ``piece_slots`` slots into the next; None: all slots are one. ValueError if the page sizes differ.
     """
 
@@ -70,6 +70,7 @@ class CopyPlanner:
                 f"the layout's {layout.page_bytes}"
             )
         self._blocks_per_chunk = layout.blocks_per_chunk
+        self._state_groups = kv_caches.state_groups
         self._slots = slots
         piece = slots if piece_slots is None else piece_slots
         self._groups = [_Group(kv_caches, refs, layout, address, piece) for refs in kv_caches.groups]
@@ -77,8 +78,12 @@ class CopyPlanner:
     def store(self, blocks: Blocks, slots: Sequence[int]) -> CopyPlan:
         """Plan the copies from ``blocks`` to ``slots``, of the pages that are this worker's to write.
 
-        ValueError if the number of groups or slots does not fit, or a block or slot is out of range.
+        ValueError if a chunk lacks blocks: each byte of it that a load may read has to be written. And if
+        the number of groups or slots does not fit, or a block or slot is out of range.
         """
+        width = self._blocks_per_chunk
+        if not all(blocks.whole_chunks(blocks.slots_needed(width), width, self._state_groups)[1]):
+            raise ValueError(f"a store needs all {width} blocks of each chunk")
         device, host, sizes = self._pairs(blocks, slots, to_write=True)
         return CopyPlan(device, host, sizes)
 
@@ -127,7 +132,7 @@ class _Group:
         used = _distinct(refs)
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._num_blocks = min((caches.tensors[ref.tensor].shape[0] for ref in used), default=0)
-        # A tensor's pages in the next slot follow only where a slot holds nothing else.
+        # A tensor's pages in the next slot follow directly only if slots hold pages of that tensor alone.
         slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
         joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)
         dense = [ref for ref in used if _is_dense(caches, ref, layout)]

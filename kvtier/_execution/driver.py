@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from kvtier._core.chunks import Chunk
@@ -111,9 +111,13 @@ class Driver:
             self._core.release(pinned)
         self._disable(damage)
 
-    def inspect(self, reservation: Reservation) -> None:
-        """Handle damage that audits found in the slots of a store whose copies have ended."""
-        self._disable(self._find_damage(reservation.chunks, [None] * len(reservation.chunks)))
+    def inspect(self, reservation: Reservation, unfilled: Collection[int] = ()) -> None:
+        """Handle damage that audits found in the slots of a store whose copies have ended.
+
+        Damage in ``unfilled`` slots has no culprit.
+        """
+        damage = self._find_damage(reservation.chunks, [None] * len(reservation.chunks))
+        self._disable(it for it in damage if it.slot not in unfilled)
 
     def commit(self, reservation: Reservation, request: str = "") -> None:
         """End a store whose copies succeeded, and start its puts into the tiers."""

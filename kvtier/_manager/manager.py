@@ -365,7 +365,7 @@ class TieringManager:
             if self._copies.stuck_slots.isdisjoint(reservation.slots):
                 self._core.abort(reservation)
             else:
-                self._core.note_failed_store(reservation)
+                self._core.drop_unfilled(reservation, dict.fromkeys(reservation.slots, "failed"))
             raise
         else:
             self._driver.commit(reservation)

@@ -1,22 +1,23 @@
-"""What workers report to their scheduler beside the engine's own messages: a table in shared memory.
+"""A table in shared memory: reports of workers to their scheduler that the engine's messages do not have.
 
 Each worker has a row that it alone writes; the scheduler reads all rows in each step. A row has some numbers,
-then a byte for each slot that marks a failed store of this worker into it. A worker sets a mark before the
-engine learns that the store has ended, and the scheduler clears it when it takes it in. The slot is not
-reused before, so nobody writes a mark at the same time. A number is eight aligned bytes, written at once.
+then a byte for each slot: a mark if the worker's store did not fill the slot. A worker sets a mark before the
+engine learns that the store has ended, and the scheduler clears the mark when it reads it. The slot is not
+reused before, so they never write a mark at the same time. A number is eight aligned bytes, written at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from itertools import product
 
 _WORD_BYTES = 8
 _ROW_ALIGNMENT = 128
 
 
 class StatusField(IntEnum):
-    """The numbers of a row, all of which start as 0."""
+    """The numbers of a row; each starts as 0."""
 
     STORES_REPEATED = 0
     STORES_DROPPED = 1
@@ -27,11 +28,19 @@ class StatusField(IntEnum):
     LOST = 6  # 1 once the device is lost
     PINNED_BYTES = 7
     PINNING_FAILED = 8  # 1 once nothing more can be pinned
-    NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 where it is not known
+    NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 if unknown
     AUDITED = 10  # chunks
     AUDITS_FAILED = 11  # of them, those that were damaged
     STOPPED_MS = 12  # when the worker's shutdown began, on the clock of ``time.monotonic``; 0 before
-    PAGES = 13  # how its attention backends arrange pages, as a number; 0 where it is not known yet
+    PAGES = 13  # how its attention backends arrange pages, as a number; 0 if still unknown
+
+
+class Unfilled(IntEnum):
+    """Why a store did not fill a slot; the names in lower case are ``reasons.DROPPED``."""
+
+    FAILED = 1
+    INCOMPLETE = 2
+    CHANGED = 3
 
 
 _WORDS_BYTES = len(StatusField) * _WORD_BYTES
@@ -52,7 +61,7 @@ class WorkerStatus:
     def __init__(self, table: memoryview, slots: int, rank: int) -> None:
         start = rank * _row_bytes(slots)
         self._words = table[start : start + _WORDS_BYTES].cast("Q")
-        self._marks = table[start + _WORDS_BYTES : start + _WORDS_BYTES + slots]
+        self.marks = table[start + _WORDS_BYTES : start + _WORDS_BYTES + slots]
 
     def __getitem__(self, word: StatusField) -> int:
         return self._words[word]
@@ -64,19 +73,12 @@ class WorkerStatus:
         """Add 1 to a number."""
         self._words[word] += 1
 
-    def mark(self, slots: Iterable[int]) -> None:
-        """Mark slots that a store has failed for. To be called before the store is reported as ended."""
+    def mark(self, slots: Iterable[int], why: Unfilled = Unfilled.FAILED) -> None:
+        """Mark slots that a store does not fill. To be called before the store is reported as ended."""
         for slot in slots:
-            if not self._marks[slot]:
-                self._marks[slot] = 1
+            if not self.marks[slot]:
+                self.marks[slot] = why
                 self._words[StatusField.MARKED] += 1
-
-    def wipe(self, slots: Iterable[int]) -> int:
-        """Clear the marks of these slots; return how many there were."""
-        marked = [slot for slot in slots if self._marks[slot]]
-        for slot in marked:
-            self._marks[slot] = 0
-        return len(marked)
 
     @property
     def words(self) -> bytes:
@@ -89,16 +91,18 @@ class StatusTable:
 
     def __init__(self, table: memoryview, slots: int, workers: int) -> None:
         self.rows: Sequence[WorkerStatus] = [WorkerStatus(table, slots, rank) for rank in range(workers)]
-        self._wiped = 0
+        self._taken = 0
         self._seen: list[bytes] = []
 
-    def take_marks(self, slots: Sequence[int]) -> bool:
-        """Return whether a store into one of these slots has failed at any worker, and clear the marks."""
-        if sum(row[StatusField.MARKED] for row in self.rows) == self._wiped:
-            return False
-        wiped = sum(row.wipe(slots) for row in self.rows)
-        self._wiped += wiped
-        return wiped > 0
+    def take_marks(self, slots: Sequence[int]) -> dict[int, Unfilled]:
+        """Return and clear the marks of these slots: those that a store of any worker did not fill."""
+        taken: dict[int, Unfilled] = {}
+        if sum(row[StatusField.MARKED] for row in self.rows) > self._taken:
+            for marks, slot in product([row.marks for row in self.rows], slots):
+                if why := marks[slot]:
+                    taken[slot], marks[slot] = Unfilled(why), 0
+                    self._taken += 1
+        return taken
 
     def has_changed(self) -> bool:
         """Return whether a number has changed since the last call."""

@@ -36,7 +36,8 @@ from kvtier._core.tiers.breaker import Breaker
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier._memory.region import Region
-from kvtier._memory.worker_status import StatusField, StatusTable, status_table_bytes
+from kvtier._memory.slot_checksums import Fault, SlotChecksums
+from kvtier._memory.worker_status import StatusField, StatusTable, Unfilled, status_table_bytes
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
 from kvtier.adapters.vllm._telemetry.events import location_of
@@ -110,6 +111,7 @@ class World:
         ]
         self.core = Tiering(LRU(), gates, limits or Limits(), track_kv_events=True)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
+        self.slot_checksums = SlotChecksums.private(self.region, 1.0, CHUNK_BYTES)
         named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
         self.thread = ExecutorThread(partial(Executor, named, Identity.make("model", {}), self.region))
         self.thread.start()
@@ -132,8 +134,8 @@ class World:
             addresses=addresses,
             clock=clock,
             on_shutdown=self._shut_down,
+            slot_checksums=self.slot_checksums,
         )
-        self.step()
 
     def _shut_down(self) -> None:
         self.shutdowns += 1
@@ -271,6 +273,67 @@ def test_a_resumed_request_that_stores_does_not_wait_any_more(make: Make) -> Non
     assert ("expired",) not in it.core.shared.counts
 
 
+def test_a_store_may_be_the_first_call_of_an_engine(make: Make) -> None:
+    it = make(slots=8)
+    assert it.store(prompt(1, 4), it.request("a")) == prompt(1, 4)
+    assert it.find(prompt(1, 4), it.request("b")) == 4
+
+
+def test_chunks_that_a_worker_did_not_fill_are_misses_and_the_others_hits(make: Make) -> None:
+    status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 2))), slots=8, workers=2)
+    it = make(slots=8, workers=status_table)
+    context = it.request("a")
+    output = it.manager.prepare_store(prompt(1, 4), context)
+    assert output is not None
+    it.write(output)
+    slots = slots_of(output.store_spec)
+    status_table.rows[0].mark(slots[2:3], Unfilled.INCOMPLETE)
+    status_table.rows[1].mark(slots[3:], Unfilled.CHANGED)
+    it.manager.complete_store(set(output.keys_to_store), context)
+    assert it.find(prompt(1, 4), it.request("b")) == 2
+    assert len(it.core.table.free) == 6
+    counts = it.core.shared.counts
+    assert [counts["dropped", "store", why] for why in ("incomplete", "changed", "failed")] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("why", [Unfilled.FAILED, Unfilled.CHANGED])
+def test_audits_blame_no_copy_whose_blocks_the_engine_has_changed(make: Make, why: Unfilled) -> None:
+    status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
+    it = make(slots=8, workers=status_table)
+    context = it.request("a")
+    for seed in (1, 2):  # the second store gets the slot of the first one
+        output = it.manager.prepare_store(prompt(seed, 1), context)
+        assert output is not None
+        if seed == 1:
+            it.slot_checksums.blame(slots_of(output.store_spec)[0], 0, Fault.COPY)
+            status_table.rows[0].count(StatusField.AUDITS_FAILED)
+            status_table.rows[0].mark(slots_of(output.store_spec), why)
+        it.manager.complete_store(set(output.keys_to_store), context)
+        assert it.core.is_disabled is (why is Unfilled.FAILED)
+        if it.core.is_disabled:
+            return
+    assert it.find(prompt(2, 1), context) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "counts"),
+    [
+        ([], []),
+        ([pack_key(b"a"), pack_key(b"b")], [2]),
+        ([pack_key(b"a", 1)], [0, 1]),
+        ([pack_key(b"a"), pack_key(b"a", 2), pack_key(b"b", 2)], [1, 0, 2]),
+    ],
+)
+def test_workers_are_told_how_many_chunks_each_group_has(
+    make: Make, keys: list[OffloadKey], counts: list[int]
+) -> None:
+    it = make(slots=8)
+    output = it.manager.prepare_store(keys, it.request("a"))
+    assert output is not None
+    assert isinstance(output.store_spec, Slots)
+    assert output.store_spec.chunks == counts
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_into_them(
@@ -291,7 +354,7 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
         it.manager.complete_store(set(prompt(1, 8)), context)
     assert len(it.core.table.free) == (0 if is_lost else 8)
     assert it.find(prompt(1, 8), context) == 0
-    assert it.core.shared.counts["dropped", "store"] == 8
+    assert it.core.shared.counts["dropped", "store", "failed"] == 8
 
 
 def test_a_request_shows_all_that_it_uses_where_something_has_the_lowest_priority(make: Make) -> None:

@@ -65,6 +65,26 @@ MUTATIONS = (
         (("self._shared.table.unpin(chunks)", "pass"),),
     ),
     Mutation(
+        "chunk_that_lacks_its_front_is_stored",
+        "kvtier._device.base:Blocks.whole_chunks",
+        (("else -first % blocks_per_chunk", "else 0"),),
+    ),
+    Mutation(
+        "second_hole_is_overlooked",
+        "kvtier._device.base:Blocks.whole_chunks",
+        (("- size == first", "- size >= first"),),
+    ),
+    Mutation(
+        "hole_in_the_midst_is_closed_up",
+        "kvtier._device.base:Blocks.whole_chunks",
+        (("count * blocks_per_chunk - size == first % blocks_per_chunk", "size > 0"),),
+    ),
+    Mutation(
+        "chunk_that_was_not_filled_becomes_ready",
+        "kvtier._core.tiering:Tiering.drop_unfilled",
+        (("self.table.pin(unfilled)", "return"),),
+    ),
+    Mutation(
         "aborted_store_keeps_its_slots",
         "kvtier._core.tiering:Tiering.abort",
         (("self.table.drop(reservation.chunks)", "pass"),),

@@ -57,6 +57,7 @@ def seen() -> Counter[str]:
 
 SHOWN = (
     *("crash", "shutdown", "reset", "aborted", "cancelled", "copy failed"),
+    *("chunks offered with holes", "core dropped store incomplete"),
     *("chunks located", "chunks written"),
     *("answer lost", "bits rotted", "cancelled by nobody", "chunks damaged", "put arrived twice"),
     *(f"{verb} {how}" for verb in ("get", "put", "contains") for how in ("failed", "hung", "late")),

@@ -376,7 +376,7 @@ async def test_so_are_those_of_a_cancelled_one_but_not_those_that_the_caller_fil
                 scope.cancel()
                 await anyio.lowlevel.checkpoint()
         assert it.manager.statistics().free_slots == free - len(keys)
-        assert it.manager.statistics().counts["dropped", "store"] == len(keys)
+        assert it.manager.statistics().counts["dropped", "store", "failed"] == len(keys)
         it.check()
     gate.opened.set()
 

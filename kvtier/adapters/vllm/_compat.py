@@ -1,4 +1,4 @@
-"""What differs between the supported versions of vLLM, 0.31 to 0.33, and what none of them tells."""
+"""The differences between the supported versions of vLLM, 0.31 to 0.33, and facts that no version tells."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_reviewed(version: str = vllm.__version__) -> bool:
 
 
 def release(version: str) -> tuple[int, int] | None:
-    """Return the major and minor number of vLLM's version; None where a build from sources has none."""
+    """Return the major and minor number of vLLM's version; None if a build from sources has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return None
@@ -64,7 +64,7 @@ def refuse_too_old(version: str) -> None:
 
 
 def warn_if_untested(version: str = vllm.__version__) -> None:
-    """Log a warning where this vLLM is newer than what kvtier was tested with, or of unknown age."""
+    """Log a warning if this vLLM is newer than the tested versions, or of unknown age."""
     number = release(version)
     if number is None or number > NEWEST:
         logger.warning(
@@ -78,7 +78,7 @@ _RANGE = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 refuse_too_old(vllm.__version__)
 
 from vllm.config import VllmConfig  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec  # noqa: E402
 from vllm.v1.kv_offload.base import OffloadingManager  # noqa: E402
 
 try:
@@ -137,6 +137,11 @@ class EngineContext:
     def is_windowed(self, group: int) -> bool:
         """Return whether the group is looked up from the back (sliding window, state) or by prefix."""
         return not isinstance(self.spec_of(group), FullAttentionSpec)
+
+    def keeps_states(self, group: int) -> bool:
+        """Return whether the group holds states, each at the end of a prefix: loads read no other block."""
+        spec = self.spec_of(group)
+        return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
 
     def window_tokens(self, group: int) -> int:
         """Return how many tokens at the end of a prefix a windowed group needs; 1 for a state."""

@@ -7,8 +7,10 @@ of the step. Chunks that were answered HIT stay valid until the step ends.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +39,7 @@ from kvtier._execution.driver import Driver
 from kvtier._isolation.process import AnyExecutor
 from kvtier._log import GuardedLogger
 from kvtier._memory.slot_checksums import SlotChecksums
+from kvtier._memory.worker_status import Unfilled
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
 from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, ClientHints, is_prefill
@@ -45,6 +48,7 @@ from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
+from kvtier.keys import group_index
 
 logger = GuardedLogger("kvtier.vllm")
 
@@ -56,10 +60,16 @@ _RESULTS[Lookup.RETRY] = LookupResult.RETRY
 
 @dataclass
 class Slots(LoadStoreSpec):
-    """Where chunks are in the primary tier, and for a load whose they are; goes to the workers."""
+    """Where chunks are in the primary tier; goes to the workers.
+
+    Attributes:
+        request: of a load, whose chunks they are.
+        chunks: of a store, how many chunks of each group there are; vLLM names blocks alone.
+    """
 
     slots: list[int]
     request: str = ""
+    chunks: Sequence[int] = ()
 
 
 _OF_NEW_CHUNKS = RequestOffloadingContext()
@@ -271,6 +281,8 @@ class KVTierManager(OffloadingManager):
 
         After a reset beside running requests nothing is: see ``OldBlocks``.
         """
+        if self._events:  # the first slots, say
+            self._driver.on_events(self._events)
         request = self._requests.get(req_context.req_id)
         if request is not None:  # vLLM's first model runner names no request that resumes after a preemption
             self._core.scheduled(request)
@@ -298,7 +310,7 @@ class KVTierManager(OffloadingManager):
             self._core.abort(reservation)
         return PrepareStoreOutput(
             keys_to_store=stored,
-            store_spec=Slots(reservation.slots),
+            store_spec=Slots(reservation.slots, chunks=_count_by_group(stored)),
             evicted_keys=list(reservation.evicted),
         )
 
@@ -413,21 +425,19 @@ class KVTierManager(OffloadingManager):
             logger.error("%s: nothing is stored or loaded any more until a restart", text)
 
     def _end_store(self, reservation: Reservation, success: bool, request: str = "") -> None:
-        """End a store. Where a worker has failed in it and lost its device, never use its slots again.
+        """End a store; drop what workers did not fill. If one has lost its device, never use the slots again.
 
         A copy that was given up may still write into them. It could overwrite a chunk fetched there since,
         and the damaged chunk could get a valid trailer and be put into another tier.
         """
-        self._driver.inspect(reservation)
-        if not self._workers.take_marks(reservation.slots):
-            if success:
-                self._driver.commit(reservation, request)
-            else:
-                self._core.abort(reservation)
-            return
-        self._core.note_failed_store(reservation)
-        if self._workers.is_lost:
+        marks = self._workers.take_marks(reservation.slots)
+        changed = [slot for slot, why in marks.items() if why is Unfilled.CHANGED]
+        self._driver.inspect(reservation, changed)
+        self._core.drop_unfilled(reservation, {slot: why.name.lower() for slot, why in marks.items()})
+        if marks and self._workers.is_lost:
             self._stop_copying("device_lost", "a worker's device is lost")
+        elif success:
+            self._driver.commit(reservation, request)
         else:
             self._core.abort(reservation)
 
@@ -442,6 +452,13 @@ class KVTierManager(OffloadingManager):
             self._end_store(reservation, success=False)
         for pinned in flushing.loads:
             self._driver.end_load(pinned)
+
+
+def _count_by_group(keys: Sequence[OffloadKey]) -> list[int]:
+    """Return how many keys each group has; they come group after group."""
+    groups = range(group_index(keys[-1]) + 1 if keys else 0)
+    ends = [0, *(bisect_right(keys, group, key=group_index) for group in groups)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _nothing_stored() -> PrepareStoreOutput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from vllm import _custom_ops
@@ -31,14 +32,16 @@ from kvtier._device.base import (
 )
 from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
-from kvtier._memory.worker_status import StatusField, WorkerStatus
+from kvtier._memory.worker_status import StatusField, Unfilled, WorkerStatus
 from kvtier.adapters.vllm._manager import Slots
-from kvtier.errors import ConfigError, DeviceLostError, DeviceStuckError, TransferError
+from kvtier.errors import BlocksChangedError, ConfigError, DeviceLostError, DeviceStuckError, TransferError
 
 logger = GuardedLogger("kvtier.vllm")
 
 
-def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches:
+def as_kv_caches(
+    caches: CanonicalKVCaches, canonical: bool = False, state_groups: frozenset[int] = frozenset()
+) -> KVCaches:
     """Return vLLM's KV caches as kvtier's: tensors of int8 pages, and each group's references.
 
     Where slots hold canonical pages, a page whose place in one is not known, or differs by parallel layout,
@@ -53,11 +56,11 @@ def as_kv_caches(caches: CanonicalKVCaches, canonical: bool = False) -> KVCaches
         )
         for refs in caches.group_data_refs
     )
-    return KVCaches(tensors, groups)
+    return KVCaches(tensors, groups, state_groups)
 
 
 def batched_copy() -> BatchedCopy | None:
-    """Return vLLM's own operation for many copies at once; None where this build of vLLM has none."""
+    """Return vLLM's own operation for many copies at once; None if this build of vLLM has none."""
     if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
         return None
     operation: BatchedCopy = _custom_ops.swap_blocks_batch
@@ -95,13 +98,13 @@ class _Job:
 class KVTierWorker(OffloadingWorker):
     """Copies between the KV cache of one worker and its area of the shared slots.
 
-    vLLM asserts that copies succeed, so none is ever reported as failed. A store that failed for good is
-    marked in the worker's row of the status table, and the scheduler's side drops its chunks. A load that
-    failed for good is reported to ``KVTierConnector``, where that is in use. Engine and region are closed by
+    vLLM asserts that copies succeed, so none is ever reported as failed. Chunks that a store did not fill are
+    marked in the worker's row of the status table, and the scheduler's side drops them. A load that
+    failed for good is reported to ``KVTierConnector`` if that is in use. Engine and region are closed by
     ``shutdown``.
 
     Args:
-        flushes_late: see ``EngineContext``. A store whose blocks were reassigned counts as failed then.
+        flushes_late: see ``EngineContext``. The chunks of a store whose blocks were reassigned are dropped.
     """
 
     def __init__(
@@ -112,13 +115,14 @@ class KVTierWorker(OffloadingWorker):
         blocks_per_chunk: int = 1,
         *,
         flushes_late: bool = False,
+        state_groups: frozenset[int] = frozenset(),
     ) -> None:
         self._engine = engine
         self._region = region
         self._row = row
         self._blocks_per_chunk = blocks_per_chunk
         self._flushes_late = flushes_late
-        self._skipped: list[TransferResult] = []
+        self._state_groups = state_groups
         self._ended: list[Finished] = []
         self._jobs: dict[int, _Job] = {}
         self._published: tuple[Pinning, Audits] = (Pinning(), Audits())
@@ -138,15 +142,15 @@ class KVTierWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """See vLLM."""
-        slots, blocks = _slots(dst_spec), _blocks(src_spec)
-        if not blocks.fill(len(slots.slots), self._blocks_per_chunk):
-            # vLLM leaves out blocks of a window that were given on before their chunk was complete, and
-            # does not say which: the blocks that follow would be taken for those that are missing.
-            self._drop(slots)
-            self._skipped.append(TransferResult(job_id=job_id, success=True))
-            return True
-        self._jobs[job_id] = _Job(slots, is_store=True)
-        self._engine.submit_store(job_id, blocks, slots.slots)
+        slots = _slots(dst_spec)
+        # vLLM offers chunks of sliding windows though it no longer has all their blocks, and omits those.
+        width, states = self._blocks_per_chunk, self._state_groups
+        blocks, whole = _blocks(src_spec).whole_chunks(slots.chunks, width, states)
+        filled = list(compress(slots.slots, whole))
+        if len(filled) < len(slots.slots):
+            self._row.mark(set(slots.slots).difference(filled), Unfilled.INCOMPLETE)
+        self._jobs[job_id] = _Job(Slots(filled), is_store=True)
+        self._engine.submit_store(job_id, blocks, filled)
         return True
 
     def submit_load(
@@ -167,9 +171,8 @@ class KVTierWorker(OffloadingWorker):
         """
         self._ended += self._engine.finished()
         self._publish()
-        skipped, self._skipped = self._skipped, []
         ended, self._ended = self._ended, []
-        return skipped + [self._result(finished) for finished in ended]
+        return [self._result(finished) for finished in ended]
 
     def wait(self, job_ids: set[int]) -> None:
         """See vLLM: called before blocks of running copies are given on. Raises as ``get_finished`` does."""
@@ -181,7 +184,7 @@ class KVTierWorker(OffloadingWorker):
         if self._flushes_late:
             for job in filter(None, map(self._jobs.get, job_ids)):
                 if job.is_store:
-                    self._row.mark(job.slots.slots)
+                    self._row.mark(job.slots.slots, Unfilled.CHANGED)
 
     def shutdown(self) -> None:
         """See vLLM."""
@@ -190,7 +193,7 @@ class KVTierWorker(OffloadingWorker):
         self._region.close()
 
     def _require_end(self, job: _Job, error: BaseException) -> None:
-        """Raise where a load was given up: its bytes may come when its blocks are somebody else's."""
+        """Raise if a load was given up: its bytes may arrive when another request has its blocks."""
         if not job.is_store and isinstance(error, DeviceStuckError):
             raise TransferError(f"a load of {len(job.slots.slots)} chunks does not end: {error}") from error
 
@@ -214,9 +217,12 @@ class KVTierWorker(OffloadingWorker):
         if isinstance(error, DeviceLostError):
             self._row[StatusField.LOST] = 1
         self._require_end(job, error)
-        if job.is_store:
+        if isinstance(error, BlocksChangedError):
+            self._row.mark(job.slots.slots, Unfilled.CHANGED)
+        elif job.is_store:
             logger.error("a store failed, its %d chunks are dropped: %s", len(job.slots.slots), error)
-            self._drop(job.slots)
+            self._row.mark(job.slots.slots)
+            self._row.count(StatusField.STORES_DROPPED)
         elif not job.is_expedited and self._failed_requests is not None:
             logger.error(
                 "a load of request %r failed, the engine computes it instead: %s", job.slots.request, error
@@ -229,12 +235,8 @@ class KVTierWorker(OffloadingWorker):
                 "KVTierConnector the engine would compute them instead"
             ) from error
 
-    def _drop(self, slots: Slots) -> None:
-        self._row.mark(slots.slots)
-        self._row.count(StatusField.STORES_DROPPED)
-
     def _publish(self) -> None:
-        """Write pinned memory and audits to the status table, where something has changed."""
+        """Write pinned memory and audits to the status table if they have changed."""
         pinning, audits = self._engine.pinning, self._engine.audits
         if (pinning, audits) != self._published:
             self._published = pinning, audits

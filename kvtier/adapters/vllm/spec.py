@@ -179,7 +179,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
         from kvtier._device.auto import open_transfer_engine
 
-        caches = as_kv_caches(kv_caches, self._shape.is_canonical)
+        groups = enumerate(self.config.groups)
+        states = frozenset(at for at, group in groups if self._engine.keeps_states(group.group_id))
+        caches = as_kv_caches(kv_caches, self._shape.is_canonical, states)
         parallel = self.config.parallel
         stages = self._engine.vllm_config.parallel_config.pipeline_parallel_size
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank, stages)
@@ -197,7 +199,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         row[StatusField.NODE] = 0 if engine.node is None else engine.node + 1
         row[StatusField.PAGES] = page_format(self.config, self._engine)
         blocks_per_chunk, flushes_late = self.config.cache.blocks_per_chunk, self._engine.flushes_late
-        return KVTierWorker(engine, region, row, blocks_per_chunk, flushes_late=flushes_late)
+        return KVTierWorker(
+            engine, region, row, blocks_per_chunk, flushes_late=flushes_late, state_groups=states
+        )
 
     def _open_region(self) -> Region:
         slots = slots_for(self._settings, self._shape.chunk_bytes)

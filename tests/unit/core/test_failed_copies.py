@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
+from kvtier._core.messages import Put
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned
@@ -22,22 +25,29 @@ def load(core: Tiering, request: Request, keys: Sequence[OffloadKey] = KEYS) -> 
     return pinned
 
 
-def test_chunks_of_a_failed_store_are_never_seen() -> None:
+@pytest.mark.parametrize("unfilled", [[0], [1, 2], [3], [0, 1, 2, 3]])
+def test_chunks_that_a_store_did_not_fill_are_never_seen(unfilled: list[int]) -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
     reservation = reserve(core, KEYS)
-    core.note_failed_store(reservation)
-    core.abort(reservation)
+    whole = [key for index, key in enumerate(KEYS) if index not in unfilled]
+    core.drop_unfilled(reservation, {reservation.slots[index]: "incomplete" for index in unfilled})
     invariants.check(core)
-    assert core.take_commands() == []
-    assert core.take_kv_events() == []
-    assert len(core.table.free) == 8
-    assert core.take_counts() == {("dropped", "store"): 4}
+    core.commit(reservation, 0.0)
+    invariants.check(core)
+    puts = [command for command in core.take_commands() if isinstance(command, Put)]
+    assert [key for put in puts for key in put.keys] == whole
+    assert [key for event in core.take_kv_events() for key in event.keys] == whole
+    assert len(core.table.free) == 8 - len(whole)
+    counts = core.take_counts()
+    assert counts["dropped", "store", "incomplete"] == len(unfilled)
+    assert counts["stored",] == len(whole)
+    assert ask_all(core, Request("a"), KEYS[:1]) == [HIT if KEYS[0] in whole else RETRY]
 
 
 def test_a_copy_that_never_ends_keeps_its_slots_and_not_its_keys() -> None:
     core = make(8, 0)
     stuck = reserve(core, KEYS)
-    core.note_failed_store(stuck)
+    core.drop_unfilled(stuck, dict.fromkeys(stuck.slots, "failed"))
     invariants.check(core)
     assert ask_all(core, Request("a"), KEYS) == [MISS] * 4, "nobody waits for them"
     core.settle(0.0)

@@ -17,7 +17,7 @@ from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_batch
 from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PageMapping, Run
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
-from kvtier.errors import AuditError, DamagedSlotError
+from kvtier.errors import AuditError, BlocksChangedError, DamagedSlotError
 from kvtier_testing.device import Rig, Shape, rig
 from tests.effort import effort
 
@@ -109,11 +109,39 @@ def test_chunks_that_are_loaded_in_part_are_audited_too() -> None:
         assert isinstance(it.engine.finished()[-1].error, DamagedSlotError)
 
 
-def test_of_a_chunk_that_is_stored_in_part_nothing_is_expected() -> None:
-    with audited(PLAIN) as (it, slot_checksums):
-        it.store(1, Blocks.make([4, 5, 6], (3,), (1,)), SLOTS[:2])
-        it.check()
-        assert slot_checksums.audited(SLOTS) == [1]
+class Rewriting:
+    """Copies beside an engine that writes to a block of the store, at one of three moments."""
+
+    def __init__(self, *, before: bool = False, within: bool = False, after: bool = False) -> None:
+        self.rewrite: Callable[[], object] = bool
+        self._moments = before, within, after
+
+    def __call__(self, plan: CopyPlan) -> None:
+        before, within, after = self._moments
+        if before:
+            self.rewrite()
+        half = len(plan.src) // 2
+        copy_batch(CopyPlan(plan.src[:half], plan.dst[:half], plan.sizes[:half]))
+        if within:
+            self.rewrite()
+        copy_batch(CopyPlan(plan.src[half:], plan.dst[half:], plan.sizes[half:]))
+        if after:
+            self.rewrite()
+
+
+@pytest.mark.parametrize("moment", ["before", "within", "after"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_that_the_engine_rewrites_are_not_the_copys_fault(shape: Shape, moment: str) -> None:
+    copies = Rewriting(**{moment: True})
+    with audited(shape, copies) as (it, slot_checksums):
+        block = int(STORED[len(it.caches.groups)].ids[-1])
+        copies.rewrite = lambda: [tensor[block].bitwise_not_() for tensor in it.caches.tensors]
+        error = store(it).error
+        assert isinstance(error, BlocksChangedError)
+        assert it.engine.audits.failed == 0
+        assert not any(slot_checksums.take_fault(slot) for slot in SLOTS)
+        copies.rewrite = bool
+        assert store(it).error is None, "the device is not lost"
 
 
 @pytest.mark.parametrize("shape", [PLAIN, OWN_AREAS, HYBRID, GAPS])

@@ -40,14 +40,20 @@ def shapes(draw: st.DrawFn) -> Shape:
 @given(shape=shapes(), data=st.data())
 def test_store_and_load_do_what_the_model_does(helper: str, shape: Shape, data: st.DataObject) -> None:
     groups = len(shape.groups)
-    sizes = tuple(data.draw(st.lists(st.integers(0, 7), min_size=groups, max_size=groups)))
-    firsts = tuple(data.draw(st.lists(st.integers(0, 9), min_size=groups, max_size=groups)))
+    width = shape.blocks_per_chunk
+    counts = data.draw(st.lists(st.integers(0, 7 // width), min_size=groups, max_size=groups))
+    firsts = [width * data.draw(st.integers(0, 3)) for _ in counts]
+    sizes = [count * width for count in counts]
     ids = data.draw(st.one_of(st.just(range(BLOCKS)), st.permutations(range(BLOCKS))))
     total = sum(sizes)
     source = Blocks.make(ids[:total], sizes, firsts)
-    target = Blocks.make(ids[total : 2 * total], sizes, firsts)
-    count = sum(source.slots_needed(shape.blocks_per_chunk))
-    slots = data.draw(st.one_of(st.just(range(shape.slots)), st.permutations(range(shape.slots))))[:count]
+    skips = [data.draw(st.integers(0, width - 1)) if count else 0 for count in counts]
+    lefts = [data.draw(st.integers(0, width - 1)) if count > 1 else 0 for count in counts]
+    sizes = [size - skip - left for size, skip, left in zip(sizes, skips, lefts, strict=True)]
+    firsts = [first + skip for first, skip in zip(firsts, skips, strict=True)]
+    target = Blocks.make(ids[total : total + sum(sizes)], sizes, firsts)
+    slots = data.draw(st.one_of(st.just(range(shape.slots)), st.permutations(range(shape.slots))))
+    slots = slots[: sum(counts)]
     with pytest.MonkeyPatch.context() as patch, rig(open_transfer_engine, shape) as it:
         if helper == "fallback":
             patch.setattr(native, "library", None)
@@ -55,4 +61,5 @@ def test_store_and_load_do_what_the_model_does(helper: str, shape: Shape, data: 
         it.check()
         it.load(2, slots, target)
         it.check()
-        assert [end.nbytes for end in it.engine.finished()] == [it.model.nbytes(source)] * 2
+        moved = [it.model.nbytes(blocks) for blocks in (source, target)]
+        assert [end.nbytes for end in it.engine.finished()] == moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 import pytest
@@ -54,10 +55,10 @@ def test_shared_pages_are_joined_in_loads_and_written_in_turns() -> None:
 
 
 def test_no_copy_crosses_a_piece() -> None:
-    plan = planner((1024,), 4, piece_slots=3).store(blocks(range(10, 37), first=3), range(1, 9))
-    assert (plan.dst - HOST).tolist() == [4096 + 3 * 1024, 3 * 4096, 6 * 4096]
+    plan = planner((1024,), 4, piece_slots=3).load(range(1, 9), blocks(range(10, 37), first=3))
+    assert (plan.src - HOST).tolist() == [4096 + 3 * 1024, 3 * 4096, 6 * 4096]
     assert plan.sizes.tolist() == [5 * 1024, 12 * 1024, 10 * 1024]
-    assert (plan.src - plan.src[0]).tolist() == [0, 5 * 1024, 17 * 1024]
+    assert (plan.dst - plan.dst[0]).tolist() == [0, 5 * 1024, 17 * 1024]
 
 
 def test_pages_with_padding_are_copied_without_it() -> None:
@@ -140,29 +141,85 @@ def test_one_page_in_two_canonical_places() -> None:
         CopyPlanner(caches, SlotLayout.make(caches.page_bytes, 1), HOST, 4)
 
 
+@st.composite
+def offers(draw: st.DrawFn) -> tuple[int, list[list[list[bool]]]]:
+    """Draw blocks per chunk and, of each chunk of each group, which blocks an engine has."""
+    width = draw(st.integers(1, 4))
+    chunk = st.one_of(st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width))
+    group = st.lists(chunk, max_size=4)
+    return width, draw(st.lists(group, min_size=1, max_size=3))
+
+
+@given(offers(), st.data())
+def test_only_chunks_without_holes_are_stored(
+    offer: tuple[int, list[list[list[bool]]]], data: st.DataObject
+) -> None:
+    width, groups = offer
+    ids, sizes, firsts, there = [], [], [], []
+    for number, group in enumerate(groups):
+        start = data.draw(st.integers(0, 3)) * width
+        has = [has for chunk in group for has in chunk]
+        own = [100 * number + index for index, is_there in enumerate(has) if is_there]
+        ids += own
+        sizes.append(len(own))
+        firsts.append(start + has.index(True) if own else 0)
+        there += [all(chunk) for chunk in group]
+    chunks = [len(group) for group in groups]
+    kept, whole = Blocks.make(ids, sizes, firsts).whole_chunks(chunks, width)
+
+    assert all(there[place] for place, is_whole in enumerate(whole) if is_whole)
+    assert all(kept.whole_chunks(kept.slots_needed(width), width)[1])
+    assert sum(kept.slots_needed(width)) == sum(whole)
+    names = [(number, at) for number, group in enumerate(groups) for at in range(len(group))]
+    stored = [
+        100 * number + at * width + block for number, at in compress(names, whole) for block in range(width)
+    ]
+    assert kept.ids.tolist() == stored
+    if all(all(chunk) for group in groups for chunk in group):
+        assert whole == there
+
+
 @pytest.mark.parametrize(
-    ("groups", "slots", "per_chunk", "answer"),
+    ("groups", "chunks", "per_chunk", "whole"),
     [
-        ([(6, 0)], 2, 3, True),
-        ([(6, 3)], 2, 3, True),
-        ([(4, 2)], 2, 3, True),  # only the first chunk lacks blocks, and only its first ones
-        ([(1, 5)], 1, 3, True),
-        ([(0, 0), (3, 9), (0, 4)], 1, 3, True),
-        ([(3, 0), (2, 1)], 2, 3, True),
-        ([(5, 7)], 5, 1, True),
-        ([(5, 7)], 6, 1, False),
-        ([(5, 0)], 2, 3, False),
-        ([(2, 0)], 1, 3, False),
-        ([(3, 0)], 2, 3, False),  # three of the blocks of two chunks are missing: as if it were one chunk
-        ([(3, 0), (2, 0)], 2, 3, False),
-        ([(3, 1), (3, 0)], 3, 3, False),
+        ([(6, 0)], (2,), 3, [True, True]),
+        ([(6, 3)], (2,), 3, [True, True]),
+        ([(5, 7)], (5,), 1, [True] * 5),
+        ([(4, 2)], (2,), 3, [False, True]),
+        ([(4, 2), (3, 0)], (2, 1), 3, [False, True, True]),
+        ([(1, 5)], (1,), 3, [False]),
+        ([(0, 0), (3, 9), (0, 4)], (0, 1), 3, [True]),
+        ([(5, 0)], (2,), 3, [False, False]),  # one block is missing, and nobody says of which chunk
+        ([(3, 1)], (2,), 3, [False, False]),
+        ([(3, 0)], (2,), 3, [False, False]),
+        ([(3, 0), (2, 0)], (1, 1), 3, [True, False]),
+        ([(0, 0), (3, 0)], (1, 1), 3, [False, True]),
+        ([(6, 0)], (1,), 3, [False]),
     ],
 )
-def test_blocks_fill_chunks_that_they_end_with(
-    groups: list[tuple[int, int]], slots: int, per_chunk: int, answer: bool
+def test_a_hole_costs_the_chunks_that_may_have_it(
+    groups: list[tuple[int, int]], chunks: tuple[int, ...], per_chunk: int, whole: list[bool]
 ) -> None:
     sizes, firsts = zip(*groups, strict=True)
-    assert Blocks.make(range(sum(sizes)), sizes, firsts).fill(slots, per_chunk) is answer
+    assert Blocks.make(range(sum(sizes)), sizes, firsts).whole_chunks(chunks, per_chunk)[1] == whole
+
+
+def test_a_chunk_of_states_needs_its_last_block_alone() -> None:
+    offered = Blocks.make(range(5), (1, 4), (5, 2))
+    kept, whole = offered.whole_chunks((1, 2), 3, state_groups={0})
+    assert (kept.ids.tolist(), whole) == ([0, 2, 3, 4], [True, False, True])
+    assert not all(kept.whole_chunks((1, 1), 3)[1])
+    assert all(kept.whole_chunks((1, 1), 3, state_groups={0})[1])
+    assert offered.whole_chunks((2, 2), 3, state_groups={0})[1] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("size", "first"), [(3, 1), (3, 0), (1, 3), (4, 2)])
+def test_a_store_that_leaves_bytes_of_a_chunk_unwritten_is_refused(size: int, first: int) -> None:
+    plans, ids = planner((1024,), 4), blocks(range(size), first)
+    slots = range(sum(ids.slots_needed(4)))
+    assert plans.load(slots, ids).nbytes == size * 1024
+    with pytest.raises(ValueError, match="a store needs all 4 blocks of each chunk"):
+        plans.store(ids, slots)
 
 
 @given(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
+from kvtier._memory.worker_status import (
+    StatusField,
+    StatusTable,
+    Unfilled,
+    WorkerStatus,
+    status_table_bytes,
+)
+from kvtier._reasons import DROPPED
 
 SLOTS = 300
 WORKERS = 3
@@ -38,14 +45,18 @@ def test_rows_do_not_overlap_and_numbers_are_aligned(desk: Desk) -> None:
 
 
 def test_a_mark_of_any_worker_is_taken_once(desk: Desk) -> None:
-    desk.workers[1].mark([5, 6, 299])
+    desk.workers[1].mark([5, 6, 299], Unfilled.INCOMPLETE)
     assert not desk.scheduler.take_marks([0, 4, 7])
-    assert desk.scheduler.take_marks([6, 7])
+    assert desk.scheduler.take_marks([6, 7]) == {6: Unfilled.INCOMPLETE}
     assert not desk.scheduler.take_marks([6, 7])
     desk.workers[2].mark([5])
-    assert desk.scheduler.take_marks([5])
+    assert desk.scheduler.take_marks([5]) in ({5: Unfilled.INCOMPLETE}, {5: Unfilled.FAILED})
     assert not desk.scheduler.take_marks([5])
     assert desk.scheduler.take_marks([299])
+
+
+def test_each_mark_has_a_reason_that_is_counted() -> None:
+    assert {why.name.lower() for why in Unfilled} == DROPPED.keys()
 
 
 def test_changes_are_told_once(desk: Desk) -> None:

@@ -1,14 +1,14 @@
 """An engine's scheduler, with all that may vary drawn at random, and the executor behind two queues.
 
-It drives the core as the vLLM bridge does, without vLLM: what has come back is taken in at the next question
-or at the end of a step.
+It drives the core as the vLLM adapter does, without vLLM: results are processed at the next lookup or at the
+end of a step.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtier._core.awaited import Wait
@@ -24,6 +24,7 @@ from kvtier.keys import OffloadKey, group_index
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.model import CheckedTiering, World, content, show
+from kvtier_testing.sim.offers import offer
 from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import Scenario
 
@@ -44,7 +45,7 @@ class SimExecutorThread(ExecutorThread):
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the task. What is submitted before it runs waits for it."""
+        """Start the task. Earlier submissions wait for it."""
         self.task = asyncio.get_running_loop().create_task(self._serve(), name="executor")
 
     async def aclose(self, drain_s: float) -> None:
@@ -60,7 +61,7 @@ class SimExecutorThread(ExecutorThread):
 
 
 class JobState(Enum):
-    """Where a request is in the scheduler."""
+    """The state of a request in the scheduler."""
 
     WAITING = 0
     LOADING = 1
@@ -80,8 +81,8 @@ class Job:
         computed: whether a load of it has failed.
         is_scanned: whether it was looked up in this step.
         was_deferred: whether its last lookup has deferred it.
-        keeps_s: how long its chunks are to be kept after its end; 0 where they need not be.
-        next_use_s: when they are needed again after its end; 0 where nobody says.
+        keeps_s: how long its chunks are to be kept after its end; 0 if they need not be.
+        next_use_s: when they are needed again after its end; 0 if unknown.
         patience_s: how long it may be deferred.
     """
 
@@ -99,18 +100,22 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What traces and failures call it."""
+        """Its name in traces and failures."""
         return self.request.name
 
 
 @dataclass(frozen=True)
 class EndedCopy:
-    """A copy that has ended, not reported to the core yet; ``job`` is None for a store."""
+    """A copy that has ended, not reported to the core yet; ``job`` is None for a store.
+
+    ``unfilled`` has the slots that a store did not fill, each with a reason.
+    """
 
     epoch: int
     handle: Pinned | Reservation
     job: Job | None
     failed: bool
+    unfilled: Mapping[int, str] = field(default_factory=dict)
 
 
 class EngineProcess(Process):
@@ -134,11 +139,12 @@ class EngineProcess(Process):
         self._chance = world.chance(f"engine/{world.process}")
         self._patience = world.chance(f"patience/{world.process}")
         self._priorities = world.chance(f"priorities/{world.process}")
+        self._holes = world.chance(f"holes/{world.process}")
         self._places = world.chance(f"places/{world.process}")
         peers = [address for tier in scenario.tiers for address in getattr(tier.config, "peers", ())]
         self._addresses = [*peers, _NOBODY]
         core.shared.gate.window_chunks = 2
-        self._full_steps = 0  # there is room for no request: those that wait are not asked for
+        self._full_steps = 0  # steps without room for a request: none of those that wait is looked up
         self._jobs: list[Job] = []
         self._requests = 0
         self._epoch = 0
@@ -156,8 +162,8 @@ class EngineProcess(Process):
             await asyncio.sleep(self._scenario.step_s * self._chance.choice((0.5, 1.0, 1.0, 3.0)))
 
     async def drain(self) -> None:
-        self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
-        at_rest = 0  # what comes in at the end of a step is seen in the next one
+        self.core.shared.gate.compute = ComputeSpeed()  # every chunk that is found is loaded from now on
+        at_rest = 0  # results of the end of a step show in the next one
         while at_rest < 2:
             while not (self._is_idle and self.core.is_idle and self.tiers_are_idle and not self._keeps_any):
                 await self._step(arriving=False)
@@ -194,7 +200,7 @@ class EngineProcess(Process):
         return not (self._jobs or self._copies.under_way or self._ended or self._cut_off)
 
     async def _step(self, *, arriving: bool) -> None:
-        """Schedule once. Between its calls the executor may get on, as beside a thread."""
+        """Schedule once. Between its calls the executor may run, as a thread would."""
         chance = self._chance
         if arriving and self._requests < self._scenario.requests and chance.random() < 0.4:
             self._arrive()
@@ -265,7 +271,7 @@ class EngineProcess(Process):
         return True
 
     def _scan(self, job: Job) -> tuple[list[OffloadKey], bool]:
-        """Ask for each key as vLLM does; return the hits, and whether something is pending."""
+        """Ask for each key as vLLM does; return the hits, and whether a key is pending."""
         windowed = [key for key in job.keys if group_index(key) in self.core.shared.windowed]
         front = [key for key in job.keys if key not in windowed]
         hits, waits = self._scan_group(job, front)
@@ -367,13 +373,16 @@ class EngineProcess(Process):
         if not reservation.keys:
             self.core.abort(reservation)
             return True
-        contents = [content(key, self._world.weights) for key in reservation.keys]
-        self._world.seen["chunks stored"] += len(contents)
-        self._copies.store(
-            reservation.slots,
-            contents,
-            lambda good: self._ended.append(EndedCopy(epoch, reservation, None, not good)),
-        )
+        contents = offer(self._world, reservation.keys, self._holes if request is not None else None)
+        filled = {slot: one for slot, one in zip(reservation.slots, contents, strict=True) if one is not None}
+        lacking = dict.fromkeys([slot for slot in reservation.slots if slot not in filled], "incomplete")
+        self._world.seen["chunks stored"] += len(filled)
+
+        def done(good: bool) -> None:
+            unfilled = lacking if good else dict.fromkeys(reservation.slots, "failed")
+            self._ended.append(EndedCopy(epoch, reservation, None, not good, unfilled))
+
+        self._copies.store(list(filled), list(filled.values()), done)
         return True
 
     async def store_once(self, keys: Sequence[OffloadKey]) -> None:
@@ -410,14 +419,12 @@ class EngineProcess(Process):
             if job.state is JobState.LOADING:
                 job.state = JobState.WAITING if copy.failed else JobState.RUNNING
                 job.computed = job.computed or copy.failed
-        elif copy.failed:
-            self.core.note_failed_store(handle)
-            self.core.abort(handle)
         else:
+            self.core.drop_unfilled(handle, copy.unfilled)
             self._driver.commit(handle)
 
     def _reset(self) -> None:
-        """New weights: what is under way is cut off, and its requests start anew."""
+        """Get new weights: cut off running copies and restart their requests."""
         self._end_copies()
         self._world.seen["reset"] += 1
         self._epoch += 1
