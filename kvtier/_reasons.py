@@ -33,6 +33,9 @@ STORE_REFUSED: Mapping[str, str] = {
     "starting": "the primary tier is still being populated and had no free slot",
     "store_threshold": "the chunk was offered less often than `store_threshold`",
     "reset": "requests ran through the last reset, so the device has blocks from before it; reset again",
+    "session": "a session with streamed input continued; vLLM before 0.33 mixes up its blocks",
+    "preempted": "the request was preempted, and vLLM does not tell that it has blocks again",
+    "neighbour": "another connector may write to the blocks (`MultiConnector`); use `KVTierConnector`",
     "device_lost": "a worker's device is lost; nothing is stored until a restart",
     "audit": "an audit found a damaged chunk; nothing is stored until a restart",
 }
@@ -40,6 +43,7 @@ DROPPED: Mapping[str, str] = {
     "failed": "the copy failed, or an audit found that it brought other bytes",
     "incomplete": "the engine offered the chunk, but no longer had all of its blocks (sliding windows)",
     "changed": "the engine wrote to the chunk's blocks before their copy had ended",
+    "neighbour": "another connector of `MultiConnector` did not fill blocks while the store was in flight",
 }
 KEEP_REFUSED: Mapping[str, str] = {
     "budget": "kept chunks already take all of `pin_budget`",

@@ -1,4 +1,4 @@
-"""What the core remembers of one request while its chunks are looked for."""
+"""The core's memory of one request, from its first lookup to its end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from kvtier.keys import OffloadKey
 class Request(Stateful):
     """One request of the engine, from its first lookup to its end.
 
-    What is known of a key (absent, or located in a tier) holds for the scan under way, so that
-    a scan that is asked again each step gets the same answers and comes to an end.
+    The location of a key (absent, or in a tier) holds for the whole scan. The engine repeats the scan in each
+    step; it gets the same answers, so the scan ends.
 
     Attributes:
         addresses: where its client says that engines have its chunks. Tiers may ask these first.
-        held: chunks that it pins until it has loaded them, and the round in which each was asked last.
+        held: chunks that it pins until it has loaded them, and the last round that asked for each.
         absent: keys that no tier has, or could give, or gives sooner than they are computed.
         answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
             questions would be answered alike.
+        is_placed: whether the engine has named its blocks, and will not name them again after a preemption.
+        no_store: why its blocks may hold another's KV, in a word of ``reasons.STORE_REFUSED``, if so.
         own: chunks that have their priority from it, and whether a tier is known to have them.
     """
 
@@ -36,7 +38,7 @@ class Request(Stateful):
     addresses: tuple[str, ...] = ()
     state: RequestState = RequestState.IDLE
     deadline_s: float | None = None  # when what is pending becomes a miss; set while WAITING
-    round: object = None  # in which it was last asked; what follows to ``wanted`` is of that round
+    round: object = None  # the last one that asked it; the fields down to ``wanted`` belong to that round
     first: OffloadKey | None = None  # the key that was asked first
     base: int = 0  # chunks of the prompt that come before it: the device has them
     hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
@@ -45,15 +47,17 @@ class Request(Stateful):
     absent: set[OffloadKey] = field(default_factory=set)
     gated: set[OffloadKey] = field(default_factory=set)  # computed sooner than a tier gives them
     not_arrived: set[OffloadKey] = field(default_factory=set)  # waited for until its time was over
-    located: dict[OffloadKey, int] = field(default_factory=dict)  # what a tier has, and which
+    located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, and the tier
     locates: bool = False  # it only asks where chunks are: nothing is promoted for it
     is_prefetch: bool = False  # no client waits for it: it makes way for all others
     answers_stand: bool = False
-    wait: Wait | None = None  # for chunks that no tier has yet; None where these are misses at once
+    wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     priority: int = DEFAULT  # of the chunks it uses, unless another request has given them a higher one
     releases: bool = False  # chunks that it alone has used leave the primary tier when it has ended
     own: dict[OffloadKey, bool] = field(default_factory=dict)
-    record: LookupRecord | None = None  # what becomes of its lookups, if anybody wants to know
+    is_placed: bool = False
+    no_store: str | None = None
+    record: LookupRecord | None = None  # of its lookups, if it is explained
 
     def __str__(self) -> str:
         return f"request {self.name!r}"
@@ -76,6 +80,8 @@ class Request(Stateful):
         """Start the answers of a new step."""
         self.round = round_
         self.first = first
+        if self.no_store == "preempted":  # the engine forgets its old blocks before it asks
+            self.no_store = None
         self.answers_stand = False
         self.hits.clear()
         self.wanted.clear()
@@ -98,7 +104,7 @@ class Request(Stateful):
         self.mark_absent(keys)
 
     def end_wait(self, now_s: float) -> None:
-        """Answer MISS for what it waits for."""
+        """Answer MISS for all keys that it waits for."""
         if self.wait is not None:
             left = self.wait.give_up(now_s)
             if self.wait.outcome == "in_vain":

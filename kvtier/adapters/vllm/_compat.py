@@ -77,7 +77,9 @@ _RANGE = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 # An older vLLM lacks modules that are imported from here on, and could only say that they are missing.
 refuse_too_old(vllm.__version__)
 
-from vllm.config import VllmConfig  # noqa: E402
+from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec  # noqa: E402
 from vllm.v1.kv_offload.base import OffloadingManager  # noqa: E402
 
@@ -101,12 +103,17 @@ SCHEDULE_ENDS_LAST = REPORTS_RESET_FLUSH
 """Whether a step's ``on_schedule_end`` comes after its ``prepare_store`` (0.33), not before."""
 
 
+TRACKS_BLOCKS = REPORTS_RESET_FLUSH
+"""Whether vLLM replaces the block tables of sessions, and notes the blocks of other connectors (0.33)."""
+
+
 @dataclass(frozen=True)
 class EngineContext:
     """The configuration of the engine that makes a spec, and of its KV cache."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
+    sees_blocks: bool = False  # whether its connector knows the blocks that others get: KVTierConnector
 
     @property
     def nodes(self) -> int:
@@ -166,9 +173,9 @@ def engine_context() -> EngineContext:
     """Return the configuration of the engine that is making the spec; raise ConfigError if vLLM hides it.
 
     vLLM hands a spec an extract that lacks the model's configuration. ``KVTierConnector`` gives all of it
-    here. vLLM's own connector gives it to nobody: the spec's constructor has one argument, and vLLM has a
-    "current" configuration in the workers only, without that of the KV cache. It received both as
-    arguments, so they are looked for among the callers: the one place that reads frames.
+    here. vLLM's own connector passes it on to no spec: the constructor has one argument, and vLLM has a
+    "current" configuration in the workers only, which lacks the KV cache. The connector received both as
+    arguments, so kvtier looks for them among the callers. Only this module reads frames.
     """
     if (engine := _provided.get()) is not None:
         return engine
@@ -183,6 +190,17 @@ def engine_context() -> EngineContext:
         f"vLLM {vllm.__version__} hides the engine's configuration from kvtier, so caches could not be told "
         "apart: use KVTierConnector (kv_connector), which receives it"
     )
+
+
+def outer_connector() -> KVTransferConfig | None:
+    """Return the configuration of the ``MultiConnector`` that is making this connector, if one is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        maker, config = frame.f_locals.get("self"), frame.f_locals.get("vllm_config")
+        if isinstance(maker, KVConnectorBase_V1) and not isinstance(maker, OffloadingConnector):
+            return config.kv_transfer_config if isinstance(config, VllmConfig) else KVTransferConfig()
+        frame = frame.f_back
+    return None
 
 
 def hash_seed(algorithm: str) -> str | None:

@@ -41,7 +41,7 @@ from kvtier._log import GuardedLogger
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import Unfilled
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, CacheHitSource
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, TRACKS_BLOCKS, CacheHitSource
 from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, ClientHints, is_prefill
 from kvtier.adapters.vllm._old_blocks import OldBlocks
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
@@ -99,6 +99,8 @@ class KVTierManager(OffloadingManager):
         addresses: where other engines read from a tier, by its index.
         steps_ahead: the most scheduled steps in flight, the current one included.
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
+        names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
+        is_blind: whether other connectors may write to blocks without a word to vLLM's connector.
         repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
             of a window's chunk may have been freed by then, without notice.
     """
@@ -118,6 +120,8 @@ class KVTierManager(OffloadingManager):
         repeats_stores: bool = True,
         steps: StepMeter | None = None,
         explainer: Explainer | None = None,
+        names_resumed: bool = False,
+        is_blind: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -147,6 +151,9 @@ class KVTierManager(OffloadingManager):
         self._failed_loads: set[str] = set()  # requests in ``_loads``
         self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
         self._stores: dict[OffloadKey, Reservation] = {}
+        self._doubtful: set[Reservation] = set()  # stores in flight that may hold no KV
+        self._names_resumed = names_resumed
+        self._is_blind = is_blind
         self._flushing: list[_Flushing] = []
         self._old_blocks = OldBlocks()
         self._closed = False
@@ -162,6 +169,7 @@ class KVTierManager(OffloadingManager):
         if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
             request.wait = Wait(wait_s)
         request.addresses = hints.addresses
+        request.no_store = "neighbour" if self._is_blind else None
         request.releases = hints.release is True
         request.priority = LOW if request.releases else hints.priority
         if hints.explain or self._explainer.is_on:
@@ -279,7 +287,7 @@ class KVTierManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now.
 
-        After a reset beside running requests nothing is: see ``OldBlocks``.
+        Nothing is stored while blocks may hold what they do not say: see ``OldBlocks`` and ``no_store``.
         """
         if self._events:  # the first slots, say
             self._driver.on_events(self._events)
@@ -289,7 +297,8 @@ class KVTierManager(OffloadingManager):
         may_store = self._old_blocks.may_store(req_context.req_id)
         if may_store is None and self._repeats_stores:
             return None
-        if refusal := self._core.refusal or (None if may_store else "reset"):
+        refusal = self._core.refusal or (None if may_store else "reset")
+        if refusal := refusal or (None if request is None else request.no_store):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             return _nothing_stored()
         keys = list(keys)
@@ -329,6 +338,10 @@ class KVTierManager(OffloadingManager):
             return
         self._end_store(reservation, success, req_context.req_id)
 
+    def fail_stores(self) -> None:
+        """Drop all stores in flight: another connector did not fill blocks that requests computed from."""
+        self._doubtful.update(self._stores.values())
+
     # --- steps -----------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -339,15 +352,21 @@ class KVTierManager(OffloadingManager):
                 "so the engine's prefix cache did, too; reset with reset_running_requests, or while idle",
                 kept,
             )
-        for req_id in context.new_req_ids:
-            if req_id in self._requests:
-                self._core.scheduled(self._requests[req_id])
-                self._old_blocks.has_blocks(req_id)
-        for req_id in context.preempted_req_ids:
-            if req_id in self._requests:
-                self._core.restart(self._requests[req_id])
+        for req_id in context.preempted_req_ids:  # a reset's, perhaps: they may be named as new, too
+            if (request := self._requests.get(req_id)) is not None:
+                self._core.restart(request)
+                request.is_placed = request.is_placed and not self._names_resumed
                 if self._steps is not None:
                     self._steps.forget(req_id)
+        for req_id in context.new_req_ids:
+            if (request := self._requests.get(req_id)) is not None:
+                self._core.scheduled(request)
+                self._old_blocks.has_blocks(req_id)
+                if request.is_placed and not TRACKS_BLOCKS:  # a session: vLLM appends its blocks
+                    request.no_store = "session"
+                elif request.no_store == "preempted":
+                    request.no_store = None
+                request.is_placed = True
         self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
         self._driver.settle()
         if self._steps is not None:
@@ -433,7 +452,11 @@ class KVTierManager(OffloadingManager):
         marks = self._workers.take_marks(reservation.slots)
         changed = [slot for slot, why in marks.items() if why is Unfilled.CHANGED]
         self._driver.inspect(reservation, changed)
-        self._core.drop_unfilled(reservation, {slot: why.name.lower() for slot, why in marks.items()})
+        unfilled = {slot: why.name.lower() for slot, why in marks.items()}
+        if reservation in self._doubtful:
+            self._doubtful.discard(reservation)
+            unfilled = dict.fromkeys(reservation.slots, "neighbour") | unfilled
+        self._core.drop_unfilled(reservation, unfilled)
         if marks and self._workers.is_lost:
             self._stop_copying("device_lost", "a worker's device is lost")
         elif success:

@@ -1,29 +1,40 @@
-"""``KVTierConnector``: vLLM's ``OffloadingConnector``, which also reports failed loads to the engine, and
-returns in responses what explains a prefix, and how long and where a decode engine is to wait for its chunks.
+"""``KVTierConnector``: vLLM's ``OffloadingConnector``, which reports failed loads and checks its stores.
 
 The plain connector asserts that every copy succeeds. vLLM can recompute a request whose load failed if the
 connector names it in ``failed_recving``. It would load the same chunks again in the next step; to prevent
 that, the manager answers every further lookup of the request with a miss.
+
+Each store is compared with the KV cache's own block tables; chunks with other blocks are dropped. Responses
+explain a prefix, and tell a decode engine how long and where to wait for chunks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 # First: it refuses a vLLM that is too old, which might lack what is imported next.
-from kvtier.adapters.vllm._compat import EngineContext, providing_engine
+from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext, outer_connector, providing_engine
 
 # isort: split
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._plugin import register
 from kvtier.adapters.vllm._worker import KVTierWorker
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.errors import ConfigError
@@ -41,14 +52,16 @@ class KVTierConnector(OffloadingConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        self._outer = outer_connector()
+        policy = (self._outer or vllm_config.kv_transfer_config).kv_load_failure_policy
         if policy != "recompute":
             raise ConfigError(
                 f'KVTierConnector: kv_load_failure_policy is "{policy}", so requests would end with an error '
                 'where a load fails: set it to "recompute", or use the OffloadingConnector'
             )
-        with providing_engine(EngineContext(vllm_config, kv_cache_config)):
+        with providing_engine(EngineContext(vllm_config, kv_cache_config, sees_blocks=True)):
             super().__init__(vllm_config, role, kv_cache_config)
+        self._last_tables: dict[str, Sequence[Sequence[int]]] = {}  # requests that ended since the last step
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
         if self.connector_scheduler is not None:
@@ -64,27 +77,78 @@ class KVTierConnector(OffloadingConnector):
         self._worker.report_failed_loads()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See vLLM: called in each worker and step. What has failed has also finished."""
+        """See vLLM: called in each worker and step. Failed requests have finished, too."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
             results.failed_recving |= self._worker.take_failed_requests()
         return results
 
+    def on_new_request(self, request: Request) -> None:
+        """See vLLM: the scheduler's process. A request whose KV another one brings asks no tier."""
+        params = request.kv_transfer_params
+        if self._outer is not None and params and params.get("do_remote_prefill"):
+            params.setdefault("kv_load_tiers", [])
+        super().on_new_request(request)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See vLLM: the scheduler's process. Before 0.33 it does not note what another connector gets."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not TRACKS_BLOCKS:
+            got = {block_id for group in blocks.get_block_ids() for block_id in group if block_id}
+            self.scheduler._current_batch_allocated_block_ids |= got
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See vLLM: called in the scheduler's process in each step. Stores of wrong blocks copy nothing."""
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, OffloadingConnectorMetadata)
+        state = scheduler_output.kv_connector_block_state
+        handed_over = {} if state is None else state.boundary_state_offloads
+        for job in metadata.store_jobs.values():
+            if not self._names_right_blocks(job, {block for _, block, _ in handed_over.get(job.req_id, ())}):
+                nothing = [0] * len(job.src_spec.group_sizes)
+                job.src_spec = GPULoadStoreSpec([], group_sizes=nothing, block_indices=nothing)
+        self._last_tables.clear()
+        return metadata
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM: called in the scheduler's process; models with one KV cache group."""
+        self._last_tables[request.request_id] = [block_ids]
         return self._with_params(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM: called in the scheduler's process."""
+        self._last_tables[request.request_id] = block_ids
         return self._with_params(request, super().request_finished_all_groups(request, block_ids))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See vLLM: called in the scheduler's process with what the workers of a step have told."""
+        """See vLLM: called in the scheduler's process with the reports of a step's workers."""
         if self._manager is not None and connector_output.failed_recving:
             self._manager.fail_loads(connector_output.failed_recving)
+        if self._manager is not None and connector_output.invalid_block_ids:
+            self._manager.fail_stores()
         super().update_connector_output(connector_output)
+
+    def _names_right_blocks(self, job: TransferJob, handed_over: set[int]) -> bool:
+        """Return whether a store names blocks of its request, or states that vLLM handed over."""
+        named, begin = job.src_spec, 0
+        groups = [config.group_idx for config in self.scheduler.config.kv_group_configs]
+        for group, size, place in zip(groups, named.group_sizes, named.block_indices, strict=True):
+            blocks = named.block_ids[begin : begin + size].tolist()
+            begin += size
+            if handed_over.issuperset(blocks):
+                continue
+            if (table := self._last_tables.get(job.req_id)) is not None:
+                held = table[group][place:]
+            else:
+                cache = self._kv_cache_manager.get_blocks(job.req_id)
+                held = [block.block_id for block in cache.blocks[group][place:]]
+            if not may_hold(held, blocks):
+                return False
+        return True
 
     def _with_params(
         self, request: Request, result: tuple[bool, dict[str, Any] | None]
@@ -93,8 +157,22 @@ class KVTierConnector(OffloadingConnector):
         delays_free, params = result
         if self._manager is None or request.status is RequestStatus.FINISHED_ABORTED:
             return result
-        ours = self._manager.response_params(request.request_id, request.kv_transfer_params)
+        asked = request.kv_transfer_params if self._outer is None else None  # else another one brings the KV
+        ours = self._manager.response_params(request.request_id, asked)
         return delays_free, params or ours
+
+
+def may_hold(table: Sequence[int], named: Sequence[int]) -> bool:
+    """Return whether ``named`` are blocks of ``table``, in order, and the first one is at its front.
+
+    A block that has left a window is 0 in the table; vLLM forgets it when another request gets it.
+    """
+    if not named:
+        return True
+    if not table or table[0] not in (named[0], 0):
+        return False
+    known, places = set(table), iter(table)
+    return all(block in places for block in named if block in known or 0 not in known)
 
 
 def _require(part: object, kind: type[Any]) -> Any:
@@ -104,3 +182,6 @@ def _require(part: object, kind: type[Any]) -> Any:
             "in kv_connector_extra_config to KVTierOffloadingSpec"
         )
     return part
+
+
+register()  # vLLM looks up the class by name for the statistics of MultiConnector's children

@@ -18,6 +18,7 @@ from kvtier.adapters.vllm._compat import (
     CacheHitSource,
     EngineContext,
     engine_context,
+    outer_connector,
     warn_if_untested,
 )
 
@@ -75,6 +76,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = engine_context()
+        self._is_blind = _has_neighbours() and not self._engine.sees_blocks
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
@@ -101,6 +103,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _make_manager(self) -> KVTierManager:
         warn_if_untested()
+        if self._is_blind:
+            logger.warning(
+                "nothing is stored: OffloadingConnector does not know the blocks that the other connectors "
+                "write to; use KVTierConnector in its place"
+            )
         region = self._open_region()
         region.claim()
         region.start_guard()
@@ -129,6 +136,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             steps=self._step_meter(core, chunk_tokens, windowed),
             explainer=Explainer(self._settings.tier_names, chunk_tokens, self._settings.explain_rate),
+            names_resumed=self._engine.vllm_config.use_v2_model_runner,
+            is_blind=self._is_blind,
             drain_s=self._settings.drain_on_shutdown_s,
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
@@ -242,6 +251,20 @@ class KVTierOffloadingSpec(OffloadingSpec):
             "eviction_policy": self._settings.eviction_policy,
             "secondary_tiers": ",".join(self._settings.tier_names),
         }
+
+
+def _has_neighbours() -> bool:
+    """Return whether the engine has other connectors; raise ConfigError if one of them is kvtier's, too."""
+    if (outer := outer_connector()) is None:
+        return False
+    children = outer.kv_connector_extra_config.get("connectors", ())
+    specs = [child.get("kv_connector_extra_config", {}).get("spec_name") for child in children]
+    if specs.count(KVTierOffloadingSpec.__name__) > 1:
+        raise ConfigError(
+            f"{outer.kv_connector} has two connectors with kvtier's spec, which would use the same memory: "
+            "keep one, and list all tiers in its secondary_tiers"
+        )
+    return len(children) != 1
 
 
 def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozenset[int]:

@@ -13,7 +13,19 @@ from kvtier._core.tiers.admission import Limits
 from kvtier.errors import StateError
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
-from tests.unit.core.world import COPIED, LOCATED, MISSING, answer, keys, make, puts, reserve, step, store
+from tests.unit.core.world import (
+    COPIED,
+    LOCATED,
+    MISSING,
+    answer,
+    ask_all,
+    keys,
+    make,
+    puts,
+    reserve,
+    step,
+    store,
+)
 
 # --- stores --------------------------------------------------------------------------------------
 
@@ -137,3 +149,16 @@ def test_a_request_s_id_does_not_forge_lines_of_the_log():
     request.move(RequestEvent.ENDED)
     with pytest.raises(StateError, match=r"request 'a\\nERROR forged' is CLOSED"):
         request.move(RequestEvent.ENDED)
+
+
+def test_a_preempted_request_stores_nothing_until_it_is_looked_up() -> None:
+    core, request = make(4), Request("a")
+    core.restart(request)
+    assert request.no_store is None, "it never had blocks"
+    request.is_placed = True
+    core.restart(request)
+    assert request.no_store == "preempted"
+    ask_all(core, request, keys("k", 1))
+    assert request.no_store is None
+    core.restart(request)  # by a reset before this round
+    assert request.no_store is None
