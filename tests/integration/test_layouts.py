@@ -212,6 +212,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
             num_gpu_blocks_override=NUM_BLOCKS,
             prefix_cache_retention_interval=None,
         ),
+        instance_id="layouts",
         attention_config=SimpleNamespace(hisparse_config=None),
         compilation_config=SimpleNamespace(static_forward_context={}),
         kv_events_config=None,
