@@ -46,7 +46,7 @@ class Status(IntEnum):
     Attributes:
         OK: put: the tier has the chunk; get: its bytes are in the slot.
         ABSENT: get: the tier does not have the chunk.
-        CORRUPT: get: the stored bytes are damaged; the tier has set them aside.
+        CORRUPT: get: the stored bytes are damaged. If the tier ``verifies``, it has set them aside.
         REFUSED: put: the tier has no room.
         FAILED: the backend failed; ``Outcome.reasons`` says why.
     """
@@ -359,6 +359,14 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     @abstractmethod
     async def get(self, batch: Batch) -> Outcome:
         """Write the chunks of ``batch`` into their slots. A slot that is not OK may have any contents."""
+
+    async def reread(self, batch: Batch) -> Outcome:
+        """Get chunks whose first get was damaged, past caches and over a new connection if possible.
+
+        kvtier discards a chunk, for all who share it, only if both gets returned the same damaged bytes or
+        CORRUPT. Answer FAILED if the bytes may have been damaged on the way, or were not put by kvtier.
+        """
+        return await self.get(batch)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record that ``keys`` were just loaded from the primary tier. For tiers that evict by recency.

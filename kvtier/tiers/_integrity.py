@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import anyio
+import crc32c
 
 from kvtier._core.messages import Put
 from kvtier._core.tiers.backoff import RandomSource
+from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Batch, SlotChecksums, Status
 from kvtier.tiers._drain import in_thread
 from kvtier.tiers._seal import Integrity, check, seal
 
 T = TypeVar("T")
+_HOUR_S = 3600.0
+_MOST_DISCARDS = 16
+_SKIP_S = 600.0
+_MOST_SKIPPED = 4096
+
+
+class DamagedRead(NamedTuple):
+    """A chunk that a get returned damaged. Two reads of damaged storage are equal, two bad reads are not.
+
+    Attributes:
+        found: what is wrong with it.
+        content: its trailer and the checksum of its bytes; None if the tier itself said CORRUPT.
+    """
+
+    found: Integrity
+    content: tuple[bytes, int] | None
+
+
+class Suspects:
+    """Chunks that this host read damaged and did not discard. It skips them for a while.
+
+    Other engines may read them well, so only ``_MOST_DISCARDS`` an hour are discarded: a host with bad memory
+    would empty a shared tier.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[OffloadKey, float] = {}
+        self._discarded_s: deque[float] = deque(maxlen=_MOST_DISCARDS)
+
+    def discard_or_skip(self, key: OffloadKey, *, is_confirmed: bool, now_s: float) -> str:
+        """Return why a chunk is skipped from now on; "" if it may be discarded, which is counted."""
+        if not is_confirmed:
+            why = "a second read did not confirm it"
+        elif len(self._discarded_s) == _MOST_DISCARDS and now_s < self._discarded_s[0] + _HOUR_S:
+            why = f"{_MOST_DISCARDS} were discarded within an hour"
+        else:
+            self._discarded_s.append(now_s)
+            return ""
+        if len(self._until_s) >= _MOST_SKIPPED:
+            self._until_s.pop(next(iter(self._until_s)))
+        self._until_s[key] = now_s + _SKIP_S
+        return why
+
+    def without_skipped(
+        self, keys: Sequence[OffloadKey], found: Sequence[bool], now_s: float
+    ) -> Sequence[bool]:
+        """Return ``found`` with False for the chunks that are skipped now."""
+        if not self._until_s:
+            return found
+        return [there and now_s >= self._until_s.get(key, 0.0) for key, there in zip(keys, found, strict=True)]
 
 
 class IntegrityChecks:
@@ -35,10 +88,9 @@ class IntegrityChecks:
         """Fill in the trailers of a batch that is about to be put."""
         await self._in_thread(_seal_all, batch, self._digest)
 
-    async def corrupt(self, batch: Batch, statuses: Sequence[Status]) -> dict[int, Integrity]:
-        """Return which chunks of a get are not what was put, and what is wrong with them."""
-        found = await self._in_thread(_check_all, batch, statuses, self._digest)
-        return {index: integrity for index, integrity in enumerate(found) if integrity.is_corrupt}
+    async def damaged(self, batch: Batch, statuses: Sequence[Status]) -> dict[int, DamagedRead]:
+        """Return the chunks of a get that are not what was put, by their position."""
+        return await self._in_thread(_damaged, batch, statuses, self._digest)
 
     async def are_slots_intact(self, command: Put) -> bool:
         """Return whether the slots hold what was stored: else their trailers would fit the damage."""
@@ -64,8 +116,12 @@ def _seal_all(batch: Batch, digest: bytes) -> None:
         batch.trailers[index] = seal(key, view, digest)
 
 
-def _check_all(batch: Batch, statuses: Sequence[Status], digest: bytes) -> list[Integrity]:
-    return [
-        check(trailer, key, view, digest) if status == Status.OK else Integrity.SOUND
-        for key, view, trailer, status in zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
-    ]
+def _damaged(batch: Batch, statuses: Sequence[Status], digest: bytes) -> dict[int, DamagedRead]:
+    found = {}
+    chunks = zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
+    for index, (key, view, trailer, status) in enumerate(chunks):
+        if status == Status.CORRUPT:
+            found[index] = DamagedRead(Integrity.TORN, None)
+        elif status == Status.OK and (integrity := check(trailer, key, view, digest)).is_corrupt:
+            found[index] = DamagedRead(integrity, (bytes(trailer), crc32c.crc32c(view)))
+    return found

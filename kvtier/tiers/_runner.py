@@ -44,7 +44,7 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers._drain import call_soon
 from kvtier.tiers._faults import reason_of, require_fault, words_of
-from kvtier.tiers._integrity import IntegrityChecks
+from kvtier.tiers._integrity import DamagedRead, IntegrityChecks, Suspects
 from kvtier.tiers._loop_clock import LoopClock
 from kvtier.tiers._retry import Progress, Retries
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
@@ -56,6 +56,7 @@ Post = Callable[[Event], None]
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
 _LOG_EVERY_S = 10.0
+_REREAD_SHARE = 0.25  # of the deadline, which costs all chunks of the get
 
 
 class TierRunner:
@@ -94,6 +95,7 @@ class TierRunner:
             named.name, identity, memory.chunk_bytes, self._note_removed, self._note_lost
         )
         self._integrity = IntegrityChecks(identity.short_digest, slot_checksums, threads, chance)
+        self._suspects = Suspects()
         self._reasons = reasons.TRANSFER.keys() | named.tier.reasons.keys()
         self._log_limit = LogLimit(_LOG_EVERY_S)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -234,6 +236,7 @@ class TierRunner:
         self._require_usable(epoch)
         count = len(command.keys)
         found = [True] * count if command.located else await self._find(command, epoch, progress)
+        found = self._suspects.without_skipped(command.keys, found, self._now_s())
         answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
         run = min(found.index(False) if False in found else count, len(command.slots))
         if not run:
@@ -254,18 +257,39 @@ class TierRunner:
         outcome = self._complete(await self._tier.get(batch), len(batch))
         if self._tier.verifies:
             return outcome
-        corrupt = await self._integrity.corrupt(batch, outcome.statuses)
-        if not corrupt:
-            return outcome
-        statuses = list(outcome.statuses)
-        counts = Counter(outcome.reasons)
-        for index, found in corrupt.items():
-            statuses[index] = Status.CORRUPT
-            counts[found] += 1
-            text = f"chunk {batch.keys[index].hex()} failed its integrity check ({found}): it is a miss"
-            self._log(logging.ERROR, found, text)
-        await self._discard([batch.keys[index] for index in corrupt])
-        return Outcome(statuses, counts)
+        damaged = await self._integrity.damaged(batch, outcome.statuses)
+        return await self._settle(batch, outcome, damaged) if damaged else outcome
+
+    async def _settle(self, batch: Batch, outcome: Outcome, damaged: dict[int, DamagedRead]) -> Outcome:
+        """Read damaged chunks again; discard those that are damaged in the tier, and skip the others here."""
+        statuses, counts, discarded = list(outcome.statuses), Counter(outcome.reasons), []
+        again = batch.part(list(damaged))
+        for index, key, second in zip(damaged, again.keys, await self._read_again(again), strict=True):
+            first, why = damaged[index], "sound when read again"
+            statuses[index] = Status.OK if second is Status.OK else Status.CORRUPT
+            if second is not Status.OK:
+                counts[first.found] += first.content is not None  # else the tier has given its reason
+                why = self._suspects.discard_or_skip(key, is_confirmed=first == second, now_s=self._now_s())
+            if why:
+                text = f"this host read chunk {key.hex()} damaged ({first.found}), and keeps it: {why}; "
+                self._warn("damaged", text + "check this host's memory and its way to the tier")
+            else:
+                discarded.append(key)
+                text = f"chunk {key.hex()} failed its integrity check ({first.found}) twice: it is discarded"
+                self._log(logging.ERROR, first.found, text)
+        if discarded:
+            await self._discard(discarded)
+        return self._complete(Outcome(statuses, counts), len(batch))
+
+    async def _read_again(self, batch: Batch) -> Sequence[Status | DamagedRead]:
+        try:
+            async with self._clock.timeout_at(self._now_s() + self._deadline_s * _REREAD_SHARE):
+                outcome = self._complete(await self._tier.reread(batch), len(batch))
+            damaged = await self._integrity.damaged(batch, outcome.statuses)
+        except BaseException as error:
+            require_fault(error)
+            return (Status.FAILED,) * len(batch)
+        return [damaged.get(index, status) for index, status in enumerate(outcome.statuses)]
 
     async def _find(self, command: Get, epoch: Epoch, progress: Progress) -> list[bool]:
         keys, addresses = command.keys, command.addresses

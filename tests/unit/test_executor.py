@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import subprocess
 import sys
 import threading
@@ -446,10 +447,13 @@ async def test_a_tier_that_does_not_close_is_given_up() -> None:
 # --- integrity -----------------------------------------------------------------------------------
 
 
-class Forger(DummyTier):
-    """Hands out trailers that ``forge`` has had its hands on, of the chunks in ``forged``."""
+Forge = Callable[[Batch, int, tuple[bytes, bytes]], object]
 
-    def __init__(self, forge: Callable[[Batch, int], object], forged: Sequence[int]) -> None:
+
+class Forger(DummyTier):
+    """Returns the chunks in ``forged`` as ``forge`` changes them; its third argument is chunk 1 as stored."""
+
+    def __init__(self, forge: Forge, forged: Sequence[int]) -> None:
         super().__init__(DummyConfig())
         self._forge = forge
         self._forged = set(keys(forged))
@@ -458,25 +462,24 @@ class Forger(DummyTier):
         outcome = await super().get(batch)
         for index, one in enumerate(batch.keys):
             if one in self._forged:
-                self._forge(batch, index)
+                self._forge(batch, index, self._chunks[key(1)])
         return outcome
 
 
-def _other_trailer(batch: Batch, index: int) -> None:
-    batch.trailers[index] = batch.trailers[0]
+def _other_trailer(batch: Batch, index: int, other: tuple[bytes, bytes]) -> None:
+    batch.trailers[index] = other[1]
 
 
-def _no_trailer(batch: Batch, index: int) -> None:
+def _no_trailer(batch: Batch, index: int, _: object) -> None:
     batch.trailers[index] = b""
 
 
-def _wrong_byte(batch: Batch, index: int) -> None:
+def _wrong_byte(batch: Batch, index: int, _: object) -> None:
     batch.views[index][CHUNK_BYTES - 1] ^= 1
 
 
-def _other_chunk(batch: Batch, index: int) -> None:
-    batch.views[index][:] = batch.views[0]
-    _other_trailer(batch, index)
+def _other_chunk(batch: Batch, index: int, other: tuple[bytes, bytes]) -> None:
+    batch.views[index][:], batch.trailers[index] = other
 
 
 @pytest.mark.parametrize(
@@ -488,9 +491,7 @@ def _other_chunk(batch: Batch, index: int) -> None:
         (_no_trailer, "torn"),
     ],
 )
-async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
-    forge: Callable[[Batch, int], object], reason: str
-) -> None:
+async def test_a_chunk_damaged_in_the_tier_is_discarded(forge: Forge, reason: str) -> None:
     tier = Forger(forge, [2])
     async with world(tier) as it:
         await it.hold([1, 2, 3])
@@ -498,6 +499,52 @@ async def test_a_chunk_that_is_not_what_was_put_is_missing_and_discarded(
         assert (list(event.answers), event.reasons) == ([COPIED, MISSING, COPIED], {reason: 1})
         assert (it.bytes_in(10), it.bytes_in(12)) == (content(1), content(3))
         assert tier.known(keys([1, 2, 3])) == [Knowledge.PRESENT, Knowledge.ABSENT, Knowledge.PRESENT]
+
+
+class ReadsBadly(DummyTier):
+    """Stores sound chunks, and flips one bit of each chunk on the way back."""
+
+    bad_rereads = False
+
+    async def get(self, batch: Batch) -> Outcome:
+        outcome = await super().get(batch)
+        for view in batch.views:
+            view[random.randrange(CHUNK_BYTES)] ^= 1 << random.randrange(8)
+        return outcome
+
+    async def reread(self, batch: Batch) -> Outcome:
+        return await (self.get(batch) if self.bad_rereads else super().get(batch))
+
+
+async def test_a_chunk_that_is_sound_when_read_again_is_a_hit(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(ReadsBadly(DummyConfig())) as it:
+        await it.hold([1, 2])
+        event = await it.ended(it.fetch([1, 2], [10, 11]))
+        assert (list(event.answers), event.reasons) == ([COPIED, COPIED], {})
+        assert (it.bytes_in(10), it.bytes_in(11)) == (content(1), content(2))
+    assert "this host read chunk" in caplog.text
+
+
+async def test_a_bad_reader_discards_nothing_and_skips_what_it_read() -> None:
+    tier = ReadsBadly(DummyConfig())
+    tier.bad_rereads = True
+    async with world(tier) as it:
+        await it.hold(range(20))
+        event = await it.ended(it.fetch(range(20)))
+        assert (set(event.answers), event.reasons) == ({MISSING}, {"checksum": 20})
+        assert set(tier.known(keys(range(20)))) == {Knowledge.PRESENT}
+        for located in (False, True):
+            event = await it.ended(it.fetch(range(20), located=located))
+            assert (set(event.answers), event.reasons) == ({MISSING}, {})
+
+
+async def test_few_chunks_an_hour_are_discarded() -> None:
+    tier = Forger(_wrong_byte, range(20))
+    async with world(tier) as it:
+        await it.hold(range(20))
+        event = await it.ended(it.fetch(range(20)))
+        assert event.reasons == {"checksum": 20}
+        assert tier.known(keys(range(20))).count(Knowledge.ABSENT) == 16
 
 
 # --- what it is doing ------------------------------------------------------------------------------
