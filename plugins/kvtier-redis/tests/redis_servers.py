@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 from redis.backoff import NoBackoff
@@ -113,17 +113,25 @@ class Server:
             return False
 
 
+class Port(Protocol):
+    port: int
+
+
+def tier(*servers: Port, **settings: Any) -> RedisTier:
+    """Return a tier on servers that is not open."""
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    return RedisTier(RedisConfig(**{"addresses": addresses, "deadline_s": GENEROUS_S, **settings}))
+
+
 def opened(
-    *servers: Server,
+    *servers: Port,
     name: str = "cache",
     identity: Identity = IDENTITY,
     chunk_bytes: int = 256 * 1024,
     **settings: Any,
 ) -> AbstractAsyncContextManager[TierRig]:
     """Open a tier on servers, and close it at the end."""
-    addresses = [f"127.0.0.1:{server.port}" for server in servers]
-    tier = RedisTier(RedisConfig(**{"addresses": addresses, "deadline_s": GENEROUS_S, **settings}))
-    return TierRig(tier, identity, chunk_bytes).opened(name=name)
+    return TierRig(tier(*servers, **settings), identity, chunk_bytes).opened(name=name)
 
 
 class TlsServer:
@@ -132,15 +140,9 @@ class TlsServer:
     PASSWORD = "correct horse"
 
     def __init__(self, directory: Path) -> None:
-        import trustme  # which those who borrow these servers do without
-
         directory.mkdir(parents=True, exist_ok=True)
-        ca, cert, key = (str(directory / name) for name in ("ca.pem", "cert.pem", "key.pem"))
-        authority = trustme.CA()
-        issued = authority.issue_cert("127.0.0.1", "localhost")
-        authority.cert_pem.write_to_path(ca)
-        issued.private_key_pem.write_to_path(key)
-        issued.cert_chain_pems[0].write_to_path(cert)
+        ca, cert, key = self._files = [str(directory / name) for name in ("ca.pem", "cert.pem", "key.pem")]
+        self._issue()
         self.server = Server(
             directory,
             f"--tls-ca-cert-file {ca} --tls-cert-file {cert} --tls-key-file {key} --maxmemory 2gb",
@@ -151,6 +153,22 @@ class TlsServer:
         )
         self.settings = {"tls": True, "username": "kv", "password": self.PASSWORD}
         self.settings |= {"tls_ca_file": ca, "tls_cert_file": cert, "tls_key_file": key}
+
+    def rotate(self) -> None:
+        """Start the server again with a new authority and new certificates, in the same files."""
+        self.server.kill()
+        self._issue()
+        self.__enter__()
+
+    def _issue(self) -> None:
+        import trustme  # which those who borrow these servers do without
+
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1", "localhost")
+        for pem, file in zip(
+            (authority.cert_pem, issued.cert_chain_pems[0], issued.private_key_pem), self._files, strict=True
+        ):
+            pem.write_to_path(file)
 
     def __enter__(self) -> TlsServer:
         try:

@@ -11,16 +11,20 @@ from typing import Any
 import anyio
 import pytest
 import redis_servers
-from redis_servers import GENEROUS_S, Server, opened
+from forgetful_proxy import ForgetfulProxy
+from redis_servers import GENEROUS_S, Server, TlsServer, opened
 
+from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers.driver import Driver
 from kvtier_testing.tiers.rig import Slots, key, keys
 
 pytestmark = pytest.mark.anyio
 DEADLINE_S = 1.0
 GRACE_S = 9.0
+CHUNK_BYTES = 256 * 1024
 HANGING: dict[str, Any] = {"deadline_s": DEADLINE_S, "connect_timeout_s": 30.0}
 """Anything but the deadline takes far longer than the grace."""
 
@@ -181,6 +185,67 @@ async def test_a_user_who_loses_permissions_or_the_password_is_denied(
             assert (await it.outcome_of_get(range(2))).reasons == {"denied": 2}
     assert "denied" in caplog.text
     assert "hunter2" not in caplog.text + repr(it.tier.config)
+
+
+async def test_a_rotated_password_is_read_again(own_server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("old")
+    commands = {"file": {"password_file": file}, "command": {"password_command": ["cat", str(file)]}}
+    for login in commands.values():
+        file.write_text("old")
+        own_server.add_user("kv", "old", f"resetpass >old ~* {redis_servers.ACL}")
+        async with opened(own_server, username="kv", **login) as it:
+            await it.outcome_of_put(range(4))
+            file.write_text("new")
+            own_server.add_user("kv", "new", "<old")
+            with own_server.client() as client:
+                client.execute_command("CLIENT", "KILL", "USER", "kv")
+            await until_ok(lambda: it.outcome_of_get(range(4)))
+
+
+async def test_rotated_tls_files_are_read_again(tmp_path: Path) -> None:
+    with TlsServer(tmp_path) as tls:
+        async with opened(tls.server, **tls.settings) as it:
+            await it.outcome_of_put(range(2))
+            await anyio.to_thread.run_sync(tls.rotate)
+            await until_ok(lambda: it.outcome_of_put(range(4, 8)))
+
+
+async def test_a_bad_link_removes_no_keys(own_server: Server) -> None:
+    with ForgetfulProxy(own_server.port) as proxy, own_server.client() as client:
+        driver = Driver(TierRig(redis_servers.tier(proxy), redis_servers.IDENTITY, CHUNK_BYTES), 32)
+        async with driver.executor:
+            await driver.put(range(24))
+            proxy.flips = 5
+            fetched = await driver.fetch(range(24))
+            assert proxy.flips == 0
+            driver.check_copied(range(24), fetched)
+            assert {Answer(answer).name for answer in fetched.answers} == {"COPIED"}  # at the second read
+            proxy.flips = 500
+            driver.check_copied(range(24), await driver.fetch(range(24)))
+        assert len(client.keys("*:*:*:*")) == 24
+
+
+async def test_connections_that_a_firewall_forgot_cost_one_timeout(own_server: Server) -> None:
+    with ForgetfulProxy(own_server.port) as proxy:
+        async with opened(proxy, deadline_s=DEADLINE_S, connections=4) as it:
+            await it.outcome_of_put(range(64))  # over several connections
+            await it.outcome_of_get(range(64))
+            proxy.forget()
+            assert (await it.outcome_of_get(range(4))).reasons == {"timeout": 4}
+            for _ in range(8):
+                assert await all_ok(it, range(64))
+
+
+async def test_idle_connections_are_not_used_again(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_redis._client._IDLE_S", 0.0)
+    with ForgetfulProxy(own_server.port) as proxy:
+        async with opened(proxy) as it:
+            await it.outcome_of_put(range(4))
+            proxy.forget()
+            assert await all_ok(it, range(4))
 
 
 @pytest.fixture

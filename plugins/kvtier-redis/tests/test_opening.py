@@ -94,6 +94,51 @@ async def test_a_password_from_a_file_is_used_and_never_shown(
     assert "hunter2" not in text + caplog.text
 
 
+async def test_a_password_command_prints_the_password(tmp_path: Path, own_server: Server) -> None:
+    own_server.add_user("kv", "hunter2")
+    for command, words in (
+        (["sh", "-c", "echo hunter2; exit 3"], "password_command = 'sh' failed (exit status 3)"),
+        (["true"], "password_command = 'true' has no password on its first line"),
+        ([str(tmp_path / "none")], "cannot be run (No such file or directory)"),
+    ):
+        text = await problem(own_server, username="kv", password_command=command)
+        assert words in text
+        assert "hunter2" not in text
+    async with opened(own_server, username="kv", password_command=["echo", "hunter2"]) as it:
+        await check_put(it)
+
+
+@pytest.mark.parametrize("refused", [("client",), ("client", "info", "role", "touch")], ids="+".join)
+async def test_commands_that_a_service_refuses(
+    tmp_path: Path, refused: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Server(tmp_path / "acl") as denied:
+        denied.add_user("kv", "right", f"~* {redis_servers.ACL} " + " ".join(f"-{name}" for name in refused))
+        await check_degraded(denied, refused, caplog, username="kv", password="right")
+    renamed = " ".join(f"--rename-command {name.upper()} ''" for name in refused)
+    with Server(tmp_path / "renamed", renamed) as server:
+        await check_degraded(server, refused, caplog)
+
+
+async def check_degraded(
+    server: Server, refused: tuple[str, ...], caplog: pytest.LogCaptureFixture, **login: Any
+) -> None:
+    """The tier works without what a server refuses, and says so."""
+    caplog.clear()
+    if "info" in refused:
+        assert "refuses INFO: set max_bytes" in await problem(server, **login)
+    async with opened(server, max_bytes="1GiB", **login) as it:
+        await check_put(it)
+        assert set(await it.get(range(2))) == {Status.OK}
+        await it.tier.reset()
+        await check_put(it)
+    for name in {"info", "role"}.intersection(refused):
+        assert f"refuses {name.upper()}: " in caplog.text
+    if "info" in refused:
+        async with opened(server, max_bytes="600KiB", **login) as it:
+            assert set(await it.put(range(10, 12))) == {Status.REFUSED}
+
+
 async def test_wrong_passwords_of_sentinels_and_of_their_primary(tmp_path: Path) -> None:
     with (
         Server(tmp_path / "primary") as primary,
@@ -217,12 +262,15 @@ SENTINEL = {"mode": "sentinel", "sentinel_master": "kv"}
         ({"mode": "cluster", "db": 1}, "a cluster has only database 0"),
         ({"mode": "sentinel"}, "sentinel_master is missing"),
         ({"sentinel_master": "kv"}, "set mode to 'sentinel'"),
-        ({"sentinel_password": "hunter2"}, "sentinel_password and sentinel_password_file are for mode"),
+        ({"sentinel_password": "hunter2"}, "sentinel_password: for mode sentinel only, remove it"),
         (
             {**SENTINEL, "sentinel_password": "hunter2", "sentinel_password_file": "/p"},
-            "give sentinel_password or sentinel_password_file, not both",
+            "give one of sentinel_password and sentinel_password_file",
         ),
-        ({"password": "hunter2", "password_file": "/p"}, "not both"),
+        (
+            {"password": "hunter2", "password_file": "/p", "password_command": ["x"]},
+            "give one of password and password_file and password_command",
+        ),
         ({"tls_ca_file": "/ca"}, "need tls = true"),
         ({"tls": True, "tls_key_file": "/key"}, "tls_key_file needs tls_cert_file"),
         ({"pasword": "hunter2"}, "did you mean password?"),

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +17,8 @@ import redis
 from pydantic import SecretStr
 from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError, ResponseError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -19,17 +28,32 @@ from kvtier_redis.config import Address, RedisConfig
 _VERIFY: Final = {"full": ("required", True), "chain": ("required", False), "none": ("none", False)}
 
 
-class PasswordFileError(Exception):
-    """A password file is unusable; the message names the setting."""
+_KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""A middlebox that forgets idle connections sees traffic, or the dead connection ends after a minute."""
+
+_IDLE_S: Final = 60.0
+_COMMAND_TIMEOUT_S: Final = 30.0
+_COMMAND_VALID_S: Final = 60.0
+_PASSWORDS_HIDDEN: Final = 8
+
+
+class PasswordError(AuthenticationError):
+    """There is no usable password; the message names the setting."""
 
 
 class _WithSocket:
-    """A redis-py connection that keeps its socket where it can be used directly."""
+    """A redis-py connection that keeps its socket where it can be used directly.
+
+    Attributes:
+        made_s, used_s: when it was connected and used last, on the monotonic clock.
+    """
 
     sock: socket.socket
+    made_s = used_s = 0.0
 
     def _connect(self) -> socket.socket:
         self.sock = super()._connect()  # type: ignore[misc]
+        self.made_s = self.used_s = time.monotonic()
         return self.sock
 
 
@@ -42,59 +66,165 @@ class _Tls(_WithSocket, SSLConnection): ...
 class _Unix(_WithSocket, UnixDomainSocketConnection): ...
 
 
+class Pool(redis.ConnectionPool):
+    """The connections to one server. One that a firewall may have forgotten is replaced before its use."""
+
+    _renewed_s = 0.0
+
+    def renew(self) -> None:
+        """Replace all connections that exist, each before its next use."""
+        self._renewed_s = time.monotonic()
+
+    def get_connection(self, *args: Any, **options: Any) -> Any:
+        """Return a connection that was made since ``renew``, and used within a minute or not at all."""
+        connection: Any = super().get_connection(*args, **options)
+        if connection.made_s < self._renewed_s or connection.used_s + _IDLE_S < time.monotonic():
+            connection.disconnect()
+            try:
+                connection.connect()
+            except BaseException:
+                self.release(connection)
+                raise
+        return connection
+
+    def release(self, connection: Any) -> None:
+        """Keep a connection for its next use."""
+        connection.used_s = time.monotonic()
+        super().release(connection)
+
+
+class _Login(CredentialProvider):
+    """The credentials of new connections. Each connection reads the password's file again.
+
+    A command's password is used for a minute, and no longer once the server has refused it.
+    """
+
+    def __init__(self, config: RedisConfig, prefix: str) -> None:
+        self._username: str | None = getattr(config, f"{prefix}username")
+        self._given: SecretStr | None = getattr(config, f"{prefix}password")
+        self._file: Path | None = getattr(config, f"{prefix}password_file")
+        self._command: tuple[str, ...] | None = getattr(config, f"{prefix}password_command")
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._valid_until_s = 0.0
+        self.passwords: deque[str] = deque(maxlen=_PASSWORDS_HIDDEN)
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return the user's name, if there is one, and the password."""
+        password = self._password()
+        if password and password not in self.passwords:
+            self.passwords.append(password)
+        if self._username:
+            return self._username, password or ""
+        return (password,) if password else ()  # type: ignore[return-value]  # redis-py then sends no AUTH
+
+    def renew(self) -> None:
+        """Run the command again for the next connection."""
+        self._valid_until_s = 0.0
+
+    def _password(self) -> str | None:
+        """Return the password.
+
+        Raises:
+            PasswordError: the file or the command has none.
+        """
+        if self._file is not None:
+            return self._first_line(f"password_file = {str(self._file)!r}", self._file.read_bytes)
+        if self._command is None:
+            return self._given.get_secret_value() if self._given is not None else None
+        with self._lock:  # one run for all connections
+            if time.monotonic() >= self._valid_until_s:
+                self._printed = self._first_line(f"password_command = {self._command[0]!r}", self._run)
+                self._valid_until_s = time.monotonic() + _COMMAND_VALID_S
+            return self._printed
+
+    def _run(self) -> bytes:
+        assert self._command is not None
+        return subprocess.run(
+            self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=True
+        ).stdout
+
+    def _first_line(self, setting: str, read: Callable[[], bytes]) -> str:
+        setting, why = self._prefix + setting, ""
+        try:
+            password = read().decode().partition("\n")[0].rstrip("\r")
+        except OSError as error:
+            why = f"cannot be {'read' if self._file else 'run'} ({error.strerror})"
+        except UnicodeDecodeError:
+            why = "is not UTF-8 text"
+        except subprocess.CalledProcessError as error:
+            why = f"failed (exit status {error.returncode})"
+        except subprocess.TimeoutExpired:
+            why = f"did not end within {_COMMAND_TIMEOUT_S:g} s"
+        if not why and not password:
+            why = "has no password on its first line"
+        if why:  # unchained: the causes may show the password
+            raise PasswordError(f"{setting} {why}")
+        return password
+
+
 class ClientFactory:
     """Makes redis-py objects from the settings. They never retry: the caller decides about that.
 
     Args:
         name: what CLIENT LIST shows as the name of the connections.
-
-    Raises:
-        PasswordFileError: a password file cannot be read.
     """
 
     def __init__(self, config: RedisConfig, name: str) -> None:
         self._config = config
-        self._common: dict[str, Any] = {
+        self._name = name
+        self._login = _Login(config, "")
+        self._sentinel_login = _Login(config, "sentinel_")
+
+    def redact(self, text: object) -> str:
+        """Return ``text`` without passwords: servers and proxies repeat the arguments of a refused AUTH."""
+        return conceal(str(text), (*self._login.passwords, *self._sentinel_login.passwords))
+
+    def pool(self, address: Address) -> Pool:
+        """Return a pool of connections to one server. It connects when one is taken."""
+        options = {**self._options(self._login), "db": self._config.db}
+        if address.path:
+            return Pool(_Unix, path=address.path, **options)
+        kind = _Tls if self._config.tls else _Tcp
+        where = {"host": address.host, "port": address.port}
+        return Pool(kind, **where, **options, **_tcp_options(self._config))
+
+    def client(self, address: Address) -> redis.Redis:
+        """Return a client of one server. It connects when it is first used."""
+        return redis.Redis.from_pool(self.pool(address))
+
+    def sentinel(self) -> Sentinel:
+        """Return a client of all sentinels."""
+        tls = {"ssl": self._config.tls, **_tcp_options(self._config)}
+        addresses = [(address.host, address.port) for address in self._config.parsed_addresses]
+        return Sentinel(addresses, sentinel_kwargs={**self._options(self._sentinel_login), **tls})
+
+    def _options(self, login: _Login) -> dict[str, Any]:
+        config = self._config
+        return {
             "socket_connect_timeout": config.connect_timeout_s,
             "socket_timeout": max(config.connect_timeout_s, config.deadline_s),
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,  # RESP 2 has no push messages
-            "client_name": name,
-            **_tls_options(config),
-        }
-        self._login = {"username": config.username, "password": _password(config, "password")}
-        self._sentinel_login = {
-            "username": config.sentinel_username,
-            "password": _password(config, "sentinel_password"),
+            "credential_provider": login,
+            "redis_connect_func": partial(_greet, login, self._name),
         }
 
-    def redact(self, text: object) -> str:
-        """Return ``text`` without passwords: servers and proxies repeat the arguments of a refused AUTH."""
-        passwords = (self._login["password"], self._sentinel_login["password"])
-        return conceal(str(text), filter(None, passwords))
 
-    def options(self) -> dict[str, Any]:
-        """Return redis-py's options of a connection, its address apart."""
-        return {**self._common, **self._login, "db": self._config.db}
+def _greet(login: _Login, name: str, connection: Any) -> None:
+    """Log in on a new connection. Its name is for operators only: a server may refuse to know it."""
+    try:
+        connection.on_connect()
+    except AuthenticationError:
+        login.renew()
+        raise
+    with suppress(ResponseError):
+        connection.send_command("CLIENT", "SETNAME", name)
+        connection.read_response()
 
-    def pool(self, address: Address) -> redis.ConnectionPool:
-        """Return a pool of connections to one server. It connects when one is taken."""
-        if address.path:
-            return redis.ConnectionPool(_Unix, path=address.path, **self.options())
-        kind = _Tls if self._config.tls else _Tcp
-        return redis.ConnectionPool(kind, host=address.host, port=address.port, **self.options())
 
-    def client(self, address: Address) -> redis.Redis:
-        """Return a client of one server. It connects when it is first used."""
-        if address.path:
-            return redis.Redis(unix_socket_path=address.path, **self.options())
-        return redis.Redis(host=address.host, port=address.port, ssl=self._config.tls, **self.options())
-
-    def sentinel(self) -> Sentinel:
-        """Return a client of all sentinels."""
-        options = {**self._common, **self._sentinel_login, "ssl": self._config.tls}
-        addresses = [(address.host, address.port) for address in self._config.parsed_addresses]
-        return Sentinel(addresses, sentinel_kwargs=options)
+def _tcp_options(config: RedisConfig) -> dict[str, Any]:
+    return {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE, **_tls_options(config)}
 
 
 def _tls_options(config: RedisConfig) -> dict[str, Any]:
@@ -111,22 +241,3 @@ def _tls_options(config: RedisConfig) -> dict[str, Any]:
         "ssl_check_hostname": check_hostname,
         **{name: str(path) for name, path in files.items() if path is not None},
     }
-
-
-def _password(config: RedisConfig, name: str) -> str | None:
-    """Return a password: the setting's value, or the first line of its file."""
-    path: Path | None = getattr(config, f"{name}_file")
-    if path is None:
-        given: SecretStr | None = getattr(config, name)
-        return given.get_secret_value() if given is not None else None
-    setting = f"{name}_file = {str(path)!r}"
-    try:
-        with path.open(encoding="utf-8") as file:
-            password = file.readline().rstrip("\r\n")
-    except OSError as error:
-        raise PasswordFileError(f"{setting} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError:  # its text would show the password
-        raise PasswordFileError(f"{setting} is not UTF-8 text") from None
-    if not password:
-        raise PasswordFileError(f"{setting} has no password on its first line")
-    return password

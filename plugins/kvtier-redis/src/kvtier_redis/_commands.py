@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier_redis._protocol import Buffer, ErrorReply, Reply, RespSocket, command, set_command
-from kvtier_redis._reasons import ABSENT, OK, TORN, Result, result_of
+from kvtier_redis._reasons import ABSENT, OK, TIMED_OUT, TORN, Result, result_of
 
 _WINDOW_BYTES: Final = 4 * 2**20  # a server buffers up to twice as much for each connection
 _PIPELINE_COMMANDS: Final = 512
@@ -22,13 +22,13 @@ class Chunk:
 
     Attributes:
         trailer: on a put stored with the bytes, on a get filled in.
-        result: None until it is known.
+        result: a timeout until it is known.
     """
 
     key: bytes
     view: memoryview
     trailer: bytearray
-    result: Result | None = None
+    result: Result = TIMED_OUT
 
 
 @dataclass(slots=True)
@@ -37,19 +37,23 @@ class Question:
 
     Attributes:
         reply: None until it has arrived.
-        result: why there is no answer; None where there is one.
+        result: why there is no answer; None if there is one.
     """
 
     key: bytes
     reply: Reply | None = None
-    result: Result | None = None
+    result: Result | None = TIMED_OUT
 
 
 def put(sock: RespSocket, chunks: Sequence[Chunk], ttl_s: int) -> None:
     """Store the chunks that are not there yet and set each ``result``."""
     expire = [command(b"EXPIRE", chunk.key, ttl_s) for chunk in chunks]
+    absent = []
     for chunk, reply in zip(chunks, pipeline(sock, expire), strict=True):
-        chunk.result = OK if reply == 1 else result_of(reply) if isinstance(reply, ErrorReply) else None
+        if reply == 0:
+            absent.append(chunk)
+        else:
+            chunk.result = result_of(reply) if isinstance(reply, ErrorReply) else OK
 
     def write(chunk: Chunk) -> list[Buffer]:
         return set_command(chunk.key, [chunk.view, chunk.trailer], ttl_s)
@@ -58,11 +62,11 @@ def put(sock: RespSocket, chunks: Sequence[Chunk], ttl_s: int) -> None:
         reply = sock.reply()
         chunk.result = result_of(reply) if isinstance(reply, ErrorReply) else OK
 
-    _in_groups(sock, [chunk for chunk in chunks if chunk.result is None], write, read)
+    _in_groups(sock, absent, write, read)
 
 
 def get(sock: RespSocket, chunks: Sequence[Chunk]) -> None:
-    """Fill the slots and set each ``result``. Values of a wrong length are removed from the server."""
+    """Fill the slots and set each ``result``."""
 
     def write(chunk: Chunk) -> list[Buffer]:
         return [command(b"GET", chunk.key)]
@@ -75,7 +79,6 @@ def get(sock: RespSocket, chunks: Sequence[Chunk]) -> None:
             chunk.result = {True: OK, False: TORN, None: ABSENT}[found]
 
     _in_groups(sock, chunks, write, read)
-    pipeline(sock, [command(b"UNLINK", chunk.key) for chunk in chunks if chunk.result is TORN])
 
 
 def pipeline(sock: RespSocket, commands: Sequence[bytes]) -> list[Reply]:

@@ -31,8 +31,8 @@ from redis.exceptions import (
 from redis.sentinel import MasterNotFoundError
 
 from kvtier.errors import IdentityError, TierError
-from kvtier.tiers import GuardedLogger, TierContext
-from kvtier_redis._client import ClientFactory
+from kvtier.tiers import TRAILER_BYTES, GuardedLogger, TierContext
+from kvtier_redis._client import ClientFactory, PasswordError, Pool
 from kvtier_redis.config import Address, RedisConfig
 
 PRIVATE: Final = "own-"
@@ -42,6 +42,12 @@ _SLOTS: Final = 16384
 _SHARE_OF_MEMORY: Final = 0.75
 _SCAN_KEYS: Final = 500
 _WAIT_FOR_REPLICAS_MS: Final = 1000
+_WITHOUT: Final = {
+    "info": ("INFO", "its memory use is estimated from its number of keys, and bounded by max_bytes"),
+    "role": ("ROLE", "it is taken for a primary until it refuses a write"),
+}
+"""Commands that managed services refuse, and what follows."""
+
 _log = GuardedLogger("kvtier.tiers.redis")
 
 
@@ -94,6 +100,7 @@ class ControlClient:
         self._factory = factory
         self._clients: dict[Address, redis.Redis] = {}
         self._is_closed = False
+        self._refused: set[tuple[Address, str]] = set()
         self._cache = f"{config.key_prefix}:{context.identity.namespace}"
 
     def open(self) -> tuple[Topology, str, MemoryUsage]:
@@ -112,7 +119,9 @@ class ControlClient:
         except (RedisError, OSError) as error:
             raise self._error(self._explain(error)) from None
         if usage.limit_bytes <= 0:
-            raise self._error("the server reports neither maxmemory nor total_system_memory: set max_bytes")
+            raise self._error(
+                "the server reports neither maxmemory nor total_system_memory, or refuses INFO: set max_bytes"
+            )
         return topology, epoch, usage
 
     def close(self) -> None:
@@ -142,10 +151,13 @@ class ControlClient:
         return PRIVATE + _token()
 
     def memory_usage(self, topology: Topology) -> MemoryUsage:
-        """Return the memory usage. Also touches the cache's own keys, so that they are not evicted first."""
-        usages = [self._on(address, _memory_usage) for address in topology.addresses]
+        """Return the memory usage. Also reads the cache's own keys, so that they are not evicted first."""
+        usages = [
+            self._ask(address, "info", _memory_usage, None) or self._on(address, self._estimated_usage)
+            for address in topology.addresses
+        ]
         for name in ("manifest", "epoch"):
-            self._on_key(topology, name, lambda client, key: client.touch(key))
+            self._on_key(topology, name, lambda client, key: client.get(key))
         limit = sum(usage.limit_bytes for usage in usages)
         max_bytes = int(self._config.max_bytes or limit)
         return MemoryUsage(
@@ -171,14 +183,16 @@ class ControlClient:
             self._on(address, remove)
 
     def _check_server(self, address: Address) -> None:
-        server = cast("Mapping[str, Any]", self._on(address, lambda client: client.info("server")))
+        mode = "cluster" if self._config.mode == "cluster" else "standalone"
+        server = self._ask(address, "info", lambda client: client.info("server"), {"redis_mode": mode})
         kind = str(server.get("redis_mode") or server.get("server_mode") or "standalone")
         if kind == "sentinel":
             raise self._error(f"{address} is a sentinel: set mode to 'sentinel', with sentinel_master")
         if (kind == "cluster") != (self._config.mode == "cluster"):
             mode = "cluster" if kind == "cluster" else "single"
             raise self._error(f"mode is {self._config.mode!r}, but {address} is {kind}: set mode to {mode!r}")
-        if self._on(address, lambda client: client.role())[0] not in (b"master", "master"):
+        role = self._ask(address, "role", lambda client: client.role(), [b"master"])
+        if role[0] not in (b"master", "master"):
             raise self._error(f"{address} is a replica and takes no writes: set addresses to its primary's")
 
     def _check_manifest(self, topology: Topology) -> None:
@@ -195,13 +209,16 @@ class ControlClient:
 
     def _advance(self, client: redis.Redis, key: str) -> None:
         client.set(key, _token())
-        replicas = int(cast("Mapping[str, Any]", client.info("replication")).get("connected_slaves", 0))
-        if replicas and cast("int", client.wait(replicas, _WAIT_FOR_REPLICAS_MS)) < replicas:
+        try:
+            replicas = int(cast("Mapping[str, Any]", client.info("replication")).get("connected_slaves", 0))
+            confirmed = cast("int", client.wait(replicas, _WAIT_FOR_REPLICAS_MS)) if replicas else 0
+        except ResponseError:  # INFO or WAIT is refused
+            replicas, confirmed = 1, 0
+        if confirmed < replicas:
             _log.warning(
-                "tier %s: reset not confirmed by all %d replicas within %d ms: after a failover to one of "
-                "them, engines that open later may find chunks from before the reset",
+                "tier %s: reset not confirmed by all replicas within %d ms: after a failover to one of them, "
+                "engines that open later may find chunks from before the reset",
                 self._context.name,
-                replicas,
                 _WAIT_FOR_REPLICAS_MS,
             )
 
@@ -209,6 +226,23 @@ class ControlClient:
         """Call with the client of the server that has one of the cache's own keys, and with the key."""
         key = f"{self._cache}:{name}"
         return self._on(topology.server_of(key.encode()), lambda client: call(client, key))
+
+    def _ask(self, address: Address, name: str, call: Callable[[redis.Redis], Any], default: Any) -> Any:
+        """Return the answer to a command that the tier can do without: ``default`` if the server refuses it."""
+        try:
+            return self._on(address, call)
+        except ResponseError as error:
+            if name not in str(error).lower():  # another command was refused, such as that of a login
+                raise
+        if (address, name) not in self._refused:
+            self._refused.add((address, name))
+            _log.warning("tier %s: %s refuses %s: %s", self._context.name, address, *_WITHOUT[name])
+        return default
+
+    def _estimated_usage(self, client: redis.Redis) -> MemoryUsage:
+        """Return the memory usage of a server that refuses INFO: each key is taken for a chunk."""
+        nbytes = self._context.chunk_bytes + TRAILER_BYTES
+        return MemoryUsage(cast("int", client.dbsize()) * nbytes, 0, is_evicting=False)
 
     def _on(self, address: Address, call: Callable[[redis.Redis], Any]) -> Any:
         if self._is_closed:
@@ -220,6 +254,7 @@ class ControlClient:
             return call(client)
         except (RedisError, OSError) as error:
             error.add_note(str(address))  # the settings may name others: sentinels, or other nodes
+            cast("Pool", client.connection_pool).renew()
             raise
         finally:
             if self._is_closed:  # since the check above: redis-py may have connected once more
@@ -234,6 +269,8 @@ class ControlClient:
         where = ", ".join(notes or self._config.addresses)
         prefix = "sentinel_" if self._config.mode == "sentinel" and not notes else ""
         text = self._factory.redact(error)
+        if isinstance(error, PasswordError):
+            return text
         if "unknown command 'AUTH'" in text:
             return f"{where} has no AUTH command ({text}); remove username, password and password_file"
         if "CERTIFICATE_VERIFY_FAILED" in text or isinstance(error, ssl.SSLCertVerificationError):
@@ -291,6 +328,8 @@ def _primary(config: RedisConfig, factory: ClientFactory) -> Address:
     for address, client in zip(config.parsed_addresses, sentinel.sentinels, strict=True):
         try:
             state = cast("Mapping[str, Any]", client.sentinel_masters()).get(name)
+        except PasswordError:
+            raise
         except (ConnectionError, TimeoutError) as error:
             (denied if isinstance(error, AuthenticationError) else problems).append(f"{address}: {error}")
             continue

@@ -12,9 +12,9 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
-import redis
 
 from kvtier.tiers import wait_for_end
+from kvtier_redis._client import Pool
 from kvtier_redis._protocol import RespSocket
 
 T = TypeVar("T")
@@ -89,14 +89,14 @@ class WorkerThreads:
 
 
 class Connections:
-    """At most ``size`` connections to one server. redis-py's pool keeps them, and replaces closed ones.
+    """Uses at most ``size`` connections at once. redis-py's pool keeps them, and replaces closed ones.
 
     Args:
-        pool: makes the connections; their sockets are used directly.
+        pool: makes the connections, also for others; their sockets are used directly.
         threads: where blocking calls run.
     """
 
-    def __init__(self, pool: redis.ConnectionPool, size: int, threads: WorkerThreads) -> None:
+    def __init__(self, pool: Pool, size: int, threads: WorkerThreads) -> None:
         self.size = size
         self.pool = pool
         self.is_closed = False

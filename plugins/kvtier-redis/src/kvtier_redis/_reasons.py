@@ -62,6 +62,7 @@ class Result(NamedTuple):
 OK: Final = Result(Status.OK)
 ABSENT: Final = Result(Status.ABSENT)
 TORN: Final = Result(Status.CORRUPT, "torn")
+DENIED: Final = Result(Status.FAILED, "denied")
 TIMED_OUT: Final = Result(Status.FAILED, "timeout")
 
 

@@ -68,14 +68,26 @@ class RedisConfig(TierConfig):
     username: str | None = Field(default=None, description="ACL user. Default: the server's default user.")
     password: SecretStr | None = Field(default=None, description="Password; never logged by kvtier.")
     password_file: Path | None = Field(
-        default=None, description="File whose first line is the password, instead of `password`."
+        default=None,
+        description="File whose first line is the password, instead of `password`. Read again for each new "
+        "connection.",
+    )
+    password_command: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Program and arguments that print the password, such as a cloud's token, instead of "
+        "`password`. Run again after a minute, for new connections, and after a refusal.",
     )
     sentinel_username: str | None = Field(default=None, description="ACL user on the sentinels.")
     sentinel_password: SecretStr | None = Field(
         default=None, description="Password for the sentinels; never logged by kvtier."
     )
     sentinel_password_file: Path | None = Field(
-        default=None, description="File whose first line is the sentinels' password."
+        default=None,
+        description="File whose first line is the sentinels' password. Read again for each new connection.",
+    )
+    sentinel_password_command: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="Program and arguments that print the sentinels' password."
     )
     tls: bool = Field(default=False, description="Use TLS, also to the sentinels.")
     tls_ca_file: Path | None = Field(
@@ -124,7 +136,10 @@ class RedisConfig(TierConfig):
     @model_validator(mode="after")
     def _is_consistent(self) -> RedisConfig:
         is_sentinel = self.mode == "sentinel"
-        has_sentinel_login = self.sentinel_username or self.sentinel_password or self.sentinel_password_file
+        names = ("password", "password_file", "password_command")
+        passwords, sentinel_passwords = (
+            [prefix + name for name in names if getattr(self, prefix + name)] for prefix in ("", "sentinel_")
+        )
         has_socket = any(address.path for address in self.parsed_addresses)
         problems = {
             "sentinel_master is missing: mode sentinel needs the name of the primary": (
@@ -133,11 +148,10 @@ class RedisConfig(TierConfig):
             "sentinel_master is for mode sentinel: set mode to 'sentinel', or remove it": (
                 not is_sentinel and self.sentinel_master
             ),
-            "sentinel_username, sentinel_password and sentinel_password_file are for mode sentinel: remove "
-            "them": not is_sentinel and has_sentinel_login,
-            "give sentinel_password or sentinel_password_file, not both": (
-                self.sentinel_password and self.sentinel_password_file
+            f"{' and '.join(sentinel_passwords) or 'sentinel_username'}: for mode sentinel only, remove it": (
+                not is_sentinel and (self.sentinel_username or sentinel_passwords)
             ),
+            f"give one of {' and '.join(sentinel_passwords)}": len(sentinel_passwords) > 1,
             f"addresses: mode {self.mode} needs host:port, not a Unix socket": (
                 self.mode != "single" and has_socket
             ),
@@ -146,7 +160,7 @@ class RedisConfig(TierConfig):
             "addresses: mode single has one; set mode to 'sentinel' or 'cluster'": (
                 self.mode == "single" and len(self.addresses) > 1
             ),
-            "give password or password_file, not both": self.password and self.password_file,
+            f"give one of {' and '.join(passwords)}": len(passwords) > 1,
             "tls_ca_file, tls_cert_file and tls_key_file need tls = true": (
                 not self.tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file)
             ),

@@ -31,12 +31,12 @@ from kvtier.tiers import (
     until_done,
 )
 from kvtier_redis import _commands
-from kvtier_redis._client import ClientFactory, PasswordFileError
+from kvtier_redis._client import ClientFactory
 from kvtier_redis._commands import Chunk, Question
 from kvtier_redis._control import PRIVATE, ControlClient, MemoryUsage, Topology
 from kvtier_redis._pool import Connections, WorkerThreads
 from kvtier_redis._protocol import ErrorReply, RespSocket, command
-from kvtier_redis._reasons import REASONS, TIMED_OUT, TOPOLOGY, TRANSIENT, Result, reason_of, result_of
+from kvtier_redis._reasons import DENIED, REASONS, TIMED_OUT, TOPOLOGY, TRANSIENT, Result, reason_of, result_of
 from kvtier_redis.config import Address, RedisConfig
 
 _MAX_VALUE_BYTES: Final = 512 * 2**20  # Redis' default proto-max-bulk-len
@@ -55,12 +55,13 @@ _log = GuardedLogger("kvtier.tiers.redis")
 
 
 class _Server:
-    """The connections to one server."""
+    """The connections to one server. Gets, puts and small commands share the idle ones."""
 
     def __init__(self, factory: ClientFactory, address: Address, size: int, threads: WorkerThreads) -> None:
-        self.gets = Connections(factory.pool(address), size, threads)
-        self.puts = Connections(factory.pool(address), size, threads)
-        self.small = Connections(factory.pool(address), 1, threads)
+        pool = factory.pool(address)
+        self.gets = Connections(pool, size, threads)
+        self.puts = Connections(pool, size, threads)
+        self.small = Connections(pool, 1, threads)
 
     def close(self) -> None:
         for connections in (self.gets, self.puts, self.small):
@@ -105,20 +106,16 @@ class RedisTier(SecondaryTier[RedisConfig]):
                 f"tier {context.name}: chunks of {context.chunk_bytes} bytes exceed the maximum of a Redis "
                 f"value ({_MAX_VALUE_BYTES} bytes); choose a smaller block_size"
             )
+        self._factory = ClientFactory(self.config, f"kvtier-{context.name}".replace(" ", "-"))
         try:
-            self._factory = await self._threads.start(
-                partial(ClientFactory, self.config, f"kvtier-{context.name}".replace(" ", "-"))
-            )
             control = ControlClient(self.config, context, self._factory)
             try:
                 self._topology, self._epoch, self._memory = await self._threads.start(control.open)
             except BaseException:
                 control.close()
                 raise
-        except BaseException as error:
+        except BaseException:
             await self._threads.close(0)
-            if isinstance(error, PasswordFileError):
-                raise TierError(f"tier {context.name}: {error}") from error
             raise
         self._control = control
         self._maintenance = asyncio.create_task(self._maintain(control), name=f"{context.name}-maintenance")
@@ -172,6 +169,12 @@ class RedisTier(SecondaryTier[RedisConfig]):
         outcome = await self._transfer(_commands.get, batch, names, trailers, lambda server: server.gets)
         batch.trailers[:] = map(bytes, trailers)
         return outcome
+
+    async def reread(self, batch: Batch) -> Outcome:
+        """Get chunks over new connections. See ``SecondaryTier.reread``."""
+        for server in self._servers.values():
+            server.gets.pool.renew()
+        return await self.get(batch)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Restart the expiry of the keys. See ``SecondaryTier.touch``."""
@@ -235,7 +238,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
             for part in _split(group, pool.size, self._chunk_bytes):
                 jobs.append((pool, partial(operation, chunks=part), part))
         await self._run(jobs)
-        results = [chunk.result or TIMED_OUT for chunk in chunks]
+        results = [chunk.result for chunk in chunks]
         reasons = Counter(result.reason for result in results if result.reason)
         if TOPOLOGY & reasons.keys():
             self._topology_doubted.set()
@@ -249,15 +252,13 @@ class RedisTier(SecondaryTier[RedisConfig]):
             commands = [command(verb, question.key, *args) for question in group]
             for question, reply in zip(group, _commands.pipeline(sock, commands), strict=True):
                 question.reply = reply
+                question.result = result_of(reply) if isinstance(reply, ErrorReply) else None
 
         groups = self._by_server(list(asked.values()), lambda question: question.key)
         await self._run([(server.small, partial(run, group), group) for server, group in groups])
         for question in asked.values():
-            if isinstance(question.reply, ErrorReply):
-                question.result = result_of(question.reply)
+            if question.result is not None and question.reply is not None:
                 self._warn(question.result.reason, question.reply)
-            elif question.reply is None:
-                question.result = question.result or TIMED_OUT
         return asked
 
     async def _run(self, jobs: Sequence[_Job]) -> None:
@@ -269,6 +270,10 @@ class RedisTier(SecondaryTier[RedisConfig]):
                     tasks.start_soon(self._run_one, *job)
         if scope.cancelled_caught:
             self._warn("timeout", f"no reply within {timeout_s:g} s")
+        for connections, _, parts in jobs:
+            # A firewall may have forgotten all connections to this server, or the password is a new one.
+            if any(part.result in (TIMED_OUT, DENIED) for part in parts):
+                connections.pool.renew()
 
     async def _run_one(
         self, pool: Connections, call: Callable[[RespSocket], None], parts: Sequence[Chunk | Question]
@@ -279,7 +284,8 @@ class RedisTier(SecondaryTier[RedisConfig]):
             reason = reason_of(error)
             self._warn(reason, error)
             for part in parts:
-                part.result = part.result or Result(Status.FAILED, reason)
+                if part.result is TIMED_OUT:
+                    part.result = Result(Status.FAILED, reason)
 
     def _warn(self, reason: str, text: object) -> None:
         repeats = self._log_limit.allow(reason, time.monotonic())
