@@ -11,13 +11,13 @@ from typing import Any
 import anyio
 import pytest
 import redis_servers
-from forgetful_proxy import ForgetfulProxy
 from redis_servers import GENEROUS_S, Server, TlsServer, opened
 
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers._forgetful import ForgetfulProxy
 from kvtier_testing.tiers.driver import Driver
 from kvtier_testing.tiers.rig import Slots, key, keys
 

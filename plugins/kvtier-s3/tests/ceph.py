@@ -103,6 +103,18 @@ class Ceph:
         """Remove an empty bucket."""
         self._bucket(name, "DELETE")
 
+    def add_key(self, file: Path) -> str:
+        """Add a key of the user, and write it as the profile ``kv`` into a file of credentials; return it."""
+        key, secret = secrets.token_hex(10), secrets.token_hex(20)
+        keys = (f"--access-key={key}", f"--secret-key={secret}")
+        self._run("radosgw-admin", "key", "create", "--uid=tests", "--key-type=s3", *keys)
+        file.write_text(f"[kv]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        return key
+
+    def remove_key(self, key: str) -> None:
+        """Have the server refuse a key."""
+        self._run("radosgw-admin", "key", "rm", "--uid=tests", "--key-type=s3", f"--access-key={key}")
+
     def _bucket(self, name: str, method: Literal["PUT", "DELETE"]) -> None:
         url = obstore.sign(self.store(name), method, "", timedelta(minutes=1))
         with urlopen(Request(url, method=method), timeout=10):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import ssl
 import subprocess
 import sys
@@ -28,8 +29,11 @@ class Faults:
             until this is changed, if its sender still waits then.
         refused: whether requests are answered with ``status`` and ``code``.
         status, code: see there.
+        spoiled: what becomes of an answer's body: a page in ``html``, ``zeros`` of its length, or the body
+            itself without the object's metadata (``bare``).
         cut_after: bytes of an answer's body after which the connection is cut; -1: never.
         methods: the requests that this is about; empty: all.
+        path: those of them that this is about: with this in their path; empty: all.
         header: those of them that this is about: with this header, in lower case; empty: all.
     """
 
@@ -37,8 +41,10 @@ class Faults:
     refused: bool = False
     status: int = 503
     code: str = "SlowDown"
+    spoiled: str = ""
     cut_after: int = -1
     methods: tuple[str, ...] = ()
+    path: str = ""
     header: str = ""
 
 
@@ -144,7 +150,7 @@ class _Server:
                 await self._hold(reader, faults.delay_s)
                 upstream = upstream or await asyncio.open_connection("127.0.0.1", self._upstream_port)
                 upstream[1].write(head + body)
-                goes_on = await _pass_answer(head, upstream[0], writer, faults.cut_after)
+                goes_on = await _pass_answer(head, upstream[0], writer, faults)
         writer.transport.abort()
         if upstream is not None:
             upstream[1].transport.abort()
@@ -154,7 +160,8 @@ class _Server:
         faults, lines = self._faults, head.lower()
         is_meant = not faults.methods or head.split(b" ", 1)[0].decode() in faults.methods
         has_header = not faults.header or f"\r\n{faults.header}:".encode() in lines
-        return faults if is_meant and has_header else Faults()
+        has_path = faults.path.encode() in head.split(b"\r\n", 1)[0]
+        return faults if is_meant and has_header and has_path else Faults()
 
     async def _hold(self, reader: asyncio.StreamReader, seconds: float) -> None:
         if not seconds:
@@ -171,10 +178,14 @@ class _Server:
 
 
 async def _pass_answer(
-    request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut_after: int
+    request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults
 ) -> bool:
     """Pass an answer on; return whether the connection lives on."""
-    head = await reader.readuntil(b"\r\n\r\n")
+    head, cut_after = await reader.readuntil(b"\r\n\r\n"), faults.cut_after
+    if faults.spoiled:
+        writer.write(_spoiled(head, await reader.readexactly(_length(head)), faults.spoiled))
+        await writer.drain()
+        return True
     writer.write(head)
     left, is_cut = _length(head), False
     if request.startswith(b"HEAD ") or b" 204 " in head.split(b"\r\n", 1)[0]:
@@ -190,6 +201,15 @@ async def _pass_answer(
     writer.write(await reader.readexactly(left))
     await writer.drain()
     return not is_cut
+
+
+def _spoiled(head: bytes, body: bytes, how: str) -> bytes:
+    if how == "html":
+        body = b"<html>Sign in to continue</html>"
+        head = re.sub(rb"(?i)(content-length:) *\d+", rb"\1 %d" % len(body), head)
+    if how == "bare" or how == "html":
+        head = re.sub(rb"(?im)^x-amz-meta-.*\r\n", b"", head)
+    return head + (bytes(len(body)) if how == "zeros" else body)
 
 
 def _refusal(request: bytes, faults: Faults) -> bytes:

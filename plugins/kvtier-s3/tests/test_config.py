@@ -46,6 +46,8 @@ def made(raw: dict[str, Any]) -> S3Config:
         ({**S3, "endpoint": "http://minio"}, ["endpoint has no TLS", "set allow_http to true"]),
         ({**S3, "endpoint": "https://me:hidden@minio"}, ["endpoint", "credentials", "@minio"]),
         ({**S3, "endpoint": "https://minio?key=hidden"}, ["endpoint", "queries"]),
+        ({**S3, "endpoint": "https://10.0.0.5:9000", "addressing": "virtual"}, ["has an IP address"]),
+        ({**S3, "endpoint": "https://[::1]", "addressing": "virtual"}, ["set addressing to path"]),
         ({**S3, "verify": False, "ca_file": "/x"}, ["ca_file", "remove one"]),
         ({**S3, "access_key_id": "AK-hidden"}, ["access_key_id and secret_access_key go together"]),
         ({**S3, "session_token": "ST-hidden"}, ["session_token needs access_key_id"]),

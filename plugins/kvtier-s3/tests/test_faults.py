@@ -8,17 +8,22 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any
 
+import anyio
 import ceph
 import obstore
 import pytest
 from proxy import Faults, Proxy
-from rigs import CHUNK_BYTES, Place, wait_until
+from rigs import CHUNK_BYTES, IDENTITY, Place, wait_until
 
+from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
 from kvtier_testing.tiers import TierRig
+from kvtier_testing.tiers._forgetful import ForgetfulProxy
+from kvtier_testing.tiers.driver import Driver
 from kvtier_testing.tiers.rig import keys
 
 ALL = range(6)
@@ -136,6 +141,47 @@ async def test_a_truncated_body_is_never_returned(place: Place, proxy: Proxy) ->
         with proxy.faulty(Faults(cut_after=CHUNK_BYTES // 2, methods=("GET",))):
             check_all(await get(it), Status.FAILED, "connection")
         await check_all_is_well(it)
+
+
+@pytest.mark.parametrize("spoiled", ["html", "zeros", "bare"])
+async def test_a_gateway_that_spoils_objects_deletes_none(place: Place, proxy: Proxy, spoiled: str) -> None:
+    driver = Driver(TierRig(place.tier(), IDENTITY, CHUNK_BYTES), len(ALL))
+    async with driver.executor:
+        await driver.put(ALL)
+        with proxy.faulty(Faults(spoiled=spoiled, methods=("GET",), path="/chunks/")):
+            fetched = await driver.fetch(ALL)
+            assert sum(fetched.reasons.values()) == len(ALL), fetched
+            assert not any(Answer(answer) is Answer.COPIED for answer in fetched.answers)
+    assert len(place.paths("chunks")) == len(ALL)
+
+
+async def test_connections_that_a_firewall_forgot_cost_one_timeout(place: Place, server: ceph.Ceph) -> None:
+    with ForgetfulProxy(int(server.endpoint.rpartition(":")[2])) as passing:
+        endpoint = f"http://127.0.0.1:{passing.port}"
+        async with place.opened(endpoint=endpoint, **{**TIMES, "timeout_s": 1.0}) as it:
+            await put(it)
+            await get(it)
+            passing.forget()
+            assert (await it.tier.get(it.empty([0])[0])).reasons == {"timeout": 1}
+            await wait_until(lambda: it.tier._renewal._task.done())
+            it.expect_kept(await it.get(ALL), "a get after connections were forgotten")
+
+
+async def test_rotated_credentials_are_read_again(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    old = place.server.add_key(file)
+    async with place.opened(profile="kv", access_key_id=None, secret_access_key=None) as it:
+        await put(it)
+        place.server.add_key(file)
+        place.server.remove_key(old)
+        with anyio.fail_after(60):
+            while set((outcome := await get(it)).statuses) != {Status.OK}:
+                assert set(outcome.reasons) == {"forbidden"}
+                await anyio.sleep(0.05)
 
 
 async def test_an_unreachable_server_fails_each_chunk(place: Place, server: ceph.Ceph) -> None:

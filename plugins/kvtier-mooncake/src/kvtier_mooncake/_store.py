@@ -149,7 +149,7 @@ class Store:
         return results
 
     def get(self, names: Sequence[str], batch: Batch, trailers: Trailers) -> list[tuple[Status, str]]:
-        """Fetch chunks into their slots, and their trailers. Those of a wrong size are removed."""
+        """Fetch chunks into their slots, and their trailers."""
         self.register(batch.memory)
         expected = batch.memory.chunk_bytes + TRAILER_BYTES
         results: list[tuple[Status, str]] = []
@@ -161,9 +161,6 @@ class Store:
                 if code == TRANSFER and not self._has_size(names[i], expected):
                     code = WRONG_SIZE
                 results.append(result_of(code, expected))
-        torn = [name for name, (status, _) in zip(names, results, strict=True) if status is Status.CORRUPT]
-        if torn and self._client.is_usable:
-            self.remove(torn)
         return results
 
     def contains(self, names: Sequence[str]) -> list[int]:

@@ -36,6 +36,9 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
 TRANSIENT: Final = frozenset({"throttled", "server", "conflict"})
 """Those of them that may be over a moment later."""
 
+RENEWING: Final = frozenset({"timeout", "forbidden", "credentials", "tls"})
+"""Those after which the client is made anew: it keeps credentials, authorities and dead connections."""
+
 _STATUS: Final = re.compile(r"(?:status code|status): (\d{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _KIND: Final = re.compile(r"kind: (Connect|Timeout|Request|Interrupted|Decode)\b")

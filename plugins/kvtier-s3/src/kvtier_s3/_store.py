@@ -21,6 +21,7 @@ Store = S3Store | GCSStore | AzureStore
 
 _NO_RETRIES: Final[RetryConfig] = {"max_retries": 0, "retry_timeout": timedelta(0)}  # kvtier retries
 _IDLE_S: Final = 60.0
+_CREDENTIALS_S: Final = 600.0  # boto3 renews expiring ones 10 minutes before; obstore asks 5 minutes early
 
 
 def make_store(config: S3Config) -> Store:
@@ -103,7 +104,8 @@ def _profile(config: S3Config) -> S3CredentialProvider | None:
     except ImportError as error:
         raise TierError("profile needs boto3: pip install kvtier-s3[profiles]") from error
     try:
-        return Boto3CredentialProvider(boto3.Session(profile_name=config.profile))
+        session = boto3.Session(profile_name=config.profile)
+        return Boto3CredentialProvider(session, ttl=timedelta(seconds=_CREDENTIALS_S))
     except Exception as error:  # of boto3, or anything that a credential process raises
         raise TierError(
             f"profile {config.profile!r} has no usable credentials ({type(error).__name__}): see "
@@ -144,6 +146,8 @@ def describe(config: S3Config) -> str:
 def remedy(config: S3Config, failure: Failure) -> str:
     """Return which setting to look at after a failure, and what to do."""
     endpoint = f"endpoint is {config.endpoint or 'not set, so it is the provider itself'}"
+    if _contains_bucket(config) and failure.reason in ("request", "no_bucket", "forbidden", "server"):
+        return f"{endpoint}, which contains the bucket: write it without {config.bucket}"
     return {
         "forbidden": f"{_credentials(config)}, and that they allow to list, read and write below prefix "
         f"{config.prefix!r}",
@@ -158,6 +162,13 @@ def remedy(config: S3Config, failure: Failure) -> str:
         "throttled": "the store is overloaded or limits this account: try again later",
         "server": "see the store's own log",
     }.get(failure.reason, f"{endpoint}; check that it is a store of provider {config.provider}")
+
+
+def _contains_bucket(config: S3Config) -> bool:
+    """Return whether the bucket seems to be in the endpoint, where the client adds it a second time."""
+    parts = urlsplit(config.endpoint or "")
+    in_host = config.addressing == "path" and parts.netloc.startswith(f"{config.bucket}.")
+    return in_host or config.bucket in parts.path.split("/")
 
 
 def _credentials(config: S3Config) -> str:

@@ -71,11 +71,14 @@ class S3Config(TierConfig):
         default=None, description="s3: secret of `access_key_id`. Default: `AWS_SECRET_ACCESS_KEY`."
     )
     session_token: SecretStr | None = Field(
-        default=None, description="s3: session token of temporary keys. Default: `AWS_SESSION_TOKEN`."
+        default=None,
+        description="s3: session token of temporary keys, which are not renewed: see `profile`. Default: "
+        "`AWS_SESSION_TOKEN`.",
     )
     profile: str | None = Field(
         default=None,
-        description="s3: profile in `~/.aws` with the credentials; needs `pip install kvtier-s3[profiles]`.",
+        description="s3: profile in `~/.aws` with the credentials, or with a `credential_process` that prints "
+        "them; needs `pip install kvtier-s3[profiles]`.",
     )
     service_account_file: Path | None = Field(
         default=None,
@@ -207,6 +210,12 @@ class S3Config(TierConfig):
     def _check_transport(self) -> S3Config:
         if self.endpoint is not None and self.endpoint.startswith("http://") and not self.allow_http:
             raise ValueError("endpoint has no TLS: use https://, or set allow_http to true")
+        host = urlsplit(self.endpoint or "").hostname or ""
+        if self.addressing == "virtual" and (":" in host or host.replace(".", "").isdecimal()):
+            raise ValueError(
+                f"addressing is virtual, and endpoint {self.endpoint} has an IP address: no host name can "
+                "begin with the bucket; set addressing to path, or give endpoint a host name"
+            )
         if not self.verify and self.ca_file is not None:
             raise ValueError("ca_file has no effect when verify is false: remove one")
         return self

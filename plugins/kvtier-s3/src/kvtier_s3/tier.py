@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,14 +31,15 @@ from kvtier.tiers import (
     until_done,
 )
 from kvtier_s3._cache import Cache, JoinedCache
-from kvtier_s3._errors import REASONS, TRANSIENT, Failure, classify, is_conflict
+from kvtier_s3._errors import REASONS, RENEWING, TRANSIENT, Failure, classify, is_conflict
 from kvtier_s3._index import ChunkIndex
 from kvtier_s3._layout import chunk_path, parse_key
+from kvtier_s3._reading import METADATA, read_as_stored, trailer_of
+from kvtier_s3._renewal import Renewal
 from kvtier_s3._requests import RequestLimiter
 from kvtier_s3._store import Store, describe, make_store, remedy
 from kvtier_s3.config import S3Config
 
-_METADATA: Final = "kvtier"  # holds the trailer, base64
 _LIST_BATCH: Final = 250  # objects between two turns of the event loop
 _FIRST_LISTING_WAIT_S: Final = 1.0
 _LIST_RETRY_S: Final = 30.0
@@ -64,6 +64,7 @@ class S3Tier(SecondaryTier[S3Config]):
         self._prefix: str | None = None  # of the epoch's chunks; None when closed and during a reset
         self._listed = asyncio.Event()
         self._lister: asyncio.Task[None] | None = None
+        self._renewal: Renewal | None = None
         self._index = ChunkIndex(config.index_keys, config.max_bytes)
         self._log_limit = LogLimit(_LOG_INTERVAL_S)
 
@@ -94,6 +95,8 @@ class S3Tier(SecondaryTier[S3Config]):
         if lister is not None:
             lister.cancel()
             await asyncio.wait((lister,))
+        if self._renewal is not None:
+            await self._renewal.aclose()
 
     async def _join(self, context: TierContext) -> JoinedCache:
         timeout_s = self.config.open_timeout_s
@@ -101,6 +104,7 @@ class S3Tier(SecondaryTier[S3Config]):
             async with asyncio.timeout(timeout_s):
                 store = await in_thread(make_store, self.config)
                 self._cache_or_none = Cache(store, self.config, context)
+                self._renewal = Renewal(self._cache_or_none, self.config, context.name)
                 return await self._cache.join()
         except TierError as error:
             title = f"tier {context.name}: "
@@ -245,7 +249,7 @@ class S3Tier(SecondaryTier[S3Config]):
                 self._store,
                 path,
                 view,
-                attributes={_METADATA: base64.b64encode(trailer).decode()},
+                attributes={METADATA: base64.b64encode(trailer).decode()},
                 mode="create" if self._conditional else "overwrite",
                 use_multipart=False,
             )
@@ -262,7 +266,7 @@ class S3Tier(SecondaryTier[S3Config]):
             result = await obstore.get_async(self._store, path)
             _, nbytes = result.range  # the whole object; result.meta costs more time
             if nbytes == view.nbytes:
-                batch.trailers[index] = _trailer(result.attributes.get(_METADATA, ""))
+                batch.trailers[index] = trailer_of(result)
                 view[:] = memoryview(await result.bytes_async())
                 return Status.OK, ""
         except Exception as error:
@@ -272,10 +276,20 @@ class S3Tier(SecondaryTier[S3Config]):
                 return Status.ABSENT, ""
             self._warn("get", failure)
             return Status.FAILED, failure.reason
-        _log.error("object %s deleted: it has %d bytes instead of %d", path, nbytes, view.nbytes)
-        self._remove([key])
-        await until_done(self._delete([path]))
         return Status.CORRUPT, "torn"
+
+    async def reread(self, batch: Batch) -> Outcome:
+        """Get chunks as the store has them, by its own digests. See ``SecondaryTier.reread``."""
+        prefix = self._prefix
+        results: list[Result] = [(Status.FAILED, "")] * len(batch)
+
+        async def get_one(index: int) -> None:
+            path = chunk_path(prefix, batch.keys[index])
+            results[index] = await read_as_stored(self._store, path, batch, index), ""
+
+        if prefix is not None:
+            await self._reads.run(len(batch), get_one)
+        return _outcome(results)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Delete the objects of ``keys``. See ``SecondaryTier.discard``."""
@@ -355,6 +369,8 @@ class S3Tier(SecondaryTier[S3Config]):
             self._context.removed(gone)
 
     def _warn(self, verb: str, failure: Failure) -> None:
+        if failure.reason in RENEWING and self._renewal is not None:
+            self._renewal.start()
         repeats = self._log_limit.allow(f"{verb} {failure.reason}", time.monotonic())
         if repeats is not None:
             what = f"; {remedy(self.config, failure)}" if failure.reason == "no_bucket" else ""
@@ -363,10 +379,3 @@ class S3Tier(SecondaryTier[S3Config]):
 
 def _outcome(results: Sequence[Result]) -> Outcome:
     return Outcome([status for status, _ in results], Counter(reason for _, reason in results if reason))
-
-
-def _trailer(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return b""  # kvtier's check fails then
