@@ -411,6 +411,10 @@ async def test_engines_that_share_a_secret_serve_each_other(tmp_path: Path) -> N
         async with opened(holder.address, secret_file=path) as it:
             await until_found(it, EIGHT)
             assert set(await it.get(EIGHT)) == {Status.OK}
+            path.write_text(secrets.token_hex(32))  # rotated: the holder starts again, and this tier stays
+            holder.kill()
+            with Holder(tmp_path / "log", {"secret_file": str(path), "listen": holder.address}):
+                await until_found(it, EIGHT)
 
 
 async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: Holder) -> None:

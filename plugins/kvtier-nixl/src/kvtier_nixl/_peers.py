@@ -246,14 +246,14 @@ class Peer:
             raise ProtocolError(f"it speaks version {challenge.version}, this is version {protocol.VERSION}")
         if len(challenge.nonce) != protocol.NONCE_BYTES:
             raise ProtocolError("its challenge has another length")
-        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
-        mine = protocol.proof(facts.secret, b"client", challenge, nonce, facts.identity)
+        nonce, secret = secrets.token_bytes(protocol.NONCE_BYTES), await facts.secret()
+        mine = protocol.proof(secret, b"client", challenge, nonce, facts.identity)
         hello = Hello(protocol.VERSION, nonce, facts.identity, facts.chunk_bytes, mine)
         writer.write(protocol.encode(hello))
         await writer.drain()
         welcome = await protocol.expect(reader, Welcome, protocol.MAX_FRAME_BYTES)
         agent = protocol.agent_digest(welcome.agent, welcome.metadata)
-        wanted = protocol.proof(facts.secret, b"server", challenge, nonce, facts.identity, agent)
+        wanted = protocol.proof(secret, b"server", challenge, nonce, facts.identity, agent)
         if not protocol.is_proof(welcome.proof, wanted):
             raise ProtocolError("it does not know the secret: compare the secret_file of both")
         return welcome

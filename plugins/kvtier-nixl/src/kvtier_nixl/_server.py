@@ -6,13 +6,14 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import anyio
 
+from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import wait_for_end
 from kvtier_nixl import _protocol as protocol
@@ -33,14 +34,14 @@ class Facts:
     """What both sides of a connection have to agree on, and what a peer is told.
 
     Attributes:
-        secret: the shared secret.
+        secret: returns the shared secret, for one connection; raises TierError if it cannot be read.
         identity: digest of the cache.
         chunk_bytes: length of a chunk.
         agent: name of the NIXL agent.
         metadata: its metadata.
     """
 
-    secret: bytes
+    secret: Callable[[], Awaitable[bytes]]
     identity: bytes
     chunk_bytes: int
     agent: str
@@ -113,6 +114,8 @@ class ControlServer:
             self._log_refusal((writer.get_extra_info("peername") or ("?",))[0], error)
             with suppress(OSError, TimeoutError):
                 await _send(writer, Refused(str(error)[:500]))
+        except TierError as error:
+            self._warn("secret", str(error))
         except (OSError, TimeoutError):
             pass  # the peer ended, or does not read: leases run out by themselves
         except asyncio.CancelledError:
@@ -134,7 +137,8 @@ class ControlServer:
         challenge = Challenge(protocol.VERSION, secrets.token_bytes(protocol.NONCE_BYTES))
         await _send(writer, challenge)
         hello = await protocol.expect(reader, Hello, protocol.MAX_HELLO_BYTES)
-        wanted = protocol.proof(facts.secret, b"client", challenge, hello.nonce, hello.identity)
+        secret = await facts.secret()
+        wanted = protocol.proof(secret, b"client", challenge, hello.nonce, hello.identity)
         if not protocol.is_proof(hello.proof, wanted):
             raise ProtocolError("it has another secret: compare the secret_file of both", "secret")
         if hello.version != protocol.VERSION:
@@ -146,7 +150,7 @@ class ControlServer:
             lengths = f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}"
             raise ProtocolError(lengths, "length")
         agent = protocol.agent_digest(facts.agent, facts.metadata)
-        answer = protocol.proof(facts.secret, b"server", challenge, hello.nonce, facts.identity, agent)
+        answer = protocol.proof(secret, b"server", challenge, hello.nonce, facts.identity, agent)
         await _send(writer, Welcome(answer, facts.agent, facts.metadata))
 
     async def _answer(self, request: Message, writer: asyncio.StreamWriter) -> None:

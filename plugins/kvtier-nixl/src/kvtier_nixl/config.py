@@ -36,8 +36,8 @@ class NixlConfig(TierConfig):
     )
     secret_file: Path | None = Field(
         default=None,
-        description="File with the secret that all engines share, at least 16 bytes. Required unless all "
-        "addresses are loopback addresses.",
+        description="File with the secret that all engines share, at least 16 bytes; read again for each new "
+        "connection. Required unless all addresses are loopback addresses.",
     )
     serve_bytes: Annotated[Size, Field(gt=0)] = Field(
         default=Size(2**30),

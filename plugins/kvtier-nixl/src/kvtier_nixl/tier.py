@@ -88,9 +88,9 @@ class NixlTier(SecondaryTier[NixlConfig]):
         self._serving = Memory(rows, context.chunk_bytes)
         self._receiving = Memory(receive_rows, context.chunk_bytes)
         try:
-            secret = await in_thread(self._secret)
+            await self._read_secret()
             await self._open_agent()
-            await self._connect(secret)
+            await self._connect()
         except BaseException:  # a cancellation, too: what was not opened is not closed by kvtier
             await self.aclose()
             raise
@@ -115,10 +115,10 @@ class NixlTier(SecondaryTier[NixlConfig]):
         """Return an agent that is not open; the simulation has another one."""
         return Agent(self._serving, self._receiving, is_local=is_local)
 
-    async def _connect(self, secret: bytes) -> None:
+    async def _connect(self) -> None:
         agent, context = self._opened, self._context
         facts = Facts(
-            secret=secret,
+            secret=self._read_secret,
             identity=context.identity.digest,
             chunk_bytes=context.chunk_bytes,
             agent=agent.name,
@@ -135,12 +135,13 @@ class NixlTier(SecondaryTier[NixlConfig]):
         self._peers = Peers(self.config.peers, facts, agent, self.config.answer_timeout_s, self._warn)
         await self._peers.open()
 
-    def _secret(self) -> bytes:
+    async def _read_secret(self) -> bytes:
+        """Return the secret, which may have been rotated since the last connection."""
         path: Path | None = self.config.secret_file
         if path is None:
             return b""
         try:
-            secret = path.read_bytes().strip()
+            secret = (await in_thread(path.read_bytes)).strip()
         except OSError as error:
             raise self._error(f"secret_file cannot be read ({error})") from None
         if len(secret) < _LEAST_SECRET_BYTES:
