@@ -18,7 +18,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -39,6 +38,7 @@ _DECODES, _DECODE_PROMPT, _DECODE_TOKENS = 4, 64, 128
 _BATCH, _IN_FLIGHT = 8, 2
 _SPACE = 512 * 2**20
 _CONNECTED_S, _POLL_S = 60.0, 0.05
+_CPUCLOCK_SCHED = 2
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,11 @@ def _pin(pid: int, core: int) -> None:
 
 
 def _processor_s(pid: int) -> float:
-    """Return the processor time of a process and of its threads that have ended, too."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Return the processor time of a process, with that of its threads that have ended.
+
+    This is Linux' clock of another process (clock_getcpuclockid): /proc counts in ticks of 10 ms.
+    """
+    return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
 
 
 # --- in the engine's process ---------------------------------------------------------------------
