@@ -12,8 +12,11 @@ import pytest
 from kvtier import Identity
 from kvtier._core.messages import Answer
 from kvtier.tiers import Status
-from kvtier_testing.tiers.rig import aside, check_whole, expect, key, keys, names_of
+from kvtier_testing.tiers.rig import aside, check_whole, expect, fail, key, keys, names_of
 from kvtier_testing.tiers.setup import Damage, TierSetup
+
+
+_RESTART_GRACE = 300  # times settle_s
 
 
 class LifecycleTests(TierSetup):
@@ -47,6 +50,67 @@ class LifecycleTests(TierSetup):
             one.expect_kept(await one.get(range(40)), "what two tiers have put at once")
         async with self.opened(place) as it:
             it.expect_kept(await it.get(range(40)), "what two tiers have put")
+
+    async def test_a_chunk_that_another_tier_discards_is_absent(self, place: Path) -> None:
+        if not self.is_shared:
+            pytest.skip(f"{type(self).__name__}.is_shared is False: one tier has a place to itself")
+        async with self.opened(place) as one, self.opened(place) as two:
+            one.expect_kept(await one.put(range(4)), "a put")
+            two.expect_kept(await two.get(range(4)), "what another tier has put")
+            await two.contains(range(4))
+            await one.tier.discard(keys([1]))
+            statuses = await two.get(range(4))
+            expect(
+                statuses[1] is Status.ABSENT,
+                f"a get of a chunk that another tier has discarded: {names_of(statuses)}; answer ABSENT",
+            )
+            two.expect_kept([statuses[0], *statuses[2:]], "chunks beside one that another tier has discarded")
+            expect(not (await two.contains([1]))[0], "contains() says yes to what a get found to be ABSENT")
+            two.expect_kept(await two.put([1]), "a put of what another tier has discarded")
+            one.expect_kept(await one.get([1]), "a chunk that was discarded and put again")
+
+    async def test_chunks_of_another_length_are_not_given(self, place: Path) -> None:
+        if not self.is_persistent:
+            pytest.skip(f"{type(self).__name__}.is_persistent is False: there are none")
+        for put_bytes in (2 * self.chunk_bytes, self.chunk_bytes // 2):
+            here = place.with_name(f"{place.name}-{put_bytes}")
+            async with self.opened(here, chunk_bytes=put_bytes) as it:
+                await it.put(range(4))
+            async with self.driven(here) as driver:
+                fetched = await driver.fetch(range(4))
+                what = f"chunks of {put_bytes} bytes in a tier of {self.chunk_bytes} bytes"
+                names = [Answer(answer).name for answer in fetched.answers]
+                expect("COPIED" not in names, f"a fetch of {what}: {names}; a chunk of another length is none")
+                put = await driver.put(range(4))
+                fetched = await driver.fetch(range(4))
+                driver.check_copied(range(4), fetched)
+                for kept, answer in zip(put.kept, fetched.answers, strict=True):
+                    expect(
+                        not kept or answer == Answer.COPIED or self.is_lossy,
+                        f"a put over {what} was OK, and a fetch after it ended {Answer(answer).name}; put "
+                        "replaces a chunk of another length",
+                    )
+            self.wipe(here)
+
+    async def test_a_backend_that_was_restarted_is_used_again(self, place: Path) -> None:
+        self.require("restart", "the backend cannot be restarted")
+        async with self.driven(place) as driver:
+            await driver.put(range(4))
+            await aside(self.restart, place)
+            driver.check_copied(range(4), await driver.fetch(range(4)))
+            answers: list[str] = []
+            for _ in range(_RESTART_GRACE):
+                await driver.put(range(4, 8))
+                fetched = await driver.fetch(range(4, 8))
+                driver.check_copied(range(4, 8), fetched)
+                answers = [Answer(answer).name for answer in fetched.answers]
+                if set(answers) == {"COPIED"}:
+                    return
+                await anyio.sleep(self.settle_s)
+        fail(
+            f"chunks put after a restart of the backend are not found: {answers}; connect again, or call "
+            "TierContext.lost"
+        )
 
     @pytest.mark.parametrize("damage", list(Damage), ids=lambda damage: damage.name.lower())
     async def test_a_damaged_chunk_is_not_given_and_can_be_put_again(

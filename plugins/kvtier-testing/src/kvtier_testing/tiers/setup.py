@@ -92,6 +92,10 @@ class TierSetup(LimitedSuite):
         """Damage what is stored under ``key``. Called in a thread, so it may block. Optional."""
         raise NotImplementedError
 
+    def restart(self, place: Path) -> None:
+        """Restart the backend, which may lose what it keeps. Called in a thread, so it may block. Optional."""
+        raise NotImplementedError
+
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> AbstractContextManager[None]:
         """Return a context in which each put and get takes ``seconds`` longer at the backend. Optional.
 
@@ -161,10 +165,12 @@ class TierSetup(LimitedSuite):
         return TierRig(tier, mine, chunk_bytes or self.chunk_bytes, is_lossy=self.is_lossy)
 
     @asynccontextmanager
-    async def driven(self, place: Path, *, slots: int = 32) -> AsyncIterator[Driver]:
+    async def driven(
+        self, place: Path, *, slots: int = 32, chunk_bytes: int | None = None
+    ) -> AsyncIterator[Driver]:
         """Open a tier, call it and close it through kvtier's executor."""
         tier = self.make_tier(place)
-        driver = Driver(self.rig(tier, place), slots)
+        driver = Driver(self.rig(tier, place, chunk_bytes=chunk_bytes), slots)
         async with driver.executor:
             yield driver
 
