@@ -411,10 +411,16 @@ async def test_engines_that_share_a_secret_serve_each_other(tmp_path: Path) -> N
         async with opened(holder.address, secret_file=path) as it:
             await until_found(it, EIGHT)
             assert set(await it.get(EIGHT)) == {Status.OK}
-            path.write_text(secrets.token_hex(32))  # rotated: the holder starts again, and this tier stays
-            holder.kill()
-            with Holder(tmp_path / "log", {"secret_file": str(path), "listen": holder.address}):
-                await until_found(it, EIGHT)
+
+
+async def test_a_rotated_secret_is_read_again(tmp_path: Path) -> None:
+    path, listen = tmp_path / "secret", f"127.0.0.1:{free_port()}"
+    path.write_text(secrets.token_hex(32))
+    async with opened(listen=listen, secret_file=path) as older:
+        await older.put(EIGHT)
+        path.write_text(secrets.token_hex(32))
+        async with opened(listen, secret_file=path) as it:
+            await until_found(it, EIGHT)
 
 
 async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: Holder) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import hypothesis
 import pytest
-from redis_servers import GENEROUS_S, Server, TlsServer
+from redis_servers import GENEROUS_S, Server, TlsServer, is_complete, wait_for
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers import SecondaryTier
@@ -57,6 +57,12 @@ class _OnServers(TierConformance):
                 stack.enter_context(server.stopped(seconds))
             yield
 
+    def restart(self, place: Path) -> None:
+        for server in self.servers:
+            server.kill()
+        for server in self.servers:
+            server.start()
+
     def wipe(self, place: Path) -> None:
         for server in self.servers:
             with server.client() as client:
@@ -87,6 +93,10 @@ class TestCluster(_FewSequences):
     def settings(self, place: Path) -> Mapping[str, object]:
         return {**super().settings(place), "mode": "cluster"}
 
+    def restart(self, place: Path) -> None:
+        super().restart(place)
+        wait_for(lambda: all(map(is_complete, self.servers)), "the cluster is complete")
+
 
 class TestTls(_FewSequences):
     """TLS, and an ACL user with the permissions that the README lists."""
@@ -102,6 +112,10 @@ class TestTls(_FewSequences):
             yield
 
     tls: ClassVar[TlsServer]
+
+    def restart(self, place: Path) -> None:
+        self.tls.server.kill()
+        self.tls.__enter__()
 
     def settings(self, place: Path) -> Mapping[str, object]:
         return {**super().settings(place), **self.tls.settings}

@@ -125,6 +125,13 @@ class Ceph:
         self._start("radosgw", "-n", "client.rgw", frontend)
         self._wait("the gateway", self._answers)
 
+    def restart_gateway(self) -> None:
+        """Kill the gateway and start it again. Objects stay."""
+        gateway = self._running.pop("radosgw")
+        gateway.kill()
+        gateway.wait()
+        self._start_gateway()
+
     def stop(self) -> None:
         """End the processes, the gateway first: it hangs without the store."""
         for process in reversed(self._running.values()):

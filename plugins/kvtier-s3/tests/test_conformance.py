@@ -78,7 +78,7 @@ class TestS3(_OnObjectStore):
 
     @pytest.fixture(autouse=True)
     def _connect(self, server: ceph.Ceph, bucket: str, proxy: Proxy) -> None:
-        self.store, self.proxy = server.store(bucket), proxy
+        self.server, self.store, self.proxy = server, server.store(bucket), proxy
         self.base = {
             **GENEROUS,
             "type": "s3",
@@ -95,6 +95,9 @@ class TestS3(_OnObjectStore):
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> Iterator[None]:
         with self.proxy.faulty(Faults(delay_s=seconds, methods=("PUT", "GET"))):
             yield
+
+    def restart(self, place: Path) -> None:
+        self.server.restart_gateway()
 
 
 class TestWithoutOptionalFeatures(TestS3):

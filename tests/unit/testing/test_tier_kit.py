@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import anyio
 import hypothesis
 import pytest
+from pydantic import Field
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import (
@@ -32,13 +34,14 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers._drain import in_thread
 from kvtier_testing import limits
-from kvtier_testing.tiers import TierConformance, resources
+from kvtier_testing.tiers import TierConformance, basics, lifecycle, resources
 
 Store = dict[bytes, tuple[bytes, bytes]]
 
 
 class Config(TierConfig):
-    place: str
+    place: str = Field(description="Where the chunks are.")
+    room: int = Field(default=2**40, description="Bytes of chunks that are kept.")
 
 
 class GoodTier(SecondaryTier[Config]):
@@ -46,11 +49,13 @@ class GoodTier(SecondaryTier[Config]):
 
     Config = Config
     stores: dict[tuple[str, object], Store] = {}  # what a disk or a server would be
+    restarts = 0  # of that server
 
     async def open(self, context: TierContext) -> None:
         await asyncio.sleep(0)
         self.store = self.stores.setdefault((self.config.place, self.partition(context)), {})
         self.resets = 0
+        self.context = context
         self.held: list[Any] = []  # what a bug holds on to
 
     def partition(self, context: TierContext) -> object:
@@ -182,6 +187,13 @@ RAISED = "a_cancelled_call_raises_the_cancellation"
 REPEATED = "repeated_calls_add_up_to_nothing"
 SEQUENCE = "any_sequence_of_calls_agrees_with_a_dict"
 SLOTS_OF_A_PUT = "the_slots_of_a_put_may_hold_something_else_when_it_has_ended"
+SETTINGS = "settings_are_described_and_secrets_are_hidden"
+VIEWS = "transfers_keep_no_view_of_their_slots"
+AGAIN = "a_chunk_that_is_put_again_counts_once"
+PART = "a_batch_with_room_for_a_part_accounts_for_each_chunk"
+LENGTHS = "chunks_of_another_length_are_not_given"
+DISCARDED = "a_chunk_that_another_tier_discards_is_absent"
+RESTART = "a_backend_that_was_restarted_is_used_again"
 USAGE = "usage_counts_the_bytes_that_are_kept"
 
 
@@ -239,6 +251,18 @@ async def compresses_in_place(self: GoodTier, batch: Batch) -> Outcome:
 def writes_beside_the_slot(self: GoodTier, batch: Batch, index: int) -> Status:
     batch.memory.view(batch.slots[index] + 1)[:1] = b"\0"
     return GoodTier.fill_one(self, batch, index)
+
+
+@bug("put", (VIEWS, "a put that has ended keeps the batch or a view"))
+async def keeps_a_view(self: GoodTier, batch: Batch) -> Outcome:
+    self.held.append(batch.views[0][:16])
+    return await GoodTier.put(self, batch)
+
+
+@bug("get", (VIEWS, "a get that has ended keeps the batch or a view"))
+async def keeps_its_batch(self: GoodTier, batch: Batch) -> Outcome:
+    self.held = [batch]
+    return await GoodTier.get(self, batch)
 
 
 # --- bytes -------------------------------------------------------------------------------------------
@@ -313,6 +337,57 @@ async def uses_one_buffer_for_all(self: GoodTier, batch: Batch) -> Outcome:
     return stored(batch)
 
 
+@broken((LENGTHS, "a fetch of chunks of .*COPIED"))
+class GivesAPart(GoodTier):
+    verifies = True  # and does not
+
+    def fill_one(self, batch: Batch, index: int) -> Status:
+        found = self.store.get(batch.keys[index])
+        if found is None:
+            return Status.ABSENT
+        length = min(len(found[0]), batch.views[index].nbytes)
+        batch.views[index][:length] = found[0][:length]
+        return Status.OK
+
+
+@broken((LENGTHS, "a put over chunks of .* was OK, and a fetch after it ended MISSING"))
+class KeepsWhatIsThere(GoodTier):
+    def copies(self, batch: Batch) -> Store:
+        return {key: chunk for key, chunk in super().copies(batch).items() if key not in self.store}
+
+    def fill_one(self, batch: Batch, index: int) -> Status:
+        found = self.store.get(batch.keys[index])
+        is_other = found is not None and len(found[0]) != batch.views[index].nbytes
+        return Status.ABSENT if is_other else super().fill_one(batch, index)
+
+
+@bug("get", (DISCARDED, "another tier has discarded: OK.*answer ABSENT"))
+async def gives_from_a_cache(self: GoodTier, batch: Batch) -> Outcome:
+    mine, shared = dict(self.held), self.store
+    self.store = {**mine, **shared}
+    try:
+        return await GoodTier.get(self, batch)
+    finally:
+        self.held, self.store = list(self.store.items()), shared
+
+
+@broken((RESTART, "after a restart of the backend are not found"))
+class StaysDisconnected(GoodTier):
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        self.seen = GoodTier.restarts
+
+    async def put(self, batch: Batch) -> Outcome:
+        if self.seen != GoodTier.restarts:
+            raise ConnectionError("broken pipe")
+        return await super().put(batch)
+
+
+@bug("get", (AT_EACH_WAIT, "after a cancelled put.. FAILED 5 times"))
+async def never_answers(self: GoodTier, batch: Batch) -> Outcome:
+    return Outcome.all(Status.FAILED, len(batch), "timeout")
+
+
 # --- answers -----------------------------------------------------------------------------------------
 
 
@@ -320,6 +395,69 @@ async def uses_one_buffer_for_all(self: GoodTier, batch: Batch) -> Outcome:
 async def counts_wrong(self: GoodTier, batch: Batch) -> Outcome:
     outcome = await GoodTier.get(self, batch)
     return Outcome([status for status in outcome.statuses if status is Status.OK])
+
+
+@broken((SETTINGS, r"settings \['api_key', 'password'\] seem to hold a secret.*pydantic.SecretStr"))
+class ShowsItsPassword(GoodTier):
+    class Config(Config):
+        password: str = Field(default="", description="The password.")
+        api_key: str | None = Field(default=None, description="The key.")
+        password_file: str = Field(default="", description="Where the password is.")
+
+
+@broken((SETTINGS, r"settings \['level'\] have no description"))
+class HasABareSetting(GoodTier):
+    class Config(Config):
+        level: int = 3
+
+
+@bug("put", (PUT_AND_GOT, "put.. returned None; it returns a kvtier.tiers.Outcome"))
+async def returns_nothing(self: GoodTier, batch: Batch) -> None:
+    await GoodTier.put(self, batch)
+
+
+@bug("put", (PUT_AND_GOT, r"put.. returned the statuses \[True, .*such as Status.OK"))
+async def returns_bools(self: GoodTier, batch: Batch) -> Outcome:
+    await GoodTier.put(self, batch)
+    return Outcome([True] * len(batch))  # type: ignore[list-item]
+
+
+@bug("put", (PUT_AND_GOT, "0 reasons for 11 chunks that are neither OK nor ABSENT"))
+async def fails_without_a_reason(self: GoodTier, batch: Batch) -> Outcome:
+    return Outcome.all(Status.FAILED, len(batch))
+
+
+@bug("put", (PUT_AND_GOT, "reasons .'sulking'., which no tier has and this one does not declare"))
+async def fails_for_an_unknown_reason(self: GoodTier, batch: Batch) -> Outcome:
+    return Outcome.all(Status.FAILED, len(batch), "sulking")
+
+
+@bug("put", (PART, "of a put ended REFUSED, and is there all the same"))
+async def refuses_what_it_keeps(self: GoodTier, batch: Batch) -> Outcome:
+    await GoodTier.put(self, batch)
+    return Outcome.all(Status.REFUSED, len(batch), "full")
+
+
+@bug("copies", (PART, "of a put was OK, and is neither there nor reported"))
+def drops_without_a_word(self: GoodTier, batch: Batch) -> Store:
+    room = self.config.room // batch.memory.chunk_bytes
+    return dict(list(GoodTier.copies(self, batch).items())[:room])
+
+
+@bug("put", (AGAIN, "removed was told of chunks"))
+async def reports_what_it_replaces(self: GoodTier, batch: Batch) -> Outcome:
+    self.context.removed([key for key in batch.keys if key in self.store])
+    return await GoodTier.put(self, batch)
+
+
+@broken((AGAIN, r"usage.. grew by \d+ bytes by 8 more puts"), (USAGE, "before the tier was opened again"))
+class CountsItsPuts(GoodTier):
+    def usage(self) -> Usage:
+        return Usage(sum(self.held), None)
+
+    async def put(self, batch: Batch) -> Outcome:
+        self.held.append(batch.nbytes)
+        return await super().put(batch)
 
 
 @bug("fill_one", (NEVER_PUT, r"KeyError(.|\n)*get.. raised this. Its contract: Write the chunks"))
@@ -663,6 +801,12 @@ def kit(bad: type[GoodTier]) -> TierConformance:
         def settings(self, place: Path) -> Mapping[str, object]:
             return {"type": "good", "place": str(place)}
 
+        def bounded(self, place: Path, capacity_bytes: int) -> Mapping[str, object]:
+            return {**self.settings(place), "room": capacity_bytes}
+
+        def restart(self, place: Path) -> None:
+            GoodTier.restarts += 1
+
     return Kit()
 
 
@@ -671,8 +815,8 @@ def run(suite: TierConformance, test: str, place: Path) -> None:
     function: Callable[..., None] = getattr(suite, f"test_{test}")
     parameters = [mark.args[1] for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
     for number, parameter in enumerate(parameters[0] if parameters else [None]):
-        here = place / str(number)
-        function(here, *(() if parameter is None else (parameter,)))
+        given = {"place": place / str(number), "parameter": parameter}
+        function(*list(given.values())[: len(inspect.signature(function).parameters)])
 
 
 @pytest.fixture(autouse=True)
@@ -680,6 +824,8 @@ def _nothing_stored(monkeypatch):
     monkeypatch.setattr(limits, "_STOP_S", 0.2)
     monkeypatch.setattr(resources, "_ATTEMPTS", 3)
     monkeypatch.setattr(resources, "_ROUNDS", 4)
+    monkeypatch.setattr(lifecycle, "_RESTART_GRACE", 3)
+    monkeypatch.setattr(basics, "_GRACE", 5)
     GoodTier.stores.clear()
     HUNG.clear()
     yield
@@ -718,6 +864,18 @@ def test_a_get_beside_a_discard_may_mix_versions_where_the_suite_says_so(tmp_pat
     suite = kit(StoresTornValues)  # caught without it, see there
     type(suite).may_mix_versions = True
     run(suite, ONE_KEY, tmp_path)
+
+
+class FailsNowAndThen(GoodTier):
+    async def get(self, batch: Batch) -> Outcome:
+        self.held.append(None)
+        if len(self.held) % 2:
+            return Outcome.all(Status.FAILED, len(batch), "timeout")
+        return await super().get(batch)
+
+
+def test_a_get_that_fails_is_no_partial_chunk(tmp_path):
+    run(kit(FailsNowAndThen), AT_EACH_WAIT, tmp_path)
 
 
 def test_blocking_calls_are_refused_where_blockbuster_is_installed(tmp_path):
