@@ -55,3 +55,12 @@ class TierActivity:
 def puts_at_once(max_concurrency: int) -> int:
     """Return how many puts of a tier run at once: half as many as gets, which somebody waits for."""
     return max(1, max_concurrency // 2)
+
+
+def usage_of(tier: AnyTier) -> Usage | None:
+    """Return how full a tier is, in Python's integers from 0: a tier may give numpy's or pydantic's."""
+    usage = tier.usage()
+    if usage is None:
+        return None
+    used, capacity = usage.used_bytes, usage.capacity_bytes
+    return Usage(*(None if nbytes is None else max(0, int(nbytes)) for nbytes in (used, capacity)))

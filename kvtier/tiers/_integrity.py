@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import anyio
 import crc32c
@@ -23,23 +23,17 @@ _SKIP_S = 600.0
 _MOST_SKIPPED = 4096
 
 
-class DamagedRead(NamedTuple):
-    """A chunk that a get returned damaged. Two reads of damaged storage are equal, two bad reads are not.
+Damage = tuple[Integrity, bytes, int]
+"""What is wrong with a chunk that was read, its trailer, and the checksum of its bytes.
 
-    Attributes:
-        found: what is wrong with it.
-        content: its trailer and the checksum of its bytes; None if the tier itself said CORRUPT.
-    """
-
-    found: Integrity
-    content: tuple[bytes, int] | None
+Two reads of a damaged chunk are equal. Two reads that a bad link or bad memory damages are not.
+"""
 
 
 class Suspects:
-    """Chunks that this host read damaged and did not discard. It skips them for a while.
+    """Chunks that this host read damaged and keeps for other hosts. It skips them for a while.
 
-    Other engines may read them well, so only ``_MOST_DISCARDS`` an hour are discarded: a host with bad memory
-    would empty a shared tier.
+    It discards few chunks an hour: a host with bad memory would empty a shared tier.
     """
 
     def __init__(self) -> None:
@@ -47,26 +41,20 @@ class Suspects:
         self._discarded_s: deque[float] = deque(maxlen=_MOST_DISCARDS)
 
     def discard_or_skip(self, key: OffloadKey, *, is_confirmed: bool, now_s: float) -> str:
-        """Return why a chunk is skipped from now on; "" if it may be discarded, which is counted."""
-        if not is_confirmed:
-            why = "a second read did not confirm it"
-        elif len(self._discarded_s) == _MOST_DISCARDS and now_s < self._discarded_s[0] + _HOUR_S:
-            why = f"{_MOST_DISCARDS} were discarded within an hour"
-        else:
+        """Return why a chunk is skipped from now on; "" if it is to be discarded."""
+        may_discard = len(self._discarded_s) < _MOST_DISCARDS or now_s >= self._discarded_s[0] + _HOUR_S
+        if is_confirmed and may_discard:
             self._discarded_s.append(now_s)
             return ""
         if len(self._until_s) >= _MOST_SKIPPED:
             self._until_s.pop(next(iter(self._until_s)))
         self._until_s[key] = now_s + _SKIP_S
-        return why
+        return (
+            f"{_MOST_DISCARDS} were discarded this hour" if is_confirmed else "not confirmed by a second read"
+        )
 
-    def without_skipped(
-        self, keys: Sequence[OffloadKey], found: Sequence[bool], now_s: float
-    ) -> Sequence[bool]:
-        """Return ``found`` with False for the chunks that are skipped now."""
-        if not self._until_s:
-            return found
-        return [there and now_s >= self._until_s.get(key, 0.0) for key, there in zip(keys, found, strict=True)]
+    def is_skipped(self, key: OffloadKey, now_s: float) -> bool:
+        return now_s < self._until_s.get(key, now_s)
 
 
 class IntegrityChecks:
@@ -88,8 +76,8 @@ class IntegrityChecks:
         """Fill in the trailers of a batch that is about to be put."""
         await self._in_thread(_seal_all, batch, self._digest)
 
-    async def damaged(self, batch: Batch, statuses: Sequence[Status]) -> dict[int, DamagedRead]:
-        """Return the chunks of a get that are not what was put, by their position."""
+    async def damaged(self, batch: Batch, statuses: Sequence[Status]) -> dict[int, Damage]:
+        """Return the damage of chunks of a get, by their position."""
         return await self._in_thread(_damaged, batch, statuses, self._digest)
 
     async def are_slots_intact(self, command: Put) -> bool:
@@ -116,12 +104,12 @@ def _seal_all(batch: Batch, digest: bytes) -> None:
         batch.trailers[index] = seal(key, view, digest)
 
 
-def _damaged(batch: Batch, statuses: Sequence[Status], digest: bytes) -> dict[int, DamagedRead]:
-    found = {}
+def _damaged(batch: Batch, statuses: Sequence[Status], digest: bytes) -> dict[int, Damage]:
+    found: dict[int, Damage] = {}
     chunks = zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
     for index, (key, view, trailer, status) in enumerate(chunks):
         if status == Status.CORRUPT:
-            found[index] = DamagedRead(Integrity.TORN, None)
+            found[index] = Integrity.TORN, b"", 0
         elif status == Status.OK and (integrity := check(trailer, key, view, digest)).is_corrupt:
-            found[index] = DamagedRead(integrity, (bytes(trailer), crc32c.crc32c(view)))
+            found[index] = integrity, bytes(trailer), crc32c.crc32c(view)
     return found

@@ -30,7 +30,7 @@ from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers._activity import ConcurrencyLimit, NamedTier, TierActivity
+from kvtier.tiers._activity import ConcurrencyLimit, NamedTier, TierActivity, usage_of
 from kvtier.tiers._base import (
     Batch,
     Knowledge,
@@ -44,7 +44,7 @@ from kvtier.tiers._base import (
 )
 from kvtier.tiers._drain import call_soon
 from kvtier.tiers._faults import reason_of, require_fault, words_of
-from kvtier.tiers._integrity import DamagedRead, IntegrityChecks, Suspects
+from kvtier.tiers._integrity import Damage, IntegrityChecks, Suspects
 from kvtier.tiers._loop_clock import LoopClock
 from kvtier.tiers._retry import Progress, Retries
 from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
@@ -121,10 +121,7 @@ class TierRunner:
     def _usage(self) -> Usage | None:
         """Return how full the tier is; None if it does not know, or fails."""
         try:
-            usage = self._tier.usage()
-            if usage is None:
-                return None
-            return Usage(_integer(usage.used_bytes), _integer(usage.capacity_bytes))
+            return usage_of(self._tier)
         except BaseException as error:
             require_fault(error)
             self._warn("usage", f"usage() failed, so its used bytes are unknown: {self._words(error)}")
@@ -236,7 +233,8 @@ class TierRunner:
         self._require_usable(epoch)
         count = len(command.keys)
         found = [True] * count if command.located else await self._find(command, epoch, progress)
-        found = self._suspects.without_skipped(command.keys, found, self._now_s())
+        for index, key in enumerate(command.keys):
+            found[index] = found[index] and not self._suspects.is_skipped(key, self._now_s())
         answers = [Answer.LOCATED if there else Answer.MISSING for there in found]
         run = min(found.index(False) if False in found else count, len(command.slots))
         if not run:
@@ -260,28 +258,25 @@ class TierRunner:
         damaged = await self._integrity.damaged(batch, outcome.statuses)
         return await self._settle(batch, outcome, damaged) if damaged else outcome
 
-    async def _settle(self, batch: Batch, outcome: Outcome, damaged: dict[int, DamagedRead]) -> Outcome:
+    async def _settle(self, batch: Batch, outcome: Outcome, damaged: dict[int, Damage]) -> Outcome:
         """Read damaged chunks again; discard those that are damaged in the tier, and skip the others here."""
         statuses, counts, discarded = list(outcome.statuses), Counter(outcome.reasons), []
         again = batch.part(list(damaged))
-        for index, key, second in zip(damaged, again.keys, await self._read_again(again), strict=True):
-            first, why = damaged[index], "sound when read again"
+        for index, key, second in zip(damaged, again.keys, await self._reread(again), strict=True):
+            first, found, why = damaged[index], damaged[index][0], "sound when read again"
             statuses[index] = Status.OK if second is Status.OK else Status.CORRUPT
             if second is not Status.OK:
-                counts[first.found] += first.content is not None  # else the tier has given its reason
+                counts[found] += outcome.statuses[index] == Status.OK  # else the tier has given its reason
                 why = self._suspects.discard_or_skip(key, is_confirmed=first == second, now_s=self._now_s())
-            if why:
-                text = f"this host read chunk {key.hex()} damaged ({first.found}), and keeps it: {why}; "
-                self._warn("damaged", text + "check this host's memory and its way to the tier")
-            else:
-                discarded.append(key)
-                text = f"chunk {key.hex()} failed its integrity check ({first.found}) twice: it is discarded"
-                self._log(logging.ERROR, first.found, text)
+            discarded += [] if why else [key]
+            text = f"{why}, so others keep it; check this host's memory and network" if why else "discarded"
+            text = f"chunk {key.hex()} failed its integrity check here ({found}): {text}"
+            self._log(logging.WARNING if why else logging.ERROR, found, text)
         if discarded:
             await self._discard(discarded)
         return self._complete(Outcome(statuses, counts), len(batch))
 
-    async def _read_again(self, batch: Batch) -> Sequence[Status | DamagedRead]:
+    async def _reread(self, batch: Batch) -> Sequence[Status | Damage]:
         try:
             async with self._clock.timeout_at(self._now_s() + self._deadline_s * _REREAD_SHARE):
                 outcome = self._complete(await self._tier.reread(batch), len(batch))
@@ -408,8 +403,3 @@ class TierRunner:
 
 class _NotBegunError(Exception):
     """A command was not begun; the text is the reason that is counted."""
-
-
-def _integer(nbytes: int | None) -> int | None:
-    """Return bytes as an integer of Python's, not below zero: a tier may give numpy's or pydantic's."""
-    return None if nbytes is None else max(0, int(nbytes))

@@ -522,7 +522,7 @@ async def test_a_chunk_that_is_sound_when_read_again_is_a_hit(caplog: pytest.Log
         event = await it.ended(it.fetch([1, 2], [10, 11]))
         assert (list(event.answers), event.reasons) == ([COPIED, COPIED], {})
         assert (it.bytes_in(10), it.bytes_in(11)) == (content(1), content(2))
-    assert "this host read chunk" in caplog.text
+    assert "sound when read again, so others keep it; check this host" in caplog.text
 
 
 async def test_a_bad_reader_discards_nothing_and_skips_what_it_read() -> None:

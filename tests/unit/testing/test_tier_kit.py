@@ -416,7 +416,7 @@ async def returns_nothing(self: GoodTier, batch: Batch) -> None:
     await GoodTier.put(self, batch)
 
 
-@bug("put", (PUT_AND_GOT, r"put.. returned the statuses \[True, .*such as Status.OK"))
+@bug("put", (PUT_AND_GOT, r"put.. returned the statuses \[True, .*as Status.OK"))
 async def returns_bools(self: GoodTier, batch: Batch) -> Outcome:
     await GoodTier.put(self, batch)
     return Outcome([True] * len(batch))  # type: ignore[list-item]
@@ -450,7 +450,7 @@ async def reports_what_it_replaces(self: GoodTier, batch: Batch) -> Outcome:
     return await GoodTier.put(self, batch)
 
 
-@broken((AGAIN, r"usage.. grew by \d+ bytes by 8 more puts"), (USAGE, "before the tier was opened again"))
+@broken((AGAIN, r"usage.. grew by \d+ bytes in 8 puts"), (USAGE, "before the tier was opened again"))
 class CountsItsPuts(GoodTier):
     def usage(self) -> Usage:
         return Usage(sum(self.held), None)

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,14 @@ from kvtier_redis.config import Address, RedisConfig
 _VERIFY: Final = {"full": ("required", True), "chain": ("required", False), "none": ("none", False)}
 
 
-_KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+_KEPT_ALIVE: Final[Mapping[str, Any]] = {
+    "socket_keepalive": True,
+    "socket_keepalive_options": {
+        socket.TCP_KEEPIDLE: 30,
+        socket.TCP_KEEPINTVL: 10,
+        socket.TCP_KEEPCNT: 3,
+    },
+}
 """A middlebox that forgets idle connections sees traffic, or the dead connection ends after a minute."""
 
 _IDLE_S: Final = 60.0
@@ -141,11 +148,15 @@ class _Login(CredentialProvider):
     def _run(self) -> bytes:
         assert self._command is not None
         return subprocess.run(
-            self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=True
+            self._command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=True,
         ).stdout
 
     def _first_line(self, setting: str, read: Callable[[], bytes]) -> str:
-        setting, why = self._prefix + setting, ""
+        setting, password, why = self._prefix + setting, "", ""
         try:
             password = read().decode().partition("\n")[0].rstrip("\r")
         except OSError as error:
@@ -180,14 +191,17 @@ class ClientFactory:
         """Return ``text`` without passwords: servers and proxies repeat the arguments of a refused AUTH."""
         return conceal(str(text), (*self._login.passwords, *self._sentinel_login.passwords))
 
+    def options(self) -> dict[str, Any]:
+        """Return redis-py's options of a connection, without its address: also for asyncio."""
+        return {**self._options(self._login), "db": self._config.db, **_tls_options(self._config)}
+
     def pool(self, address: Address) -> Pool:
         """Return a pool of connections to one server. It connects when one is taken."""
-        options = {**self._options(self._login), "db": self._config.db}
+        options = {**self.options(), "redis_connect_func": partial(_greet, self._login, self._name)}
         if address.path:
             return Pool(_Unix, path=address.path, **options)
         kind = _Tls if self._config.tls else _Tcp
-        where = {"host": address.host, "port": address.port}
-        return Pool(kind, **where, **options, **_tcp_options(self._config))
+        return Pool(kind, host=address.host, port=address.port, **options, **_KEPT_ALIVE)
 
     def client(self, address: Address) -> redis.Redis:
         """Return a client of one server. It connects when it is first used."""
@@ -195,9 +209,14 @@ class ClientFactory:
 
     def sentinel(self) -> Sentinel:
         """Return a client of all sentinels."""
-        tls = {"ssl": self._config.tls, **_tcp_options(self._config)}
+        options = {
+            **self._options(self._sentinel_login),
+            **_tls_options(self._config),
+            "redis_connect_func": partial(_greet, self._sentinel_login, self._name),
+            "ssl": self._config.tls,
+        }
         addresses = [(address.host, address.port) for address in self._config.parsed_addresses]
-        return Sentinel(addresses, sentinel_kwargs={**self._options(self._sentinel_login), **tls})
+        return Sentinel(addresses, sentinel_kwargs=options)
 
     def _options(self, login: _Login) -> dict[str, Any]:
         config = self._config
@@ -207,7 +226,6 @@ class ClientFactory:
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,  # RESP 2 has no push messages
             "credential_provider": login,
-            "redis_connect_func": partial(_greet, login, self._name),
         }
 
 
@@ -221,10 +239,6 @@ def _greet(login: _Login, name: str, connection: Any) -> None:
     with suppress(ResponseError):
         connection.send_command("CLIENT", "SETNAME", name)
         connection.read_response()
-
-
-def _tcp_options(config: RedisConfig) -> dict[str, Any]:
-    return {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE, **_tls_options(config)}
 
 
 def _tls_options(config: RedisConfig) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class ControlClient:
         return self._on(topology.server_of(key.encode()), lambda client: call(client, key))
 
     def _ask(self, address: Address, name: str, call: Callable[[redis.Redis], Any], default: Any) -> Any:
-        """Return the answer to a command that the tier can do without: ``default`` if the server refuses it."""
+        """Return the answer to a command, or ``default`` if the server refuses it."""
         try:
             return self._on(address, call)
         except ResponseError as error:

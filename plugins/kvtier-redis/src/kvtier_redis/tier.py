@@ -36,7 +36,16 @@ from kvtier_redis._commands import Chunk, Question
 from kvtier_redis._control import PRIVATE, ControlClient, MemoryUsage, Topology
 from kvtier_redis._pool import Connections, WorkerThreads
 from kvtier_redis._protocol import ErrorReply, RespSocket, command
-from kvtier_redis._reasons import DENIED, REASONS, TIMED_OUT, TOPOLOGY, TRANSIENT, Result, reason_of, result_of
+from kvtier_redis._reasons import (
+    DENIED,
+    REASONS,
+    TIMED_OUT,
+    TOPOLOGY,
+    TRANSIENT,
+    Result,
+    reason_of,
+    result_of,
+)
 from kvtier_redis.config import Address, RedisConfig
 
 _MAX_VALUE_BYTES: Final = 512 * 2**20  # Redis' default proto-max-bulk-len

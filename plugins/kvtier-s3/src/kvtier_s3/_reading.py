@@ -33,8 +33,8 @@ async def read_as_stored(store: Store, path: str, batch: Batch, index: int) -> S
     """Get one chunk of a batch, and prove that the store has these bytes.
 
     Returns:
-        OK; CORRUPT if the object has another length; FAILED without proof: the ETag is not the MD5 of the bytes,
-        or there is no trailer. A gateway may have sent something else, and some stores have other ETags.
+        OK. CORRUPT if the object has another length. FAILED without proof: the ETag is not the MD5 of the
+        bytes, or the trailer is missing. A gateway may have answered, and some stores have other ETags.
     """
     view = batch.views[index]
     try:

@@ -77,7 +77,7 @@ class S3Config(TierConfig):
     )
     profile: str | None = Field(
         default=None,
-        description="s3: profile in `~/.aws` with the credentials, or with a `credential_process` that prints "
+        description="s3: profile in `~/.aws` with the credentials, or a `credential_process` that prints "
         "them; needs `pip install kvtier-s3[profiles]`.",
     )
     service_account_file: Path | None = Field(

@@ -284,11 +284,11 @@ class S3Tier(SecondaryTier[S3Config]):
         results: list[Result] = [(Status.FAILED, "")] * len(batch)
 
         async def get_one(index: int) -> None:
-            path = chunk_path(prefix, batch.keys[index])
-            results[index] = await read_as_stored(self._store, path, batch, index), ""
+            if prefix is not None:
+                path = chunk_path(prefix, batch.keys[index])
+                results[index] = await read_as_stored(self._store, path, batch, index), ""
 
-        if prefix is not None:
-            await self._reads.run(len(batch), get_one)
+        await self._reads.run(len(batch), get_one)
         return _outcome(results)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:

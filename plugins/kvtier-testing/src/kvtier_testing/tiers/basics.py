@@ -139,8 +139,8 @@ class BasicTests(TierSetup):
                     await anyio.sleep(self.settle_s)
                 else:
                     fail(
-                        f"a {verb} that has ended keeps the batch or a view of its slots, which belong to other "
-                        "chunks now: copy what is needed later, and drop the batch"
+                        f"a {verb} that has ended keeps the batch or a view of its slots, which belong to "
+                        "other chunks now: copy the bytes that are needed later, and drop the batch"
                     )
 
     async def test_usage_counts_the_bytes_that_are_kept(self, place: Path) -> None:
@@ -167,10 +167,12 @@ class BasicTests(TierSetup):
                     break
                 await anyio.sleep(self.settle_s)
             else:
-                fail(f"usage() grew by {grown_bytes} bytes by {_AGAIN} more puts of the same chunks: count once")
+                fail(f"usage() grew by {grown_bytes} bytes in {_AGAIN} puts of the same chunks; count once")
             there = [number for number in numbers if await it.get([number]) == [Status.OK]]
         wrong = [number for number in there if key(number) in told]
-        expect(not wrong, f"TierContext.removed was told of chunks {wrong}, which were put again and are there")
+        expect(
+            not wrong, f"TierContext.removed was told of chunks {wrong}, which were put again and are there"
+        )
 
     async def test_a_batch_with_room_for_a_part_accounts_for_each_chunk(self, place: Path) -> None:
         self.require("bounded", "its bound cannot be set")
@@ -185,10 +187,13 @@ class BasicTests(TierSetup):
             if status is Status.OK:
                 expect(
                     is_there or key(number) in told or self.is_lossy,
-                    f"chunk {number} of a put was OK, and is neither there nor reported to TierContext.removed",
+                    f"chunk {number} of a put was OK, and is neither there nor reported: tell "
+                    "TierContext.removed what leaves",
                 )
             else:
-                expect(not is_there, f"chunk {number} of a put ended {status.name}, and is there all the same")
+                expect(
+                    not is_there, f"chunk {number} of a put ended {status.name}, and is there all the same"
+                )
 
     async def _expect_used(self, it: TierRig, what: str) -> int | None:
         """Wait until ``usage`` counts the chunks of a put; return the bytes, None if they are unknown."""
@@ -198,7 +203,7 @@ class BasicTests(TierSetup):
                 return used_bytes
             await anyio.sleep(self.settle_s)
             used_bytes = it.check_usage()
-        fail(
+        return fail(
             f"usage() says that {used_bytes} bytes are used where {what}, {kept_bytes} bytes: "
             "used_bytes counts what the tier keeps; a tier that does not know it answers None",
         )

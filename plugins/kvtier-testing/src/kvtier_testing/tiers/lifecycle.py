@@ -15,7 +15,6 @@ from kvtier.tiers import Status
 from kvtier_testing.tiers.rig import aside, check_whole, expect, fail, key, keys, names_of
 from kvtier_testing.tiers.setup import Damage, TierSetup
 
-
 _RESTART_GRACE = 300  # times settle_s
 
 
@@ -80,7 +79,9 @@ class LifecycleTests(TierSetup):
                 fetched = await driver.fetch(range(4))
                 what = f"chunks of {put_bytes} bytes in a tier of {self.chunk_bytes} bytes"
                 names = [Answer(answer).name for answer in fetched.answers]
-                expect("COPIED" not in names, f"a fetch of {what}: {names}; a chunk of another length is none")
+                expect(
+                    "COPIED" not in names, f"a fetch of {what}: {names}; a chunk of another length is none"
+                )
                 put = await driver.put(range(4))
                 fetched = await driver.fetch(range(4))
                 driver.check_copied(range(4), fetched)

@@ -323,16 +323,16 @@ class TierRig:
         """Check that an outcome is well formed."""
         expect(
             isinstance(outcome, Outcome),
-            f"{verb}() returned {outcome!r}; it returns a kvtier.tiers.Outcome with one Status for each chunk",
+            f"{verb}() returned {outcome!r}; return a kvtier.tiers.Outcome with one Status per chunk",
         )
         statuses, reasons = outcome.statuses, outcome.reasons
         count = len(statuses)
         expect(count == len(batch), f"a {verb} of {len(batch)} chunks answered with {count} statuses")
-        strange = [status for status in statuses if not isinstance(status, Status)]
+        others = [status for status in statuses if type(status) is not Status]
         expect(
-            not strange,
-            f"{verb}() returned the statuses {strange}; each is a kvtier.tiers.Status, such as Status.OK, which "
-            "is 0: True would be ABSENT",
+            not others,
+            f"{verb}() returned the statuses {others}; use kvtier.tiers.Status, as Status.OK, which "
+            "is 0; True would be ABSENT",
         )
         strange = [status for status in statuses if status not in _POSSIBLE[verb]]
         expect(not strange, f"a {verb} cannot end as {names_of(strange)}, only {names_of(_POSSIBLE[verb])}")

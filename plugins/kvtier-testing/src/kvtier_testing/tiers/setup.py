@@ -93,7 +93,7 @@ class TierSetup(LimitedSuite):
         raise NotImplementedError
 
     def restart(self, place: Path) -> None:
-        """Restart the backend, which may lose what it keeps. Called in a thread, so it may block. Optional."""
+        """Restart the backend, which may lose all chunks. Called in a thread: it may block. Optional."""
         raise NotImplementedError
 
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> AbstractContextManager[None]:
