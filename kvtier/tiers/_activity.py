@@ -1,4 +1,4 @@
-"""What a tier is doing now: the turns of its puts and gets."""
+"""The current work of a tier: the turns of its puts and gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NamedTier:
     name: str
     tier: AnyTier
     recreate: Callable[[], AnyTier] | None = None
-    """Makes another one to be opened after the first; None where the same object may be opened again."""
+    """Makes another one to be opened after the first; None if the same object may be opened again."""
 
 
 class ConcurrencyLimit:
@@ -53,7 +53,7 @@ class TierActivity:
 
 
 def puts_at_once(max_concurrency: int) -> int:
-    """Return how many puts of a tier run at once: half as many as gets, which somebody waits for."""
+    """Return how many puts of a tier run at once: half as many as gets, because requests wait for gets."""
     return max(1, max_concurrency // 2)
 
 

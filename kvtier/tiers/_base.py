@@ -27,7 +27,7 @@ from kvtier.keys import OffloadKey
 
 
 class Knowledge(IntEnum):
-    """What a tier knows about a key without asking its backend. A hint: a get may still find otherwise.
+    """A tier's knowledge about a key, without asking its backend. A hint: a get may still find otherwise.
 
     Attributes:
         UNKNOWN: the backend has to be asked, with ``contains``.
@@ -75,7 +75,7 @@ class Outcome:
 
     @staticmethod
     def all(status: Status, count: int, reason: str | None = None) -> Outcome:
-        """Return an outcome in which ``count`` chunks have the same status and reason."""
+        """Return an outcome of ``count`` chunks with the same status and reason."""
         return Outcome((status,) * count, Counter({reason: count}) if reason else {})
 
 
@@ -114,7 +114,7 @@ class SlotMemory(Protocol):
 
 
 class SlotChecksums(Protocol):
-    """What audited slots must hold. ``kvtier._memory.slot_checksums`` is the one there is."""
+    """The contents that audited slots must have. ``kvtier._memory.slot_checksums`` is the one there is."""
 
     rate: float
 
@@ -125,7 +125,7 @@ class SlotChecksums(Protocol):
         """Return whether these slots hold what they must."""
 
     def record_checksums(self, slots: Sequence[int]) -> None:
-        """Record what slots hold now as what they must hold from now on."""
+        """Record the contents of slots, which they must have from now on."""
 
 
 class Batch:
@@ -136,7 +136,7 @@ class Batch:
         slots: index of each chunk's slot in ``memory``.
         memory: the primary tier's memory.
         trailers: proof of each chunk's bytes, ``TRAILER_BYTES`` long. A put must store them with the chunks;
-            a get must fill in what was stored. Unused if the tier ``verifies``.
+            a get must fill in the stored ones. Unused if the tier ``verifies``.
     """
 
     __slots__ = ("_views", "keys", "memory", "slots", "trailers")
@@ -261,7 +261,7 @@ def ignore_lost(why: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What ``open`` tells a tier.
+    """The facts that ``open`` gives to a tier.
 
     Attributes:
         name: the tier's name in logs and metrics.
@@ -301,7 +301,7 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     """Kind of storage, for metrics of hits by source and for ``kv_load_tiers``."""
 
     reasons: ClassVar[Mapping[str, str]] = {}
-    """The tier's own reasons, each with its meaning, in addition to those of every tier."""
+    """The tier's own reasons, each with its meaning, in addition to the reasons of every tier."""
 
     transient: ClassVar[Collection[str]] = ()
     """Reasons that are worth a retry, such as a busy server, in addition to ``"timeout"`` and
@@ -333,8 +333,8 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return for each key whether a get would probably find it.
 
-        Raise where the backend failed for most keys, as ``kvtier.tiers.require_answers`` does: answering that
-        nothing is there would count as a success, and every request would wait for a backend that is out.
+        Raise if the backend failed for most keys, as ``kvtier.tiers.require_answers`` does. False counts as
+        an answer in time, so every request would wait for a backend that is out.
         """
 
     async def contains_at(

@@ -24,7 +24,7 @@ _MOST_SKIPPED = 4096
 
 
 Damage = tuple[Integrity, bytes, int]
-"""What is wrong with a chunk that was read, its trailer, and the checksum of its bytes.
+"""The defect of a chunk that was read, its trailer, and the checksum of its bytes.
 
 Two reads of a damaged chunk are equal. Two reads that a bad link or bad memory damages are not.
 """

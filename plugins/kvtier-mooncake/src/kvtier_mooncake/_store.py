@@ -56,8 +56,8 @@ def result_of(code: int, expected: int = _OK) -> tuple[Status, str]:
     """Return the status of a chunk, and the reason where one is counted, for a result code of the client.
 
     Args:
-        code: what the client returned.
-        expected: what it returns where all is well: bytes for a get.
+        code: a result code of the client.
+        expected: its code for success: a number of bytes for a get.
     """
     if code == expected:
         return Status.OK, ""
@@ -113,7 +113,7 @@ class Store:
             raise self._error(f"Mooncake's client does not start (code {code}): see what it has logged")
 
     def close(self) -> None:
-        """Disconnect. What this client contributes leaves the pool, with the chunks in it."""
+        """Disconnect. The memory of this client leaves the pool, with the chunks in it."""
         self._client.close()
 
     def keys(self, epoch: str, keys: Sequence[bytes]) -> list[str]:
@@ -164,15 +164,15 @@ class Store:
         return results
 
     def contains(self, names: Sequence[str]) -> list[int]:
-        """Return 1 for each key that is there, 0 for others, less for failures. Renews their leases."""
+        """Return 1 for present keys, 0 for absent ones, a negative code for failures. Renews their leases."""
         with self._client.use() as client:
             return list(client.batch_is_exist(names))
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """Remove keys. Returns result codes.
 
-        The pool is told not to wait for leases, or a damaged chunk would stay for as long as it is read. Who
-        reads one meanwhile may get bytes of what takes its memory: the trailer does not match them.
+        The pool is told not to wait for leases, or a damaged chunk would stay for as long as it is read. A
+        reader may get the bytes of the next chunk in its memory: the trailer does not match them.
         """
         with self._client.use() as client:
             return list(client.batch_remove(names, True))

@@ -72,7 +72,7 @@ class Peer:
 
     Args:
         address: where it listens.
-        facts: what it has to agree on.
+        facts: the facts that both sides must agree on.
         agent: this engine's agent.
         timeout_s: seconds after which an answer is late.
         warn: called with a subject for log limits and a text when it cannot be used.
@@ -80,7 +80,7 @@ class Peer:
     Attributes:
         was_tried: set once the first attempt to connect has ended.
         pace: how fast chunks are read from it.
-        is_late: whether the answer to a lookup, which nobody waits for any more, has not come yet.
+        is_late: whether the answer to an abandoned lookup is still missing.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Peer:
         self._timeout_s = timeout_s
         self._warn = warn
         self._link: _Link | None = None
-        self._turn = asyncio.Lock()  # that of anyio gives way to others even if it is free
+        self._turn = asyncio.Lock()  # anyio's lock yields to other tasks even if it is free
         self._is_lost = asyncio.Event()
         self.was_tried = asyncio.Event()
         self.pace = Pace()
@@ -131,7 +131,7 @@ class Peer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether it can be asked, as far as is known."""
+        """Whether the connection seems to be usable."""
         link = self._link
         if link is not None and (link.reader.at_eof() or link.writer.is_closing()):  # closed, or reset
             self.drop("it has closed the connection")
@@ -162,7 +162,7 @@ class Peer:
         """End a lease; return whether it lasted until now.
 
         Raises:
-            PeerError: the connection is not that of the lease: the peer has been reset, or started again.
+            PeerError: the lease is of an earlier connection: the peer has been reset or restarted.
         """
         link = self._link if self.is_connected else None
         if link is not lease._link:
@@ -209,7 +209,7 @@ class Peer:
             if link is None:  # it is not to blame for its queue: whoever has the turn drops it
                 raise PeerError("earlier requests to it take too long") from None
             raise self._broken(_words(error)) from None
-        except BaseException:  # cancelled: the answer would be taken for that of the next request
+        except BaseException:  # cancelled: the next request would get this answer
             if link is not None and self._link is link:
                 self.close()
             raise

@@ -31,7 +31,7 @@ _LOGGED_HOSTS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What both sides of a connection have to agree on, and what a peer is told.
+    """The facts that both sides of a connection agree on or exchange.
 
     Attributes:
         secret: returns the shared secret, for one connection; raises TierError if it cannot be read.
@@ -52,7 +52,7 @@ class ControlServer:
     """Serves the chunks of a pool to peers that prove that they know the secret.
 
     Args:
-        facts: what is served, and to whom.
+        facts: the cache, and the secret that peers must know.
         pool: the chunks.
         memory: where they are.
         warn: called with a subject for log limits and a text when a peer is turned away.
@@ -72,7 +72,7 @@ class ControlServer:
     async def open(self, host: str, port: int) -> int:
         """Listen; return the port. Raises OSError."""
         starting = asyncio.ensure_future(asyncio.start_server(self._accept, host, port, backlog=_BACKLOG))
-        cancelled = await wait_for_end(starting)  # or nobody would close a server that listens already
+        cancelled = await wait_for_end(starting)  # else a server that listens already stays open
         self._server = starting.result()
         if cancelled is not None:
             raise cancelled
@@ -98,7 +98,7 @@ class ControlServer:
         assert task is not None
         self._connections.add(task)
         try:
-            if self._is_closed:  # what is put from now on may be of other weights
+            if self._is_closed:  # later puts may be of other weights
                 return
             if len(self._connections) > _MAX_CONNECTIONS or len(self._strangers) >= _MAX_STRANGERS:
                 await _send(writer, Refused("it has too many connections"))

@@ -1,4 +1,4 @@
-"""The NIXL tier: serves this engine's chunks from host memory, and reads those of peers from theirs."""
+"""The NIXL tier: serves chunks from host memory, and reads chunks from the host memory of peers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LOCATIONS: Final = 65_536
 _LOG_INTERVAL_S: Final = 60.0
 _COPY_THREADS: Final = 4
 _COPIED_AT_ONCE: Final = 2**19
-"""Bytes up to which a copy takes less time than a thread takes to begin one."""
+"""Largest copy, in bytes, that is faster than starting it in a thread."""
 
 Result = tuple[Status, str]
 
@@ -91,7 +91,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
             await self._read_secret()
             await self._open_agent()
             await self._connect()
-        except BaseException:  # a cancellation, too: what was not opened is not closed by kvtier
+        except BaseException:  # a cancellation, too: kvtier closes only tiers that opened
             await self.aclose()
             raise
 
@@ -216,7 +216,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 pool.publish(batch.keys[index], row, batch.trailers[index])
             else:
                 pool.give_back(row)
-        if resets != self._resets:  # what a put began before a reset must not appear after it
+        if resets != self._resets:  # chunks of a put that began before a reset must not appear after it
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         full = set(new[len(rows) :])
         statuses = [Status.REFUSED if index in full else Status.OK for index in range(len(batch))]
@@ -323,7 +323,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 rows = await self._opened.take_rows(min(len(left), MAX_KEYS))
                 part, left = left[: len(rows)], left[len(rows) :]
                 await self._read(peer, batch, dict(zip(part, rows, strict=True)), results)
-        except PeerError:  # dropped, where it is to blame
+        except PeerError:  # dropped if the peer is to blame
             _fail(indices, results, "connection")
         except ReadError as error:
             _fail(indices, results, "transfer")
@@ -382,7 +382,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         return TierError(f"tier {self._context.name}: {text}")
 
     def _warn(self, subject: str, text: str) -> None:
-        """Log a fault, limited for each subject: a reason, and what tells it from others of that reason."""
+        """Log a fault, limited for each subject: a reason and a detail."""
         repeats = self._log_limit.allow(subject, time.monotonic())
         if repeats is not None:
             reason = subject.partition(" ")[0]

@@ -178,7 +178,7 @@ class ClientFactory:
     """Makes redis-py objects from the settings. They never retry: the caller decides about that.
 
     Args:
-        name: what CLIENT LIST shows as the name of the connections.
+        name: the name of the connections in CLIENT LIST.
     """
 
     def __init__(self, config: RedisConfig, name: str) -> None:

@@ -36,7 +36,7 @@ from kvtier_redis._client import ClientFactory, PasswordError, Pool
 from kvtier_redis.config import Address, RedisConfig
 
 PRIVATE: Final = "own-"
-"""What a private epoch begins with."""
+"""Prefix of private epochs."""
 
 _SLOTS: Final = 16384
 _SHARE_OF_MEMORY: Final = 0.75
@@ -46,7 +46,7 @@ _WITHOUT: Final = {
     "info": ("INFO", "its memory use is estimated from its number of keys, and bounded by max_bytes"),
     "role": ("ROLE", "it is taken for a primary until it refuses a write"),
 }
-"""Commands that managed services refuse, and what follows."""
+"""Commands that managed services refuse, and the consequence."""
 
 _log = GuardedLogger("kvtier.tiers.redis")
 
@@ -232,7 +232,7 @@ class ControlClient:
         try:
             return self._on(address, call)
         except ResponseError as error:
-            if name not in str(error).lower():  # another command was refused, such as that of a login
+            if name not in str(error).lower():  # another command was refused, such as AUTH
                 raise
         if (address, name) not in self._refused:
             self._refused.add((address, name))
@@ -257,7 +257,7 @@ class ControlClient:
             cast("Pool", client.connection_pool).renew()
             raise
         finally:
-            if self._is_closed:  # since the check above: redis-py may have connected once more
+            if self._is_closed:  # after the check above: redis-py may have reconnected
                 client.close()
 
     def _error(self, text: str) -> TierError:
@@ -300,7 +300,7 @@ def discover(config: RedisConfig, factory: ClientFactory, known: Sequence[Addres
     """Return the servers that store chunks. Blocks.
 
     Args:
-        known: nodes of the cluster to ask besides those of the settings.
+        known: nodes of the cluster to ask, in addition to the settings.
 
     Raises:
         RedisError, OSError: no server could be reached, or none knows.

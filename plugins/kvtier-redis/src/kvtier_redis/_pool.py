@@ -37,7 +37,7 @@ class WorkerThreads:
         """Start a blocking call. Cancelling the future does not stop the thread.
 
         Raises:
-            RuntimeError: after ``close``, or where the system has no more threads.
+            RuntimeError: after ``close``, or if the system has no more threads.
         """
         if self._is_closed:
             raise RuntimeError("the worker threads of this tier have ended")
@@ -49,7 +49,7 @@ class WorkerThreads:
         return asyncio.wrap_future(future)
 
     async def close(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for calls that nobody awaits any more, and end the idle threads."""
+        """Wait up to ``timeout_s`` for abandoned calls, and end the idle threads."""
         self._is_closed = True
         self._end_idle()
         running = [asyncio.wrap_future(future) for future in self._running.copy()]
@@ -69,7 +69,7 @@ class WorkerThreads:
     def _work(self, jobs: _Jobs) -> None:
         while (job := jobs.get()) is not None:
             self._run(jobs, *job)
-            del job  # what it holds may be large
+            del job  # its result may be large
             if self._is_closed:
                 self._end_idle()
 
@@ -119,7 +119,7 @@ class Connections:
 
             def end(_: asyncio.Future[T]) -> None:
                 if not running.cancelled():
-                    running.exception()  # looked at, should nobody wait for it any more
+                    running.exception()  # marked as seen: the caller may be gone
                 if not ended.done():
                     ended.set_result(None)
 

@@ -1,4 +1,4 @@
-"""The reasons of failed chunks: what error replies and exceptions are counted as."""
+"""The reasons of failed chunks, for error replies and exceptions."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "read_only": "the credentials allow reading only",
     }
 )
-"""Reasons beside ``kvtier._reasons.TRANSFER``."""
+"""Reasons in addition to ``kvtier._reasons.TRANSFER``."""
 
 TRANSIENT: Final = frozenset({"throttled", "server", "conflict"})
 """Those of them that may be over a moment later."""
 
 RENEWING: Final = frozenset({"timeout", "forbidden", "credentials", "tls"})
-"""Those after which the client is made anew: it keeps credentials, authorities and dead connections."""
+"""Reasons to replace the client, which keeps credentials, authorities and dead connections."""
 
 _STATUS: Final = re.compile(r"(?:status code|status): (\d{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
@@ -61,7 +61,7 @@ class Failure:
     """A classified exception.
 
     Attributes:
-        reason: what is counted.
+        reason: the word that is counted.
         detail: the store's status and error code, or the kind of failure; no secret.
     """
 

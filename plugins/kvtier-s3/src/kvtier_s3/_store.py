@@ -144,7 +144,7 @@ def describe(config: S3Config) -> str:
 
 
 def remedy(config: S3Config, failure: Failure) -> str:
-    """Return which setting to look at after a failure, and what to do."""
+    """Return the setting to correct after a failure, and the remedy."""
     endpoint = f"endpoint is {config.endpoint or 'not set, so it is the provider itself'}"
     if _contains_bucket(config) and failure.reason in ("request", "no_bucket", "forbidden", "server"):
         return f"{endpoint}, which contains the bucket: write it without {config.bucket}"
@@ -165,7 +165,7 @@ def remedy(config: S3Config, failure: Failure) -> str:
 
 
 def _contains_bucket(config: S3Config) -> bool:
-    """Return whether the bucket seems to be in the endpoint, where the client adds it a second time."""
+    """Return whether the endpoint seems to contain the bucket. The client adds it a second time."""
     parts = urlsplit(config.endpoint or "")
     in_host = config.addressing == "path" and parts.netloc.startswith(f"{config.bucket}.")
     return in_host or config.bucket in parts.path.split("/")

@@ -45,7 +45,7 @@ _FIRST_LISTING_WAIT_S: Final = 1.0
 _LIST_RETRY_S: Final = 30.0
 _LOG_INTERVAL_S: Final = 60.0
 _BUCKET_EVERY_S: Final = 10.0
-"""Seconds for which lookups that find nothing take the bucket to be there, once it was."""
+"""Seconds between two checks, after lookups without a hit, that the bucket exists."""
 
 _log = GuardedLogger("kvtier.tiers.s3")
 Result = tuple[Status, str]
@@ -132,21 +132,21 @@ class S3Tier(SecondaryTier[S3Config]):
         return self._cache.store
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return which keys are known to be there. See ``SecondaryTier.known``."""
+        """Return the knowledge of the index. See ``SecondaryTier.known``."""
         return self._index.known(keys)
 
     def usage(self) -> Usage | None:
         """Return the approximate bytes of chunks. See ``SecondaryTier.usage``.
 
-        With ``max_bytes`` those of all caches below the prefix, else those of this cache's epoch.
+        With ``max_bytes``: of all caches below the prefix. Otherwise: of this cache's epoch.
         """
         return self._index.usage()
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys have an object, even a torn one. See ``SecondaryTier.contains``.
 
-        Known keys cost nothing. The others cost one HEAD each. If none is there, a GET asks now and then
-        whether the bucket is: the answer to a HEAD does not tell.
+        Known keys cost nothing. The others cost one HEAD each. If none exists, a GET checks the
+        bucket every few seconds: the answer to a HEAD does not tell.
         """
         prefix = self._prefix
         if prefix is None:
@@ -176,7 +176,7 @@ class S3Tier(SecondaryTier[S3Config]):
         self._add(prefix, key)
 
     async def _lacks_bucket(self) -> bool:
-        """Return whether the store says that the bucket is missing. Where it does not, ask again later."""
+        """Return whether the store says that the bucket is missing. If it exists, ask again later."""
         if time.monotonic() < self._bucket_seen_s + _BUCKET_EVERY_S:
             return False
         try:
@@ -191,7 +191,7 @@ class S3Tier(SecondaryTier[S3Config]):
         return False
 
     async def put(self, batch: Batch) -> Outcome:
-        """Put the chunks that are not known to be there. See ``SecondaryTier.put``."""
+        """Put the chunks that the index lacks. See ``SecondaryTier.put``."""
         prefix = self._prefix
         if prefix is None:
             return Outcome.all(Status.REFUSED, len(batch), "reset")
@@ -204,7 +204,7 @@ class S3Tier(SecondaryTier[S3Config]):
 
         # obstore reads the slots until a request ends, cancelled or not.
         await self._writes.run_drained(len(batch), put_one)
-        if prefix != self._prefix:  # a reset came in between: they are where nobody looks
+        if prefix != self._prefix:  # a reset came in between: no tier reads this prefix
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         return _outcome(results)
 

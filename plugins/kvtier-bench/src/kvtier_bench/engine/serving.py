@@ -220,7 +220,7 @@ def _pin(pid: int, core: int) -> None:
 
 
 def _processor_s(pid: int) -> float:
-    """Return the processor time of a process, with that of its threads that have ended.
+    """Return the processor time of a process, ended threads included.
 
     This is Linux' clock of another process (clock_getcpuclockid): /proc counts in ticks of 10 ms.
     """

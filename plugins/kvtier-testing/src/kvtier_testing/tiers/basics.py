@@ -222,7 +222,7 @@ class BasicTests(TierSetup):
             await anyio.sleep(self.settle_s)
             there = [number for number in range(48) if (await it.get([number])) == [Status.OK]]
             gone = [number for number in taken if number not in there]
-            for _ in range(_GRACE):  # what leaves while it is asked for is told a moment later
+            for _ in range(_GRACE):  # chunks that leave during the get are reported a moment later
                 if set(keys(gone)) <= set(told):
                     break
                 await anyio.sleep(self.settle_s)

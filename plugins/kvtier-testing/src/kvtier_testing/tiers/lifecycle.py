@@ -159,7 +159,7 @@ class LifecycleTests(TierSetup):
                 await check_whole(it, range(100, 132), versions=(0,))
 
     async def test_nobody_else_may_read_what_it_keeps_in_files(self, place: Path) -> None:
-        """Of files at its place, and beside it under names that begin alike; it has to see to others."""
+        """Check the files at the place and beside it, if their names begin with the name of the place."""
         usual = os.umask(0)  # so that nothing but the modes that the tier asks for protects them
         try:
             async with self.opened(place) as it:

@@ -62,19 +62,19 @@ _PATTERNS: tuple[Callable[[int], bytes], ...] = (
     lambda size: b"\1" + bytes(size - 1),
 )
 PATTERNED = range(10_000, 10_000 + len(_PATTERNS))
-"""Chunks of zeros, of ones, of what an empty slot holds, of text; with one byte at an end that is no zero."""
+"""Chunks of zeros, ones, the bytes of empty slots, text, and zeros with one other byte at an end."""
 
 
 @lru_cache(maxsize=256)
 def content(number: int, chunk_bytes: int, version: int = 0) -> bytes:
-    """The bytes of chunk ``number``; those of another version differ in every part."""
+    """The bytes of chunk ``number``. Other versions differ in every part."""
     if number in PATTERNED:
         return _PATTERNS[number - PATTERNED.start](chunk_bytes)
     return random.Random(f"{number}/{version}").randbytes(chunk_bytes)
 
 
 class Slots:
-    """Slots for one batch, in no order, with an unused one beside each.
+    """Slots for one batch, in random order, each next to an unused slot.
 
     Attributes:
         numbers: the slots that the batch uses.
@@ -107,7 +107,7 @@ class Slots:
 
 
 def changed(memory: HeapMemory, byte: int, slots: Iterable[int]) -> list[int]:
-    """Return those of ``slots`` that do not hold ``byte`` all over."""
+    """Return the ``slots`` that have other bytes than ``byte``."""
     pattern = bytes([byte]) * memory.chunk_bytes
     return [slot for slot in slots if memory.view(slot) != pattern]
 
@@ -146,7 +146,7 @@ class CountedMemory:
 
 
 class TierRig:
-    """An open tier and what tests do with it. Chunk ``n`` has the key ``key(n)`` and known bytes."""
+    """An open tier and the calls of tests. Chunk ``n`` has the key ``key(n)`` and known bytes."""
 
     def __init__(
         self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool = False
@@ -183,11 +183,11 @@ class TierRig:
         return self.batch(keys(wanted), slots), slots
 
     def batch(self, chosen: Sequence[OffloadKey], slots: Slots) -> Batch:
-        """Make a batch to be put of what is in ``slots``, with trailers where the tier wants them."""
+        """Make a batch to put ``slots``, with trailers if the tier needs them."""
         return self.sealed(Batch(chosen, slots.numbers, slots.memory))
 
     def sealed(self, batch: Batch) -> Batch:
-        """Give a batch that is to be put its trailers, where the tier wants them."""
+        """Give a batch its trailers for a put, if the tier needs them."""
         if not self.tier.verifies:
             digest = self.identity.short_digest
             batch.trailers[:] = [
@@ -217,11 +217,11 @@ class TierRig:
     async def get(
         self, numbers: Iterable[int], versions: Sequence[int] = (0,), *, may_mix: bool = False
     ) -> list[Status]:
-        """Get chunks; check the answer, and the bytes and trailers of all that are said to be there.
+        """Get chunks; check the answer, and the bytes and trailers of those that are OK.
 
         Args:
             numbers: chunks to get.
-            versions: what may have been put of each.
+            versions: versions of each chunk that may have been put.
             may_mix: whether a chunk that does not match its trailer is a miss, as kvtier makes it one.
         """
         wanted = list(numbers)
@@ -235,7 +235,7 @@ class TierRig:
         return list(outcome.statuses)
 
     async def outcome_of_put(self, numbers: Iterable[int]) -> Outcome:
-        """Put chunks, and check the answer; for those who want the reasons, too."""
+        """Put chunks, and check the answer; also for its reasons."""
         batch, _ = self.filled(numbers)
         outcome = await self.tier.put(batch)
         self.check_outcome(outcome, batch, "put")
@@ -303,7 +303,7 @@ class TierRig:
         return f"chunk {number} has {found}; versions {list(versions)} were put"
 
     def expect_kept(self, statuses: Sequence[Status], what: str) -> None:
-        """Check that all chunks were there; a lossy tier may have lost some."""
+        """Check that all chunks were OK; a lossy tier may have lost some."""
         allowed = {Status.OK, Status.ABSENT} if self._is_lossy else {Status.OK}
         expect(set(statuses) <= allowed, f"{what}: {names_of(statuses)}")
 
@@ -371,7 +371,7 @@ class TierRig:
 
 
 async def check_whole(it: TierRig, numbers: Sequence[int], versions: Sequence[int]) -> None:
-    """Check that of puts that were cancelled whole chunks are there, or none.
+    """Check that cancelled puts have left whole chunks, or none.
 
     Chunks that cannot be read now, as on a busy machine, are asked for again: they say nothing of the put.
     """
@@ -413,5 +413,5 @@ def names_of(statuses: Iterable[Status]) -> str:
 
 
 async def aside(function: Any, *arguments: object) -> Any:
-    """Call what may block, such as a hook of a subclass, in a thread: it is not the tier that blocks."""
+    """Call a function of the tests that may block, such as a hook, in a thread."""
     return await in_thread(function, *arguments)

@@ -1,4 +1,4 @@
-"""What the author of a tier gives to its conformance tests."""
+"""The hooks and attributes that the author of a tier gives to its conformance tests."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class TierSetup(LimitedSuite):
         is_lossy: whether chunks may leave on their own, with room for all. Such a tier may answer ABSENT
             at any time; a wrong byte it may not give either.
         may_mix_versions: whether a get beside a discard of its chunk may answer OK with bytes of other
-            chunks, as where freed memory is used again at once. They must not match the trailer.
+            chunks, because freed memory is reused at once. They must not match the trailer.
         chunk_bytes: length of the chunks of most tests.
         sizes: lengths of chunks that are tried besides.
         settle_s: seconds after which what a call has left running, such as a thread, has shown itself.
-        pause_s: seconds for which a call may block the event loop at most.
+        pause_s: longest time that a call may block the event loop, in seconds.
         patience_s: seconds after which a single call has to have ended.
         limit_s: seconds after which a test has to have ended.
     """
@@ -97,7 +97,7 @@ class TierSetup(LimitedSuite):
         raise NotImplementedError
 
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> AbstractContextManager[None]:
-        """Return a context in which each put and get takes ``seconds`` longer at the backend. Optional.
+        """Return a context that makes each put and get ``seconds`` slower at the backend. Optional.
 
         With ``math.inf`` they hang until the context is left. How a tier is made slow is up to you: a
         proxy that waits, a command of the server, a double of the client.
