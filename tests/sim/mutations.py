@@ -91,8 +91,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checksum_not_verified",
-        "kvtier.tiers._integrity:_check_all",
-        (("check(trailer, key, view, digest) if status == Status.OK else", ""),),
+        "kvtier.tiers._integrity:_damaged",
+        (("(integrity := check(trailer, key, view, digest)).is_corrupt", "False"),),
     ),
     Mutation(
         "seal_of_another_chunk_will_do",
@@ -169,8 +169,13 @@ MUTATIONS = (
     ),
     Mutation(
         "damaged_chunk_not_discarded",
-        "kvtier.tiers._runner:TierRunner._get_once",
-        (("await self._discard([batch.keys[index] for index in corrupt])", "pass"),),
+        "kvtier.tiers._runner:TierRunner._settle",
+        (("await self._discard(discarded)", "pass"),),
+    ),
+    Mutation(
+        "damage_not_confirmed",
+        "kvtier.tiers._runner:TierRunner._settle",
+        (("is_confirmed=first == second", "is_confirmed=True"),),
     ),
     Mutation(
         "wakeup_lost",

@@ -29,6 +29,7 @@ from kvtier.tiers import (
     Usage,
     until_done,
 )
+from kvtier.tiers._seal import check
 from kvtier_testing.sim.backend import Backend, FaultProfile, corrupt
 from kvtier_testing.sim.model import SimMemory, show
 
@@ -68,6 +69,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._is_opened = False
         self._is_reset_failed = False
         self._resets = 0
+        self._damaged: set[OffloadKey] = set()  # in the backend, when they were read
 
     @property
     def _faults(self) -> FaultProfile:
@@ -81,6 +83,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
     async def _open(self, context: TierContext) -> None:
         if self._faults.closed:
             raise TierError("there is no way to the backend")
+        self._digest = context.identity.short_digest
         await self.inner.open(context)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
@@ -149,6 +152,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         async with self._at_work("get", batch, self.config.max_concurrency, writes=True):
             self._memory.scribble(batch.slots)
             outcome = self._with_failures(await self._do("get", lambda: self.inner.get(batch)))
+            self._note_damaged(batch, outcome)
             self._corrupt(batch, outcome)
         self._world.seen["chunks got"] += outcome.statuses.count(Status.OK)
         return outcome
@@ -159,8 +163,10 @@ class FaultyTier(SecondaryTier[TierConfig]):
         await self._do("touch", lambda: self.inner.touch(keys))
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Discard chunks."""
+        """Discard chunks, which must be damaged in the backend, not only on the way from it."""
         self._require_usable("discard")
+        sound = [show(key) for key in keys if key not in self._damaged]
+        self._world.require(not sound, f"{self._backend.name} is to discard {sound}, which it has sound")
         await self._do("discard", lambda: self.inner.discard(keys))
 
     async def reset(self) -> None:
@@ -251,6 +257,13 @@ class FaultyTier(SecondaryTier[TierConfig]):
             for status in outcome.statuses
         ]
         return Outcome(statuses, {**outcome.reasons, "error": statuses.count(Status.FAILED)})
+
+    def _note_damaged(self, batch: Batch, outcome: Outcome) -> None:
+        """Note which chunks the backend itself has damaged."""
+        chunks = zip(batch.keys, batch.views, batch.trailers, outcome.statuses, strict=True)
+        for key, view, trailer, status in chunks:
+            if status is Status.OK and check(trailer, key, view, self._digest).is_corrupt:
+                self._damaged.add(key)
 
     def _corrupt(self, batch: Batch, outcome: Outcome) -> None:
         """Damage on the way; a tier that verifies would have seen it."""
