@@ -28,12 +28,11 @@ from kvtier_redis.config import Address, RedisConfig
 _VERIFY: Final = {"full": ("required", True), "chain": ("required", False), "none": ("none", False)}
 
 
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _KEPT_ALIVE: Final[Mapping[str, Any]] = {
     "socket_keepalive": True,
     "socket_keepalive_options": {
-        socket.TCP_KEEPIDLE: 30,
-        socket.TCP_KEEPINTVL: 10,
-        socket.TCP_KEEPCNT: 3,
+        getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)
     },
 }
 """A middlebox that forgets idle connections sees traffic, or the dead connection ends after a minute."""
