@@ -90,13 +90,13 @@ class S3Tier(SecondaryTier[S3Config]):
 
     async def aclose(self) -> None:
         """Stop listing and release the connections. See ``SecondaryTier.aclose``."""
-        lister, self._lister = self._lister, None
-        self._prefix = self._cache_or_none = None
+        lister, renewal = self._lister, self._renewal
+        self._prefix = self._cache_or_none = self._lister = self._renewal = None  # they hold connections
         if lister is not None:
             lister.cancel()
             await asyncio.wait((lister,))
-        if self._renewal is not None:
-            await self._renewal.aclose()
+        if renewal is not None:
+            await renewal.aclose()
 
     async def _join(self, context: TierContext) -> JoinedCache:
         timeout_s = self.config.open_timeout_s
