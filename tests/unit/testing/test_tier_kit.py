@@ -411,7 +411,7 @@ class HasABareSetting(GoodTier):
         level: int = 3
 
 
-@bug("put", (PUT_AND_GOT, "put.. returned None; it returns a kvtier.tiers.Outcome"))
+@bug("put", (PUT_AND_GOT, "put.. returned None; return a kvtier.tiers.Outcome"))
 async def returns_nothing(self: GoodTier, batch: Batch) -> None:
     await GoodTier.put(self, batch)
 
