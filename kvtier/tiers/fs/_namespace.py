@@ -128,21 +128,21 @@ class Namespace:
         except OSError as error:  # a share that hangs or is gone, or whose server has no such directory
             return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
-    def is_writable_again(self) -> bool:
-        """Return whether a root that was read-only when it was opened can be written by now, its ledger too.
+    def try_to_write(self) -> int | None:
+        """Return 0 if a root that was read-only when it was opened can be written, its ledger too, or the errno.
 
-        Tries at growing intervals: on a file system without locks each try makes a file.
+        Return None without a try: tries come at growing intervals, as each may make a file.
         """
         if not self._refusal or time.monotonic() < self._next_try_s:
-            return False
+            return None
         self._next_try_s = time.monotonic() + self._try_pause.next_s()
         try:
             self._make_writer()
             ledger.SharedLedger(self.root_fd).close()
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno or errno.EIO
         else:
-            return True
+            return 0
         finally:
             self._remove_writer()
 

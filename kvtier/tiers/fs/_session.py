@@ -20,17 +20,21 @@ from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, StopFlag, Ver
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
 from kvtier.tiers.fs._layout import max_disk_bytes
+from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._namespace import Namespace
-from kvtier.tiers.fs._quota.ledger import FOLDER, Ledger, SharedLedger, stat_file_system
+from kvtier.tiers.fs._quota.ledger import FOLDER, NO_ROOM, Ledger, SharedLedger, stat_file_system
 from kvtier.tiers.fs._quota.quota import Quota
+from kvtier.tiers.fs._root import Root
 
 _NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
 _NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _THREADS: Final = 4
-_NEEDS_ROOM: Final = frozenset({Result.MAX_BYTES, Result.MIN_FREE})
+_CHUNKS_TO_OPEN: Final = 16
+_FULL: Final = frozenset(-number for number in NO_ROOM)
+_NEEDS_ROOM: Final = _FULL | {Result.MAX_BYTES, Result.MIN_FREE}
 _FLUSH_S: Final = 0.02
 _ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
 
@@ -130,6 +134,9 @@ class Session:
         else:
             await self._put_missing(epoch, call, batch)
         epoch.learn(call)
+        if full := chunks_with(call.results, _FULL):
+            note = partial(self.maintenance.note_full, -call.results[full[0]])
+            await run(self._ledger_worker, note)
         if self.quota.excess:
             self.maintenance.make_room_soon()
         return call
@@ -194,7 +201,7 @@ class Session:
         return self._all_workers[-1]
 
     def _open_root(self) -> None:
-        namespace, self.epoch = Namespace.open(self._config, self._context)
+        namespace, self.epoch = self._open_namespace()
         self._resources.callback(namespace.close)
         try:
             ledger = _open_ledger(namespace)
@@ -207,6 +214,20 @@ class Session:
         self._resources.callback(self.quota.flush)
         self.namespace = namespace
         self.quarantine = Quarantine(namespace.root_fd, namespace.name)
+
+    def _open_namespace(self) -> tuple[Namespace, Epoch]:
+        """Open the namespace. On a full file system evict a few chunks first: a new one needs some blocks."""
+        try:
+            return Namespace.open(self._config, self._context)
+        except TierError as error:
+            number = getattr(error.__cause__, "errno", None)
+            if number not in NO_ROOM or self._config.eviction == "none":
+                raise
+        with Root(self._config.root_dir) as root:
+            Evictor(root.fd, self.closing).make_room(
+                _CHUNKS_TO_OPEN * max_disk_bytes(self._context.chunk_bytes)
+            )
+        return Namespace.open(self._config, self._context)
 
     def _start_work(self) -> None:
         """Start the pool and the background work."""

@@ -24,7 +24,7 @@ from kvtier.tiers._drain import call_soon
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import Epoch
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag
+from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag, errno_name
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of
 from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
@@ -187,7 +187,7 @@ class Maintenance:
         if (limit := self._quota.limit) is not None:
             self.uses.room = limit // epoch.place.chunk_bytes
         self._try(self._look_for_change, "looking for a change of its directory")
-        self._try(self._quota.refresh, "reading its ledger")
+        self._try(self._refresh, "reading its ledger")
         if self._quota.excess:
             self.make_room_soon()
         if self._quota.accounts.unconfirmed or self._quota.used_bytes is None:
@@ -199,8 +199,25 @@ class Maintenance:
     def _look_for_change(self) -> None:
         if self._namespace.is_replaced():
             self._context.lost(f"{self._config.root_dir} was replaced by another directory or removed")
-        elif self._namespace.is_writable_again():
+        elif (refusal := self._namespace.try_to_write()) == 0:
             self._context.lost(f"{self._config.root_dir} can be written now")
+        elif refusal in ledger.NO_ROOM:
+            self.note_full(refusal)
+
+    def _refresh(self) -> None:
+        try:
+            self._quota.refresh()
+        except OSError as error:
+            if error.errno not in ledger.NO_ROOM:
+                raise
+            self.note_full(error.errno)
+
+    def note_full(self, number: int) -> None:
+        """Note that a write failed for want of room, with an errno: it may be for a quota. Blocks."""
+        if self._quota.lower_limit():
+            what = "%s: a write was refused (%s) at %d bytes, and statvfs shows free space: this is a quota; "
+            remedy = "chunks are evicted to stay below it: set max_bytes below the quota, or raise it"
+            _log.warning(what + remedy, self._config.root_dir, errno_name(number), self._quota.limit)
 
     def _count(self) -> None:
         if not self._quota.count_is_due(self._config.recount_s):
@@ -228,11 +245,7 @@ class Maintenance:
             self.evicted_chunks += expired.chunks
 
     def _evict(self) -> None:
-        try:
-            self._quota.refresh()
-        except OSError as error:  # by what the ledger said last, each try would remove as much again
-            if error.errno not in ledger.NO_ROOM:
-                raise
+        self._refresh()
         need = self._quota.excess
         if not need:
             return
@@ -266,12 +279,17 @@ class Maintenance:
 
     def _count_freed(self) -> Freed:
         """Return a callback for the bytes that are removed from now on, called as often as there are some."""
-        since = self._quota.mark()
+        since, untold = self._quota.mark(), 0
 
         def freed(count: int) -> None:
-            nonlocal since
+            nonlocal since, untold
             self.evicted_bytes += count
-            since = self._quota.removed(count, since)
+            untold += count
+            try:
+                since, untold = self._quota.removed(untold, since), 0
+            except OSError as error:  # a full disk must not end what makes room on it
+                if error.errno not in ledger.NO_ROOM:
+                    raise
 
         return freed
 

@@ -22,6 +22,9 @@ DEFAULT_SHARE: Final = 0.8
 DEFAULT_FREE_SHARE: Final = 0.05
 DEFAULT_FREE_BYTES: Final = 32 * 2**30
 
+LOWERED_EVERY_S: Final = 5.0
+PROBED_EVERY_S: Final = 60.0
+
 MAX_STORED: Final = 10**15
 """Stored numbers are less. Sums since the ledger was made may be a thousand times as much."""
 
@@ -107,16 +110,40 @@ class Accounts(msgspec.Struct):
 
 
 class Bounds:
-    """What all writers of a root keep to, by their settings."""
+    """The bounds that all writers of a root keep, by their settings.
+
+    Attributes:
+        hidden: the believed limit of a quota that statvfs does not show; None until a write is refused.
+    """
 
     def __init__(self, config: FsConfig) -> None:
         self._config = config
+        self.hidden: int | None = None
+        self._moved_s = -math.inf  # when ``hidden`` changed
 
     def limit(self, used: int, disk: FileSystem) -> int:
         """Return the bytes that may be below a root that holds ``used``."""
-        if self._config.max_bytes is not None:
-            return self._config.max_bytes
-        return int(DEFAULT_SHARE * (disk.free + used))
+        limit = self._config.max_bytes
+        if limit is None:
+            limit = int(DEFAULT_SHARE * (disk.free + used))
+        return limit if self.hidden is None else min(limit, self.hidden)
+
+    def lower(self, accounts: Accounts, disk: FileSystem, unit: int, now_s: float) -> bool:
+        """Lower the believed limit to what the root holds: a write was refused. Return whether it was lowered.
+
+        Space that is removed now may be free later, so writes that fail meanwhile lower it once.
+        """
+        held = accounts.used + accounts.leased
+        is_visible = self.above_free(disk) < unit
+        if is_visible or not accounts.is_exact or now_s - self._moved_s < LOWERED_EVERY_S:
+            return False
+        self.hidden, self._moved_s = held if self.hidden is None else min(held, self.hidden), now_s
+        return True
+
+    def probe(self, unit: int, now_s: float) -> None:
+        """Raise the believed limit a little, from time to time: the quota may have been raised."""
+        if self.hidden is not None and now_s - self._moved_s >= PROBED_EVERY_S:
+            self.hidden, self._moved_s = self.hidden + max(unit, self.hidden // 64), now_s
 
     def above_free(self, disk: FileSystem) -> int:
         """Return the bytes that may be written until only those are free that have to stay so."""

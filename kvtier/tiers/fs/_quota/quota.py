@@ -140,9 +140,10 @@ class Quota:
         Raises nothing: if the ledger does not answer, the mark fits none, and the bytes take room until the
         root is counted.
         """
+        mark = ""
         with suppress(OSError), self._change() as change:
-            return change.accounts.mark
-        return ""
+            mark = change.accounts.mark
+        return mark
 
     def removed(self, nbytes: int, since: str) -> str:
         """Report removed bytes, and return the mark for those that are removed from now on.
@@ -158,8 +159,20 @@ class Quota:
 
     def refresh(self) -> None:
         """Report what was written, and read what others wrote and removed."""
+        self._bounds.probe(self._file_bytes, time.monotonic())
         with self._change() as change:
             self._ledger.expire_dead_leases(change.accounts)
+
+    def lower_limit(self) -> bool:
+        """Note that the file system refused a write for want of room. Return whether no write was before.
+
+        Raises nothing: the limit is this process's belief, whether or not the ledger can be written.
+        """
+        was_known, is_lower = self._bounds.hidden is not None, False
+        with suppress(OSError), self._change() as change:
+            is_lower = self._bounds.lower(change.accounts, change.disk, self._file_bytes, time.monotonic())
+            self._assess(change)
+        return is_lower and not was_known
 
     def count_is_due(self, every_s: float) -> bool:
         """Return whether nobody has counted the root for so many seconds, or since a writer has died."""
@@ -200,7 +213,11 @@ class Quota:
                 self._ahead = change.ahead
                 self._unreported -= spent
                 self.accounts = accounts
-                if accounts.is_exact:
-                    self.limit = self._bounds.limit(accounts.used, change.disk)
-                if self._evicts:
-                    self.excess = self._bounds.excess(accounts, change.disk, self._refused, self._file_bytes)
+                self._assess(change)
+
+    def _assess(self, change: _Change) -> None:
+        accounts, disk = change.accounts, change.disk
+        if accounts.is_exact:
+            self.limit = self._bounds.limit(accounts.used, disk)
+        if self._evicts:
+            self.excess = self._bounds.excess(accounts, disk, self._refused, self._file_bytes)

@@ -7,11 +7,7 @@ mounted again there is what a power cut would have left.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import random
-import struct
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +19,7 @@ import pytest
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
 from kvtier.tiers.fs._maintenance import maintenance
+from tests.unit.tiers.fs.disks import Disk
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED, CORRUPT = (
@@ -32,48 +29,8 @@ OK, ABSENT, REFUSED, FAILED, CORRUPT = (
     Status.FAILED,
     Status.CORRUPT,
 )
-GOING_DOWN = 0x8004587D  # of xfs, and of ext4 as well
-WITHOUT_FLUSHING = 2
 LOST = {"eio", "erofs"}  # what file systems say that were shut down
 MAX_CHUNKS = 5000  # chunks, more than are put until a busy machine takes the disk away, and less than fill it
-IMAGE_BYTES = 320 * 2**20  # the least that mkfs.xfs makes; a hole but for what is written
-
-
-class Disk:
-    """A file system in an image, mounted at ``point``."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.point = folder / "mounted"
-        self.point.mkdir()
-        self._image = folder / "image"
-        self._kind = kind
-        with self._image.open("wb") as image:
-            image.truncate(IMAGE_BYTES)
-        quiet = {"ext4": ["-q", "-E", "lazy_itable_init=1,nodiscard"], "xfs": ["-q", "-K"]}[kind]
-        self._run(f"mkfs.{kind}", *quiet, str(self._image))
-        self.mount()
-
-    def mount(self) -> None:
-        self._run("mount", "-o", "loop", str(self._image), str(self.point))
-
-    def unmount(self) -> None:
-        self._run("umount", str(self.point))
-
-    def lose_power(self) -> None:
-        fd = os.open(self.point, os.O_RDONLY)
-        try:
-            fcntl.ioctl(fd, GOING_DOWN, struct.pack("I", WITHOUT_FLUSHING))
-        finally:
-            os.close(fd)
-
-    def close(self) -> None:
-        subprocess.run(["umount", "-l", str(self.point)], check=False, capture_output=True)
-
-    def _run(self, *command: str) -> None:
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no file system can be made and mounted here: {error}")
 
 
 @pytest.fixture

@@ -1,0 +1,66 @@
+"""A quota of the file system that statvfs does not show: chunks leave for new ones, and the log names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier._identity import Identity
+from kvtier.tiers._base import Status
+from kvtier.tiers.fs._maintenance import maintenance
+from tests.unit.tiers.fs.conftest import World
+from tests.unit.tiers.fs.disks import Disk
+
+pytestmark = pytest.mark.timeout(120)
+OK = Status.OK
+QUOTA_BYTES = 24 * 2**20
+CHUNKS = 3 * QUOTA_BYTES // 65_536
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a quota, on a real btrfs."""
+    disk = Disk(tmp_path, "btrfs")
+    yield disk.limited(QUOTA_BYTES)
+    disk.close()
+
+
+async def fill(world: World, tier, numbers) -> list[int]:
+    """Put chunks in batches of 16. Return the statuses."""
+    statuses = []
+    for first in range(0, len(numbers), 16):
+        statuses += (await world.put(tier, numbers[first : first + 16])).statuses
+    return statuses
+
+
+async def test_a_hidden_quota_evicts_and_is_named_once(world, caplog):
+    world.chunk_bytes = 65_536
+    tier = await world.open(max_bytes=2**50, deadline_s=60)
+    statuses = await fill(world, tier, range(CHUNKS))
+    assert statuses == [OK] * CHUNKS
+    assert (await world.get(tier, range(CHUNKS - 64, CHUNKS))).statuses == (OK,) * 64
+    assert tier.statistics().limit_bytes <= QUOTA_BYTES
+    lines = [record.message for record in caplog.records if "quota" in record.message]
+    assert len(lines) == 1
+    assert "edquot" in lines[0]
+
+
+async def test_an_opener_of_a_full_quota_makes_room(world, monkeypatch):
+    """The one that filled it is gone, and the new model has no directory yet."""
+    monkeypatch.setattr(maintenance, "TICK_S", 0.05)
+    world.chunk_bytes = 65_536
+    tier = await world.open(max_bytes=2**50, eviction="none")
+    while (await world.put(tier, range(CHUNKS))).statuses[-1] == OK:
+        pytest.fail("the quota does not hold")
+    await tier.aclose()
+    filler = world.root.parent / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="quota"):
+        while True:
+            file.write(bytes(4096))
+    other = World(world.root)
+    other.chunk_bytes, other.identity = world.chunk_bytes, Identity.make("org/Other", {"dtype": "int8"})
+    tier = await other.open(max_bytes=2**50, deadline_s=60)
+    assert await fill(other, tier, range(64)) == [OK] * 64
+    await other.close_all()
