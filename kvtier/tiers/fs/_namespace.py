@@ -56,6 +56,7 @@ class Namespace:
         self.root_fd = root_fd
         self._refusal = 0  # errno of the first write, if it failed
         self._next_try_s, self._try_pause = 0.0, Backoff(_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S)
+        self.is_new = False  # whether it had no manifest
         self.direct = False  # whether files bypass the page cache
         self._mount = _mount_above(config.root_dir)
         self._config = config
@@ -118,9 +119,10 @@ class Namespace:
         except OSError:
             return False
         try:
-            return not os.path.samestat(there, os.fstat(self.root_fd))
+            is_same = os.path.samestat(there, os.fstat(self.root_fd))
         except OSError:  # its file system is gone
             return True
+        return not is_same or not self._exists(layout.MANIFEST)
 
     def _is_removed(self) -> bool:
         try:
@@ -204,6 +206,7 @@ class Namespace:
                 if self.read_only is not None:
                     raise
                 self._write_small(layout.MANIFEST, identity.manifest)
+                self.is_new = True
                 return
             identity.require(found, str(self._config.root_dir / where))
         except IdentityError as error:

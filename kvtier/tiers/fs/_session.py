@@ -78,7 +78,7 @@ class Session:
         await run(self.workers, self._open_root)
         self._start_work()
         self.maintenance.begin()
-        if self.quota.used_bytes is None:
+        if self.quota.should_be_counted:
             with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
                 await self.maintenance.counted.wait()
 
@@ -212,6 +212,8 @@ class Session:
             root = self._config.root_dir
             raise TierError(f"tier {self._context.name}: {root} cannot be measured ({name}){hint}") from error
         self._resources.callback(self.quota.flush)
+        if namespace.is_new:  # or what was here was removed
+            self.quota.doubt()
         self.namespace = namespace
         self.quarantine = Quarantine(namespace.root_fd, namespace.name)
 

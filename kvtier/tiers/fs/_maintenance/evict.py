@@ -46,6 +46,14 @@ Freed = Callable[[int], None]
 """Called with the bytes removed since the last call, so that others can use them before all is done."""
 
 
+Approve = Callable[[int], bool]
+"""Called with the bytes of all chunks, about, before some are removed. Returns whether they may be."""
+
+
+def _approve(found_bytes: int) -> bool:
+    return True
+
+
 def _unlearned() -> ages.Worth:
     return ages.worth_of(ages.new_model())
 
@@ -171,7 +179,9 @@ class Evictor:
             removed = sweeper.sweep() + (sweeper.sweep_orphans() if orphans else 0)
         return Evicted(removed, failures=sweeper.failures, problems=sweeper.problems)
 
-    def make_room(self, need_bytes: int, freed: Freed = _ignore) -> Evicted | None:
+    def make_room(
+        self, need_bytes: int, freed: Freed = _ignore, approve: Approve = _approve
+    ) -> Evicted | None:
         """Remove ``need_bytes``, or all there is if that is less, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
@@ -179,7 +189,7 @@ class Evictor:
             sweeper = Sweeper(root, self._stop, self._ours)
             leftover = sweeper.remove_leftovers(need_bytes)
             freed(leftover)
-            scan = self._remove_least(root, now_ns, need_bytes - leftover, freed)
+            scan = self._remove_least(root, now_ns, need_bytes - leftover, freed, approve)
         return Evicted(leftover, scan.removed, scan.removed_bytes, sweeper.failures + scan.failures)
 
     def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted | None:
@@ -213,7 +223,9 @@ class Evictor:
             if layout.PART.fullmatch(name)
         ]
 
-    def _remove_least(self, root: Root, now_ns: int, need_bytes: int, freed: Freed) -> ChunkScan:
+    def _remove_least(
+        self, root: Root, now_ns: int, need_bytes: int, freed: Freed, approve: Approve
+    ) -> ChunkScan:
         scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
         parts = self._parts(root)
         for _ in range(_ROUNDS):  # the sample can say a little too little of the whole
@@ -221,8 +233,9 @@ class Evictor:
                 break
             random.shuffle(parts)
             # What cannot be removed is planned for again: as much of what comes next leaves instead.
-            leaving = self._plan(parts, now_ns, scan.want_bytes - scan.removed_bytes + scan.failed_bytes)
-            if not any(leaving):
+            need = scan.want_bytes - scan.removed_bytes + scan.failed_bytes
+            leaving, found_bytes = self._plan(parts, now_ns, need)
+            if not approve(found_bytes + scan.removed_bytes) or not any(leaving):
                 break
             scan.follow(leaving)
             # Of several rounds the one with most failures counts: what cannot be removed fails again, unless
@@ -232,7 +245,8 @@ class Evictor:
             scan.failures |= before
         return scan
 
-    def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> Plan:
+    def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> tuple[Plan, int]:
+        """Return what leaves, and the bytes of all chunks, about."""
         histogram = ages.new_histogram()
         sample, scanned = ChunkScan(now_ns, histogram), 0
         for part in parts:
@@ -240,7 +254,8 @@ class Evictor:
                 break
             self._scan_parts((part,), sample)
             scanned += 1
-        return ages.plan(histogram, scanned / max(1, len(parts)), need_bytes, self._worth())
+        share = scanned / max(1, len(parts))
+        return ages.plan(histogram, share, need_bytes, self._worth()), int(sum(histogram) / (share or 1))
 
     def _scan_parts(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
         for data_dir, part in parts:

@@ -95,6 +95,7 @@ class Maintenance:
         self._eviction_pause = Backoff(*EVICTION_PAUSE_S)
         self._eviction_paused_until = 0.0
         self._is_warned = False
+        self._rest_bytes = 0  # below the root, of what is no chunks
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # ------------------------------------------------------------------------- in the event loop
@@ -131,7 +132,7 @@ class Maintenance:
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
             return False
-        if self._quota.accounts.unconfirmed:
+        if self._quota.should_be_counted:
             self._request(self._slow, self._count, "counting its bytes")
         self.make_room_soon()
         with anyio.move_on_after(min(left_s, _ROOM_EVERY_S)):
@@ -190,7 +191,7 @@ class Maintenance:
         self._try(self._refresh, "reading its ledger")
         if self._quota.excess:
             self.make_room_soon()
-        if self._quota.accounts.unconfirmed or self._quota.used_bytes is None:
+        if self._quota.should_be_counted:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
             self._try(partial(self._publish, epoch.place, WAITING), "noting in its files that they were used")
@@ -247,17 +248,28 @@ class Maintenance:
     def _evict(self) -> None:
         self._refresh()
         need = self._quota.excess
-        if not need:
+        if not need or self._namespace.is_replaced():  # the next tick reports it
             return
         self._publish(self._epoch.place, _PUBLISHED_BEFORE_EVICTION)
-        evicted = self._evictor.make_room(need, self._count_freed())
-        if evicted is None:
+        evicted = self._evictor.make_room(need, self._count_freed(), self._compare)
+        if evicted is None or self._quota.is_doubted:
             return
         self.evicted_chunks += evicted.chunks
         if evicted.failures:
             reasons = ", ".join(f"{os.strerror(n)} ({count})" for n, count in evicted.failures.items())
             self.warn("failures", f"files or directories could not be removed or read: {reasons}")
         self._pause_eviction_if_futile(need, evicted.bytes)
+
+    def _compare(self, found_bytes: int) -> bool:
+        """Compare the ledger with the chunks that are there, about; return whether they may be evicted.
+
+        Not if it has far more: the root is counted first. What is more after a count is no chunks.
+        """
+        accounts, rest_bytes = self._quota.accounts, self._rest_bytes
+        self._rest_bytes = max(0, accounts.used - found_bytes)
+        if accounts.used - rest_bytes > 2 * (found_bytes + accounts.leased):
+            self._quota.doubt()
+        return not self._quota.is_doubted
 
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Pause eviction for a while if it could remove nothing.

@@ -59,6 +59,8 @@ class Accounts(msgspec.Struct):
     # Those of ``used`` that may not be there: dead writers may have written them, or they were removed and a
     # count may have seen it. They take room until the next count, but nothing is evicted for them.
     unconfirmed: _Bytes = 0
+    others: _Bytes = 0  # bytes beside the root on its file system, at the last count
+    count_s: Annotated[float, Meta(ge=0, lt=MAX_STORED)] = 0.0  # how long that took
     mark: str = msgspec.field(default_factory=_new_mark)  # random; another one after each count
     format: Literal[2] = 2
 
@@ -91,7 +93,11 @@ class Accounts(msgspec.Struct):
             self.add(left)
             self.unconfirmed += left
 
-    def end_count(self, start: Accounts, counted: int, now: float) -> None:
+    def is_contradicted(self, disk: FileSystem) -> bool:
+        """Return whether so much has left the file system that half of the root may have left with it."""
+        return self.is_exact and 2 * (self.others + self.used - disk.used) > max(self.used, 1)
+
+    def end_count(self, start: Accounts, counted: int, now: float, disk: FileSystem, took_s: float) -> None:
         """Take over a count, which has seen some of what was written and removed since ``start``.
 
         What was there at its end is between ``counted`` less all that was removed and ``counted`` plus all
@@ -106,7 +112,8 @@ class Accounts(msgspec.Struct):
             self.used = most
         self.is_exact = True
         self.unconfirmed -= min(self.unconfirmed, start.unconfirmed)
-        self.counted_at, self.mark = now, _new_mark()
+        self.counted_at, self.mark, self.count_s = now, _new_mark(), took_s
+        self.others = max(0, disk.used - self.used)
 
 
 class Bounds:

@@ -26,6 +26,8 @@ from kvtier.tiers.fs._quota.ledger import Ledger
 
 _AHEAD_BYTES: Final = 64 * 2**20
 _AHEAD_SHARE: Final = 64
+_COUNT_PAUSE: Final = 20  # times what the last count took
+_DOUBT_PAUSE: Final = 5
 
 
 @dataclass(slots=True)
@@ -65,6 +67,8 @@ class Quota:
         self._ledger = ledger
         self._bounds = Bounds(config)
         self._evicts = config.eviction != "none"
+        self._doubted = ""  # the mark of the ledger that is in doubt
+        self._is_contradicted = False  # by the file system
         self.accounts = Accounts(0)
         self.limit: int | None = config.max_bytes
         self.excess = 0
@@ -79,6 +83,18 @@ class Quota:
     def can_make_room(self) -> bool:
         """Whether anything may be evicted: not before it is known what the root holds."""
         return self._evicts and self.accounts.is_exact
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether chunks were found for far fewer bytes than the ledger has, and nobody has counted since."""
+        return self.accounts.mark == self._doubted
+
+    @property
+    def should_be_counted(self) -> bool:
+        """Whether the ledger may say more than is there, or the root was never counted."""
+        accounts = self.accounts
+        is_sure = accounts.is_exact and not accounts.unconfirmed
+        return not is_sure or self.is_doubted or self._is_contradicted
 
     @property
     def has_news(self) -> bool:
@@ -175,19 +191,31 @@ class Quota:
         return is_lower and not was_known
 
     def count_is_due(self, every_s: float) -> bool:
-        """Return whether nobody has counted the root for so many seconds, or since a writer has died."""
+        """Return whether to count the root: nobody has for so many seconds, or the ledger is in doubt.
+
+        Counts of a root that takes long are rarer: they take a twentieth of the time, in doubt a fifth.
+        """
         with self._change() as change:
             accounts = change.accounts
-            age_s = time.time() - accounts.counted_at
-            return accounts.unconfirmed > 0 or not accounts.is_exact or not 0 <= age_s < every_s
+            if not accounts.is_exact or accounts.unconfirmed or accounts.mark == self._doubted:
+                return True
+            pause_s = max(every_s, _COUNT_PAUSE * accounts.count_s)
+            if accounts.is_contradicted(change.disk):
+                pause_s = max(1.0, _DOUBT_PAUSE * accounts.count_s)
+            return not 0 <= time.time() - accounts.counted_at < pause_s
+
+    def doubt(self) -> None:
+        """Have the root counted at once, as less is there than the ledger says."""
+        self._doubted = self.accounts.mark
 
     def count(self, add_up: Callable[[], int]) -> None:
         """Count what the root holds, with ``add_up``. On OSError the last count stays."""
         with self._change() as change:
-            start = copy(change.accounts)
+            start, start_s = copy(change.accounts), time.monotonic()
         counted = add_up()
+        took_s = time.monotonic() - start_s
         with self._change() as change:
-            change.accounts.end_count(start, counted, time.time())
+            change.accounts.end_count(start, counted, time.time(), change.disk, took_s)
 
     @contextmanager
     def _change(self) -> Iterator[_Change]:
@@ -217,6 +245,7 @@ class Quota:
 
     def _assess(self, change: _Change) -> None:
         accounts, disk = change.accounts, change.disk
+        self._is_contradicted = accounts.is_contradicted(disk)
         if accounts.is_exact:
             self.limit = self._bounds.limit(accounts.used, disk)
         if self._evicts:

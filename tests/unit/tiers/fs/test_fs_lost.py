@@ -73,6 +73,35 @@ async def test_a_root_that_is_removed_is_told_of_and_made_anew(world, tier, told
     assert (await world.put(tier, range(4))).statuses == (OK,) * 4
 
 
+@pytest.mark.parametrize("eviction", ["reuse", "none"])
+async def test_what_was_removed_by_hand_takes_no_room(world, tier, told, eviction):
+    """``rm -rf ROOT/*`` leaves the ledger; fresh chunks must not be evicted for what it says."""
+    await tier.aclose()
+    settings = {"max_bytes": 40 * 20_480, "eviction": eviction}
+    tier = await world.open(**settings)
+    await world.put(tier, range(36))
+    await tier.aclose()
+    for path in world.root.glob("[!.]*"):
+        shutil.rmtree(path)
+    tier = await world.open(**settings)
+    for number in range(100, 136):
+        await world.eventually(lambda: (usage := tier.usage()) and usage.used_bytes is not None)
+        assert (await world.put(tier, [number])).statuses == (OK,)
+    assert (await world.get(tier, range(100, 136))).statuses == (OK,) * 36
+    assert tier.statistics().evicted_chunks == 0
+
+
+async def test_a_cache_that_is_removed_under_its_engine_is_made_anew(world, tier, told):
+    await world.put(tier, range(4))
+    await world.until_listed(tier)
+    shutil.rmtree(world.namespace)
+    await world.eventually(lambda: told)
+    await tier.aclose()
+    tier = await world.open(max_bytes=2**50)
+    assert (await world.put(tier, range(4, 8))).statuses == (OK,) * 4
+    assert (world.namespace / "config.json").exists()
+
+
 async def test_a_root_that_another_host_has_removed_is_told_of(world, tier, told, monkeypatch):
     """A network file system has no inode any more of what it removed on another client."""
     root_fd, fstat = tier._session.namespace.root_fd, os.fstat
@@ -134,7 +163,7 @@ async def test_an_attempt_that_fails_halfway_leaves_nothing(world, told, looks, 
     await looks()
     await tier.aclose()
     assert told == []
-    assert len(made) > 3
+    assert len(made) > 2
     assert [path.name for path in (world.namespace / ".tmp").iterdir()] == []
 
 

@@ -101,13 +101,13 @@ async def test_a_root_whose_ledger_cannot_be_written_is_read_until_it_can_be(
     frozen_ledger("ro")
     lost: list[str] = []
     tried = threading.Semaphore(0)
-    may_be_written = Namespace.is_writable_again
+    try_to_write = Namespace.try_to_write
 
-    def is_writable_again(*args):
+    def counted(*args):
         tried.release()
-        return may_be_written(*args)
+        return try_to_write(*args)
 
-    monkeypatch.setattr(Namespace, "is_writable_again", is_writable_again)
+    monkeypatch.setattr(Namespace, "try_to_write", counted)
     for _ in range(2):  # it is opened again and again while something else is wrong
         tier = await world.open(lost=lost.append)
         assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
@@ -144,9 +144,9 @@ async def test_who_can_remove_nothing_does_not_try_to_evict(world, monkeypatch, 
     requested, ticks = [], threading.Semaphore(0)
     make_room, refresh = Evictor.make_room, Quota.refresh
 
-    def counted(evictor, need, freed):
+    def counted(evictor, need, *arguments):
         requested.append(need)
-        return make_room(evictor, need, freed)
+        return make_room(evictor, need, *arguments)
 
     def ticked(quota):
         ticks.release()
