@@ -25,23 +25,26 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """What was found in a file, and the file's inode."""
+    """What was found in a file, and the file's inode. Two reads of the same bytes are equal."""
 
     finding: Integrity
     inode: int = 0
     sealed: seal.Sealed | None = None  # None without a trailer
     errno: int = 0  # why it is unreadable
+    checksum: int | None = None  # of the chunk's bytes, or of the trailer's if that is damaged
 
 
 class FileChecker:
     """Reads chunks' files in pieces and checks them. For one thread.
 
-    A chunk is foreign unless its cache's digest begins with ``digits``, in hexadecimal.
+    A chunk is foreign unless its cache's digest begins with ``digits``, in hexadecimal. It is torn unless it
+    has ``payload_bytes``, if given.
     """
 
-    def __init__(self, root_fd: int, digits: str) -> None:
+    def __init__(self, root_fd: int, digits: str, payload_bytes: int | None = None) -> None:
         self._root_fd = root_fd
         self._digits = digits
+        self._payload_bytes = payload_bytes
         self._piece = mmap.mmap(-1, PIECE_BYTES)
 
     def check(self, path: str, key: OffloadKey) -> FileCheck:
@@ -60,19 +63,20 @@ class FileChecker:
     def _check(self, fd: int, key: OffloadKey) -> FileCheck:
         found = os.fstat(fd)
         payload_bytes = found.st_size - BLOCK_BYTES
-        if payload_bytes <= 0 or payload_bytes % BLOCK_BYTES:
+        is_expected = self._payload_bytes in (None, payload_bytes)
+        if payload_bytes <= 0 or payload_bytes % BLOCK_BYTES or not is_expected:
             return FileCheck(Integrity.TORN, found.st_ino)
-        sealed = seal.read(self._trailer(fd, payload_bytes))
+        sealed = seal.read(trailer := self._trailer(fd, payload_bytes))
         if sealed is None:
-            return FileCheck(Integrity.TORN, found.st_ino)
+            return FileCheck(Integrity.TORN, found.st_ino, checksum=crc32c.crc32c(trailer))
         is_ours = sealed.digest.hex().startswith(self._digits)
         if sealed.key != key or sealed.payload_bytes != payload_bytes or not is_ours:
-            finding = Integrity.FOREIGN
-        elif (checksum := self._checksum(fd, payload_bytes)) is None:
+            return FileCheck(Integrity.FOREIGN, found.st_ino, sealed)
+        if (checksum := self._checksum(fd, payload_bytes)) is None:
             finding = Integrity.TORN
         else:
             finding = Integrity.SOUND if checksum == sealed.checksum else Integrity.CHECKSUM
-        return FileCheck(finding, found.st_ino, sealed)
+        return FileCheck(finding, found.st_ino, sealed, checksum=checksum)
 
     def _trailer(self, fd: int, at: int) -> bytes:
         with memoryview(self._piece) as piece, piece[:BLOCK_BYTES] as block:

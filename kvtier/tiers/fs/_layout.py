@@ -20,7 +20,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES, OffloadKey, content_hash, group_index, pack_key
@@ -51,12 +51,19 @@ _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
 _MAX_SMALL_BYTES: Final = 1 << 20
 
 
+def forget_pages(fd: int) -> None:
+    """Have the next read of a file come from its disk, if it has no unwritten pages."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def read_small(root_fd: int, path: str) -> bytes:
     """Return what is in a small file. OSError where it cannot be read, or is anything but a regular file."""
     fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "is no regular file", path)
+        forget_pages(fd)
         return os.pread(fd, _MAX_SMALL_BYTES, 0)
     finally:
         os.close(fd)
@@ -115,11 +122,11 @@ def parse_data_dir(directory: str) -> tuple[str, int] | None:
 
 def stored_epoch(root_fd: int, namespace: str) -> int | None:
     """Return the epoch that openers of a namespace join; None if its file is not readable or holds none."""
-    try:
-        found = _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch"))
-    except OSError:
-        return None
-    return int(found[1]) if found else None
+    with suppress(OSError):
+        for _ in range(2):  # one damaged read must not end an epoch, with which its chunks go
+            if found := _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch")):
+                return int(found[1])
+    return None
 
 
 def users_lock(namespace: str, epoch: int) -> str:

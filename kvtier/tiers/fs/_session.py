@@ -23,6 +23,7 @@ from kvtier.tiers.fs._layout import max_disk_bytes
 from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
+from kvtier.tiers.fs._maintenance.sweep import MAX_FILES
 from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota.ledger import FOLDER, NO_ROOM, Ledger, SharedLedger, stat_file_system
 from kvtier.tiers.fs._quota.quota import Quota
@@ -104,11 +105,9 @@ class Session:
             self._closed.result()
 
     async def set_aside(self, call: FileCall) -> list[int]:
-        """Move the files that have failed their checks to the quarantine. Returns whose they are."""
+        """Move files that failed their checks to the quarantine. Return the chunks whose files are away."""
         corrupt = chunks_with(call.results, CORRUPT)
-        if corrupt:
-            await run(self.workers, partial(self.quarantine.add_all, call, corrupt))
-        return corrupt
+        return await run(self.workers, partial(self.quarantine.add_all, call, corrupt)) if corrupt else []
 
     # --------------------------------------------------------------------------------------- puts
 
@@ -215,7 +214,9 @@ class Session:
         if namespace.is_new:  # or what was here was removed
             self.quota.doubt()
         self.namespace = namespace
-        self.quarantine = Quarantine(namespace.root_fd, namespace.name)
+        self.quarantine = Quarantine(
+            namespace.root_fd, namespace.name, self._context.chunk_bytes, MAX_FILES
+        )
 
     def _open_namespace(self) -> tuple[Namespace, Epoch]:
         """Open the namespace. On a full file system evict a few chunks first: a new one needs some blocks."""

@@ -1,6 +1,10 @@
 """The quarantine of files that failed a check: they are never deleted unseen, and bounded in number.
 
-Anything may lie in a chunk's place: a directory, a FIFO, something that nobody may remove. While the
+Others share a chunk, so it takes more than one bad read to move its file: two more reads, past the page cache
+and into other memory, have to find the same damage. Else this host reads damaged data, and the file stays. No
+host moves more files in an hour than a quarantine holds.
+
+Anything may lie in a chunk's place: a directory, a FIFO, an entry that this user cannot remove. While the
 quarantine is full of such entries, files that fail stay where they are, and are a miss each time.
 """
 
@@ -9,9 +13,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
@@ -19,20 +24,44 @@ from typing import Final
 from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
+from kvtier.tiers.fs._checking import FileChecker
 from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
-from kvtier.tiers.fs._layout import DIRECTORY_MODE, chunk_path
+from kvtier.tiers.fs._layout import CAREFULLY, DIRECTORY_MODE, chunk_path, forget_pages
 from kvtier.tiers.fs._maintenance.sweep import MAX_FILES, Removal
 
 _LINES_EVERY_S: Final = 30.0
 
+_HOUR_S: Final = 3600.0
+_CANNOT: Final = "%s failed its check (%s) and cannot be quarantined: %s"
+_BAD_HOST: Final = (
+    "%s failed its check (%s), and reading it again gave other bytes: this host reads damaged data. The file "
+    "stays, and is a miss here: check this host's memory, disks and network"
+)
+_TOO_MANY: Final = (
+    "%s failed its check (%s) and stays: %d files were quarantined in an hour. Run 'kvtier verify' on another "
+    "host: if it finds no damage, this host reads damaged data"
+)
 _log = GuardedLogger("kvtier.tiers.fs")
 
 
 class Quarantine:
-    """The quarantine of one namespace. Any thread may call it."""
+    """The quarantine of one namespace. Any thread may call it.
 
-    def __init__(self, root_fd: int, namespace: str) -> None:
+    Args:
+        payload_bytes: of each chunk, if known: others are torn.
+        most_an_hour: files that may be moved in an hour.
+    """
+
+    def __init__(
+        self,
+        root_fd: int,
+        namespace: str,
+        payload_bytes: int | None = None,
+        most_an_hour: int | None = None,
+    ) -> None:
         self._root_fd = root_fd
+        self._checked = namespace.rpartition("_")[2], payload_bytes
+        self._moved_s: deque[float] | None = None if most_an_hour is None else deque(maxlen=most_an_hour)
         self._folder = f"{namespace}/quarantine"
         self._removal = Removal(root_fd, StopFlag())
         self._lock = threading.Lock()
@@ -43,14 +72,27 @@ class Quarantine:
         """Return how many files were quarantined since the tier opened, by reason. Does not block."""
         return dict(self._counts)
 
-    def add_all(self, call: FileCall, chunks: Sequence[int]) -> None:
-        """Move the files of some chunks away that have failed their checks. Blocks."""
-        for i in chunks:
-            self.add(call.place.data_dir, call.keys[i], Result(call.results[i]), call.inodes[i])
+    def add_all(self, call: FileCall, chunks: Sequence[int]) -> list[int]:
+        """Move away the files of some chunks that failed their checks. Return those that are away. Blocks."""
+        place, results = call.place, call.results
+        return [
+            i for i in chunks if self.add(place.data_dir, call.keys[i], Result(results[i]), call.inodes[i])
+        ]
 
     def add(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
-        """Move a chunk's file away, unless another one has taken its place. Returns whether it was moved."""
+        """Move a chunk's file away if its damage is confirmed and no other file has taken its place.
+
+        Returns whether the damaged file is away from there.
+        """
         path, reason = chunk_path(data_dir, key), result.name.lower()
+        try:
+            if not self._confirm(path, key, inode, reason):
+                return False
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self._log(logging.ERROR, _CANNOT, path, reason, error.strerror or error)
+            return False
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
         target = f"{self._folder}/{name}"
         with self._lock:
@@ -59,14 +101,34 @@ class Quarantine:
                     os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
                 self._require_place()
                 if not self._move(path, inode, target):
-                    return False  # another reader was faster
+                    return True  # another reader was faster
             except OSError as error:
-                what = "%s failed its check (%s) and cannot be quarantined: %s"
-                self._log(logging.ERROR, what, path, reason, error.strerror or error)
+                self._log(logging.ERROR, _CANNOT, path, reason, error.strerror or error)
                 return False
             self._counts[reason] += 1
             self._log(logging.ERROR, "%s failed its check (%s) and was moved to %s", path, reason, target)
             return True
+
+    def _confirm(self, path: str, key: OffloadKey, inode: int, reason: str) -> bool:
+        """Return whether a file may be moved: its damage is confirmed, or it is no file. OSError."""
+        found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode:
+            return True
+        moved_s, now_s = self._moved_s, time.monotonic()
+        if moved_s is not None and len(moved_s) == moved_s.maxlen and now_s - moved_s[0] < _HOUR_S:
+            self._log(logging.ERROR, _TOO_MANY, path, reason, moved_s.maxlen)
+            return False
+        fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=self._root_fd)
+        forget_pages(fd)
+        os.close(fd)
+        checkers = [FileChecker(self._root_fd, *self._checked) for _ in range(2)]  # each with its memory
+        one, other = (checker.check(path, key) for checker in checkers)
+        if one != other or not one.finding.is_corrupt:
+            self._log(logging.ERROR, _BAD_HOST, path, reason)
+            return False
+        if moved_s is not None:
+            moved_s.append(now_s)
+        return True
 
     def _move(self, path: str, inode: int, target: str) -> bool:
         with suppress(FileNotFoundError):

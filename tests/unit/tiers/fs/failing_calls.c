@@ -1,4 +1,4 @@
-/* Stands in front of the C library and makes its calls fail. */
+/* Stands in front of the C library and makes its calls fail, or reads give a wrong bit. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -13,7 +13,8 @@
 enum { OPENAT, PREADV, PWRITEV, PREAD, PWRITE, RENAMEAT,
        FDATASYNC, FSYNC, MKDIRAT, UNLINKAT, FSTATAT, UTIMENSAT };
 /* A call fails if its bit is in `calls`: always, or with `every` > 1 about one time in so many. */
-struct { unsigned calls; int error; unsigned every; unsigned failed; } fault;
+/* One large read in `flips` gives a wrong bit, if that is not 0. */
+struct { unsigned calls; int error; unsigned every; unsigned failed; unsigned flips; } fault;
 static __thread unsigned seed;
 
 static int due(int call)
@@ -42,7 +43,19 @@ OPEN(openat) OPEN(openat64)
 #define MOVE(id, name, type) \
     ssize_t name(int fd, type parts, int count, off_t at) { \
         REAL(#name, ssize_t, int, type, int, off_t); return due(id) ? -1 : real(fd, parts, count, at); }
-MOVE(PREADV, preadv, const struct iovec *) MOVE(PREADV, preadv64, const struct iovec *)
+static ssize_t flipped(const struct iovec *parts, ssize_t moved)
+{
+    if (fault.flips && moved > 4096 && !(rand_r(&seed) % fault.flips)) {
+        ((unsigned char *)parts->iov_base)[(size_t)rand_r(&seed) % parts->iov_len] ^= 1u << rand_r(&seed) % 8;
+        __atomic_add_fetch(&fault.failed, 1, __ATOMIC_RELAXED);
+    }
+    return moved;
+}
+#define READ(name) \
+    ssize_t name(int fd, const struct iovec *parts, int count, off_t at) { \
+        REAL(#name, ssize_t, int, const struct iovec *, int, off_t); \
+        return due(PREADV) ? -1 : flipped(parts, real(fd, parts, count, at)); }
+READ(preadv) READ(preadv64)
 MOVE(PWRITEV, pwritev, const struct iovec *) MOVE(PWRITEV, pwritev64, const struct iovec *)
 #define ONE(id, name, type) \
     ssize_t name(int fd, type bytes, size_t count, off_t at) { \

@@ -129,6 +129,7 @@ async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
         found = f"{world.identity.namespace}_r0", world.key(1), Result.CHECKSUM
         inode = world.file(1).stat().st_ino
         quarantine = Quarantine(root_fd, world.identity.namespace)
+        flip(world.file(1), 9)
         await anyio.to_thread.run_sync(quarantine.add, *found, inode + 1)
         assert world.file(1).exists()
         assert quarantine.counts() == {}
@@ -137,6 +138,33 @@ async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
         assert quarantine.counts() == {"checksum": 1}
     finally:
         os.close(root_fd)
+
+
+async def test_a_host_moves_a_bounded_number_of_files_an_hour(world, caplog):
+    tier = await world.open()
+    await world.put(tier, range(150))
+    for number in range(150):
+        flip(world.file(number), 9)
+    assert (await world.get(tier, range(150))).statuses == (CORRUPT,) * 150
+    assert len(world.quarantined()) == 128
+    assert sum(world.file(number).exists() for number in range(150)) == 22
+    assert any("in an hour" in line for line in fs_lines(caplog))
+
+
+async def test_a_damaged_read_of_the_epoch_keeps_the_cache(world, monkeypatch):
+    tier = await world.open()
+    await world.put(tier, range(4))
+    await tier.aclose()
+    pread, damaged = os.pread, [1]
+
+    def read(fd, *arguments):
+        found = pread(fd, *arguments)
+        return bytes(len(found)) if found == b"0\n" and damaged and damaged.pop() else found
+
+    monkeypatch.setattr(os, "pread", read)
+    tier = await world.open()
+    assert damaged == []
+    assert (await world.get(tier, range(4))).statuses == (OK,) * 4
 
 
 async def test_a_file_that_was_quarantined_is_reported_to_have_left(world):
