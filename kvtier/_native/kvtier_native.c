@@ -384,6 +384,8 @@ static int publish(const struct call *call, char *tmp, struct chunk *chunk)
         }
     }
     int error = call->flags & FLAG_SYNC_DIRECTORY ? kvt_sync_parents(call->root_fd, chunk->path, made) : 0;
+    if (error) /* or the next put would find it, and call it durable */
+        unlinkat(call->root_fd, chunk->path, 0);
     return error ? error : made;
 }
 

@@ -45,6 +45,9 @@ LEAF: Final = re.compile("[0-9a-f]{2}_g[0-9]{1,10}")
 """Names of the two levels of directories between an epoch's and its chunks' files."""
 
 _CHUNK: Final = re.compile(rf"{PART.pattern}/[0-9a-f]{{2}}_g([0-9]{{1,10}})/((?:[0-9a-f]{{2}})+)\.bin")
+WRITER: Final = re.compile("[0-9]+-[0-9a-f]{16}")
+"""Names of writers."""
+
 _EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})\n")
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
 _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")

@@ -131,7 +131,7 @@ class Namespace:
             return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
     def try_to_write(self) -> int | None:
-        """Return 0 if a root that was read-only when it was opened can be written, its ledger too, or the errno.
+        """Return 0 if a root that was read-only at opening can be written, its ledger too, or the errno.
 
         Return None without a try: tries come at growing intervals, as each may make a file.
         """

@@ -214,9 +214,7 @@ class Session:
         if namespace.is_new:  # or what was here was removed
             self.quota.doubt()
         self.namespace = namespace
-        self.quarantine = Quarantine(
-            namespace.root_fd, namespace.name, self._context.chunk_bytes, MAX_FILES
-        )
+        self.quarantine = Quarantine(namespace.root_fd, namespace.name, self._context.chunk_bytes, MAX_FILES)
 
     def _open_namespace(self) -> tuple[Namespace, Epoch]:
         """Open the namespace. On a full file system evict a few chunks first: a new one needs some blocks."""

@@ -12,7 +12,6 @@ own directory and are not touched; nor are files that are not named as chunks, w
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 from collections import Counter
@@ -21,12 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvtier._native import layouts
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
-from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._maintenance import ages
-from kvtier.tiers.fs._maintenance.ages import Histogram, Plan
+from kvtier.tiers.fs._maintenance.ages import Plan
+from kvtier.tiers.fs._maintenance.scan import ALL_BYTES, ChunkScan, Freed, ignore, remove_if_empty
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root
@@ -34,32 +32,20 @@ from kvtier.tiers.fs._root import Root
 SAMPLE_FILES: Final = 32_768
 """Files in the sample that decides what leaves."""
 
-NAMES_BYTES: Final = 1 << 20
-"""Room for the paths of what one scan removes; what has none stays for the next one."""
-
 _ROUNDS: Final = 4
-_ALL: Final = 2**63 - 1  # bytes
 Gone = Callable[[str, Sequence[str]], None]
 """Called with an epoch's directory and the paths below it of chunks that were removed."""
-
-Freed = Callable[[int], None]
-"""Called with the bytes removed since the last call, so that others can use them before all is done."""
-
 
 Approve = Callable[[int], bool]
 """Called with the bytes of all chunks, about, before some are removed. Returns whether they may be."""
 
 
-def _approve(found_bytes: int) -> bool:
+def _approve(_found_bytes: int) -> bool:
     return True
 
 
 def _unlearned() -> ages.Worth:
     return ages.worth_of(ages.new_model())
-
-
-def _ignore(*details: object) -> None:
-    """Do nothing with what was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,69 +62,6 @@ class Evicted:
     def bytes(self) -> int:
         """All bytes removed."""
         return self.leftover_bytes + self.chunk_bytes
-
-
-class ChunkScan(layouts.ChunkScan):
-    """A scan of the chunks' files of several directories. The native library reads and adds up its fields.
-
-    Files that are not named as chunks are left alone. A file's mtime is when it was written; a later atime is
-    when it was used again, and its mode says how often.
-
-    Args:
-        now_ns: the file system's time, from which ages are counted.
-        histogram: gets the files' bytes, if given.
-        leaving: which files are removed; None: none.
-        want_bytes: bytes after which removing stops.
-
-    Attributes:
-        seen: number of files that were scanned; ``removed`` of those removed.
-        removed_bytes: directories that became empty included.
-        failed_bytes: of the files that could not be removed; ``failures`` says why.
-    """
-
-    def __init__(
-        self,
-        now_ns: int,
-        histogram: Histogram | None = None,
-        leaving: Plan | None = None,
-        want_bytes: int = 0,
-    ) -> None:
-        self.failures: Failures = Counter()
-        self._room = ctypes.create_string_buffer(NAMES_BYTES if want_bytes else 1)
-        self._histogram = histogram  # kept as long as there is its address
-        super().__init__(
-            now_ns=now_ns,
-            want_bytes=want_bytes,
-            histogram=histogram.buffer_info()[0] if histogram is not None else None,
-            names=ctypes.addressof(self._room),
-            names_room=len(self._room),
-        )
-        if leaving is not None:
-            self.follow(leaving)
-
-    def follow(self, leaving: Plan) -> None:
-        """Remove the files that a plan names."""
-        self._leaving = (ctypes.c_uint8 * len(leaving)).from_buffer(leaving)
-        self.leaving = ctypes.addressof(self._leaving)
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.removed_bytes >= self.want_bytes)
-
-    def scan(self, root_fd: int, folder: str, stop: StopFlag) -> list[str]:
-        """Scan the chunks' files below a directory of an epoch's first level. Blocks.
-
-        Returns the paths of what was removed, relative to ``folder``. Raises OSError if the directory cannot
-        be read or ``stop`` was set.
-        """
-        self.names_bytes = self.failed = 0
-        scan = require_library().kvt_chunks_scan
-        result = scan(root_fd, folder.encode(), stop.address, ctypes.byref(self))
-        if self.failed:
-            self.failures[self.error] += self.failed
-        if result < 0:
-            raise OSError(-result, os.strerror(-result), folder)
-        return [name.decode() for name in self._room.raw[: self.names_bytes].split(b"\0")[:-1]]
 
 
 _Part = tuple[str, str]
@@ -160,7 +83,7 @@ class Evictor:
         self,
         root_fd: int,
         stop: StopFlag,
-        gone: Gone = _ignore,
+        gone: Gone = ignore,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
         worth: Callable[[], ages.Worth] = _unlearned,
@@ -172,32 +95,33 @@ class Evictor:
         self._gone = gone
         self._ours = ours
 
-    def sweep(self, *, orphans: bool) -> Evicted:
-        """Remove what nobody can use any more, and of the quarantine what is beyond its bound."""
+    def sweep(self, freed: Freed = ignore, *, orphans: bool) -> Evicted:
+        """Remove data that no engine can use, and quarantined files beyond the bound; report to ``freed``."""
         with Root(self._root_fd, self._only) as root:
-            sweeper = Sweeper(root, self._stop, self._ours)
-            removed = sweeper.sweep() + (sweeper.sweep_orphans() if orphans else 0)
-        return Evicted(removed, failures=sweeper.failures, problems=sweeper.problems)
+            sweeper = Sweeper(root, self._stop, self._ours, freed)
+            sweeper.sweep()
+            if orphans:
+                sweeper.sweep_orphans()
+        return Evicted(sweeper.bytes, failures=sweeper.failures, problems=sweeper.problems)
 
     def make_room(
-        self, need_bytes: int, freed: Freed = _ignore, approve: Approve = _approve
+        self, need_bytes: int, freed: Freed = ignore, approve: Approve = _approve
     ) -> Evicted | None:
         """Remove ``need_bytes``, or all there is if that is less, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
                 return None
-            sweeper = Sweeper(root, self._stop, self._ours)
-            leftover = sweeper.remove_leftovers(need_bytes)
-            freed(leftover)
-            scan = self._remove_least(root, now_ns, need_bytes - leftover, freed, approve)
-        return Evicted(leftover, scan.removed, scan.removed_bytes, sweeper.failures + scan.failures)
+            sweeper = Sweeper(root, self._stop, self._ours, freed, need_bytes)
+            sweeper.remove_leftovers()
+            scan = self._remove_least(root, now_ns, need_bytes - sweeper.bytes, freed, approve)
+        return Evicted(sweeper.bytes, scan.removed, scan.removed_bytes, sweeper.failures + scan.failures)
 
-    def expire(self, ttl_s: float, freed: Freed = _ignore) -> Evicted | None:
+    def expire(self, ttl_s: float, freed: Freed = ignore) -> Evicted | None:
         """Remove what was not used for ``ttl_s``, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
                 return None
-            scan = ChunkScan(now_ns, leaving=ages.expired(ttl_s), want_bytes=_ALL)
+            scan = ChunkScan(now_ns, leaving=ages.expired(ttl_s), want_bytes=ALL_BYTES)
             self._scan_parts(self._parts(root), scan, freed)
         return Evicted(0, scan.removed, scan.removed_bytes, scan.failures)
 
@@ -257,7 +181,7 @@ class Evictor:
         share = scanned / max(1, len(parts))
         return ages.plan(histogram, share, need_bytes, self._worth()), int(sum(histogram) / (share or 1))
 
-    def _scan_parts(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = _ignore) -> None:
+    def _scan_parts(self, parts: Iterable[_Part], scan: ChunkScan, freed: Freed = ignore) -> None:
         for data_dir, part in parts:
             if self._stop or (scan.want_bytes and scan.is_done):
                 break
@@ -268,16 +192,6 @@ class Evictor:
             except OSError as error:  # it has vanished, or cannot be read: then the others
                 count_failure(scan.failures, error)
             if removed:
-                scan.removed_bytes += _remove_if_empty(self._root_fd, path)
+                scan.removed_bytes += remove_if_empty(self._root_fd, path)
                 freed(scan.removed_bytes - before)
                 self._gone(data_dir, [f"{part}/{path}" for path in removed])
-
-
-def _remove_if_empty(root_fd: int, path: str) -> int:
-    """Remove a directory if nothing is in it. Returns the bytes removed."""
-    try:
-        found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
-        os.rmdir(path, dir_fd=root_fd)
-    except OSError:
-        return 0
-    return found.st_blocks * 512

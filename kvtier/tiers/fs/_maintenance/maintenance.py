@@ -27,7 +27,8 @@ from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag, errno_name
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of
-from kvtier.tiers.fs._maintenance.evict import Evictor, Freed
+from kvtier.tiers.fs._maintenance.evict import Evictor
+from kvtier.tiers.fs._maintenance.scan import Freed
 from kvtier.tiers.fs._maintenance.uses import WAITING, Uses
 from kvtier.tiers.fs._namespace import Namespace
 from kvtier.tiers.fs._quota import ledger
@@ -234,9 +235,7 @@ class Maintenance:
         return chunk_files.tree_bytes(self._namespace.root_fd, ".", self._closing)
 
     def _sweep(self) -> None:
-        freed = self._count_freed()
-        swept = self._evictor.sweep(orphans=False)
-        freed(swept.bytes)
+        swept = self._evictor.sweep(self._count_freed(), orphans=False)
         for problem in swept.problems:
             self.warn("quarantine", problem)
 

@@ -38,8 +38,8 @@ _BAD_HOST: Final = (
     "stays, and is a miss here: check this host's memory, disks and network"
 )
 _TOO_MANY: Final = (
-    "%s failed its check (%s) and stays: %d files were quarantined in an hour. Run 'kvtier verify' on another "
-    "host: if it finds no damage, this host reads damaged data"
+    "%s failed its check (%s) and stays: %d files were quarantined in an hour. Run 'kvtier verify' on "
+    "another host: if it finds no damage, this host reads damaged data"
 )
 _log = GuardedLogger("kvtier.tiers.fs")
 

@@ -19,6 +19,7 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._locks import removed_lock, wait_for_lock
+from kvtier.tiers.fs._maintenance.scan import Freed, ignore, remove_if_empty, scan_to_remove_all
 from kvtier.tiers.fs._root import Namespace, Root
 
 MAX_FILES: Final = 128
@@ -35,11 +36,12 @@ def remove_cache(root: Root, name: str) -> bool:
         TierError: the root cannot be read, or has no such cache.
     """
     namespace, stop = root.namespace(name), StopFlag()
+    sweeper = Sweeper(root, stop)
     with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
         if not {False}.issuperset((*namespace.users(), *namespace.writers().values())):
             return False  # or it is not known whether somebody uses it
         for found in namespace.data_dirs:
-            tree_remove(root.fd, found.name, stop)
+            sweeper.remove_chunks(found.name)
         tree_remove(root.fd, name, stop)
     return True
 
@@ -115,95 +117,129 @@ class Removal:
 
 
 class Sweeper(Removal):
-    """Removes what is left over below a root. Its methods return the bytes removed, about.
+    """Removes what is left over below a root: of chunks' directories only files that are named as chunks.
 
     Args:
         ours: writers of this process: with some network file systems a lock does not tell two
             users in one process apart.
+        freed: called with the bytes removed, as often as there are some.
+        want_bytes: bytes after which ``remove_leftovers`` stops.
 
     Attributes:
+        bytes: removed, about.
         problems: what should have been removed and could not be, and why.
     """
 
-    def __init__(self, root: Root, stop: StopFlag, ours: frozenset[str]) -> None:
+    def __init__(
+        self,
+        root: Root,
+        stop: StopFlag,
+        ours: frozenset[str] = frozenset(),
+        freed: Freed = ignore,
+        want_bytes: float = inf,
+    ) -> None:
         super().__init__(root.fd, stop)
         self._root = root
         self._ours = ours
+        self._freed = freed
+        self._want_bytes = want_bytes
+        self.bytes = 0
         self.problems: list[str] = []
 
-    def remove_leftovers(self, want_bytes: int) -> int:
-        """Remove orphans, then what ``sweep`` does, then the quarantine, until so many bytes are removed."""
-        removed = self.sweep_orphans(want_bytes)
-        if removed < want_bytes:
-            removed += self.sweep()
-        return removed + self._sweep_quarantines(want_bytes - removed)
+    @property
+    def _is_done(self) -> bool:
+        return bool(self.stop) or self.bytes >= self._want_bytes
 
-    def sweep(self) -> int:
-        """Remove what the dead left behind, epochs that nobody uses, and quarantined files over the bound."""
-        removed = 0
+    def _count(self, removed: int) -> None:
+        self.bytes += removed
+        self._freed(removed)
+
+    def remove_leftovers(self) -> None:
+        """Remove orphans, then what ``sweep`` does, then the quarantine, until enough is removed."""
+        self.sweep_orphans()
+        if not self._is_done:
+            self.sweep()
+        self._sweep_quarantines()
+
+    def sweep(self) -> None:
+        """Remove leftovers of dead writers, unused old epochs, and quarantined files over the bound."""
         for namespace in self._root.namespaces():
-            removed += self._sweep_writers(namespace) + self._sweep_epochs(namespace)
+            self._sweep_writers(namespace)
+            self._sweep_epochs(namespace)
             if namespace.is_kvtiers:
-                removed += self._prune_quarantine(namespace)
-        return removed
+                self._prune_quarantine(namespace)
 
-    def _sweep_writers(self, namespace: Namespace) -> int:
+    def remove_chunks(self, data_dir: str) -> None:
+        """Remove the chunks of an epoch, and the directories that are empty then."""
+        scan = scan_to_remove_all()
+        for part in filter(layout.PART.fullmatch, self._root.names(data_dir)):
+            if self._is_done:
+                return
+            path, removed = f"{data_dir}/{part}", [""]
+            while removed:
+                before = scan.removed_bytes
+                try:
+                    removed = scan.scan(self.root_fd, path, self.stop)
+                except OSError as error:
+                    count_failure(scan.failures, error)
+                    break
+                self._count(scan.removed_bytes - before)
+            leaves = filter(layout.LEAF.fullmatch, self._root.names(path))
+            for folder in (*(f"{path}/{leaf}" for leaf in leaves), path):
+                self._count(remove_if_empty(self.root_fd, folder))
+        self.failures.update(scan.failures)
+        self._count(remove_if_empty(self.root_fd, data_dir))
+
+    def sweep_orphans(self) -> None:
+        """Remove chunks of caches that nothing names."""
+        for namespace in self._root.namespaces():
+            if namespace.is_orphaned:
+                for found in namespace.data_dirs:
+                    self.remove_chunks(found.name)
+
+    def _sweep_writers(self, namespace: Namespace) -> None:
         folder = f"{namespace.name}/.tmp"
         names = set(self._root.names(folder))
-        removed = 0
         for writer in {name.removesuffix(".lock") for name in names} - self._ours:
-            if self.stop:
-                break
+            if self._is_done or not layout.WRITER.fullmatch(writer):
+                continue
             lock = f"{folder}/{writer}.lock"
             with suppress(OSError), removed_lock(self.root_fd, lock, create=False) as alone:
                 if alone:
-                    removed += self.tree(f"{folder}/{writer}")
+                    self._count(self.tree(f"{folder}/{writer}"))
             # The lock is there before the directory and goes after it.
             if f"{writer}.lock" not in names and not self._root.is_there(lock):
-                removed += self.tree(f"{folder}/{writer}")
-        return removed
+                self._count(self.tree(f"{folder}/{writer}"))
 
-    def _sweep_epochs(self, namespace: Namespace) -> int:
+    def _sweep_epochs(self, namespace: Namespace) -> None:
         current = namespace.epoch
         if current is None:
-            return 0
+            return
         traces = layout.epochs_of_users(self._root.names(namespace.name))
         traces |= {found.epoch for found in namespace.data_dirs}
-        removed = 0
         for number in sorted(number for number in traces if number < current):
-            if self.stop:
+            if self._is_done:
                 break
             lock = layout.users_lock(namespace.name, number)
             with suppress(OSError), removed_lock(self.root_fd, lock, create=True) as alone:
                 if alone:
-                    removed += self.tree(layout.data_dir(namespace.name, number))
-        return removed
+                    self.remove_chunks(layout.data_dir(namespace.name, number))
 
-    def sweep_orphans(self, want_bytes: float = inf) -> int:
-        """Remove chunks of which nothing says whose they are, until so many bytes are removed."""
-        removed = 0
-        for namespace in self._root.namespaces():
-            if removed < want_bytes and namespace.is_orphaned:
-                removed += sum(self.tree(found.name) for found in namespace.data_dirs)
-        return removed
-
-    def _sweep_quarantines(self, want_bytes: int) -> int:
-        """Remove what failed a check, the oldest first in each namespace, until so many bytes are removed."""
-        removed = 0
+    def _sweep_quarantines(self) -> None:
+        """Remove files that failed a check, the oldest first in each namespace, until enough is removed."""
         for namespace in self._root.namespaces():
             for name in by_age(namespace.quarantine()):
-                if self.stop or removed >= want_bytes:
-                    return removed
+                if self._is_done:
+                    return
                 with suppress(OSError):
-                    removed += self.entry(f"{namespace.name}/quarantine/{name}")
-        return removed
+                    self._count(self.entry(f"{namespace.name}/quarantine/{name}"))
 
-    def _prune_quarantine(self, namespace: Namespace) -> int:
+    def _prune_quarantine(self, namespace: Namespace) -> None:
         if self.stop:
-            return 0
+            return
         folder = f"{namespace.name}/quarantine"
         pruned = self.prune(folder, MAX_FILES)
         if pruned.problem is not None and not self.stop:
             what = f"{folder} holds more than {MAX_FILES} entries, which cannot be removed"
             self.problems.append(f"{what}: {pruned.problem}")
-        return pruned.bytes
+        self._count(pruned.bytes)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -32,7 +31,7 @@ import crc32c
 import msgspec
 
 from kvtier._log import GuardedLogger
-from kvtier.tiers.fs._layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE, names_in, read_small
+from kvtier.tiers.fs._layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE, WRITER, names_in, read_small
 from kvtier.tiers.fs._locks import (
     close_lock,
     is_current,
@@ -55,7 +54,6 @@ _PAGE_BYTES: Final = 4096
 _MIN_FREE_INODES: Final = 64
 _MAX_BYTES: Final = 1 << 20
 _PATIENCE_S: Final = 2.0
-_WRITERS_LOCK: Final = re.compile(r"[0-9]+-[0-9a-f]{16}\.lock")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _log = GuardedLogger("kvtier.tiers.fs")
 
@@ -236,8 +234,8 @@ def read(root_fd: int) -> Accounts | None:
 
 
 def _writers_locks(root_fd: int) -> set[str]:
-    names = names_in(root_fd, FOLDER, follow=True)
-    return {name.removesuffix(".lock") for name in names if _WRITERS_LOCK.fullmatch(name)}
+    locks = (name for name in names_in(root_fd, FOLDER, follow=True) if name.endswith(".lock"))
+    return {writer for lock in locks if WRITER.fullmatch(writer := lock.removesuffix(".lock"))}
 
 
 def _boot() -> str:

@@ -235,7 +235,7 @@ async def test_only_what_is_called_as_chunks_are_leaves(world, evictor):
 
 
 async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.fs._maintenance.evict.NAMES_BYTES", 200)
+    monkeypatch.setattr("kvtier.tiers.fs._maintenance.scan.NAMES_BYTES", 200)
     (folder,) = await filled(world, [(HOUR, None)]) and first_level(world)
     leaf = world.file(0).parent
     for number in range(29):

@@ -81,10 +81,10 @@ async def test_nothing_more_is_evicted_while_the_ledger_cannot_be_told(world, mo
     def fail(ledger):
         raise TimeoutError(errno.ETIMEDOUT, "another process has held it")
 
-    def make_room(evictor, need, freed):
+    def make_room(evictor, need, *arguments):
         monkeypatch.setattr(SharedLedger, "change", fail)
         evicted.append(need)
-        return make_room_(evictor, need, freed)
+        return make_room_(evictor, need, *arguments)
 
     def ticked(quota):
         ticks.release()
