@@ -280,17 +280,25 @@ static int name_chunk(const struct call *call, size_t i, struct chunk *chunk)
     return 0;
 }
 
-int kvt_make_parents(int root_fd, char *path)
+static int make_directory(int root_fd, const char *path, bool shared)
+{
+    int failed = mkdirat(root_fd, path, 0700);
+    if (!failed && shared)
+        fchmodat(root_fd, path, S_ISGID | 0770, 0);
+    return failed;
+}
+
+int kvt_make_parents(int root_fd, char *path, bool shared)
 {
     char *slash = strrchr(path, '/');
     if (slash == NULL)
         return 0;
     *slash = '\0';
-    int made = 0, failed = mkdirat(root_fd, path, 0700);
+    int made = 0, failed = make_directory(root_fd, path, shared);
     if (failed && errno == ENOENT) {
-        made = kvt_make_parents(root_fd, path);
+        made = kvt_make_parents(root_fd, path, shared);
         if (made >= 0)
-            failed = mkdirat(root_fd, path, 0700);
+            failed = make_directory(root_fd, path, shared);
     }
     int error = failed && errno != EEXIST ? -errno : 0;
     *slash = '/';
@@ -349,12 +357,14 @@ static int write_temporary(const struct call *call, const struct chunk *chunk, c
 {
     int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | direct_flag(call);
     int fd = openat(call->root_fd, tmp, flags, 0600);
-    if (fd < 0 && errno == ENOENT && kvt_make_parents(call->root_fd, tmp) >= 0)
+    if (fd < 0 && errno == ENOENT && kvt_make_parents(call->root_fd, tmp, call->flags & FLAG_SHARED) >= 0)
         fd = openat(call->root_fd, tmp, flags, 0600);
     if (fd < 0)
         return -errno;
     int64_t moved = transfer(call, fd, chunk->slot, block, true);
     int error = moved < 0 ? (int)moved : 0;
+    if (!error && call->flags & FLAG_SHARED && fchmod(fd, 0660))
+        error = -errno;
     if (!error && call->flags & FLAG_SYNC_DATA && fdatasync(fd))
         error = -errno;
     if (close(fd) && !error)
@@ -374,7 +384,7 @@ static int publish(const struct call *call, char *tmp, struct chunk *chunk)
             break;
         int error = -errno;
         if (error == -ENOENT && attempt < PUBLISH_ATTEMPTS) {
-            int more = kvt_make_parents(call->root_fd, chunk->path);
+            int more = kvt_make_parents(call->root_fd, chunk->path, call->flags & FLAG_SHARED);
             error = more < 0 ? more : 0;
             made += more < 0 ? 0 : more;
         }
@@ -547,6 +557,8 @@ static int touch_chunk(const struct call *call, const char *path, int class)
         return fd;
     note_class(fd, class);
     int result = futimens(fd, times) ? -errno : 0;
+    if (result == -EPERM) /* another user's file: to it a use is as good as new */
+        result = futimens(fd, NULL) ? -errno : 0;
     close(fd);
     return result;
 }

@@ -73,7 +73,7 @@ enum {
     RESULT_CHECKSUM = 5,
 };
 
-enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4 };
+enum { FLAG_DIRECT = 1, FLAG_SYNC_DATA = 2, FLAG_SYNC_DIRECTORY = 4, FLAG_SHARED = 8 };
 
 /* How files are opened that others may have put there: a FIFO would hold up who opens it otherwise. */
 #define CAREFULLY (O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK)
@@ -109,8 +109,8 @@ uint64_t kvt_fingerprint(const uint8_t *key, size_t key_bytes);
 /* Note the chunks of a call that were found or put. */
 void kvt_index_learn(struct index *index, const struct call *call, size_t first, size_t end);
 
-/* Make the directories above path, the root itself not. Returns how many were made, or -errno. */
-int kvt_make_parents(int root_fd, char *path);
+/* Make the directories above path, the root itself not, for the group too where shared. Returns how many, or -errno. */
+int kvt_make_parents(int root_fd, char *path, bool shared);
 
 /* Flush the directory that holds path, and those above it that hold directories just made. */
 int kvt_sync_parents(int root_fd, char *path, int made);
@@ -120,10 +120,10 @@ DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here);
 
 /* The class of a chunk's file, 0 to 4, by how often the chunk was used: ages.CLASS_OF_USES. After the first use the
  * atime is later than the mtime. More uses are in two bits of the mode that mean nothing for a file of data. Where
- * others may do anything with a file the mode is not ours: some file systems have one for all. */
+ * others may do anything with a file the mode is not ours: some file systems have one for all. 060 is a shared root. */
 static inline int kvt_class_of_mode(mode_t mode)
 {
-    return mode & 077 ? 1 : 1 + (mode & S_ISVTX ? 1 : 0) + (mode & S_IXUSR ? 2 : 0);
+    return mode & 077 && (mode & 077) != 060 ? 1 : 1 + (mode & S_ISVTX ? 1 : 0) + (mode & S_IXUSR ? 2 : 0);
 }
 
 static inline int kvt_class(const struct stat *file)

@@ -23,7 +23,6 @@ from kvtier._settings.quantities import duration, size
 from kvtier.errors import TierError
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.call import Failures, StopFlag, errno_name
-from kvtier.tiers.fs._layout import DIRECTORY_MODE
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, no_tick
@@ -237,8 +236,8 @@ class _Collection:
         """Do what one process of a root may do at a time; wait a little for one that does it now."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
-        with suppress(OSError):  # then it is there, or cannot be, which is told below
-            os.mkdir(ledger.FOLDER, DIRECTORY_MODE, dir_fd=self._root.fd)
+        with suppress(OSError):  # which is told below
+            layout.make_folder(self._root.fd, ledger.FOLDER)
         give_up_at = time.monotonic() + _WAIT_AT_MOST_S
         while True:
             try:

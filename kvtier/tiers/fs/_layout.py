@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES, OffloadKey, content_hash, group_index, pack_key
@@ -31,8 +33,9 @@ BLOCK_BYTES: Final = 4096
 MANIFEST: Final = "config.json"
 """The identity, spelled out."""
 
-FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
+_FILE_MODE: Final = 0o600
+_SHARED: Final = stat.S_ISGID | stat.S_IWGRP
 
 CAREFULLY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """How files are opened that others may have put there: opening a FIFO would block otherwise."""
@@ -52,6 +55,47 @@ _EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})\n")
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
 _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
 _MAX_SMALL_BYTES: Final = 1 << 20
+
+
+def is_shared(root_fd: int) -> bool:
+    """Return whether all users of the root's group share it: its mode has the set-group-id bit and g+w."""
+    return os.fstat(root_fd).st_mode & _SHARED == _SHARED
+
+
+def make_folder(root_fd: int, path: str) -> None:
+    """Make a directory, for the group too where the root is shared. None if it exists. OSError."""
+    with suppress(FileExistsError):
+        os.mkdir(path, DIRECTORY_MODE, dir_fd=root_fd)
+        if is_shared(root_fd):
+            os.chmod(path, 0o2770, dir_fd=root_fd)
+
+
+def create_file(root_fd: int, path: str, flags: int) -> int:
+    """Open a file, and make it if it is missing, for the group too where the root is shared. OSError."""
+    fd = os.open(path, flags | os.O_CREAT, _FILE_MODE, dir_fd=root_fd)
+    with suppress(PermissionError):  # another user's
+        if is_shared(root_fd) and stat.S_IMODE(os.fstat(fd).st_mode) == _FILE_MODE:
+            os.fchmod(fd, 0o660)
+    return fd
+
+
+def owner_of(error: OSError, root: Path) -> str:
+    """Return in words whose the file is that permission was denied for; "" for other errors."""
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return ""
+    path = root / str(error.filename or "")
+    while True:
+        try:
+            found = os.stat(path)
+            break
+        except OSError:  # it is missing or hidden: its directory's owner decides
+            path = path.parent
+    try:
+        name = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        name = "a user without a name"
+    mode = stat.S_IMODE(found.st_mode)
+    return f": {path} belongs to {name} (uid {found.st_uid}), mode {mode:o}; this is uid {os.geteuid()}"
 
 
 def forget_pages(fd: int) -> None:

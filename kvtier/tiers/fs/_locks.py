@@ -13,7 +13,7 @@ from typing import Final
 
 from kvtier._forks import keep_fd_from_children
 from kvtier._log import GuardedLogger
-from kvtier.tiers.fs._layout import CAREFULLY, FILE_MODE
+from kvtier.tiers.fs._layout import CAREFULLY, create_file
 
 _PATIENCE_S: Final = 5.0
 _WRITER_ATTEMPTS: Final = 5
@@ -24,8 +24,7 @@ _log = GuardedLogger("kvtier.tiers.fs")
 
 def make_lock(root_fd: int, path: str) -> int:
     """Make a lock file that must not exist yet, and open it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(path, flags, FILE_MODE, dir_fd=root_fd)
+    return create_file(root_fd, path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
@@ -53,9 +52,9 @@ def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
 
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:
     """Open a lock file for writing, which NFS needs; for reading if it is there and must not be written."""
-    flags = os.O_RDWR | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | CAREFULLY
     try:
-        return os.open(path, flags | CAREFULLY, FILE_MODE, dir_fd=root_fd)
+        return create_file(root_fd, path, flags) if create else os.open(path, flags, dir_fd=root_fd)
     except OSError as error:
         if create or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise

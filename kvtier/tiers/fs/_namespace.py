@@ -85,7 +85,8 @@ class Namespace:
                 undo.pop_all()
         except OSError as error:
             name = errno_name(error.errno)
-            why = f"{root} cannot be used: {error.strerror or error} ({name})"
+            whose = layout.owner_of(error, root)
+            why = f"{root} cannot be used: {error.strerror or error} ({name}){whose}"
             raise TierError(f"tier {context.name}: {why}") from error
         return namespace, epoch
 
@@ -227,8 +228,9 @@ class Namespace:
         where = self._config.root_dir / self.name
         added = _log_limit.allow(f"{where}: {self.read_only}", time.monotonic())
         if added is not None:
-            what = "%s: %s cannot be written (%s): it is only read until it can be written%s"
-            _log.warning(what, self._context.name, where, refusal, added)
+            what = "%s: %s cannot be written (%s)%s: it is only read until it can be written%s"
+            whose = layout.owner_of(refusal, self._config.root_dir)
+            _log.warning(what, self._context.name, where, self.read_only, whose, added)
 
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.
@@ -237,11 +239,9 @@ class Namespace:
         system without locks, where no bound holds for several writers, this fails, and nothing is written.
         """
         for name in (self.name, f"{self.name}/.tmp"):
-            with suppress(FileExistsError):
-                os.mkdir(name, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
+            layout.make_folder(self.root_fd, name)
         self.writer, self._writer_fd = make_writer_lock(self.root_fd, f"{self.name}/.tmp")
-        with suppress(FileExistsError):
-            os.mkdir(self.tmp_dir, layout.DIRECTORY_MODE, dir_fd=self.root_fd)
+        layout.make_folder(self.root_fd, self.tmp_dir)
 
     def _current_epoch(self) -> int:
         stored, highest = layout.stored_epoch(self.root_fd, self.name), self._highest_trace()
@@ -289,6 +289,7 @@ class Namespace:
 
     def _place(self, epoch: int) -> Place:
         flags = _DURABILITY[self._config.durability] | (Flag.DIRECT if self.direct else Flag.NONE)
+        flags |= Flag.SHARED if layout.is_shared(self.root_fd) else Flag.NONE
         return Place(
             root_fd=self.root_fd,
             data_dir=layout.data_dir(self.name, epoch),
@@ -321,7 +322,7 @@ class Namespace:
             path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
         else:
             path, flags = f"{self.tmp_dir}/probe", os.O_RDWR | os.O_CREAT
-        fd = os.open(path, flags | direct | os.O_CLOEXEC, layout.FILE_MODE, dir_fd=self.root_fd)
+        fd = os.open(path, flags | direct | os.O_CLOEXEC, 0o600, dir_fd=self.root_fd)
         try:
             with mmap.mmap(-1, layout.BLOCK_BYTES) as block:
                 if self.read_only is None:
@@ -349,8 +350,7 @@ class Namespace:
     def _write_small(self, name: str, text: str) -> None:
         """Write a file that is there whole or not at all, after a power cut too."""
         tmp = f"{self.tmp_dir}/{name}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        fd = os.open(tmp, flags, layout.FILE_MODE, dir_fd=self.root_fd)
+        fd = layout.create_file(self.root_fd, tmp, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
         with open(fd, "w", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()

@@ -214,7 +214,8 @@ class Root:
             self.fd = os.dup(root) if isinstance(root, int) else os.open(root, flags)
         except OSError as error:
             what = "the root" if isinstance(root, int) else root
-            raise TierError(f"{what} cannot be read: {error.strerror}") from error
+            whose = layout.owner_of(error, Path("."))
+            raise TierError(f"{what} cannot be read: {error.strerror}{whose}") from error
 
     def __enter__(self) -> Root:
         return self

@@ -122,6 +122,7 @@ class Flag(IntFlag):
     DIRECT = 1
     SYNC_DATA = 2
     SYNC_DIRECTORY = 4
+    SHARED = 8
 
 
 @dataclass(frozen=True, slots=True)

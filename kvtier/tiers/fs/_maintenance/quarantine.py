@@ -26,7 +26,7 @@ from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._checking import FileChecker
 from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
-from kvtier.tiers.fs._layout import CAREFULLY, DIRECTORY_MODE, chunk_path, forget_pages
+from kvtier.tiers.fs._layout import CAREFULLY, chunk_path, forget_pages, make_folder
 from kvtier.tiers.fs._maintenance.sweep import MAX_FILES, Removal
 
 _LINES_EVERY_S: Final = 30.0
@@ -97,8 +97,7 @@ class Quarantine:
         target = f"{self._folder}/{name}"
         with self._lock:
             try:
-                with suppress(FileExistsError):
-                    os.mkdir(self._folder, DIRECTORY_MODE, dir_fd=self._root_fd)
+                make_folder(self._root_fd, self._folder)
                 self._require_place()
                 if not self._move(path, inode, target):
                     return True  # another reader was faster

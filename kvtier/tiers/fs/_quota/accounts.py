@@ -136,7 +136,7 @@ class Bounds:
         return limit if self.hidden is None else min(limit, self.hidden)
 
     def lower(self, accounts: Accounts, disk: FileSystem, unit: int, now_s: float) -> bool:
-        """Lower the believed limit to what the root holds, as a write was refused; return whether it is lower.
+        """Lower the believed limit to what the root holds: a write was refused. Return whether it is lower.
 
         Space that is removed now may be free later, so writes that fail meanwhile lower it once.
         """

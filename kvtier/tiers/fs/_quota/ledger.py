@@ -31,7 +31,7 @@ import crc32c
 import msgspec
 
 from kvtier._log import GuardedLogger
-from kvtier.tiers.fs._layout import CAREFULLY, DIRECTORY_MODE, FILE_MODE, WRITER, names_in, read_small
+from kvtier.tiers.fs._layout import CAREFULLY, WRITER, create_file, make_folder, names_in, read_small
 from kvtier.tiers.fs._locks import (
     close_lock,
     is_current,
@@ -113,8 +113,7 @@ class SharedLedger(Ledger):
     def __init__(self, root_fd: int, stat: Callable[[], FileSystem] | None = None) -> None:
         self._root_fd = root_fd
         self.stat = stat or partial(stat_file_system, root_fd)
-        with suppress(FileExistsError):
-            os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=root_fd)
+        make_folder(root_fd, FOLDER)
         self.writer, self._fd = make_writer_lock(root_fd, FOLDER)
         try:
             with self.change() as accounts:
@@ -151,13 +150,12 @@ class SharedLedger(Ledger):
         accounts.expire_leases(dead & known)
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | CAREFULLY
+        flags = os.O_RDWR | CAREFULLY
         try:
-            return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
-        except FileNotFoundError:  # somebody has removed the directory
-            with suppress(FileExistsError):
-                os.mkdir(FOLDER, DIRECTORY_MODE, dir_fd=self._root_fd)
-            return os.open(_LEDGER, flags, FILE_MODE, dir_fd=self._root_fd)
+            return create_file(self._root_fd, _LEDGER, flags)
+        except FileNotFoundError:  # the directory was removed
+            make_folder(self._root_fd, FOLDER)
+            return create_file(self._root_fd, _LEDGER, flags)
 
     def _join(self, accounts: Accounts) -> None:
         self.expire_dead_leases(accounts)
@@ -191,9 +189,13 @@ class SharedLedger(Ledger):
         if writer == self.writer:
             return True
         path = f"{FOLDER}/{writer}.lock"
-        with suppress(FileNotFoundError), removed_lock(self._root_fd, path, create=False) as is_dead:
-            return not is_dead
-        return False
+        try:
+            with removed_lock(self._root_fd, path, create=False) as is_dead:
+                return not is_dead
+        except PermissionError:  # another user is just making it
+            return True
+        except FileNotFoundError:
+            return False
 
 
 @contextmanager
