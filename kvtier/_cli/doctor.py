@@ -56,12 +56,20 @@ _NO_TIERS = "there is no secondary tier to check: name a file that has some, or 
 _Size = tuple[str, str, int, int, Path]  # tier, setting, its bytes, the place's bytes, the place
 
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
+_PERMIT = "give this user the permission"
 _SEE_TIER = "see the tier's settings, and the backend's own log"
 _REMEDIES: Mapping[Status, str] = {
     Status.ABSENT: "see what else deletes there, and that the tier has room for a chunk",
     Status.CORRUPT: "do not use it: the medium, or something in between, changes bytes",
-    Status.REFUSED: "give the tier more room, or wait until it has some: engines run without it meanwhile",
+    Status.REFUSED: _SEE_TIER,
     Status.FAILED: _SEE_TIER,
+}
+_MORE_ROOM = "give the tier more room, or wait until it has some: engines run without it meanwhile"
+_REMEDIES_OF_REASONS: Mapping[str, str] = {
+    **dict.fromkeys(("max_bytes", "min_free", "full", "enospc", "edquot"), _MORE_ROOM),
+    **dict.fromkeys(("eacces", "eperm"), _PERMIT),
+    "counting": "wait until the root is counted: seconds to minutes",
+    "erofs": "mount the file system writable",
 }
 
 
@@ -369,7 +377,8 @@ class _TierCheck:
             return
         word = next(iter(outcome.reasons), status.name.lower())
         meaning = {**reasons.TRANSFER, **self._tier.reasons}.get(word, "the log has the details")
-        raise _StepError(f"{word}: {meaning}", _REMEDIES[Status(status)])
+        remedy = _REMEDIES_OF_REASONS.get(word, _REMEDIES[Status(status)])
+        raise _StepError(f"{word}: {meaning}", remedy)
 
 
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
@@ -387,7 +396,7 @@ def _remedy(error: BaseException) -> str:
     if isinstance(error, ConnectionError):
         return "see that the server runs, and can be reached from this machine"
     if isinstance(error, PermissionError):
-        return "give this user the permission"
+        return _PERMIT
     if isinstance(error, TierError) and error.__cause__ is not None:
         return _remedy(error.__cause__)
     return _SEE_TIER

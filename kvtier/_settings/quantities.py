@@ -22,6 +22,7 @@ SIZE_PATTERN: Final = r"^\s*[0-9]*\.?[0-9]+\s*([kKmMgGtTpPeE]?[iI]?[bB]?)\s*$"
 SIZE_NEEDED: Final = "write a number of bytes, or text with a unit, such as 64GiB, 500MB or 1073741824"
 
 _AMOUNT: Final = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SHARE: Final = re.compile(r"\s*([0-9]{1,2}\.?[0-9]*)\s*%\s*")
 _PREFIXES: Final = "kmgtpe"
 _BYTES: Final = {
     "": 1,
@@ -49,6 +50,21 @@ def size(value: object) -> int:
     return int(amount * unit)
 
 
+def size_or_share(value: object) -> int | str:
+    """Return bytes as ``size`` does, or text such as ``12%`` as it is, below 100%. ValueError if neither."""
+    if isinstance(value, str) and (found := _SHARE.fullmatch(value)) and float(found[1]) < 100:
+        return value
+    try:
+        return size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a share such as 12%") from None
+
+
+def bytes_of(amount: int | str, whole: int) -> int:
+    """Return the bytes of what ``size_or_share`` returned, for a share those of ``whole``."""
+    return amount if isinstance(amount, int) else int(whole * float(amount.strip().rstrip("% ")) / 100)
+
+
 def duration(text: str) -> float:
     """Return the seconds that text such as ``90s``, ``15m``, ``12h`` or ``30d`` means. ValueError if none."""
     amount, unit = _amount(text, _SECONDS, "write a duration with a unit: 90s, 15m, 12h or 30d")
@@ -74,6 +90,20 @@ Size = Annotated[
     ),
 ]
 """Type of a setting in bytes: an ``int`` that users may also write as text with a unit, such as ``64GiB``."""
+
+SizeOrShare = Annotated[
+    int | str,
+    BeforeValidator(size_or_share),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "pattern": rf"{SIZE_PATTERN}|^{_SHARE.pattern}$"},
+                {"type": "integer", "minimum": 0},
+            ]
+        }
+    ),
+]
+"""Type of a setting in bytes that users may also write as a share, such as ``12%``."""
 
 
 class Settings(BaseModel):

@@ -6,6 +6,7 @@ import os
 import stat
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.root.roots import RootArgument, require_root
@@ -13,6 +14,8 @@ from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
+
+_SLACK: Final = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Usage:
     root: str
     bytes: int
     ledger_bytes: int | None  # what the engines' ledger has; None before their first count
+    ledger_is_wrong: bool  # whether it differs from ``bytes`` by more than engines write meanwhile
     leased_bytes: int | None  # what engines have leased to write; None without a ledger
     writers: int | None  # engines that have it open; None without a ledger
     total_bytes: int  # of its file system
@@ -58,10 +62,14 @@ def _usage(root: Root, tick: Tick) -> Usage:
     parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
     parts.append(UsagePart("", "others", sum(map(measure.bytes, root.others()))))
     disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
+    counted = sum(part.bytes for part in parts)
+    known = accounts if accounts is not None and accounts.is_exact else None
     return Usage(
         root=str(root.path),
-        bytes=sum(part.bytes for part in parts),
-        ledger_bytes=accounts.used if accounts is not None and accounts.is_exact else None,
+        bytes=counted,
+        ledger_bytes=None if known is None else known.used,
+        ledger_is_wrong=known is not None
+        and abs(known.used - counted) > _SLACK + known.leased + counted // 8,
         leased_bytes=accounts.leased if accounts is not None else None,
         writers=len(accounts.leases) if accounts is not None else None,
         total_bytes=disk.f_blocks * disk.f_frsize,
@@ -80,6 +88,8 @@ def _show(usage: Usage) -> None:
         print_line(
             f"ledger: {counted}; {usage.writers} engines, which have leased {Bytes(usage.leased_bytes or 0)}"
         )
+    if usage.ledger_is_wrong:
+        print_line("the ledger is wrong: files were added or removed by hand; engines count the root again")
     if usage.unreadable:
         print_line(
             f"the sums are too small: {usage.unreadable:,} directories cannot be read; ask their owner"

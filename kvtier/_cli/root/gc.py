@@ -140,10 +140,10 @@ def _show(result: CollectionResult) -> None:
             print_line(f"{files:,} files of chunks, {Bytes(taken)}, {verb}: {word}")
     print_line(f"{one.root}: {Bytes(one.bytes_before)} before, {Bytes(one.bytes_after)} after")
     for word, count in one.failed.items():
-        reason = os.strerror(getattr(errno, word.upper(), 0))
-        print_line(
-            f"{count:,} files or directories could not be removed or read: {reason}: run this as their owner"
-        )
+        number = getattr(errno, word.upper(), 0)
+        remedy = ": run this as their owner" if number in (errno.EACCES, errno.EPERM) else ""
+        reason = f"{os.strerror(number)}{remedy}"
+        print_line(f"{count:,} files or directories could not be removed or read: {reason}")
     if not one.fits:
         others = "" if one.failed else ": what is left are no chunks of kvtier's"
         print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvtier._settings.quantities import Size
+from kvtier._settings.quantities import Size, SizeOrShare
 from kvtier.tiers._base import TierConfig
 from kvtier.tiers.fs._files.chunk_files import require_library
 
@@ -49,10 +49,10 @@ class FsConfig(TierConfig):
         "beyond it are refused. Default: 80 % of the sum of free bytes and bytes that `root_dir` already "
         "holds.",
     )
-    min_free_bytes: Size | None = Field(
+    min_free_bytes: SizeOrShare | None = Field(
         default=None,
-        description="Bytes of the file system to keep free; puts are refused below that. Default: 5 % of the "
-        "file system, at most 32 GiB.",
+        description="Bytes of the file system to keep free, or a share of it such as `12%`; puts are refused "
+        "below that. Default: 16 %, more than the kubelet's thresholds.",
     )
     eviction: Literal["reuse", "none"] = Field(
         default="reuse",

@@ -78,17 +78,29 @@ class Epoch:
             self.index.discard(gone)
 
     def list(self, stop: StopFlag) -> None:
-        """List the chunks, the first time and when many of the index may be gone. Blocks. OSError."""
+        """List the chunks, the first time and when many of the index may be gone. Blocks.
+
+        Raises OSError in the end if a directory cannot be read: its chunks are looked up on the disk.
+        """
         index = self.index
         if self.listed >= 0:
             if len(index) <= 2 * self.listed + _FRESH_MARKS:
                 return
             index = Index()
+        unread: list[OSError] = []
         for part in filter(PART.fullmatch, names_in(self.place.root_fd, self.place.data_dir, follow=True)):
             self._gone.clear()
-            marks = chunk_files.fingerprints(self.place, part, stop)
+            try:
+                marks = chunk_files.fingerprints(self.place, part, stop)
+            except OSError as error:
+                if stop:
+                    raise
+                unread.append(error)
+                continue
             index.add_listed(marks)
             index.discard(tuple(self._gone))  # what has left since it was listed
             if len(marks) > _MANY_MARKS:
                 time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
         self.index, self.listed = index, len(index)
+        if unread:
+            raise OSError(unread[0].errno, f"{len(unread)} directories cannot be read", unread[0].filename)

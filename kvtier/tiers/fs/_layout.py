@@ -83,11 +83,10 @@ def owner_of(error: OSError, root: Path) -> str:
     """Return in words whose the file is that permission was denied for; "" for other errors."""
     if error.errno not in (errno.EACCES, errno.EPERM):
         return ""
-    path = root / str(error.filename or "")
-    while True:
+    path, found = root / str(error.filename or ""), None
+    while found is None:
         try:
             found = os.stat(path)
-            break
         except OSError:  # it is missing or hidden: its directory's owner decides
             path = path.parent
     try:

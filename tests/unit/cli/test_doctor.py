@@ -15,7 +15,9 @@ from kvtier._cli import doctor
 from kvtier._cli import main as cli
 from kvtier._memory.memory_limits import MemoryLimit
 from kvtier.errors import ConfigError, TierError
+from kvtier.tiers._base import Status
 from kvtier.tiers.dummy import DummyTier
+from kvtier.tiers.fs import FsTier
 
 STEPS = ["open", "put", "get", "discard", "close"]
 
@@ -305,6 +307,13 @@ def test_a_root_that_cannot_be_looked_at_is_told_in_the_table_and_in_json(run, t
     assert ill_step(result)["remedy"] == "give this user the permission"
     assert [row for row in checks(result) if row[1] == "ok"] == [(step, "ok") for step in STEPS]
     assert "not well: fs" in run(*tiers).output
+
+
+@pytest.mark.parametrize("word", sorted(FsTier.reasons))
+def test_only_a_lack_of_room_is_answered_with_more_room(word):
+    is_room = word in {"max_bytes", "min_free", "enospc", "edquot"}
+    remedy = doctor._REMEDIES_OF_REASONS.get(word, doctor._REMEDIES[Status.REFUSED])
+    assert ("more room" in remedy) == is_room
 
 
 def test_what_fails_in_the_background_is_not_well_and_no_traceback(run, monkeypatch):

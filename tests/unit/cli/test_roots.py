@@ -395,6 +395,37 @@ def test_gc_removes_orphans_which_an_engine_leaves_while_there_is_room(kvtier, c
     assert not orphan.exists()
 
 
+def test_gc_keeps_a_users_file_among_chunks_that_leave(kvtier, cache) -> None:
+    cache.put(range(4))
+    cache.put(range(4), resets=1)  # the epoch before it is swept
+    orphans = cache.root / "model_0123456789abcdef_r0"
+    notes = [
+        folder / name
+        for folder in (orphans / "abc", orphans / "abc" / "de_g0", cache.root / f"{cache.name}_r0" / "abc")
+        for name in ("notes.txt", "model.bin")
+    ]
+    notes += [cache.home / ".tmp" / "mine" / "notes.txt"]
+    for path in notes:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (orphans / "abc" / "de_g0" / "abcdef.bin").write_bytes(bytes(FILE_BYTES))
+    (cache.home / ".tmp" / "list").touch()
+    said = kvtier("gc", cache.root, "--json")
+    assert (said.status, said.json["failed"]) == (0, {})
+    assert said.json["leftover_bytes"] >= FILE_BYTES
+    assert not (orphans / "abc" / "de_g0" / "abcdef.bin").exists()
+    assert [path for path in notes if not path.exists()] == []
+
+
+def test_du_flags_a_ledger_that_is_wrong(kvtier, cache) -> None:
+    cache.put(range(40))
+    assert not kvtier("du", cache.root, "--json").json["ledger_is_wrong"]
+    for number in range(40):
+        cache.file(number).unlink()
+    assert kvtier("du", cache.root, "--json").json["ledger_is_wrong"]
+    assert "the ledger is wrong" in kvtier("du", cache.root).out
+
+
 def test_gc_of_one_cache_leaves_the_others(kvtier, cache) -> None:
     other = type(cache)(cache.root, "org/Other-7B")
     cache.put(range(5))

@@ -26,7 +26,7 @@ from kvtier.tiers.fs._epoch import Epoch
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag, errno_name
 from kvtier.tiers.fs._files.workers import Workers
-from kvtier.tiers.fs._layout import key_of
+from kvtier.tiers.fs._layout import key_of, owner_of
 from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._maintenance.scan import Freed
 from kvtier.tiers.fs._maintenance.uses import WAITING, Uses
@@ -322,6 +322,10 @@ class Maintenance:
     def _try(self, work: Callable[[], None], what: str) -> None:
         try:
             work()
+        except OSError as error:
+            if not self._closing:
+                why = f"{error.strerror or error} ({errno_name(error.errno)})"
+                self.warn(what, f"{what} failed: {why}{owner_of(error, self._config.root_dir)}")
         except Exception:
             if not self._closing:
                 self.warn(what, f"{what} failed", exc_info=True)

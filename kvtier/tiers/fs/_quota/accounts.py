@@ -16,11 +16,13 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from kvtier._settings.quantities import bytes_of
 from kvtier.tiers.fs._config import FsConfig
 
 DEFAULT_SHARE: Final = 0.8
-DEFAULT_FREE_SHARE: Final = 0.05
-DEFAULT_FREE_BYTES: Final = 32 * 2**30
+DEFAULT_FREE: Final = "16%"
+"""More than the 10 and 15 % below which the kubelet evicts pods by default."""
+
 
 LOWERED_EVERY_S: Final = 5.0
 PROBED_EVERY_S: Final = 60.0
@@ -155,9 +157,7 @@ class Bounds:
     def above_free(self, disk: FileSystem) -> int:
         """Return the bytes that may be written until only those are free that have to stay so."""
         kept = self._config.min_free_bytes
-        if kept is None:
-            kept = min(int(DEFAULT_FREE_SHARE * disk.total), DEFAULT_FREE_BYTES)
-        return disk.free - kept
+        return disk.free - bytes_of(DEFAULT_FREE if kept is None else kept, disk.total)
 
     def room(self, accounts: Accounts, disk: FileSystem) -> tuple[int, int]:
         """Return the bytes that may be leased by each of the two bounds: of the root, of the file system."""

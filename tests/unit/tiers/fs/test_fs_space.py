@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -94,13 +95,69 @@ def test_min_free_sees_what_others_write():
     assert put(disk, space, 20) == (10, Result.MIN_FREE)
 
 
-@pytest.mark.parametrize(("total", "kept"), [(10_000, 500), (2**50, 32 * 2**30)])
-def test_the_default_of_min_free_is_a_share_and_bounded(total, kept):
+@pytest.mark.parametrize(("given", "kept"), [(None, 1600), ("12%", 1200), (" 2.5 % ", 250), ("1kB", 1000)])
+def test_min_free_is_bytes_or_a_share(given, kept):
+    """By default more than 15 %, below which the kubelet evicts pods."""
+    total = 10_000
     disk = Disk(free=total)
-    space = disk.space(max_bytes=2**60, min_free_bytes=None)
+    space = disk.space(max_bytes=2**60, min_free_bytes=given)
     granted, reason = space.reserve(2**60)
     assert reason is Result.MIN_FREE
     assert total - kept - FILE < granted * FILE <= total - kept
+
+
+@pytest.mark.parametrize("given", ["100%", "-1%", "%", "12 %%", -1, True])
+def test_other_amounts_of_free_bytes_are_refused(given):
+    with pytest.raises(ValueError, match="min_free_bytes"):
+        FsConfig.model_validate({"root_dir": "/nowhere", "min_free_bytes": given})
+
+
+def test_what_leaves_the_file_system_starts_a_count_soon():
+    disk = Disk(used=5000, free=10**6)
+    space = disk.space(max_bytes=10**6)
+    space.count(lambda: 4000)
+    assert not space.count_is_due(600)
+    disk.write(-3000)
+    space.refresh()
+    assert space.should_be_counted
+    assert not space.count_is_due(600)  # it was counted a moment ago
+    disk.ledger.accounts.counted_at -= 2
+    assert space.count_is_due(600)
+    space.count(lambda: 1000)
+    assert not space.should_be_counted
+    assert space.used_bytes == 1000
+
+
+def test_counts_that_take_long_are_rarer():
+    disk = Disk(used=5000, free=10**6)
+    space = disk.space(max_bytes=10**6)
+    space.count(lambda: 4000)
+    accounts = disk.ledger.accounts
+    accounts.count_s = 3600.0
+    accounts.counted_at -= 19 * 3600.0
+    assert not space.count_is_due(600)
+    accounts.counted_at -= 2 * 3600.0
+    assert space.count_is_due(600)
+
+
+def test_a_refused_write_lowers_the_limit_and_probes_raise_it(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    disk = Disk(free=10**9)
+    space = disk.space(max_bytes=10**8)
+    space.count(lambda: 0)
+    put(disk, space, 640)
+    assert space.lower_limit()
+    assert (space.limit, space.excess) == (64_000, 4480)
+    space.removed(4480, space.mark())
+    assert not space.lower_limit()  # what fails while chunks leave says nothing new
+    assert space.limit == 64_000
+    clock[0] += 61
+    space.refresh()
+    assert space.limit == 65_000
+    full = Disk(free=FILE - 1).space(max_bytes=10**8)
+    full.count(lambda: 0)
+    assert not full.lower_limit()  # statvfs shows it
 
 
 @pytest.mark.parametrize(

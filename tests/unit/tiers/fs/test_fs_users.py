@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
 
 from kvtier.errors import TierError
@@ -72,7 +73,7 @@ def test_users_of_one_group_share_a_root(root):
     wrong = [
         (path, oct(mode))
         for path in root.rglob("*")
-        if (mode := path.stat().st_mode) and not mode & stat.S_IWGRP or mode & 0o007
+        if ((mode := path.stat().st_mode) and not mode & stat.S_IWGRP) or mode & 0o007
     ]
     assert wrong == []
 
@@ -91,8 +92,8 @@ async def test_files_of_another_user_are_named_with_their_owner(world):
     world.root.chmod(0o755)
     world.root.parent.chmod(0o755)
     command = [sys.executable, "-c", PROGRAM, str(world.root), "12001", "0", "1", str(GROUP)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert TierError.__name__ in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
+    done = await anyio.run_process(command, env=environment, check=False)
+    last = done.stderr.decode().strip().splitlines()[-1]
+    assert TierError.__name__ in last
     assert f"{world.identity.namespace} belongs to root (uid 0)" in last
     assert "uid 12001" in last
