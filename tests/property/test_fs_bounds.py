@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -44,8 +45,10 @@ class Machine:
         self.root_bytes = 0
         self.foreign_bytes = 0
         self.living: set[str] = set()
+        self.lost = 0
         self.accounts: Accounts | None = None
         self.write_fails = False
+        self.quota = TOTAL  # of the file system, which nothing shows
         self.meanwhile: Callable[[], None] | None = None
 
     def look(self) -> FileSystem:
@@ -100,9 +103,24 @@ class Writer:
     def end_a_put(self, share: float) -> None:
         if self.reserved:
             granted = self.reserved.pop()
-            added = int(granted * UNIT * share)
+            wanted = int(granted * UNIT * share)
+            added = min(wanted, max(0, self.machine.quota - self.machine.root_bytes))
             self.machine.root_bytes += added
             self.quota.settle(granted, added)
+            if added < wanted:
+                self.refused(wanted)
+
+    def refused(self, wanted: int) -> None:
+        """The limit is not lowered below what the root holds, and room for a batch is made."""
+        machine = self.machine
+        self.quota._bounds._moved_s = -inf  # later
+        self.quota.lower_limit()
+        hidden = self.quota._bounds.hidden
+        if hidden is not None and machine.accounts is not None:
+            assert hidden + machine.lost + wanted >= min(machine.quota, machine.root_bytes)
+            is_known = machine.accounts.used >= UNIT and not machine.accounts.unconfirmed
+            if is_known and self.quota.accounts.leased + self.quota.accounts.used >= hidden:
+                assert self.quota.excess > 0
 
 
 @dataclass
@@ -243,12 +261,35 @@ class BoundsMachine(RuleBasedStateMachine):
         with suppress(OSError):
             self.pick(which).quota.count(add_up)
 
+    @rule(share=shares)
+    def a_quota_begins_to_hold(self, share: float) -> None:
+        """Of what the root holds, or less: then each write is refused."""
+        self.machine.quota = int(self.machine.root_bytes * (0.5 + share))
+
+    @rule(which=st.integers(0, 3))
+    def a_doubted_ledger_is_right_after_a_count(self, which: int) -> None:
+        """Whatever was removed or lost, a count that meets no failure says what is there."""
+        writer, machine = self.pick(which), self.machine
+        machine.write_fails, machine.meanwhile = False, None
+        writer.quota.refresh()
+        writer.quota.doubt()
+        assert writer.quota.count_is_due(1e9)
+        for other in self.writers:
+            other.quota.flush()
+        writer.quota.count(lambda: machine.root_bytes)
+        assert not writer.quota.is_doubted
+        accounts = machine.accounts
+        assert accounts is not None
+        assert machine.root_bytes <= accounts.used + self.lost
+        assert accounts.used <= machine.root_bytes + accounts.unconfirmed
+
     @rule()
     def lose_the_ledger(self) -> None:
         """What was leased from it is written past the new one, until its writers ask again."""
         if self.machine.accounts is not None:
             leases = self.machine.accounts.leases
             self.lost += sum(leases.get(writer.name, 0) for writer in self.writers)
+            self.machine.lost = self.lost
             self.machine.accounts = None
 
     @invariant()

@@ -31,6 +31,7 @@ from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import REASONS, THERE, FileCall, Result, Verb, errno_name, outcome_of
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
+from kvtier.tiers.fs._quota.ledger import NO_ROOM
 from kvtier.tiers.fs._session import Session
 
 _NOTED_AT_ONCE: Final = 512  # chunks that were used: one takes some 2 us of the event loop
@@ -212,6 +213,8 @@ class FsTier(SecondaryTier[FsConfig]):
             except OSError as error:
                 if cancelled is not None:
                     raise cancelled from error
+                if error.errno in NO_ROOM:
+                    await run(session.workers, partial(session.maintenance.note_full, error.errno))
                 where, name = self.config.root_dir, errno_name(error.errno)
                 raise TierError(f"the file tier's reset could not be stored in {where}: {name}") from error
             if session.closing:

@@ -601,6 +601,21 @@ async def test_the_file_of_a_chunk_that_returns_gets_a_time_of_use(world, monkey
     assert touched == [(*world.keys([1]), 1)]
 
 
+async def test_an_old_epoch_frees_its_bytes_in_pieces(world, monkeypatch):
+    monkeypatch.setattr(maintenance.Maintenance, "_sweep", lambda self: None)
+    tier = await world.open(max_bytes=2**50)
+    await world.put(tier, range(40))
+    await tier.reset()
+    session, freed = tier._session, []
+    removed = await anyio.to_thread.run_sync(
+        Evictor(session.namespace.root_fd, session.closing).make_room, 20 * 20_480, freed.append
+    )
+    pieces = [nbytes for nbytes in freed if nbytes]
+    assert len(pieces) >= 10
+    assert sum(pieces) == removed.bytes >= 20 * 20_480
+    assert 0 < sum(world.file(number).exists() for number in range(40)) <= 20
+
+
 async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again(world, monkeypatch, caplog):
     monkeypatch.setattr(maintenance, "EVICTION_PAUSE_S", (0.01, 0.04))
     searched: list[int] = []

@@ -136,3 +136,18 @@ async def test_a_damaged_or_missing_directory_of_the_list_is_no_error(world):
     tier = await world.open()
     await world.eventually(lambda: tier.statistics().known_chunks == 19)
     assert list(tier.known(world.keys([3, 4]))) == [UNKNOWN, PRESENT]
+
+
+async def test_a_directory_that_cannot_be_listed_hides_no_others(world, caplog):
+    tier = await world.open(max_bytes=2**50)
+    await world.put(tier, range(20))
+    await tier.aclose()
+    part = world.file(1).parents[1]
+    shutil.rmtree(part)
+    part.touch()
+    there = sum(world.file(number).exists() for number in range(20) if world.file(number).parents[1] != part)
+    tier = await world.open(max_bytes=2**50)
+    await world.until_listed(tier)
+    assert tier.statistics().known_chunks == there >= 10
+    await world.eventually(lambda: "1 directories cannot be read (enotdir)" in caplog.text)
+    assert "Traceback" not in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvtier._identity import Identity
+from kvtier.errors import TierError
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._maintenance import maintenance
+from kvtier.tiers.fs._namespace import Namespace
 from tests.unit.tiers.fs.conftest import World
 from tests.unit.tiers.fs.disks import Disk
 
@@ -46,6 +49,22 @@ async def test_a_hidden_quota_evicts_and_is_named_once(world, caplog):
     lines = [record.message for record in caplog.records if "quota" in record.message]
     assert len(lines) == 1
     assert "edquot" in lines[0]
+
+
+async def test_a_reset_that_finds_no_room_lowers_the_limit(world, monkeypatch):
+    tier = await world.open(max_bytes=2**50)
+    await world.put(tier, range(16))
+
+    def refuse(*_):
+        raise OSError(errno.EDQUOT, "the quota is used up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Namespace, "_write_small", refuse)
+        with pytest.raises(TierError, match="edquot"):
+            await tier.reset()
+    assert tier.statistics().limit_bytes <= 2**20
+    await world.eventually(lambda: tier.statistics().evicted_bytes > 0)
+    await tier.reset()
 
 
 async def test_an_opener_of_a_full_quota_makes_room(world, monkeypatch):
