@@ -61,7 +61,7 @@ def size_or_share(value: object) -> int | str:
 
 
 def bytes_of(amount: int | str, whole: int) -> int:
-    """Return the bytes of what ``size_or_share`` returned, for a share those of ``whole``."""
+    """Return an amount of ``size_or_share`` in bytes; a share is one of ``whole``."""
     return amount if isinstance(amount, int) else int(whole * float(amount.strip().rstrip("% ")) / 100)
 
 
@@ -109,8 +109,8 @@ SizeOrShare = Annotated[
 class Settings(BaseModel):
     """Settings whose numbers are bounded, whatever else a field says of them.
 
-    Every number is finite and has 63 bits at most; true and false are none. What is named ``*_s`` is a
-    duration of 100 years at most, what is named ``*_bytes`` a size. Text and paths can be encoded.
+    Every number is finite and has 63 bits at most; true and false are none. A name ``*_s`` is a duration of
+    100 years at most, a name ``*_bytes`` a size. Text and paths can be encoded.
     """
 
     # Without inputs in errors: settings may hold secrets.

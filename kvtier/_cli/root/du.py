@@ -1,4 +1,4 @@
-"""``kvtier du``: how much of the disk the parts of a root take, and what its ledger says."""
+"""``kvtier du``: the disk use of the parts of a root, and its ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLACK: Final = 2**18
 
 @dataclass(frozen=True, slots=True)
 class UsagePart:
-    """A part of what a root takes on disk."""
+    """The disk use of one part of a root."""
 
     namespace: str  # "" for the ledger and others
     part: str  # chunks, old epochs, quarantine, unfinished, rest; ledger, others
@@ -33,9 +33,9 @@ class Usage:
 
     root: str
     bytes: int
-    ledger_bytes: int | None  # what the engines' ledger has; None before their first count
+    ledger_bytes: int | None  # by the engines' ledger; None before their first count
     ledger_is_wrong: bool  # whether it differs from ``bytes`` by more than engines write meanwhile
-    leased_bytes: int | None  # what engines have leased to write; None without a ledger
+    leased_bytes: int | None  # leased by engines that write; None without a ledger
     writers: int | None  # engines that have it open; None without a ledger
     total_bytes: int  # of its file system
     free_bytes: int  # of its file system, for unprivileged users
@@ -98,7 +98,7 @@ def _show(usage: Usage) -> None:
 
 def _parts(measure: Measure, one: Namespace) -> list[UsagePart]:
     current, home = one.current, measure.bytes(one.name)
-    # What is inside of the namespace's own directory was measured, and its failures counted, above.
+    # The namespace's own directory was measured above, with its failures.
     again = Measure(measure.root, measure.tick)
     quarantine, unfinished = (again.bytes(f"{one.name}/{folder}") for folder in ("quarantine", ".tmp"))
     sums = {

@@ -1,4 +1,4 @@
-"""``kvtier gc``: what nobody can use any more, and what is too much or too old, removed from a root."""
+"""``kvtier gc``: removes data that no engine can use, and on request chunks that are too many or too old."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WAIT_AT_MOST_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CollectionResult:
-    """What was removed from a root, or with ``dry_run`` an estimate of what would be."""
+    """The result of a run, or with ``dry_run`` an estimate of it."""
 
     root: str
     dry_run: bool
@@ -45,7 +45,7 @@ class CollectionResult:
     expired_bytes: int
     evicted_files: int
     evicted_bytes: int
-    failed: dict[str, int]  # what could not be removed or read, by the name of the errno
+    failed: dict[str, int]  # files that could not be removed or read, by the name of the errno
 
     @property
     def fits(self) -> bool:
@@ -79,7 +79,7 @@ def command(
 ) -> None:
     """Remove data that no engine can use and, on request, chunks beyond a size or age.
 
-    Exit status 1 if more than --max-bytes is left, or something could not be removed or read.
+    Exit status 1 if more than --max-bytes is left, or a file could not be removed or read.
 
     Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
     """
@@ -104,7 +104,7 @@ def _parsed(parse: Callable[[str], T], text: str | None, option: str) -> T | Non
 def _collect(
     path: Path, *, max_bytes: int | None, older_than_s: float | None, namespace: str | None, dry_run: bool
 ) -> CollectionResult:
-    """Remove what nobody can use, chunks not used for ``older_than_s``, then chunks beyond ``max_bytes``."""
+    """Remove useless data, chunks not used for ``older_than_s``, then chunks beyond ``max_bytes``."""
     with Root(path) as root:
         only = None if namespace is None else frozenset((root.namespace(namespace).name,))
         with Root(root.fd, only) as narrow, progress("files" if dry_run else "files removed") as tick:
@@ -165,7 +165,7 @@ def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
 
 
 class _Collection:
-    """One run: what is below a root, or would be, when it is over."""
+    """One run on a root."""
 
     def __init__(self, root: Root, only: Container[str] | None, tick: Tick) -> None:
         self._root = root
@@ -216,7 +216,7 @@ class _Collection:
         return Evicted(swept), by_age, by_size
 
     def _is_left(self, one: Namespace, found: DataDir) -> bool:
-        """Return whether chunks are orphans, or of an old epoch that nobody uses."""
+        """Return whether chunks are orphans, or of an unused old epoch."""
         if one.is_orphaned or one.epoch is None or found.epoch >= one.epoch:
             return one.is_orphaned
         return self._root.is_locked(layout.users_lock(one.name, found.epoch)) is False

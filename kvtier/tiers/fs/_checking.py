@@ -1,6 +1,6 @@
 """Checks of chunks' files outside of an engine, by their trailers.
 
-If possible, reading bypasses the page cache and leaves the time of the last use, by which eviction goes.
+If possible, reading bypasses the page cache and does not count as use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """What was found in a file, and the file's inode. Two reads of the same bytes are equal."""
+    """The result of checking a file. Two reads of the same bytes are equal."""
 
     finding: Integrity
     inode: int = 0
@@ -83,7 +83,7 @@ class FileChecker:
             return bytes(block[: seal.TRAILER_BYTES]) if os.preadv(fd, [block], at) == BLOCK_BYTES else b""
 
     def _checksum(self, fd: int, length: int) -> int | None:
-        """Return the checksum of the first bytes of a file; None where it ends before. OSError."""
+        """Return the checksum of the first bytes of a file; None if it ends before. OSError."""
         checksum, done = 0, 0
         with memoryview(self._piece) as whole:
             while done < length:

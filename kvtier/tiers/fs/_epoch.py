@@ -1,4 +1,4 @@
-"""An epoch in use by an opener: where its chunks are, which of these it knows, and the lock that keeps it."""
+"""An epoch in use by an opener: the place of its chunks, the index of known ones, and its lock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BREATH_S: Final = 0.001
 
 
 class Epoch:
-    """An epoch in use. What began before a reset learns for its own epoch, not for the next.
+    """An epoch in use. Transfers that begin before a reset update their own epoch, not the next.
 
     Attributes:
         index: the chunks that are known to exist: those that were met, and those that were listed.
@@ -52,7 +52,7 @@ class Epoch:
             self._release_unused()
 
     def retire(self) -> None:
-        """Give the epoch up as soon as nothing under way holds it."""
+        """Give the epoch up as soon as no transfer holds it."""
         self._retired = True
         self._release_unused()
 
@@ -98,7 +98,7 @@ class Epoch:
                 unread.append(error)
                 continue
             index.add_listed(marks)
-            index.discard(tuple(self._gone))  # what has left since it was listed
+            index.discard(tuple(self._gone))  # those that left since they were listed
             if len(marks) > _MANY_MARKS:
                 time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
         self.index, self.listed = index, len(index)

@@ -28,7 +28,7 @@ from typing import Final
 from kvtier.keys import GROUP_BYTES, MAX_KEY_BYTES, OffloadKey, content_hash, group_index, pack_key
 
 BLOCK_BYTES: Final = 4096
-"""The trailer's block behind a chunk's bytes, and what direct I/O is aligned to."""
+"""Size of the trailer's block behind a chunk's bytes, and alignment of direct I/O."""
 
 MANIFEST: Final = "config.json"
 """The identity, spelled out."""
@@ -169,7 +169,7 @@ def parse_data_dir(directory: str) -> tuple[str, int] | None:
 def stored_epoch(root_fd: int, namespace: str) -> int | None:
     """Return the epoch that openers of a namespace join; None if its file is not readable or holds none."""
     with suppress(OSError):
-        for _ in range(2):  # one damaged read must not end an epoch, with which its chunks go
+        for _ in range(2):  # one damaged read must not end an epoch and lose its chunks
             if found := _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch")):
                 return int(found[1])
     return None

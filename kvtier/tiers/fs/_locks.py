@@ -51,7 +51,7 @@ def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
 
 
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:
-    """Open a lock file for writing, which NFS needs; for reading if it is there and must not be written."""
+    """Open a lock file for writing, which NFS needs; for reading if this user may not write it."""
     flags = os.O_RDWR | CAREFULLY
     try:
         return create_file(root_fd, path, flags) if create else os.open(path, flags, dir_fd=root_fd)
@@ -73,7 +73,7 @@ def opened_lock(root_fd: int, path: str, *, create: bool) -> Iterator[int]:
 
 @contextmanager
 def removed_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
-    """Hold a lock file if nobody else does, and remove it in the end. Yields whether it is held."""
+    """Hold a lock file if it is free, and remove it in the end. Yields whether it is held."""
     with opened_lock(root_fd, path, create=create) as fd:
         is_held = try_lock(fd) is True
         yield is_held
@@ -97,7 +97,7 @@ def close_lock(fd: int) -> None:
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
-    """Lock an open file without waiting. None where the file system has no such locks."""
+    """Lock an open file without waiting. None if the file system has no such locks."""
     keep_fd_from_children(fd)  # or a child would hold the lock of a parent that is dead
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -111,9 +111,9 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
-    """Lock an open file that nobody holds for long. False if the file system has no locks.
+    """Lock an open file that is only held briefly. False if the file system has no locks.
 
-    Raises TimeoutError if somebody holds it for seconds: a stopped process, or a share that hangs.
+    Raises TimeoutError if a stopped process holds it for seconds, or a share hangs.
     """
     give_up_at = time.monotonic() + patience_s
     pause_s = 0.0002

@@ -5,7 +5,7 @@ Everything here blocks and runs in the tier's own threads.
 **Epochs.** Chunks live in a directory of their epoch. A reset starts an epoch for the opener that resets, and
 raises the number in the file ``epoch`` beyond it, so that later openers start another one: the reset may have
 been for weights that this process alone has. Other openers keep their epoch until they reset or open again.
-An older epoch that nobody holds a lock on is removed in the background.
+An older epoch whose lock is free is removed in the background.
 
 The number never goes back: if the file is missing, unreadable or behind a trace of a higher epoch, a number
 above all traces is taken. Old bytes are lost then, and never mixed up.
@@ -45,7 +45,7 @@ _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
 _LINES_EVERY_S: Final = 30.0
 _log = GuardedLogger("kvtier.tiers.fs")
-_log_limit = LogLimit(_LINES_EVERY_S)  # of the process: a tier that fails to open is made anew each time
+_log_limit = LogLimit(_LINES_EVERY_S)  # of the process: each attempt to open makes another tier
 
 
 class Namespace:
@@ -92,7 +92,7 @@ class Namespace:
 
     @property
     def read_only(self) -> str | None:
-        """Why nothing can be written, as an errno's name; None where all is well."""
+        """Why nothing can be written, as an errno's name; None if it can."""
         return errno_name(self._refusal) if self._refusal else None
 
     @property
@@ -155,7 +155,7 @@ class Namespace:
         os.close(self.root_fd)
 
     def _remove_writer(self) -> None:
-        """Remove this writer's directory and lock. What a failed disk keeps is swept as a dead writer's."""
+        """Remove this writer's directory and lock. Sweeps remove the rest after a disk failure."""
         if self._writer_fd is not None:
             with suppress(OSError):
                 for name in layout.names_in(self.root_fd, self.tmp_dir, follow=True):
@@ -170,8 +170,8 @@ class Namespace:
     def advance(self, beyond: int) -> Epoch:
         """Start a new epoch, above ``beyond`` and every trace of an epoch, for this opener alone.
 
-        The new epoch's lock file comes first. It needs no room for bytes; if the number cannot be written,
-        which raises OSError, it is a trace above which later openers start.
+        The new epoch's lock file comes first. It needs no room for bytes; if writing the number
+        raises OSError, later openers start above this trace.
         """
         if self._refusal:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
@@ -216,10 +216,10 @@ class Namespace:
             raise TierError(f"tier {self._context.name}: {where} ({errno_name(error.errno)})") from error
 
     def accept_read_only(self, refusal: OSError) -> None:
-        """Only read the root from now on, because something of it cannot be written.
+        """Only read the root from now on, because a part of it cannot be written.
 
         Raises:
-            OSError: ``refusal``, where nothing is there to be read, or it says something else.
+            OSError: ``refusal``, if there is nothing to read, or it has another cause.
         """
         if refusal.errno not in _READ_ONLY or not self._exists(layout.MANIFEST):
             raise refusal
@@ -235,8 +235,8 @@ class Namespace:
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.
 
-        The lock is there before the directory and goes after it: a directory without is left over. On a file
-        system without locks, where no bound holds for several writers, this fails, and nothing is written.
+        A directory without a lock is left over: the lock is made before it, and removed after it. On a file
+        system without locks, on which no bound holds for several writers, this fails.
         """
         for name in (self.name, f"{self.name}/.tmp"):
             layout.make_folder(self.root_fd, name)
@@ -273,9 +273,9 @@ class Namespace:
             raise OSError(errno.EOVERFLOW, what, self.name)
 
     def _enter(self, number: int) -> Epoch:
-        """Join an epoch. Under the epoch's lock: nobody can sweep it meanwhile."""
+        """Join an epoch. Under the epoch's lock, which sweeps take too."""
         lock_fd: int | None = None
-        # A root that cannot be written may have no such file, and then nobody sweeps in it either.
+        # A root that cannot be written may lack the file, and has no sweeps.
         writable = self.read_only is None
         with nullcontext() if writable else suppress(FileNotFoundError):
             lock_fd = open_lock(self.root_fd, layout.users_lock(self.name, number), create=writable)
@@ -348,7 +348,7 @@ class Namespace:
         return True
 
     def _write_small(self, name: str, text: str) -> None:
-        """Write a file that is there whole or not at all, after a power cut too."""
+        """Write a file completely or not at all, even at a power cut."""
         tmp = f"{self.tmp_dir}/{name}"
         fd = layout.create_file(self.root_fd, tmp, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
         with open(fd, "w", encoding="utf-8", newline="") as file:

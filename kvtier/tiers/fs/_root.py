@@ -1,10 +1,10 @@
-"""The root of a file tier as it lies on disk, read without an engine: what the command line's tools know.
+"""The root of a file tier on disk, read without an engine, for the command line's tools.
 
-Nothing here holds a lock for longer than a moment, and what other processes add and remove meanwhile is
-no error. Chunks are yielded one by one: a root may hold millions.
+Locks are only held for a moment. Files that other processes add and remove meanwhile are no errors. Chunks
+are yielded one by one: a root may hold millions.
 
-A cache of kvtier's is a directory ``<model>_<digest>`` with kvtier's manifest or an epoch in it, and
-``<model>_<digest>_r0[.e<epoch>]`` beside it. Everything else below a root is somebody else's.
+A cache is a directory ``<model>_<digest>`` that contains kvtier's manifest or an epoch, and directories
+``<model>_<digest>_r0[.e<epoch>]``. Everything else below a root is foreign.
 """
 
 from __future__ import annotations
@@ -42,19 +42,12 @@ def no_tick(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """A chunk's file, as the directory says.
+    """A chunk's file, as the directory says."""
 
-    Attributes:
-        path: relative to the root.
-        key: the offload key that its name spells.
-        disk_bytes: what it takes on disk.
-        used: when it was last used, in seconds since the epoch of Unix.
-    """
-
-    path: str
-    key: OffloadKey
+    path: str  # relative to the root
+    key: OffloadKey  # that its name spells
     disk_bytes: int
-    used: float
+    used: float  # Unix time of the last use
 
     @property
     def group(self) -> int:
@@ -64,15 +57,10 @@ class ChunkFile:
 
 @dataclass(frozen=True, slots=True)
 class UnknownEntry:
-    """Something among the chunks that is no chunk's file.
+    """An entry among the chunks that is no chunk's file."""
 
-    Attributes:
-        path: relative to the root.
-        problem: the errno of reading it, if it is a directory that cannot be read; else 0.
-    """
-
-    path: str
-    problem: int = 0
+    path: str  # relative to the root
+    problem: int = 0  # errno of a directory that cannot be read; else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +73,11 @@ class DataDir:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What ``config.json`` says.
+    """The contents of ``config.json``."""
 
-    Attributes:
-        fields: all of it; empty where it cannot be read.
-        digest: of the identity; None where the file does not belong to its directory's name.
-        problem: why it is of no use; "" where it is well, or missing: then the next engine writes it.
-    """
-
-    fields: dict[str, Any]
-    digest: bytes | None
-    problem: str
+    fields: dict[str, Any]  # empty if it cannot be read
+    digest: bytes | None  # of the identity; None if the file does not fit its directory's name
+    problem: str  # why it is useless; "" if it is valid, or missing: then the next engine writes it
 
     @property
     def model(self) -> str | None:
@@ -109,7 +91,7 @@ class Namespace:
 
     Attributes:
         name: of its directory.
-        data_dirs: the directories of its chunks that were there when the root was listed.
+        data_dirs: the directories of its chunks at the time when the root was listed.
     """
 
     def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
@@ -119,7 +101,7 @@ class Namespace:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What ``config.json`` says."""
+        """The contents of ``config.json``."""
         try:
             text = layout.read_small(self._root.fd, f"{self.name}/{layout.MANIFEST}")
         except FileNotFoundError:
@@ -130,7 +112,7 @@ class Namespace:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether there are chunks and nothing that says whose they are: nobody can open the place.
+        """Whether its chunks belong to no cache that an engine could open.
 
         Only what can be nothing but kvtier's is meant: nothing but directories of chunks is in it.
         """
@@ -149,7 +131,7 @@ class Namespace:
 
     @property
     def problem(self) -> str:
-        """What is wrong with it as a whole; "" where nothing is."""
+        """The problem of the cache as a whole; "" if there is none."""
         problem = self.manifest.problem
         if not problem and self.data_dirs and not self.is_orphaned and self.epoch is None:
             problem = "epoch is not readable: the next engine starts another one and removes what is here"
@@ -168,8 +150,8 @@ class Namespace:
 
     @property
     def is_used(self) -> bool | None:
-        """Whether a living process has it open; None where that is unknown."""
-        # Openers take the epoch's lock first: they never meet the moment in which a users' lock is held here.
+        """Whether a living process has it open; None if unknown."""
+        # Openers take the epoch's lock first, so they do not meet the users' locks that are held here.
         try:
             with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
                 known = self.users()
@@ -259,9 +241,9 @@ class Root:
         return sorted(set(self.names(".")) - mine - {ledger.FOLDER})
 
     def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | UnknownEntry]:
-        """Yield the files of an epoch's chunks, and what else is among them, in no order.
+        """Yield the files of an epoch's chunks, and other entries among them, in no order.
 
-        What vanishes meanwhile is left out. A directory that cannot be read is yielded as an
+        Files that vanish meanwhile are left out. A directory that cannot be read is yielded as an
         ``UnknownEntry`` with a problem.
         """
         yield from self._below(data_dir, "", 0, tick)
@@ -274,7 +256,7 @@ class Root:
             return []
 
     def is_locked(self, path: str) -> bool | None:
-        """Return whether a living process holds a lock file; None where that is unknown."""
+        """Return whether a living process holds a lock file; None if unknown."""
         try:
             with opened_lock(self.fd, path, create=False) as fd:
                 free = try_lock(fd)
@@ -294,7 +276,7 @@ class Root:
             raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def is_home(self, name: str) -> bool:
-        """Return whether a directory is that of a namespace."""
+        """Return whether a directory belongs to a namespace."""
         return any(self.is_there(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
 
     def is_there(self, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""What an open file tier holds, from its opening to its closing, and its puts within the bounds of a root."""
+"""The resources of an open file tier, and its puts within the bounds of a root."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Session:
         self.closing = StopFlag()
         self.epoch: Epoch | None = None
         self._all_workers: list[Workers] = []
-        self._work = AsyncExitStack()  # stops what is under way
+        self._work = AsyncExitStack()  # stops running work
         self._resources = ExitStack()  # closed in a thread: that blocks
         self._closed: asyncio.Future[None] | None = None
         self._serial = 0
@@ -71,7 +71,7 @@ class Session:
         self.workers = self._start_workers("io", _THREADS)
 
     async def open(self) -> None:
-        """Open the root, and wait a moment for its count: what a small one holds is known at once.
+        """Open the root, and wait a moment for its count, which ends at once for a small one.
 
         Raises:
             TierError: it cannot be opened; the message names the tier, the path and the errno.
@@ -211,7 +211,7 @@ class Session:
             root = self._config.root_dir
             raise TierError(f"tier {self._context.name}: {root} cannot be measured ({name}){hint}") from error
         self._resources.callback(self.quota.flush)
-        if namespace.is_new:  # or what was here was removed
+        if namespace.is_new:  # or its files were removed
             self.quota.doubt()
         self.namespace = namespace
         self.quarantine = Quarantine(namespace.root_fd, namespace.name, self._context.chunk_bytes, MAX_FILES)
@@ -260,7 +260,7 @@ class Session:
 
 
 def _open_ledger(namespace: Namespace) -> Ledger:
-    """Open the root's ledger. Where it cannot be written the root is only read. Blocks."""
+    """Open the root's ledger. If it cannot be written, the root is only read. Blocks."""
     if namespace.read_only is None:
         try:
             return SharedLedger(namespace.root_fd)

@@ -41,37 +41,25 @@ _HAS_FILE: Final = frozenset({Result.EXISTS, Result.TORN})
 
 @dataclass(frozen=True, slots=True)
 class FsStatistics:
-    """The state of a file tier.
+    """The state of a file tier."""
 
-    Attributes:
-        epoch: number of the epoch that it reads and writes; None after a reset that failed.
-        used_bytes: bytes below the root, as far as known; None before the first count.
-        limit_bytes: bytes that may be there; None before the default is known.
-        quarantined: files that failed a check since the tier opened, by reason.
-        direct_io: whether files bypass the page cache.
-        read_only: why nothing can be written, as an errno's name; None where all is well.
-        known_chunks: chunks that the tier knows of without asking the disk.
-        evicted_chunks: chunks that were evicted by this process, of all namespaces.
-        evicted_bytes: bytes that were removed by this process to make room, leftovers included.
-    """
-
-    epoch: int | None
-    used_bytes: int | None
-    limit_bytes: int | None
-    quarantined: Mapping[str, int]
-    direct_io: bool
-    read_only: str | None
-    known_chunks: int
-    evicted_chunks: int
-    evicted_bytes: int
+    epoch: int | None  # that it reads and writes; None after a reset that failed
+    used_bytes: int | None  # below the root, as far as known; None before the first count
+    limit_bytes: int | None  # allowed there; None before the default is known
+    quarantined: Mapping[str, int]  # files that failed a check since the tier opened, by reason
+    direct_io: bool  # whether files bypass the page cache
+    read_only: str | None  # why it cannot be written, as an errno's name; None if it can
+    known_chunks: int  # without asking the disk
+    evicted_chunks: int  # by this process, of all namespaces
+    evicted_bytes: int  # removed by this process to make room, leftovers included
 
 
 class FsTier(SecondaryTier[FsConfig]):
     """Keeps chunks as files below one directory, which several engines may share.
 
     A put does not rewrite a chunk that exists. A get reads the bytes into the slot and checks them by their
-    trailer; what fails is moved to the namespace's ``quarantine``. A put or a get that is cancelled begins no
-    more chunks, and returns when those under way have ended.
+    trailer; damaged files are moved to the namespace's ``quarantine``. A cancelled put or get begins no more
+    chunks, and returns when the running ones have ended.
 
     A reset starts a new epoch. Other engines that have the same directory open keep theirs until they reset
     or open again.

@@ -1,4 +1,4 @@
-"""One put, get, look-up or removal of chunks, which the native library works on, and what came of each."""
+"""One put, get, look-up or removal of chunks by the native library, and the result of each chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.tiers.fs._files.index import Index, ends_of
 
 
 class Result(IntEnum):
-    """What became of one chunk, in an array that C fills in; a negative number instead is an errno.
+    """The result of one chunk, in an array that C fills in; a negative number is an errno.
 
     The first six are C's. ``Status`` is what the tier makes of it, the name the reason that is counted.
     """
@@ -79,7 +79,7 @@ Failures: TypeAlias = Counter[int]
 
 
 def count_failure(failures: Failures, error: OSError) -> None:
-    """Count an error; what somebody else has removed, and being stopped, are none."""
+    """Count an error, except for a stop or a file that another process has removed."""
     if error.errno not in (errno.ENOENT, errno.ECANCELED):
         failures[error.errno or errno.EIO] += 1
 
@@ -108,7 +108,7 @@ def chunks_with(results: array[int], wanted: Container[int]) -> list[int]:
 
 
 class Verb(Enum):
-    """What the native pool does; the value is the library's function."""
+    """A task of the native pool; the value is the library's function."""
 
     PUT = "kvt_files_put"
     GET = "kvt_files_get"
@@ -152,7 +152,7 @@ class StopFlag:
 
 
 class FileCall:
-    """The chunks of one batch, and what becomes of each.
+    """The chunks of one batch, and the result of each.
 
     Args:
         slots: their slots in ``memory``; neither where no bytes are moved.

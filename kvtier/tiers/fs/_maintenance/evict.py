@@ -1,6 +1,6 @@
 """Makes room below a root. It needs no engine; one process at a time does it for all.
 
-What no engine can use goes first: orphaned chunks, old epochs, leftovers of dead writers, the quarantine.
+Data that no engine can use leaves first: orphans, old epochs, leftovers of dead writers, the quarantine.
 Then chunks leave by their use (see ``ages``), from all namespaces alike. The root is never listed or sorted
 as a whole: a random sample of its directories shows how often and when chunks were used, and decides which
 leave. Directories are then visited in random order until there is room. Hashes spread chunks evenly over
@@ -50,13 +50,13 @@ def _unlearned() -> ages.Worth:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What was removed."""
+    """The result of an eviction or sweep."""
 
     leftover_bytes: int = 0  # that no engine could use any more
     chunks: int = 0  # removed for room or for ``ttl_s``
     chunk_bytes: int = 0  # of these, and of directories that became empty
-    failures: Failures = field(default_factory=Counter)  # what could not be removed or read
-    problems: Sequence[str] = ()  # what had to be removed and could not be, in words
+    failures: Failures = field(default_factory=Counter)  # files that could not be removed or read
+    problems: Sequence[str] = ()  # leftovers that could not be removed, in words
 
     @property
     def bytes(self) -> int:
@@ -76,7 +76,7 @@ class Evictor:
     Args:
         ours: writers that live in this process.
         only: names of the namespaces to work on; None for all.
-        worth: what keeping chunks is worth; by default as if nothing had been learned.
+        worth: the value of keeping chunks. Default: a model that has learned nothing.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Evictor:
     def make_room(
         self, need_bytes: int, freed: Freed = ignore, approve: Approve = _approve
     ) -> Evicted | None:
-        """Remove ``need_bytes``, or all there is if that is less, and report to ``freed``."""
+        """Remove ``need_bytes``, or everything if there is less, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
                 return None
@@ -156,14 +156,13 @@ class Evictor:
             if scan.is_done or self._stop:
                 break
             random.shuffle(parts)
-            # What cannot be removed is planned for again: as much of what comes next leaves instead.
+            # Plan again for files that could not be removed: others leave in their place.
             need = scan.want_bytes - scan.removed_bytes + scan.failed_bytes
             leaving, found_bytes = self._plan(parts, now_ns, need)
             if not approve(found_bytes + scan.removed_bytes) or not any(leaving):
                 break
             scan.follow(leaving)
-            # Of several rounds the one with most failures counts: what cannot be removed fails again, unless
-            # there is room before it is scanned.
+            # The round with most failures counts, because such a file fails again in each round.
             before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
             self._scan_parts(parts, scan, freed)
             scan.failures |= before

@@ -1,4 +1,4 @@
-"""The file tier's background work: counts, sweeps, evicts, sets times, lists what is there.
+"""The file tier's background work: counts, sweeps, evicts, sets times, lists chunks.
 
 Two threads do it. Counting, listing and sweeping, which may take minutes on a cold disk, have one of their
 own, so that room is made meanwhile. A failure is logged, fails no put or get, and the work is repeated.
@@ -54,7 +54,7 @@ class Maintenance:
     Args:
         context: its ``lost`` is called when the root was replaced or removed, or is writable again.
         epoch: the one whose chunks are listed until ``follow`` names another.
-        slow: the thread for what may take minutes.
+        slow: the thread for work that may take minutes.
         quick: the thread for everything else.
     """
 
@@ -91,12 +91,12 @@ class Maintenance:
             worth=self.uses.worth,
         )
         self._timers: dict[Workers, asyncio.TimerHandle] = {}
-        self._requested: set[str] = set()  # what is under way, or waits for its thread
+        self._requested: set[str] = set()  # work that is running, or waits for its thread
         self._room_made = asyncio.Event()
         self._eviction_pause = Backoff(*EVICTION_PAUSE_S)
         self._eviction_paused_until = 0.0
         self._is_warned = False
-        self._rest_bytes = 0  # below the root, of what is no chunks
+        self._rest_bytes = 0  # of foreign files below the root
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # ------------------------------------------------------------------------- in the event loop
@@ -107,7 +107,7 @@ class Maintenance:
         self._after(TICK_S, self._quick, self._do_tick)
 
     def follow(self, epoch: Epoch) -> None:
-        """Work on this epoch from now on, of which nothing is known yet."""
+        """Work on this new epoch from now on."""
         self._epoch = epoch
         self.uses.clear()
         self.begin()
@@ -149,7 +149,7 @@ class Maintenance:
         self._room_made = asyncio.Event()
 
     def _request(self, workers: Workers, work: Callable[[], None], what: str) -> None:
-        """Have something done soon, once for all who request it meanwhile. Any thread may call it."""
+        """Submit work unless it is waiting or running already. Any thread may call it."""
         if not self._closing and what not in self._requested:
             self._requested.add(what)
             workers.submit(partial(self._do_requested, work, what))
@@ -262,7 +262,7 @@ class Maintenance:
     def _compare(self, found_bytes: int) -> bool:
         """Compare the ledger with the chunks that are there, about; return whether they may be evicted.
 
-        Not if it has far more: the root is counted first. What is more after a count is no chunks.
+        Not if it has far more: the root is counted first. A difference after a count is foreign files.
         """
         accounts, rest_bytes = self._quota.accounts, self._rest_bytes
         self._rest_bytes = max(0, accounts.used - found_bytes)
@@ -273,7 +273,7 @@ class Maintenance:
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Pause eviction for a while if it could remove nothing.
 
-        While puts are under way there is no pause: their files take room, and can be evicted once complete.
+        There is no pause during puts: their files take room, and can be evicted once complete.
         """
         if removed or self._quota.accounts.leased > 0:
             self._eviction_pause.reset()

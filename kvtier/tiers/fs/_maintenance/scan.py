@@ -14,7 +14,7 @@ from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, CLASSES, Histogram, Plan
 
 NAMES_BYTES: Final = 1 << 20
-"""Room for the paths of what one scan removes; what has none stays for the next one."""
+"""Room for the paths of the files that one scan removes; the others stay for the next one."""
 
 ALL_BYTES: Final = 2**63 - 1
 Freed = Callable[[int], None]
@@ -22,7 +22,7 @@ Freed = Callable[[int], None]
 
 
 def ignore(*details: object) -> None:
-    """Do nothing with what was removed."""
+    """Ignore the bytes removed."""
 
 
 class ChunkScan(layouts.ChunkScan):
@@ -32,7 +32,7 @@ class ChunkScan(layouts.ChunkScan):
     when it was used again, and its mode says how often.
 
     Args:
-        now_ns: the file system's time, from which ages are counted.
+        now_ns: the file system's time; ages are relative to it.
         histogram: gets the files' bytes, if given.
         leaving: which files are removed; None: none.
         want_bytes: bytes after which removing stops.
@@ -75,7 +75,7 @@ class ChunkScan(layouts.ChunkScan):
     def scan(self, root_fd: int, folder: str, stop: StopFlag) -> list[str]:
         """Scan the chunks' files below a directory of an epoch's first level. Blocks.
 
-        Returns the paths of what was removed, relative to ``folder``. Raises OSError if the directory cannot
+        Returns the paths of the removed files, relative to ``folder``. Raises OSError if the directory cannot
         be read or ``stop`` was set.
         """
         self.names_bytes = self.failed = 0

@@ -1,7 +1,7 @@
-"""Removing what nobody will use any more, in every namespace of a root. Blocks; needs no engine.
+"""Removes data that no engine can use, in every namespace of a root. Blocks; needs no engine.
 
-What a writer has not finished is removed when its lock shows that it is dead. An epoch is removed when
-it is behind and nobody holds its users' lock.
+Unfinished files leave when the lock of their writer shows that it is dead, an old epoch when its users' lock
+is free.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def remove_cache(root: Root, name: str) -> bool:
     """Remove a cache unless a living process uses it. Return whether it is gone.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: a file cannot be removed.
         TierError: the root cannot be read, or has no such cache.
     """
     namespace, stop = root.namespace(name), StopFlag()
     sweeper = Sweeper(root, stop)
-    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # nobody joins meanwhile
+    with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # no engine joins meanwhile
         if not {False}.issuperset((*namespace.users(), *namespace.writers().values())):
-            return False  # or it is not known whether somebody uses it
+            return False  # or its use is unknown
         for found in namespace.data_dirs:
             sweeper.remove_chunks(found.name)
         tree_remove(root.fd, name, stop)
@@ -47,7 +47,7 @@ def remove_cache(root: Root, name: str) -> bool:
 
 
 class Pruned(NamedTuple):
-    """What ``Removal.prune`` has done."""
+    """The result of ``Removal.prune``."""
 
     entries: int  # that are gone
     bytes: int  # that they took
@@ -66,7 +66,7 @@ class Removal:
     def __init__(self, root_fd: int, stop: StopFlag) -> None:
         self.root_fd = root_fd
         self.stop = stop
-        self.failures: Failures = Counter()  # what could not be removed or looked into
+        self.failures: Failures = Counter()  # files and directories that stay or cannot be read
 
     def tree(self, path: str) -> int:
         """Remove a directory. Returns the bytes removed."""
@@ -80,7 +80,7 @@ class Removal:
         """Remove a file, or a directory with all that is in it. Returns the bytes removed.
 
         Raises:
-            OSError: something of it stays, which is counted in ``failures`` too.
+            OSError: a part of it stays; ``failures`` counts that too.
         """
         try:
             found = os.stat(path, dir_fd=self.root_fd, follow_symlinks=False)
@@ -127,7 +127,7 @@ class Sweeper(Removal):
 
     Attributes:
         bytes: removed, about.
-        problems: what should have been removed and could not be, and why.
+        problems: leftovers that could not be removed, and why.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Sweeper(Removal):
             with suppress(OSError), removed_lock(self.root_fd, lock, create=False) as alone:
                 if alone:
                     self._count(self.tree(f"{folder}/{writer}"))
-            # The lock is there before the directory and goes after it.
+            # A writer makes the lock before the directory, and removes it after.
             if f"{writer}.lock" not in names and not self._root.is_there(lock):
                 self._count(self.tree(f"{folder}/{writer}"))
 

@@ -1,8 +1,7 @@
-"""Who may write how many bytes below a root: the arithmetic of the ledger, without its file.
+"""The arithmetic of the ledger, without its file: the bytes that each writer may write below a root.
 
-A writer leases the bytes of a batch before it writes them, and ends the lease with what it has written. What
-is leased counts as used, so that all writers together never pass the bound: not when two of them ask at
-once, and not when one dies, for the lease of a dead writer counts as written.
+A writer leases the bytes of a batch before it writes them, and reports the bytes written when the lease ends.
+Leased bytes count as used, and the lease of a dead writer as written, so all writers together keep the bound.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ def _new_mark() -> str:
 
 
 class Accounts(msgspec.Struct):
-    """What is known of a root's bytes: also the form in which it is stored. Larger numbers are damage."""
+    """A root's bytes as far as known, in their stored form. Larger numbers are damage."""
 
     used: _Bytes  # below the root; until ``is_exact`` all that the file system held, so never too little
-    boot: str = ""  # the boot of the machine in which it was last known to be right
+    boot: str = ""  # of the machine, when it was last known to be right
     is_exact: bool = False  # whether the root was counted
     added: _Sum = 0  # bytes ever written; compared with an earlier sum
     removed: _Sum = 0  # bytes ever removed
     counted_at: Annotated[float, Meta(ge=0, lt=MAX_STORED)] = 0.0  # Unix time of the last count; 0: never
     leases: dict[str, _Bytes] = {}  # bytes that each living writer may be writing
-    # Those of ``used`` that may not be there: dead writers may have written them, or they were removed and a
-    # count may have seen it. They take room until the next count, but nothing is evicted for them.
+    # Bytes of ``used`` that may be gone: of dead writers, or removed while a count ran. They take room until
+    # the next count, but cause no eviction.
     unconfirmed: _Bytes = 0
-    others: _Bytes = 0  # bytes beside the root on its file system, at the last count
+    others: _Bytes = 0  # bytes of the file system outside the root, at the last count
     count_s: Annotated[float, Meta(ge=0, lt=MAX_STORED)] = 0.0  # how long that took
     mark: str = msgspec.field(default_factory=_new_mark)  # random; another one after each count
     format: Literal[2] = 2
@@ -79,8 +78,8 @@ class Accounts(msgspec.Struct):
     def remove(self, nbytes: int, since: str) -> None:
         """Subtract bytes that were removed since ``mark`` was ``since``.
 
-        A count that has ended since then, or a new ledger, may be without them already. Subtracted once more
-        they would be a hole in the bound, so they take room until the next count.
+        A count that has ended since then, or a new ledger, may be without them already. Subtracting
+        them twice would break the bound, so they take room until the next count.
         """
         if since == self.mark:
             self.used = max(0, self.used - nbytes)
@@ -89,7 +88,7 @@ class Accounts(msgspec.Struct):
             self.unconfirmed += nbytes
 
     def expire_leases(self, dead: Iterable[str]) -> None:
-        """End the leases of writers that are dead: what they had may all have been written."""
+        """End the leases of dead writers, which may have written all of them."""
         for writer in dead:
             left = self.leases.pop(writer, 0)
             self.add(left)
@@ -100,11 +99,10 @@ class Accounts(msgspec.Struct):
         return self.is_exact and 2 * (self.others + self.used - disk.used) > max(self.used, 1)
 
     def end_count(self, start: Accounts, counted: int, now: float, disk: FileSystem, took_s: float) -> None:
-        """Take over a count, which has seen some of what was written and removed since ``start``.
+        """Take over a count, which has seen some of the writes and removals since ``start``.
 
-        What was there at its end is between ``counted`` less all that was removed and ``counted`` plus all
-        that was written meanwhile. A sum within these is kept; one beyond them is wrong, and replaced by the
-        most that can be there.
+        The true sum is between ``counted`` less all removals and ``counted`` plus all writes since then. A
+        sum in this range is kept. A sum outside is wrong: the upper end replaces it.
         """
         if start.mark != self.mark:
             return
@@ -138,7 +136,7 @@ class Bounds:
         return limit if self.hidden is None else min(limit, self.hidden)
 
     def lower(self, accounts: Accounts, disk: FileSystem, unit: int, now_s: float) -> bool:
-        """Lower the believed limit to what the root holds: a write was refused. Return whether it is lower.
+        """Lower the believed limit to the root's bytes: a write was refused. Return whether it is lower.
 
         Space that is removed now may be free later, so writes that fail meanwhile lower it once.
         """
@@ -172,7 +170,7 @@ class Bounds:
             unit: the least of them that are of any use.
         """
         if not accounts.is_exact:
-            return 0  # all that the file system holds is no measure of what may be evicted
+            return 0  # an estimate is no reason to evict
         used, leased = max(0, accounts.used - accounts.unconfirmed), accounts.leased
         limit = self.limit(used, disk)
         low, above_free = self._config.low_watermark, self.above_free(disk)

@@ -10,7 +10,7 @@
 The ledger is read and written under its own lock, which is held for these two system calls and a
 question to the file system, and never while chunks are moved. It may be lost, damaged or out of date
 at any time: the root is then taken to hold all that the file system holds until it has been counted.
-It is out of date after a restart of the machine that nobody has survived, for it is not flushed.
+It is out of date after a reboot, because it is not flushed.
 
 It is neither mapped into memory, for a file that is cut would then kill the process, nor kept open:
 that would hide from a process that the file was replaced, and on network file systems what others
@@ -48,7 +48,7 @@ EVICTING: Final = f"{FOLDER}/evict.lock"
 COUNTING: Final = f"{FOLDER}/count.lock"
 _LEDGER: Final = f"{FOLDER}/ledger"
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Where these are why nothing can be written, files can still be removed."""
+"""Errors of writes for want of room: files can still be removed."""
 
 _PAGE_BYTES: Final = 4096
 _MIN_FREE_INODES: Final = 64
@@ -89,7 +89,7 @@ class Ledger:
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
-        """Hold the accounts; what they are at the end is what others see then. OSError if it cannot."""
+        """Hold the accounts; others see their state at the end. OSError if it cannot."""
         yield self.accounts
 
     def expire_dead_leases(self, accounts: Accounts) -> None:
@@ -200,7 +200,7 @@ class SharedLedger(Ledger):
 
 @contextmanager
 def elected(root_fd: int, path: str) -> Iterator[int | None]:
-    """Become the one process that does something for the root, unless another one does it already.
+    """Become the one process that does some work for the root, unless another one does it already.
 
     Yields:
         The lock file, open, or None where another process does it.
@@ -224,10 +224,9 @@ def has_writers(root_fd: int) -> bool:
 
 
 def read(root_fd: int) -> Accounts | None:
-    """Read a root's accounts without a lock: for people who look. None where there are none.
+    """Read a root's accounts without a lock: for people who look. None if there are none.
 
-    They may have been read while they were written, or something else may be in their place; then there are
-    none either.
+    A read during a write, or a file that is no ledger, gives None too.
     """
     try:
         return _parse(read_small(root_fd, _LEDGER))
@@ -261,7 +260,7 @@ def _encode(accounts: Accounts) -> bytes:
 
 
 def _parse(text: bytes) -> Accounts | None:
-    """Return what ``_encode`` has made, or None where it is anything else."""
+    """Return the accounts that ``_encode`` has encoded, or None for any other text."""
     head, _, _ = text.partition(b"\n")
     checksum, _, body = head.partition(b" ")
     if checksum != b"%08x" % crc32c.crc32c(body):

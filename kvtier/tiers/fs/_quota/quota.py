@@ -32,7 +32,7 @@ _DOUBT_PAUSE: Final = 5
 
 @dataclass(slots=True)
 class _Change:
-    """The accounts while they are held, and what is to be leased in addition."""
+    """The accounts while they are held, and the bytes to lease in addition."""
 
     accounts: Accounts
     disk: FileSystem
@@ -41,7 +41,7 @@ class _Change:
 
 
 class Quota:
-    """What may be written. Any thread may call it.
+    """The writes of one writer within the bounds. Any thread may call it.
 
     Methods that do not say otherwise ask the ledger and the file system: they block, and raise OSError if
     either does not answer.
@@ -50,7 +50,7 @@ class Quota:
         file_bytes: the most bytes that writing one chunk can take.
 
     Attributes:
-        accounts: what the ledger said last.
+        accounts: the ledger as last read.
         limit: bytes that may be below the root; None before the default is known.
         excess: bytes to evict.
     """
@@ -86,23 +86,23 @@ class Quota:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether chunks were found for far fewer bytes than the ledger has, and nobody has counted since."""
+        """Whether far fewer bytes of chunks were found than the ledger has, and no count ended since."""
         return self.accounts.mark == self._doubted
 
     @property
     def should_be_counted(self) -> bool:
-        """Whether the ledger may say more than is there, or the root was never counted."""
+        """Whether the ledger may have too many bytes, or the root was never counted."""
         accounts = self.accounts
         is_sure = accounts.is_exact and not accounts.unconfirmed
         return not is_sure or self.is_doubted or self._is_contradicted
 
     @property
     def has_news(self) -> bool:
-        """Whether the lease in the ledger differs from what puts need, or bytes are not reported yet."""
+        """Whether the lease in the ledger differs from the need of puts, or bytes are not reported yet."""
         return self._unreported > 0 or self._reserved != self._leased
 
     def reserve_ahead(self, chunks: int) -> bool:
-        """Reserve bytes for new files from what is leased ahead, all or none. ``settle`` ends it.
+        """Reserve bytes for new files from the bytes leased ahead, all or none. ``settle`` ends it.
 
         Returns whether they are reserved. Does not block.
         """
@@ -191,7 +191,7 @@ class Quota:
         return is_lower and not was_known
 
     def count_is_due(self, every_s: float) -> bool:
-        """Return whether to count the root: nobody has for so many seconds, or the ledger is in doubt.
+        """Return whether to count the root: after so many seconds, or because the ledger is in doubt.
 
         Counts of a root that takes long are rarer: they take a twentieth of the time, in doubt a fifth.
         """
@@ -205,7 +205,7 @@ class Quota:
             return not 0 <= time.time() - accounts.counted_at < pause_s
 
     def doubt(self) -> None:
-        """Have the root counted at once, as less is there than the ledger says."""
+        """Request a count: fewer bytes are there than in the ledger."""
         self._doubted = self.accounts.mark
 
     def count(self, add_up: Callable[[], int]) -> None:
@@ -219,9 +219,9 @@ class Quota:
 
     @contextmanager
     def _change(self) -> Iterator[_Change]:
-        """Hold the accounts, in which this writer's lease is what its puts have reserved.
+        """Hold the accounts; this writer's lease in them is the bytes that its puts have reserved.
 
-        What was leased ahead is given back. Where the accounts cannot be stored nothing has changed. Puts
+        The bytes leased ahead are given back. If the accounts cannot be stored, nothing has changed. Puts
         that end meanwhile are reported the next time.
         """
         with self._asking:
