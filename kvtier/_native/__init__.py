@@ -24,7 +24,7 @@ import crc32c as _crc32c
 from kvtier._log import GuardedLogger
 from kvtier._native import layouts
 
-ABI: Final = 12  # KVT_ABI in kvtier_native.c
+ABI: Final = 13  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c

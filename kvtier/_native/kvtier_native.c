@@ -29,7 +29,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 12
+#define KVT_ABI 13
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
