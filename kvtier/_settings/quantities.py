@@ -82,26 +82,17 @@ def _amount(text: str, units: dict[str, int], needed: str) -> tuple[Decimal, int
     return Decimal(found[1]), unit
 
 
-Size = Annotated[
-    int,
-    BeforeValidator(size),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string", "pattern": SIZE_PATTERN}, {"type": "integer", "minimum": 0}]}
-    ),
-]
+def _schema(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema(
+        {"anyOf": [{"type": "string", "pattern": pattern}, {"type": "integer", "minimum": 0}]}
+    )
+
+
+Size = Annotated[int, BeforeValidator(size), _schema(SIZE_PATTERN)]
 """Type of a setting in bytes: an ``int`` that users may also write as text with a unit, such as ``64GiB``."""
 
 SizeOrShare = Annotated[
-    int | str,
-    BeforeValidator(size_or_share),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "pattern": rf"{SIZE_PATTERN}|^{_SHARE.pattern}$"},
-                {"type": "integer", "minimum": 0},
-            ]
-        }
-    ),
+    int | str, BeforeValidator(size_or_share), _schema(rf"{SIZE_PATTERN}|^{_SHARE.pattern}$")
 ]
 """Type of a setting in bytes that users may also write as a share, such as ``12%``."""
 

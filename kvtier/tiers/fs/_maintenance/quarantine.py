@@ -32,7 +32,6 @@ from kvtier.tiers.fs._maintenance.sweep import MAX_FILES, Removal
 _LINES_EVERY_S: Final = 30.0
 
 _HOUR_S: Final = 3600.0
-_CANNOT: Final = "%s failed its check (%s) and cannot be quarantined: %s"
 _BAD_HOST: Final = (
     "%s failed its check (%s), and reading it again gave other bytes: this host reads damaged data. The file "
     "stays, and is a miss here: check this host's memory, disks and network"
@@ -53,15 +52,11 @@ class Quarantine:
     """
 
     def __init__(
-        self,
-        root_fd: int,
-        namespace: str,
-        payload_bytes: int | None = None,
-        most_an_hour: int | None = None,
+        self, root_fd: int, namespace: str, payload_bytes: int | None = None, most_an_hour: int | None = None
     ) -> None:
         self._root_fd = root_fd
         self._checked = namespace.rpartition("_")[2], payload_bytes
-        self._moved_s: deque[float] | None = None if most_an_hour is None else deque(maxlen=most_an_hour)
+        self._moved_s: deque[float] = deque(maxlen=most_an_hour)
         self._folder = f"{namespace}/quarantine"
         self._removal = Removal(root_fd, StopFlag())
         self._lock = threading.Lock()
@@ -74,10 +69,8 @@ class Quarantine:
 
     def add_all(self, call: FileCall, chunks: Sequence[int]) -> list[int]:
         """Move away the files of some chunks that failed their checks. Return those that are away. Blocks."""
-        place, results = call.place, call.results
-        return [
-            i for i in chunks if self.add(place.data_dir, call.keys[i], Result(results[i]), call.inodes[i])
-        ]
+        folder, keys, results = call.place.data_dir, call.keys, call.results
+        return [i for i in chunks if self.add(folder, keys[i], Result(results[i]), call.inodes[i])]
 
     def add(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
         """Move a chunk's file away if its damage is confirmed and no other file has taken its place.
@@ -85,36 +78,35 @@ class Quarantine:
         Returns whether the damaged file is away from there.
         """
         path, reason = chunk_path(data_dir, key), result.name.lower()
-        try:
-            if not self._confirm(path, key, inode, reason):
-                return False
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            self._log(logging.ERROR, _CANNOT, path, reason, error.strerror or error)
-            return False
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
         target = f"{self._folder}/{name}"
         with self._lock:
             try:
+                if not self._confirm(path, key, inode, reason):
+                    return False
                 make_folder(self._root_fd, self._folder)
                 self._require_place()
                 if not self._move(path, inode, target):
                     return True  # another reader was faster
             except OSError as error:
-                self._log(logging.ERROR, _CANNOT, path, reason, error.strerror or error)
+                what = "%s failed its check (%s) and cannot be quarantined: %s"
+                self._log(logging.ERROR, what, path, reason, error.strerror or error)
                 return False
+            self._moved_s.append(time.monotonic())
             self._counts[reason] += 1
             self._log(logging.ERROR, "%s failed its check (%s) and was moved to %s", path, reason, target)
             return True
 
     def _confirm(self, path: str, key: OffloadKey, inode: int, reason: str) -> bool:
         """Return whether a file may be moved: its damage is confirmed, or it is no file. OSError."""
-        found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
+        try:
+            found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return True
         if not stat.S_ISREG(found.st_mode) or found.st_ino != inode:
             return True
-        moved_s, now_s = self._moved_s, time.monotonic()
-        if moved_s is not None and len(moved_s) == moved_s.maxlen and now_s - moved_s[0] < _HOUR_S:
+        moved_s = self._moved_s
+        if len(moved_s) == moved_s.maxlen and time.monotonic() - moved_s[0] < _HOUR_S:
             self._log(logging.ERROR, _TOO_MANY, path, reason, moved_s.maxlen)
             return False
         fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=self._root_fd)
@@ -125,8 +117,6 @@ class Quarantine:
         if one != other or not one.finding.is_corrupt:
             self._log(logging.ERROR, _BAD_HOST, path, reason)
             return False
-        if moved_s is not None:
-            moved_s.append(now_s)
         return True
 
     def _move(self, path: str, inode: int, target: str) -> bool:
