@@ -44,6 +44,7 @@ _UNCOUNTED_S: Final = 1.0  # between two tries to count a root that was never co
 _ROOM_EVERY_S: Final = 0.02  # between two tries of a put that waits for room that another process makes
 _TOUCHED_A_CALL: Final = 1024
 _PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks: puts wait meanwhile
+_DOUBT_AT_MOST_S: Final = 600.0  # nothing is evicted before a count; some take hours
 _LINES_EVERY_S: Final = 30.0
 _log = GuardedLogger("kvtier.tiers.fs")
 
@@ -97,6 +98,7 @@ class Maintenance:
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._rest_bytes = 0  # of foreign files below the root
+        self._doubted, self._doubted_until = "", 0.0  # a ledger by which nothing is evicted
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # ------------------------------------------------------------------------- in the event loop
@@ -251,7 +253,7 @@ class Maintenance:
             return
         self._publish(self._epoch.place, _PUBLISHED_BEFORE_EVICTION)
         evicted = self._evictor.make_room(need, self._count_freed(), self._compare)
-        if evicted is None or self._quota.is_doubted:
+        if evicted is None or self._quota.accounts.mark == self._doubted:
             return
         self.evicted_chunks += evicted.chunks
         if evicted.failures:
@@ -264,11 +266,12 @@ class Maintenance:
 
         Not if it has far more: the root is counted first. A difference after a count is foreign files.
         """
-        accounts, rest_bytes = self._quota.accounts, self._rest_bytes
+        accounts, rest_bytes, now_s = self._quota.accounts, self._rest_bytes, time.monotonic()
         self._rest_bytes = max(0, accounts.used - found_bytes)
         if accounts.used - rest_bytes > 2 * (found_bytes + accounts.leased):
             self._quota.doubt()
-        return not self._quota.is_doubted
+            self._doubted, self._doubted_until = accounts.mark, now_s + _DOUBT_AT_MOST_S
+        return accounts.mark != self._doubted or now_s > self._doubted_until
 
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Pause eviction for a while if it could remove nothing.

@@ -85,16 +85,11 @@ class Quota:
         return self._evicts and self.accounts.is_exact
 
     @property
-    def is_doubted(self) -> bool:
-        """Whether far fewer bytes of chunks were found than the ledger has, and no count ended since."""
-        return self.accounts.mark == self._doubted
-
-    @property
     def should_be_counted(self) -> bool:
         """Whether the ledger may have too many bytes, or the root was never counted."""
         accounts = self.accounts
-        is_sure = accounts.is_exact and not accounts.unconfirmed
-        return not is_sure or self.is_doubted or self._is_contradicted
+        is_sure = accounts.is_exact and not accounts.unconfirmed and accounts.mark != self._doubted
+        return not is_sure or self._is_contradicted
 
     @property
     def has_news(self) -> bool:
