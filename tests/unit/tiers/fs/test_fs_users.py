@@ -34,7 +34,8 @@ async def main(root, user, numbers, there):
     tier = await world.open(max_bytes=48 * 20_480)
     assert tier.statistics().read_only is None, tier.statistics()
     assert (await world.put(tier, numbers)).statuses == (Status.OK,) * len(numbers)
-    assert (await world.get(tier, there)).statuses == (Status.OK,) * len(there)
+    got = set((await world.get(tier, there)).statuses)
+    assert Status.OK in got and got <= {Status.OK, Status.ABSENT}, got  # some may be evicted
     await tier.touch(world.keys(there))
     await tier.reset() if user == 12_002 else None
     await world.close_all()
