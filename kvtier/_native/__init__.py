@@ -1,6 +1,6 @@
 """The native library: one foreign call does a whole job of copies, checksums or file I/O.
 
-The shared library beside this file is built by ``kvtier/_native/build.py``. If it is missing, of another
+``kvtier/_native/build.py`` builds the shared library next to this file. If it is missing, of another
 version, or refused by ``KVTIER_NATIVE=0`` in the environment, the functions of this module work in Python,
 and the file tier refuses to be configured. ``KVTIER_NATIVE`` may also be the path of another build, such as
 one with sanitizers. ``library`` is the loaded library or None, and ``holding`` the same for the few functions
@@ -62,7 +62,7 @@ _HOLDING: Final[Mapping[str, Sequence[Any]]] = {
     "kvt_pool_ended": (_N, _P, _P, _P, _N),
     "kvt_index_known": (None, _P, _TEXT, _P, _N, _P),
 }
-"""Of each function the type of the result, and those of the arguments."""
+"""The type of each function's result, then of its arguments."""
 
 _log = GuardedLogger("kvtier.native")
 
@@ -103,7 +103,7 @@ def _declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[Any]]) -> No
 
 
 def _load_holding() -> ctypes.PyDLL | None:
-    """Load once more the functions that never wait, to be called without releasing the interpreter lock.
+    """Load the functions that never wait again, for calls that keep the interpreter lock.
 
     Releasing it for a microsecond means to queue for it again.
     """
@@ -124,8 +124,8 @@ available: Final[bool] = library is not None
 def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
     """Copy ``count`` ranges of memory, one after the other. They must not overlap.
 
-    ``src``, ``dst`` and ``sizes`` are addresses of arrays of ``count`` uint64: where each range is, where it
-    goes, and its bytes.
+    ``src``, ``dst`` and ``sizes`` are addresses of arrays of ``count`` uint64: the source, the target and the
+    length of each range.
     """
     if library is not None:
         library.kvt_copy_batch(src, dst, sizes, count)
@@ -142,7 +142,7 @@ def copy_batch_async(function: int, src: int, dst: int, sizes: int, count: int, 
         stream: the stream's handle.
 
     Returns:
-        0, or the error code of the first copy that was refused. Those before it are under way.
+        0, or the error code of the first copy that was refused. Those before it are running.
     """
     if library is not None:
         return int(library.kvt_copy_batch_async(function, src, dst, sizes, count, stream))

@@ -235,8 +235,8 @@ class Namespace:
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.
 
-        A directory without a lock is left over: the lock is made before it, and removed after it. On a file
-        system without locks, on which no bound holds for several writers, this fails.
+        A directory without a lock is left over: the lock is made before it, and removed after it. It fails
+        on a file system without locks: no bound would hold for several writers.
         """
         for name in (self.name, f"{self.name}/.tmp"):
             layout.make_folder(self.root_fd, name)

@@ -98,7 +98,7 @@ class Maintenance:
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._rest_bytes = 0  # of foreign files below the root
-        self._doubted, self._doubted_until = "", 0.0  # a ledger by which nothing is evicted
+        self._doubted, self._doubted_until = "", 0.0  # the mark of a ledger that is wrong
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # ------------------------------------------------------------------------- in the event loop
