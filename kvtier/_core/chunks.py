@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtier._core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
 from kvtier.keys import OffloadKey
-from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._base import EvictionPolicy, Run
 from kvtier.policies._lru import LRU
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 NO_KEY = OffloadKey(b"")
 LOW, DEFAULT, HIGHEST = 0, 1, 3  # priorities
+NO_RUN = Run()
+_place_of = attrgetter("place")
 _FILLING, _READY = ChunkState.FILLING, ChunkState.READY
 _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that this is allowed in
 
@@ -31,6 +34,8 @@ class Chunk(Stateful):
     state: ChunkState = ChunkState.ABSENT
     pins: int = 0  # reasons why the slot may not be given on; the copy that fills it is one
     origin: int | None = None  # the tier that it was promoted from and not yet loaded
+    run: Run = NO_RUN  # that has used it last
+    place: int = 0  # in the prompt of that run
 
     def __repr__(self) -> str:
         return f"<chunk {self.key.hex()[:16]} in slot {self.slot}, {self.state.name}, {self.pins} pins>"
@@ -56,6 +61,7 @@ class ChunkTable:
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
         self.all: list[Chunk] = []
+        self.uses = 0  # of chunks: the clock of the runs
 
     def add_slots(self, slots: Iterable[int]) -> None:
         """Add free slots."""
@@ -92,22 +98,31 @@ class ChunkTable:
         lowered += highest.evict(len(highest) - most)
         for key in lowered:
             self._forget_user(key)
-        self._call_each(lowered[::-1], lambda order, keys: order.add(keys, used=False))
+        self._add_candidates([self.visible[key] for key in lowered], used=False)
         return len(lowered)
 
-    def evict(self, count: int) -> list[OffloadKey]:
+    def evict(self, count: int, spared: Run = NO_RUN) -> list[OffloadKey]:
         """Free up to ``count`` slots, by priority and the policy's choice; return the keys that went.
 
-        A policy that chooses what it must not is not asked again: LRU takes its place.
+        Chunks of the ``spared`` run stay. A policy that chooses what it must not is not asked again: LRU takes
+        its place.
         """
         evicted: list[OffloadKey] = []
+        kept: list[Chunk] = []  # of the spared run: the orders are told of them again
         for priority in range(len(self.orders)) if self.users else (DEFAULT,):
-            if len(evicted) < count and (fault := self._evict(priority, count - len(evicted), evicted)):
-                self._replace_policy(fault)
-                self._evict(DEFAULT, count - len(evicted), evicted)
+            before = -1
+            while before < len(kept) and len(evicted) < count:
+                before = len(kept)
+                if fault := self._evict(priority, count - len(evicted), evicted, spared, kept):
+                    self._replace_policy(fault)  # by one that knows of those kept
+                    kept = [chunk for chunk in kept if chunk.key in self.users]
+                    self._evict(DEFAULT, count - len(evicted), evicted, spared, kept)
+        self._add_candidates(kept, used=False)
         return evicted
 
-    def _evict(self, priority: int, count: int, evicted: list[OffloadKey]) -> str:
+    def _evict(
+        self, priority: int, count: int, evicted: list[OffloadKey], spared: Run, kept: list[Chunk]
+    ) -> str:
         """Free what an order chooses as far as it may be freed; return what was wrong with the choice."""
         fault, order = "", self.orders[priority]
         try:
@@ -121,6 +136,9 @@ class ChunkTable:
                 is_other = self.users and self.priority(key) != priority
                 if chunk is None or chunk.state is not _READY or chunk.pins or is_other:
                     fault = "not_a_candidate"
+                    continue
+                if chunk.run is spared:
+                    kept.append(chunk)
                     continue
                 if self.users:
                     self._forget_user(key)
@@ -136,8 +154,7 @@ class ChunkTable:
         self.faults.append((type(self.orders[DEFAULT]).__name__, fault))
         self.orders[DEFAULT] = LRU(len(self.all))
         chunks = [chunk for chunk in self.visible.values() if chunk.key not in self.users]
-        candidates = [chunk.key for chunk in chunks if chunk.state is _READY and not chunk.pins]
-        self.orders[DEFAULT].add(candidates[::-1], used=False)  # what came first goes first
+        self._add_candidates([it for it in chunks if it.state is _READY and not it.pins], used=False)
 
     def _call(self, priority: int, act: Callable[..., object], *keys: list[OffloadKey]) -> None:
         """Call an order. A policy that raises is replaced by LRU over the chunks as they are."""
@@ -156,6 +173,30 @@ class ChunkTable:
             parts.setdefault(self.priority(key), []).append(key)
         for priority, part in parts.items():
             self._call(priority, act, part)
+
+    def _add_candidates(self, chunks: list[Chunk], *, used: bool) -> None:
+        """Tell the orders which chunks may be evicted, those of each run in the order of its prompt."""
+        runs: dict[Run, list[Chunk]] = {}
+        for chunk in chunks:
+            runs.setdefault(chunk.run, []).append(chunk)
+        for run, part in runs.items():
+            keys = [chunk.key for chunk in sorted(part, key=_place_of)]
+            self._call_each(keys, lambda order, keys, run=run: order.add_run(run, keys, used=used))
+
+    def use(self, chunks: Iterable[Chunk], run: Run, places: Mapping[OffloadKey, int]) -> None:
+        """Note that a run uses chunks, now. Those without a place follow each other."""
+        used = list(chunks)
+        self.uses += len(used)
+        run.time, run.place = self.uses, self._place
+        moved = [chunk for chunk in used if not chunk.pins and chunk.run is not run]
+        self.pin(moved)
+        for index, chunk in enumerate(used, self.uses):
+            chunk.run, chunk.place = run, places.get(chunk.key, index)
+        self.unpin(moved)
+
+    def _place(self, key: OffloadKey) -> int:
+        """Return the place of a chunk in the prompt of its run."""
+        return 0 if (chunk := self.visible.get(key)) is None else chunk.place
 
     def _forget_user(self, key: OffloadKey) -> None:
         if (user := self.users.pop(key, None)) is not None:
@@ -198,17 +239,17 @@ class ChunkTable:
             self._call_each(held, lambda order, keys: order.pin(keys))
 
     def unpin(self, chunks: Iterable[Chunk], *, used: bool = False) -> None:
-        """Remove a pin from chunks, prefix first; ``used`` is whether a request has read them."""
-        candidates = []
+        """Remove a pin from chunks; ``used`` is whether a request has read them."""
+        candidates: list[Chunk] = []
         for chunk in chunks:
             chunk.pins -= 1
             if not chunk.pins:
                 if chunk.state is _READY:
-                    candidates.append(chunk.key)
+                    candidates.append(chunk)
                 else:
                     self._free(chunk)
         if candidates:
-            self._call_each(candidates, lambda order, keys: order.add(keys, used=used))
+            self._add_candidates(candidates, used=used)
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for good and take a pin from each; a slot is free when its chunk's last pin ends."""
@@ -231,5 +272,5 @@ class ChunkTable:
 
     def _free(self, chunk: Chunk) -> None:
         chunk.move(ChunkEvent.FREED)
-        chunk.key, chunk.origin = NO_KEY, None
+        chunk.key, chunk.origin, chunk.run = NO_KEY, None, NO_RUN
         self.free.append(chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from kvtier._core.chunks import DEFAULT, Chunk
 from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
 from kvtier.keys import OffloadKey
+from kvtier.policies._base import Run
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -28,6 +29,7 @@ class Request(Stateful):
             questions would be answered alike.
         is_placed: whether the engine has named its blocks, and will not name them again after a preemption.
         no_store: why its blocks may hold another's KV, in a word of ``reasons.STORE_REFUSED``, if so.
+        places: where in its prompt each chunk is; empty if its chunks are offered in their order.
         own: chunks that have their priority from it, and whether a tier is known to have them.
     """
 
@@ -57,6 +59,8 @@ class Request(Stateful):
     own: dict[OffloadKey, bool] = field(default_factory=dict)
     is_placed: bool = False
     no_store: str | None = None
+    run: Run = field(default_factory=Run)
+    places: Mapping[OffloadKey, int] = field(default_factory=dict)
     record: LookupRecord | None = None  # of its lookups, if it is explained
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvtier._core.chunks import Chunk, ChunkTable
+from kvtier._core.chunks import NO_RUN, Chunk, ChunkTable
 from kvtier._core.kv_events import KVEventLog
 from kvtier._core.messages import Command, GetEnded, PutEnded, TransferHealth
 from kvtier._core.tiers.admission import Limits, TierStatus
@@ -16,6 +16,7 @@ from kvtier._core.transfers import Transfer
 from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
+from kvtier.policies._base import Run
 
 Keys = Sequence[OffloadKey]
 Count = tuple[str, ...]
@@ -129,13 +130,13 @@ class SharedState:
         self._earliest_s = min((transfer.deadline_s for transfer in self.running), default=inf)
         return late
 
-    def evict(self, count: int) -> list[OffloadKey]:
-        """Free up to ``count`` slots of chunks that nobody pins."""
+    def evict(self, count: int, spared: Run = NO_RUN) -> list[OffloadKey]:
+        """Free up to ``count`` slots of chunks that nobody pins and that are not of the ``spared`` run."""
         if count <= 0:
             return []
         if self.table.users and (lowered := self.table.lower(self.pin_budget - len(self.kept))):
             self.counts["keep_refused", "budget"] += lowered
-        keys = self.table.evict(count)
+        keys = self.table.evict(count, spared)
         self.counts["evicted",] += len(keys)
         self.kv_events.removed(keys)
         return keys

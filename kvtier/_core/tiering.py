@@ -29,7 +29,7 @@ from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index
-from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._base import EvictionPolicy, Run
 
 PRIMARY = "cpu"
 """How counts name the primary tier."""
@@ -225,6 +225,8 @@ class Tiering:
         """End a request: nothing is held for it and nothing is pending."""
         request.move(RequestEvent.ENDED)
         self._end_wait(request, "aborted")
+        if request.run.time:
+            self._use_prompt(request)
         if request.releases:
             self.priorities.due += request.own
         self.shared.gate.running.discard(request)
@@ -281,6 +283,8 @@ class Tiering:
         """
         chunks = [self._ready(key) for key in keys]
         self.table.pin(chunks)
+        run, places = (Run(), {}) if request is None else (request.run, request.places)
+        self.table.use(chunks, run, places)
         pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
         for chunk in chunks:
             if chunk.origin is None:
@@ -350,20 +354,27 @@ class Tiering:
             return None
         visible, free = self._visible, self.table.free
         new = list(dict.fromkeys([key for key in keys if key not in visible]))
+        run, places = (Run(), {}) if request is None else (request.run, request.places)
+        if places and not run.time and request is not None:
+            self._use_prompt(request)
         if len(new) < len(keys):
             self.cascades.offer_again(keys)
+            places = places or {key: place for place, key in enumerate(keys, self.table.uses)}
+            self.table.use([visible[key] for key in keys if key in visible], run, places)
         offered, new = new, self._tracker.admitted(new)
         if len(new) < len(offered):
             self._counts["store_refused", "store_threshold"] += len(offered) - len(new)
         short = len(new) - len(free)
-        evicted = self._make_room(short, keys) if short > 0 else []
+        evicted = self._make_room(short, run) if short > 0 else []
         if len(new) > len(free):
             self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - len(free)
             if not free:
                 return None
-            del new[len(free) :]
+            front = set(sorted(new, key=places.__getitem__)[: len(free)] if places else new[: len(free)])
+            new = [key for key in new if key in front]
         self._tracker.count(offered)
         reservation = Reservation(self.table.take(new, visible=True), new, evicted)
+        self.table.use(reservation.chunks, run, places)
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
         return reservation
@@ -398,14 +409,16 @@ class Tiering:
         self.table.pin(unfilled)  # that of the copy stays
         self.table.drop(unfilled)
 
-    def _make_room(self, count: int, offered: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Evict for a store, but neither this round's hits nor the chunks that the new ones continue."""
+    def _make_room(self, count: int, run: Run) -> list[OffloadKey]:
+        """Evict for a store, but neither this round's hits nor chunks of the same prompt."""
         self._hold_hits()
-        kept = [chunk for key in offered if (chunk := self._visible.get(key)) and chunk.state is _READY]
-        self.table.pin(kept)
-        evicted = self.shared.evict(count)
-        self.table.unpin(kept)
-        return evicted
+        return self.shared.evict(count, run)
+
+    def _use_prompt(self, request: Request) -> None:
+        """Note that a request uses all chunks of its prompt, those too that the device had."""
+        visible, run = self._visible, request.run
+        chunks = [visible[key] for key in request.places if key in visible]
+        self.table.use([chunk for chunk in chunks if chunk.run is not run], run, request.places)
 
     # --- what happened, what to do ----------------------------------------------------------------
 

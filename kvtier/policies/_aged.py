@@ -1,60 +1,133 @@
-"""Keys by age, for policies: as cheap as a dict, and the oldest ones can be taken in batches."""
+"""Keys by the age of their runs, for policies. A run's last key in its prompt is the first to leave."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 
 from kvtier.keys import OffloadKey
+from kvtier.policies._base import Run
 
-_AHEAD = 1024
+_SPARE_ENTRIES = 64
 
 
 def take_first(keys: dict[OffloadKey, None], count: int) -> list[OffloadKey]:
-    """Remove and return the first ``count`` keys, or all where there are fewer."""
+    """Remove and return the first ``count`` keys, or all if there are fewer."""
     taken = list(islice(keys, count))
     for key in taken:
         del keys[key]
     return taken
 
 
-class AgedKeys:
-    """A set of keys in the order in which they were added.
+class PartOfRun:
+    """Keys of one run, in the order of the prompt."""
 
-    Not an OrderedDict: one of 100,000 keys that grows holds the owner's thread for 20 ms. A dict grows ten
-    times faster, but what was taken from its front leaves a gap to be walked over each time. So the oldest
-    are moved out ahead, many at once.
+    __slots__ = ("_is_sorted", "keys", "run")
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.keys: dict[OffloadKey, None] = {}
+        self._is_sorted = True
+
+    def add(self, keys: Iterable[OffloadKey], first: OffloadKey) -> None:
+        """Add keys in the order of the prompt, of which ``first`` is the first one."""
+        place = self.run.place
+        if self.keys and place is not None and self._is_sorted:
+            self._is_sorted = place(next(reversed(self.keys))) <= place(first)
+        self.keys.update(dict.fromkeys(keys))
+
+    @property
+    def depth(self) -> int:
+        """Return the place of the last key; 0 if places are not known."""
+        self._sort()
+        return 0 if self.run.place is None else self.run.place(next(reversed(self.keys)))
+
+    def pop(self, count: int) -> list[OffloadKey]:
+        """Remove and return up to ``count`` keys, the last of the prompt first."""
+        self._sort()
+        keys = self.keys
+        return [keys.popitem()[0] for _ in range(min(count, len(keys)))]
+
+    def _sort(self) -> None:
+        if not self._is_sorted and self.run.place is not None:
+            self.keys = dict.fromkeys(sorted(self.keys, key=self.run.place))
+            self._is_sorted = True
+
+
+class AgedKeys:
+    """A set of keys in the order of the last use of their runs.
+
+    The order is a heap of times. It is mended when a run is about to leave that was used since: so neither a
+    use of a run nor a key that is added late costs more than an entry.
     """
 
-    __slots__ = ("_oldest", "_rest")
+    __slots__ = ("_ages", "_homes", "_parts")
 
     def __init__(self) -> None:
-        self._oldest: dict[OffloadKey, None] = {}
-        self._rest: dict[OffloadKey, None] = {}
+        self._homes: dict[OffloadKey, int] = {}  # numbers of runs: they cost the garbage collector nothing
+        self._parts: dict[int, PartOfRun] = {}
+        self._ages: list[tuple[int, int]] = []  # a heap of times and numbers; of some runs no part is left
 
-    def add(self, keys: Iterable[OffloadKey]) -> None:
-        """Add keys as the youngest ones; none of them is there."""
-        self._rest.update(dict.fromkeys(keys))
+    def add(self, run: Run, keys: Sequence[OffloadKey]) -> None:
+        """Add keys of a run, in the order of the prompt; none of them is there."""
+        if not keys:
+            return
+        part = self._parts.get(run.number)
+        if part is None:
+            part = self._parts[run.number] = PartOfRun(run)
+            heappush(self._ages, (run.time, run.number))
+            if len(self._ages) > 2 * len(self._parts) + _SPARE_ENTRIES:
+                self._ages = [(part.run.time, number) for number, part in self._parts.items()]
+                heapify(self._ages)
+        part.add(keys, keys[0])
+        self._homes.update(dict.fromkeys(keys, run.number))
 
     def remove(self, key: OffloadKey) -> None:
-        if key in self._rest:
-            del self._rest[key]
-        else:
-            del self._oldest[key]
+        number = self._homes.pop(key)
+        part = self._parts[number]
+        del part.keys[key]
+        if not part.keys:
+            del self._parts[number]
+
+    def oldest(self) -> Run | None:
+        """Return the run that was used least recently, or None if there is no key."""
+        ages, parts = self._ages, self._parts
+        while ages:
+            time, number = ages[0]
+            if (part := parts.get(number)) is None:
+                heappop(ages)
+            elif part.run.time > time:
+                heapreplace(ages, (part.run.time, number))
+            else:
+                return part.run
+        return None
+
+    def pop_of(self, run: Run, count: int) -> list[OffloadKey]:
+        """Remove and return up to ``count`` keys of a run, the last of the prompt first."""
+        if (part := self._parts.get(run.number)) is None:
+            return []
+        taken, homes = part.pop(count), self._homes
+        for key in taken:
+            del homes[key]
+        if not part.keys:
+            del self._parts[run.number]
+        return taken
 
     def pop_oldest(self, count: int) -> list[OffloadKey]:
-        """Remove and return up to ``count`` keys, the oldest first."""
-        if len(self._oldest) < count:
-            moved = take_first(self._rest, count - len(self._oldest) + _AHEAD)
-            self._oldest.update(dict.fromkeys(moved))
-        return take_first(self._oldest, max(0, count))
+        """Remove and return up to ``count`` keys, those of the oldest run first."""
+        taken: list[OffloadKey] = []
+        while len(taken) < count and (run := self.oldest()) is not None:
+            taken += self.pop_of(run, count - len(taken))
+        return taken
 
     def clear(self) -> None:
-        self._oldest.clear()
-        self._rest.clear()
+        self._homes.clear()
+        self._parts.clear()
+        self._ages.clear()
 
     def __len__(self) -> int:
-        return len(self._oldest) + len(self._rest)
+        return len(self._homes)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._rest or key in self._oldest
+        return key in self._homes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvtier.keys import OffloadKey
 from kvtier.policies._aged import AgedKeys, take_first
-from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._base import EvictionPolicy, Run
 
 _Ghosts = dict[OffloadKey, None]
 
@@ -29,6 +29,7 @@ class ARC(EvictionPolicy):
         self._ghosts_recent: _Ghosts = {}  # evicted from _recent not long ago
         self._ghosts_frequent: _Ghosts = {}
         self._pinned: dict[OffloadKey, AgedKeys] = {}
+        self._now = 0
         self._target = 0.0  # how many chunks _recent should have
 
     @property
@@ -37,9 +38,13 @@ class ARC(EvictionPolicy):
         return self._target / self.capacity if self.capacity else 0.0
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self.add_run(Run(self._now + 1), keys, used=used)
+
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self._now = max(self._now, run.time)
         pinned, ghosts_recent, ghosts_frequent = self._pinned, self._ghosts_recent, self._ghosts_frequent
         if all(known.keys().isdisjoint(keys) for known in (pinned, ghosts_recent, ghosts_frequent)):
-            (self._frequent if used else self._recent).add(reversed(keys))
+            (self._frequent if used else self._recent).add(run, keys)
             return
         recent: list[OffloadKey] = []
         frequent: list[OffloadKey] = []
@@ -52,8 +57,8 @@ class ARC(EvictionPolicy):
             else:
                 known = False
             (frequent if used or known else recent).append(key)
-        self._recent.add(recent)
-        self._frequent.add(frequent)
+        self._recent.add(run, recent[::-1])
+        self._frequent.add(run, frequent[::-1])
 
     def _adapt_target(self, key: OffloadKey) -> None:
         """Shift the target: a ghost's return shows that its list should have had more room."""
@@ -77,7 +82,11 @@ class ARC(EvictionPolicy):
         surplus = max(0, len(recent) - int(self._target))
         from_recent = max(min(count, surplus), count - len(frequent))
         victims = recent.pop_oldest(from_recent)
-        others = frequent.pop_oldest(count - from_recent)
+        others: list[OffloadKey] = []
+        while len(victims) + len(others) < count and (run := frequent.oldest()) is not None:
+            # The tail of a prompt goes first, though it was used only once.
+            victims += recent.pop_of(run, count - len(victims) - len(others))
+            others += frequent.pop_of(run, count - len(victims) - len(others))
         self._remember(self._ghosts_recent, victims)
         self._remember(self._ghosts_frequent, others)
         return victims + others

@@ -13,8 +13,8 @@ from itertools import takewhile
 
 from kvtier.keys import OffloadKey
 from kvtier.policies._arc import ARC
-from kvtier.policies._base import EvictionPolicy
-from kvtier.policies._lhd import LHD, TIME, Run
+from kvtier.policies._base import EvictionPolicy, Run
+from kvtier.policies._lhd import LHD, TIME, Part
 from kvtier.policies._lru import LRU
 from kvtier.policies._reuse import CLASSES, ReuseModel
 
@@ -30,11 +30,12 @@ _NOISE = 4.0  # hits
 
 
 class _Follower(LHD):
-    """LHD by what another one learns, which sees all keys."""
+    """LHD by what another one learns, which sees all keys and has so many slots."""
 
-    def __init__(self, capacity: int, model: ReuseModel) -> None:
+    def __init__(self, capacity: int, slots: int, model: ReuseModel) -> None:
         super().__init__(capacity)
         self._model = model
+        self._set_pace(slots)  # all uses pass on the clock, not only those of the sample
 
     def _note(self, record: int, is_use: bool, count: int) -> None:
         pass
@@ -51,29 +52,34 @@ class _Contest:
         self._bound = max(_LEAST_SAMPLED, min(256, _LEAST_SLOTS * 256 // max(1, capacity)))
         self._slots = slots = capacity * self._bound // 256
         self.arc = ARC(slots)
-        self._policies: tuple[EvictionPolicy, ...] = (_Follower(slots, model), self.arc, LRU(slots))
+        self._policies: tuple[EvictionPolicy, ...] = (_Follower(slots, capacity, model), self.arc, LRU(slots))
         self._hits = [0.0] * len(self._policies)
         self._uses = 0
+        self._run: Run | None = None  # the last one
+        self._is_whole = [True] * len(self._policies)  # each cache has had all of that run so far
 
     def sample(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that are simulated."""
         bound = self._bound
         return [key for key in keys if key[-5] < bound]
 
-    def use(self, keys: Sequence[OffloadKey], *, is_use: bool) -> None:
-        """Ask each cache for the keys, and store what it lacks."""
+    def use(self, run: Run, keys: Sequence[OffloadKey], *, is_use: bool) -> None:
+        """Ask each cache for keys of a run, and store what it lacks."""
+        if run is not self._run:
+            self._run, self._is_whole = run, [True] * len(self._policies)
         for index, policy in enumerate(self._policies):
             found = [key for key in keys if key in policy]
-            if is_use:
+            if is_use and self._is_whole[index]:
                 self._hits[index] += sum(1 for _ in takewhile(policy.__contains__, keys))
+                self._is_whole[index] = len(found) == len(keys)
             policy.pin(found)
             short = len(policy) + len(keys) - self._slots
             if short > 0:
                 policy.evict(short + self._slots // _SLACK)
             if found:
-                policy.add(found, used=is_use)
+                policy.add_run(run, found, used=is_use)
             if len(found) < len(keys):
-                policy.add([key for key in keys if key not in policy], used=False)
+                policy.add_run(run, [key for key in keys if key not in policy], used=False)
         if is_use:
             self._uses += len(keys)
             if self._uses >= _REVIEW_USES:
@@ -102,15 +108,15 @@ class Auto(LHD):
         super().clear()
         self._contest = None
 
-    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
         contest = self._contest = self._contest or _Contest(self.capacity, self._model)
         sampled = contest.sample(keys)
         if sampled:
             # A chunk that comes back unread from a put was counted when it was stored.
-            contest.use(sampled, is_use=used or sampled[0] not in self._pinned)
-        super().add(keys, used=used)
+            contest.use(run, sampled, is_use=used or sampled[0] not in self._pinned)
+        super().add_run(run, keys, used=used)
 
-    def _choose(self) -> Run:
+    def _choose(self) -> Part:
         contest = self._contest
         if contest is None or contest.chosen == _LHD:
             return super()._choose()
@@ -119,4 +125,4 @@ class Auto(LHD):
             recent = [ring for ring in self._rings[:CLASSES] if ring.held]
             surplus = sum(ring.held for ring in recent) - contest.arc.target_share * self.capacity
             rings = recent if surplus > 0 else rings[len(recent) :] or recent
-        return min((ring.newer for ring in rings), key=lambda run: run.record & TIME)
+        return min(map(self._oldest, rings), key=lambda part: part.record & TIME)

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 from kvtier.keys import OffloadKey
+
+_numbers = count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A request's use of chunks. A chunk belongs to the run that used it last.
+
+    Attributes:
+        time: when the request used chunks last. The clock counts the uses of chunks by all requests.
+        place: returns the place of one of the chunks in the prompt; None if chunks are added in their order.
+        number: names the run.
+    """
+
+    time: int = 0
+    place: Callable[[OffloadKey], int] | None = None
+    number: int = field(default_factory=_numbers.__next__)
 
 
 class EvictionPolicy(ABC):
     """Chooses which chunks are evicted from the primary tier.
 
-    kvtier calls ``add`` when a chunk becomes a candidate, ``pin`` when it stops being one for a while, and
-    ``clear`` when all chunks go. Every candidate may be evicted, so ``evict`` never has to skip one. All
+    kvtier calls ``add_run`` when a chunk becomes a candidate, ``pin`` when it stops being one for a while,
+    and ``clear`` when all chunks go. Every candidate may be evicted, so ``evict`` never has to skip one. All
     calls come from one thread; each should take a few microseconds per key at most.
     """
 
@@ -22,6 +41,14 @@ class EvictionPolicy(ABC):
     def resize(self, capacity: int) -> None:
         """Set the number of slots in the primary tier."""
         self.capacity = capacity
+
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:  # noqa: ARG002
+        """Make ``keys`` candidates as ``add`` does, and learn which run they belong to.
+
+        A prompt is stored in several steps, and puts end in any order. So the chunks of a run come in several
+        calls, in any order, and late: after a run that is more recent. The default calls ``add``.
+        """
+        self.add(keys, used=used)
 
     @abstractmethod
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:

@@ -7,10 +7,11 @@ were used together leave together, the tail of the prompt first, so a choice cos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._aged import PartOfRun
+from kvtier.policies._base import EvictionPolicy, Run
 from kvtier.policies._ghosts import RECORD_BITS, Ghosts
 from kvtier.policies._reuse import CLASS_OF_USES, CLASSES, MAX_USES, UNITS, ReuseModel
 
@@ -27,31 +28,41 @@ _USES_BITS = _TIME_BITS + 1
 _SOON_CAPACITIES = 2.0  # of uses
 
 
-class Run:
-    """Chunks that were used together, as often; a link in the ring of their class.
+class Part(PartOfRun):
+    """Keys of one run that were used as often; a link in the ring of their class.
 
     ``record`` is as ghosts remember it: number of uses, whether the last one came soon after the one before,
     and its time.
     """
 
-    __slots__ = ("held", "keys", "newer", "number", "older", "record", "ring")
+    __slots__ = ("held", "newer", "next", "number", "older", "record", "ring")
 
-    def __init__(self, keys: list[OffloadKey], record: int, number: int = 0) -> None:
+    def __init__(self, run: Run, record: int, number: int = 0) -> None:
+        super().__init__(run)
         self.number = number
-        self.keys = keys  # in the order of the prompt; keys that have left are among them
-        self.held = len(keys)  # how many have not left
         self.record = record
-        self.older = self.newer = self.ring = self  # the ring's own run holds what all its runs hold
+        self.held = 0  # of the ring's own part: the keys of all its parts
+        self.next: Part | None = None  # of the same run
+        self.older = self.newer = self.ring = self
 
-    def link(self, ring: Run) -> None:
-        """Become the newest run of a ring. The ring's own link is between its newest and its oldest run."""
-        self.ring = ring
-        ring.held += self.held
-        self.older, self.newer = ring.older, ring
-        ring.older.newer = ring.older = self
+    def link(self, ring: Part) -> None:
+        """Enter a ring by time. The ring's own link is between its newest and its oldest part."""
+        older, time = ring.older, self.record & TIME
+        while older is not ring and older.record & TIME > time:
+            older = older.older
+        self.ring, self.older, self.newer = ring, older, older.newer
+        older.newer.older = older.newer = self
 
     def unlink(self) -> None:
         self.older.newer, self.newer.older = self.newer, self.older
+
+    @property
+    def of_run(self) -> Iterator[Part]:
+        """Iterate over this part and those of its run that follow."""
+        part: Part | None = self
+        while part is not None:
+            yield part
+            part = part.next
 
 
 class LHD(EvictionPolicy):
@@ -65,22 +76,32 @@ class LHD(EvictionPolicy):
 
     def resize(self, capacity: int) -> None:
         super().resize(capacity)
-        self._unit = max(1.0, capacity / UNITS)
+        self._set_pace(capacity)
         self._ghosts.resize(capacity * _GHOSTS)
+
+    def _set_pace(self, capacity: int) -> None:
+        """Set how many uses of chunks are a unit of age, and how many are soon."""
+        self._unit = max(1.0, capacity / UNITS)
+        self._soon = _SOON_CAPACITIES * capacity
 
     def clear(self) -> None:
         self._ghosts.clear()
         self._model = ReuseModel()
         self._now = self._updated = self._count = 0  # time is counted in uses of chunks
-        # Numbers of runs by key: a dict of bytes and integers costs the garbage collector nothing.
+        # Numbers of parts by key: a dict of bytes and integers costs the garbage collector nothing.
         self._homes: list[dict[OffloadKey, int]] = [{} for _ in range(_SHARDS)]
-        self._runs: dict[int, Run] = {}
+        self._parts: dict[int, Part] = {}
+        self._of_runs: dict[int, Part] = {}  # the first part of each run
         self._made = 0
-        self._pinned: dict[OffloadKey, int] = {}  # records: a run would keep its neighbours alive
+        self._pinned: dict[OffloadKey, int] = {}  # records: a part would keep its neighbours alive
         # By number of uses; of those whose last use came late first. LHD makes no difference between the two.
-        self._rings = [Run([], 0) for _ in range(2 * CLASSES)]
+        self._rings = [Part(Run(), 0) for _ in range(2 * CLASSES)]
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self.add_run(Run(self._now + len(keys)), keys, used=used)
+
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self._now = max(self._now, run.time)
         pinned, recall = self._pinned, self._ghosts.recall
         batches: dict[int, list[OffloadKey]] = {}
         batch: list[OffloadKey] = []
@@ -97,11 +118,10 @@ class LHD(EvictionPolicy):
                 begun = len(batch)
             batch.append(key)
         self._note(record, is_use, len(batch) - begun)
-        self._now += len(keys)
         self._count += len(keys)
         for known, batch in batches.items():
             batch.reverse()
-            self._link(batch, known | self._now)
+            self._enter(run, batch, known)
 
     def _next(self, record: int, *, used: bool, is_use: bool) -> int:
         """Return a chunk's next record, without a time, after one that may be a use."""
@@ -109,7 +129,7 @@ class LHD(EvictionPolicy):
         if not is_use:
             return record & ~TIME
         age = self._now - (record & TIME)
-        is_soon = used or (uses and age <= _SOON_CAPACITIES * self.capacity)
+        is_soon = used or (uses and age <= self._soon)
         return min(uses + 1, MAX_USES) << _USES_BITS | (_SOON if is_soon else 0)
 
     def _note(self, record: int, is_use: bool, count: int) -> None:
@@ -122,37 +142,60 @@ class LHD(EvictionPolicy):
             age = (self._now - (record & TIME)) / self._unit
             model.reused[CLASS_OF_USES[uses]][model.bin_of(age)] += count
 
-    def _link(self, batch: list[OffloadKey], record: int) -> None:
-        self._made = number = self._made + 1
-        run = self._runs[number] = Run(batch, record, number)
-        run.link(self._rings[CLASS_OF_USES[record >> _USES_BITS] + (CLASSES if record & _SOON else 0)])
-        homes = self._homes
+    def _enter(self, run: Run, batch: list[OffloadKey], record: int) -> None:
+        """Add keys, which have the same record, to their run."""
+        first = self._of_runs.get(run.number)
+        part = next((it for it in first.of_run if it.record & ~TIME == record), None) if first else None
+        if part is None:
+            self._made += 1
+            part = self._parts[self._made] = Part(run, record | run.time, self._made)
+            part.link(self._rings[CLASS_OF_USES[record >> _USES_BITS] + (CLASSES if record & _SOON else 0)])
+            part.next, self._of_runs[run.number] = first, part
+        else:
+            self._refresh(part)
+        part.add(batch, batch[0])
+        part.ring.held += len(batch)
+        homes, number = self._homes, part.number
         for key in batch:
             homes[key[-5] % _SHARDS][key] = number
 
+    def _refresh(self, part: Part) -> bool:
+        """Move a part whose run was used since to its place; return whether it was."""
+        is_old = part.run.time > part.record & TIME
+        if is_old:
+            part.unlink()
+            part.record = part.record & ~TIME | part.run.time
+            part.link(part.ring)
+        return is_old
+
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        homes, runs, pinned = self._homes, self._runs, self._pinned
+        homes, parts, pinned = self._homes, self._parts, self._pinned
         for key in keys:
-            run = runs[homes[key[-5] % _SHARDS].pop(key)]
-            pinned[key] = run.record
-            run.held -= 1
-            run.ring.held -= 1
-            if not run.held:
-                self._drop(run)
-            elif run.held * 2 < len(run.keys):
-                run.keys = [key for key in run.keys if homes[key[-5] % _SHARDS].get(key) == run.number]
+            part = parts[homes[key[-5] % _SHARDS].pop(key)]
+            pinned[key] = part.record
+            del part.keys[key]
+            part.ring.held -= 1
+            if not part.keys:
+                self._drop(part)
         self._count -= len(keys)
 
-    def _drop(self, run: Run) -> None:
-        del self._runs[run.number]
-        run.unlink()
+    def _drop(self, part: Part) -> None:
+        del self._parts[part.number]
+        part.unlink()
+        first = self._of_runs[part.run.number]
+        if first is not part:
+            next(it for it in first.of_run if it.next is part).next = part.next
+        elif part.next is not None:
+            self._of_runs[part.run.number] = part.next
+        else:
+            del self._of_runs[part.run.number]
 
     def evict(self, count: int) -> list[OffloadKey]:
         self._learn()
         evicted: list[OffloadKey] = []
         count = min(count, self._count)
         while len(evicted) < count:
-            self._take(self._choose(), count, evicted)
+            evicted += self._take(self._choose(), count - len(evicted))
         self._count -= len(evicted)
         return evicted
 
@@ -163,34 +206,40 @@ class LHD(EvictionPolicy):
             self._model.update(elapsed / self._unit, elapsed / self._unit / UNITS)
             self._updated = self._now
 
-    def _choose(self) -> Run:
-        """Return the run to evict from: of each class the oldest and the newest one are considered."""
+    def _choose(self) -> Part:
+        """Return the part to evict from: of each class the oldest and the newest one are considered."""
         density, bin_of, now, unit = self._model.density, self._model.bin_of, self._now, self._unit
         least, chosen = 0.0, None
         for ring, densities in zip(self._rings, density * 2, strict=True):
-            for run in (ring.newer, ring.older):
-                if run is not ring:
-                    found = densities[bin_of((now - (run.record & TIME)) / unit)]
-                    if chosen is None or found < least:
-                        least, chosen = found, run
+            if (oldest := self._oldest(ring)) is ring:
+                continue
+            for part in (oldest, ring.older):
+                found = densities[bin_of((now - (part.record & TIME)) / unit)]
+                if chosen is None or found < least:
+                    least, chosen = found, part
         assert chosen is not None
         return chosen
 
-    def _take(self, run: Run, count: int, evicted: list[OffloadKey]) -> None:
-        """Evict keys of a run from its tail until it is empty or so many are evicted."""
-        homes, remember, keys, record = self._homes, self._ghosts.remember, run.keys, run.record
-        before = run.held
-        while run.held and len(evicted) < count:
-            key = keys.pop()
-            shard = homes[key[-5] % _SHARDS]
-            if shard.get(key) == run.number:
-                del shard[key]
-                run.held -= 1
-                evicted.append(key)
-                remember(key, record)
-        run.ring.held -= before - run.held
-        if not run.held:
-            self._drop(run)
+    def _oldest(self, ring: Part) -> Part:
+        """Return the oldest part of a ring; if it has none, the ring's own."""
+        while (oldest := ring.newer) is not ring and self._refresh(oldest):
+            pass
+        return oldest
+
+    def _take(self, part: Part, count: int) -> list[OffloadKey]:
+        """Evict up to ``count`` keys of the run of a part, or of that part of the run which lies deepest."""
+        first = self._of_runs[part.run.number]
+        if first.next is not None:
+            part = max(first.of_run, key=lambda it: it.depth)
+        homes, remember, record = self._homes, self._ghosts.remember, part.record
+        taken = part.pop(count)
+        for key in taken:
+            del homes[key[-5] % _SHARDS][key]
+            remember(key, record)
+        part.ring.held -= len(taken)
+        if not part.keys:
+            self._drop(part)
+        return taken
 
     def __len__(self) -> int:
         return self._count

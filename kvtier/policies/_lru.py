@@ -1,4 +1,4 @@
-"""Least recently used goes first; of chunks stored together, the tail of the prompt goes first."""
+"""Least recently used goes first; of chunks that one request used, the tail of the prompt goes first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.keys import OffloadKey
 from kvtier.policies._aged import AgedKeys
-from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._base import EvictionPolicy, Run
 
 
 class LRU(EvictionPolicy):
@@ -15,9 +15,14 @@ class LRU(EvictionPolicy):
     def __init__(self, capacity: int = 0) -> None:
         super().__init__(capacity)
         self._order = AgedKeys()
+        self._now = 0
 
-    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:  # noqa: ARG002
-        self._order.add(reversed(keys))
+    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self.add_run(Run(self._now + 1), keys, used=used)
+
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:  # noqa: ARG002
+        self._now = max(self._now, run.time)
+        self._order.add(run, keys)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         remove = self._order.remove

@@ -36,6 +36,8 @@ class Gets:
     ) -> Transfer:
         """Get keys from a tier, the first ``count`` of them into free slots."""
         chunks = self._shared.table.take(keys[:count], visible=False)
+        first = next(iter(waiters), None) or Request()
+        self._shared.table.use(chunks, first.run, first.places)
         self._holds.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located

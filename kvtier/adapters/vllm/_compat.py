@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec  # noqa: E402
-from vllm.v1.kv_offload.base import OffloadingManager  # noqa: E402
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext  # noqa: E402
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
@@ -105,6 +105,12 @@ SCHEDULE_ENDS_LAST = REPORTS_RESET_FLUSH
 
 TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 """Whether vLLM replaces the block tables of sessions, and notes the blocks of other connectors (0.33)."""
+
+
+def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
+    """Return where each chunk of a request's prompt ends, in tokens. vLLM adds to it while the request runs."""
+    places: Mapping[OffloadKey, int] = context._offload_key_positions
+    return places
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from kvtier._log import GuardedLogger
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import Unfilled
 from kvtier._telemetry.dropped_puts import DroppedPuts
-from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, TRACKS_BLOCKS, CacheHitSource
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, TRACKS_BLOCKS, CacheHitSource, places_of
 from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, ClientHints, is_prefill
 from kvtier.adapters.vllm._old_blocks import OldBlocks
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
@@ -170,6 +170,7 @@ class KVTierManager(OffloadingManager):
             request.wait = Wait(wait_s)
         request.addresses = hints.addresses
         request.no_store = "neighbour" if self._is_blind else None
+        request.places = places_of(req_context)
         request.releases = hints.release is True
         request.priority = LOW if request.releases else hints.priority
         if hints.explain or self._explainer.is_on:

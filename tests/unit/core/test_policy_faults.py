@@ -11,6 +11,7 @@ import pytest
 from kvtier._core.messages import SlotsReady
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
+from kvtier.policies._base import Run
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 from tests.unit.core.world import keys, reserve, store
@@ -29,9 +30,9 @@ class Wild(LRU):
         self._raise_in("evict")
         return super().evict(count) if self.act is None else self.act(super().evict(count), count)
 
-    def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
         self._raise_in("add")
-        super().add(keys, used=used)
+        super().add_run(run, keys, used=used)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         self._raise_in("pin")
@@ -115,10 +116,10 @@ def test_a_policy_that_raises_is_replaced(where: str) -> None:
     assert type(core.table.orders[1]) is LRU
 
 
-def test_what_came_first_goes_first_after_a_policy_was_replaced() -> None:
+def test_the_tail_goes_first_after_a_policy_was_replaced() -> None:
     core, policy = make()
     policy.act = CHOICES["nothing"][0]
-    assert list(reserve(core, keys("new", 2)).evicted) == keys("old", 2)
+    assert list(reserve(core, keys("new", 2)).evicted) == keys("old", 6)[:3:-1]
 
 
 @pytest.mark.parametrize("seed", range(20))

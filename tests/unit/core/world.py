@@ -55,9 +55,11 @@ def make(
     return core
 
 
-def reserve(core: Tiering, chunks: Sequence[OffloadKey]) -> Reservation:
-    """Reserve slots, where there are some."""
-    reservation = core.reserve(chunks)
+def reserve(
+    core: Tiering, chunks: Sequence[OffloadKey], request: Request | None = None
+) -> Reservation:
+    """Reserve slots; there are some."""
+    reservation = core.reserve(chunks, request)
     assert reservation is not None
     return reservation
 
