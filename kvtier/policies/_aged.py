@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import islice
+from itertools import islice, takewhile
+from typing import TypeVar
 
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
@@ -30,18 +31,18 @@ class PartOfRun:
         self.keys: dict[OffloadKey, None] = {}
         self._is_sorted = True
 
-    def add(self, keys: Iterable[OffloadKey], first: OffloadKey) -> None:
-        """Add keys in the order of the prompt, of which ``first`` is the first one."""
-        place = self.run.place
-        if self.keys and place is not None and self._is_sorted:
-            self._is_sorted = place(next(reversed(self.keys))) <= place(first)
+    def add(self, keys: Sequence[OffloadKey]) -> None:
+        """Add keys in the order of the prompt."""
+        if self.keys and self._is_sorted:
+            place = self.run.place
+            self._is_sorted = place(next(reversed(self.keys))) <= place(keys[0])
         self.keys.update(dict.fromkeys(keys))
 
     @property
     def depth(self) -> int:
-        """Return the place of the last key; 0 if places are not known."""
+        """Return the place of the last key."""
         self._sort()
-        return 0 if self.run.place is None else self.run.place(next(reversed(self.keys)))
+        return self.run.place(next(reversed(self.keys)))
 
     def pop(self, count: int) -> list[OffloadKey]:
         """Remove and return up to ``count`` keys, the last of the prompt first."""
@@ -50,9 +51,28 @@ class PartOfRun:
         return [keys.popitem()[0] for _ in range(min(count, len(keys)))]
 
     def _sort(self) -> None:
-        if not self._is_sorted and self.run.place is not None:
+        if not self._is_sorted:
             self.keys = dict.fromkeys(sorted(self.keys, key=self.run.place))
             self._is_sorted = True
+
+
+PartT = TypeVar("PartT", bound=PartOfRun)
+
+
+def deepest(parts: Iterable[PartT], count: int) -> tuple[PartT, int]:
+    """Return which part of a run ends last, and how many of ``count`` keys to take before another one does."""
+    first, *others = sorted(parts, key=lambda part: part.depth, reverse=True)
+    if others:
+        place, end = first.run.place, others[0].depth
+        count = min(
+            count, max(1, sum(1 for _ in takewhile(lambda key: place(key) > end, reversed(first.keys))))
+        )
+    return first, count
+
+
+def run_of(keys: Sequence[OffloadKey], time: int) -> Run:
+    """Return a run of its own for keys in the order of their prompt."""
+    return Run(time, {key: place for place, key in enumerate(keys)}.__getitem__)
 
 
 class AgedKeys:
@@ -80,7 +100,7 @@ class AgedKeys:
             if len(self._ages) > 2 * len(self._parts) + _SPARE_ENTRIES:
                 self._ages = [(part.run.time, number) for number, part in self._parts.items()]
                 heapify(self._ages)
-        part.add(keys, keys[0])
+        part.add(keys)
         self._homes.update(dict.fromkeys(keys, run.number))
 
     def remove(self, key: OffloadKey) -> None:
@@ -90,23 +110,23 @@ class AgedKeys:
         if not part.keys:
             del self._parts[number]
 
-    def oldest(self) -> Run | None:
-        """Return the run that was used least recently, or None if there is no key."""
+    def oldest(self) -> Run:
+        """Return the run that was used least recently; there is a key."""
         ages, parts = self._ages, self._parts
-        while ages:
-            time, number = ages[0]
-            if (part := parts.get(number)) is None:
+        while (part := parts.get(ages[0][1])) is None or part.run.time > ages[0][0]:
+            if part is None:
                 heappop(ages)
-            elif part.run.time > time:
-                heapreplace(ages, (part.run.time, number))
             else:
-                return part.run
-        return None
+                heapreplace(ages, (part.run.time, part.run.number))
+        return part.run
+
+    def part(self, run: Run) -> PartOfRun | None:
+        """Return the keys of a run, or None if there are none."""
+        return self._parts.get(run.number)
 
     def pop_of(self, run: Run, count: int) -> list[OffloadKey]:
         """Remove and return up to ``count`` keys of a run, the last of the prompt first."""
-        if (part := self._parts.get(run.number)) is None:
-            return []
+        part = self._parts[run.number]
         taken, homes = part.pop(count), self._homes
         for key in taken:
             del homes[key]
@@ -117,8 +137,8 @@ class AgedKeys:
     def pop_oldest(self, count: int) -> list[OffloadKey]:
         """Remove and return up to ``count`` keys, those of the oldest run first."""
         taken: list[OffloadKey] = []
-        while len(taken) < count and (run := self.oldest()) is not None:
-            taken += self.pop_of(run, count - len(taken))
+        while len(taken) < count and self._parts:
+            taken += self.pop_of(self.oldest(), count - len(taken))
         return taken
 
     def clear(self) -> None:

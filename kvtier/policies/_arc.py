@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._aged import AgedKeys, take_first
+from kvtier.policies._aged import AgedKeys, deepest, run_of, take_first
 from kvtier.policies._base import EvictionPolicy, Run
 
 _Ghosts = dict[OffloadKey, None]
@@ -38,7 +38,7 @@ class ARC(EvictionPolicy):
         return self._target / self.capacity if self.capacity else 0.0
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
-        self.add_run(Run(self._now + 1), keys, used=used)
+        self.add_run(run_of(keys, self._now + 1), keys, used=used)
 
     def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
         self._now = max(self._now, run.time)
@@ -78,18 +78,22 @@ class ARC(EvictionPolicy):
 
     def evict(self, count: int) -> list[OffloadKey]:
         recent, frequent = self._recent, self._frequent
-        count = min(count, len(recent) + len(frequent))
-        surplus = max(0, len(recent) - int(self._target))
-        from_recent = max(min(count, surplus), count - len(frequent))
-        victims = recent.pop_oldest(from_recent)
-        others: list[OffloadKey] = []
-        while len(victims) + len(others) < count and (run := frequent.oldest()) is not None:
-            # The tail of a prompt goes first, though it was used only once.
-            victims += recent.pop_of(run, count - len(victims) - len(others))
-            others += frequent.pop_of(run, count - len(victims) - len(others))
-        self._remember(self._ghosts_recent, victims)
-        self._remember(self._ghosts_frequent, others)
-        return victims + others
+        evicted: list[OffloadKey] = []
+        surplus = len(recent) - int(self._target)
+        while (left := min(count - len(evicted), len(self))) > 0:
+            is_recent = surplus > 0 or not len(frequent)
+            run = (recent if is_recent else frequent).oldest()
+            most = min(left, surplus) if is_recent and len(frequent) else left
+            homes = {part: home for home in (recent, frequent) if (part := home.part(run)) is not None}
+            part, most = deepest(homes, most)
+            taken = homes[part].pop_of(run, most)
+            if homes[part] is recent:
+                surplus -= len(taken)
+                self._remember(self._ghosts_recent, taken)
+            else:
+                self._remember(self._ghosts_frequent, taken)
+            evicted += taken
+        return evicted
 
     def _remember(self, ghosts: _Ghosts, keys: list[OffloadKey]) -> None:
         ghosts.update(dict.fromkeys(keys))

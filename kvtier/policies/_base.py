@@ -18,12 +18,12 @@ class Run:
 
     Attributes:
         time: when the request used chunks last. The clock counts the uses of chunks by all requests.
-        place: returns the place of one of the chunks in the prompt; None if chunks are added in their order.
+        place: returns the place of one of the chunks in the prompt.
         number: names the run.
     """
 
     time: int = 0
-    place: Callable[[OffloadKey], int] | None = None
+    place: Callable[[OffloadKey], int] = lambda key: 0  # noqa: ARG005
     number: int = field(default_factory=_numbers.__next__)
 
 

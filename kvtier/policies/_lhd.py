@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._aged import PartOfRun
+from kvtier.policies._aged import PartOfRun, deepest, run_of
 from kvtier.policies._base import EvictionPolicy, Run
 from kvtier.policies._ghosts import RECORD_BITS, Ghosts
 from kvtier.policies._reuse import CLASS_OF_USES, CLASSES, MAX_USES, UNITS, ReuseModel
@@ -98,7 +98,7 @@ class LHD(EvictionPolicy):
         self._rings = [Part(Run(), 0) for _ in range(2 * CLASSES)]
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
-        self.add_run(Run(self._now + len(keys)), keys, used=used)
+        self.add_run(run_of(keys, self._now + len(keys)), keys, used=used)
 
     def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
         self._now = max(self._now, run.time)
@@ -153,7 +153,7 @@ class LHD(EvictionPolicy):
             part.next, self._of_runs[run.number] = first, part
         else:
             self._refresh(part)
-        part.add(batch, batch[0])
+        part.add(batch)
         part.ring.held += len(batch)
         homes, number = self._homes, part.number
         for key in batch:
@@ -227,10 +227,10 @@ class LHD(EvictionPolicy):
         return oldest
 
     def _take(self, part: Part, count: int) -> list[OffloadKey]:
-        """Evict up to ``count`` keys of the run of a part, or of that part of the run which lies deepest."""
+        """Evict up to ``count`` keys of the run of a part, the last of its prompt first."""
         first = self._of_runs[part.run.number]
         if first.next is not None:
-            part = max(first.of_run, key=lambda it: it.depth)
+            part, count = deepest(first.of_run, count)
         homes, remember, record = self._homes, self._ghosts.remember, part.record
         taken = part.pop(count)
         for key in taken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._aged import AgedKeys
+from kvtier.policies._aged import AgedKeys, run_of
 from kvtier.policies._base import EvictionPolicy, Run
 
 
@@ -18,7 +18,7 @@ class LRU(EvictionPolicy):
         self._now = 0
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
-        self.add_run(Run(self._now + 1), keys, used=used)
+        self.add_run(run_of(keys, self._now + 1), keys, used=used)
 
     def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:  # noqa: ARG002
         self._now = max(self._now, run.time)

@@ -55,9 +55,7 @@ def make(
     return core
 
 
-def reserve(
-    core: Tiering, chunks: Sequence[OffloadKey], request: Request | None = None
-) -> Reservation:
+def reserve(core: Tiering, chunks: Sequence[OffloadKey], request: Request | None = None) -> Reservation:
     """Reserve slots; there are some."""
     reservation = core.reserve(chunks, request)
     assert reservation is not None

@@ -68,6 +68,12 @@ def simulate(
     ] = "0%",
     requests: Annotated[int, typer.Option(min=1, help="Requests of a generated trace.")] = 12_000,
     seed: Annotated[int, typer.Option(help="Seed of a generated trace.")] = 0,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens of a prompt that the engine computes in one step. 0: whole prompts."
+        ),
+    ] = 2048,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the hit rate of each eviction policy on a trace, by size of host memory.
@@ -76,7 +82,9 @@ def simulate(
     """
     measure = _lazy("simulate.run")
     capacities = capacity or measure.CAPACITIES
-    figures.report(measure.run(trace, policy or (), capacities, chunk_bytes, device, requests, seed), as_json)
+    step = max_num_batched_tokens
+    rows = measure.run(trace, policy or (), capacities, chunk_bytes, device, requests, seed, step)
+    figures.report(rows, as_json)
 
 
 @bench.command()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
-from kvtier._core.chunks import DEFAULT, HIGHEST, LOW, Chunk, ChunkTable
+from kvtier._core.chunks import DEFAULT, HIGHEST, LOW, NO_RUN, Chunk, ChunkTable
 from kvtier._core.states import BreakerState, ChunkState
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
+from kvtier.policies import EvictionPolicy, Run
 
 
 def check(core: Tiering) -> None:
@@ -67,19 +69,24 @@ def check(core: Tiering) -> None:
 
 
 def watch_evictions(core: Tiering) -> None:
-    """Have every eviction checked: it frees what it can, by priority, and nothing that is in use.
+    """Have every eviction checked.
+
+    It frees what it can, by priority, nothing in use, and of each prompt the tail first.
 
     Raises:
         AssertionError: later, from whatever evicts; the message says what was wrong.
     """
     table, shared, evict = core.table, core.shared, core.shared.evict
 
-    def checked(count: int) -> list[OffloadKey]:
-        priorities = {key: table.priority(key) for key, chunk in table.visible.items() if not chunk.pins}
+    def checked(count: int, spared: Run = NO_RUN) -> list[OffloadKey]:
+        candidates = {key: chunk for key, chunk in table.visible.items() if not chunk.pins}
+        priorities = {key: table.priority(key) for key in candidates}
+        places = {key: (chunk.run, priorities[key], chunk.place) for key, chunk in candidates.items()}
         most_high = max(0, int(len(table.all) * shared.limits.pin_budget) - len(core.retention.pinned))
         is_in_budget = _high(table) <= most_high
-        wanted = max(0, min(count, table.evictable))
-        evicted = evict(count)
+        kept = sum(chunk.run is spared for chunk in candidates.values())
+        wanted = max(0, min(count, table.evictable - kept))
+        evicted = evict(count, spared)
         _require(len(evicted) == wanted, "{} of {} evictable chunks are evicted", len(evicted), wanted)
         _require(priorities.keys() >= set(evicted), "nothing in use is evicted")
         left = next((priority for priority, order in enumerate(table.orders) if len(order)), HIGHEST)
@@ -87,9 +94,23 @@ def watch_evictions(core: Tiering) -> None:
         if is_in_budget or left == LOW:
             _require(highest <= left, "priority {} is evicted before {}", highest, left)
         _require(count <= 0 or _high(table) <= most_high, "high priorities are given within the budget")
+        if type(table.orders[DEFAULT]).add_run is not EvictionPolicy.add_run:
+            _check_tails(places, set(evicted))
         return evicted
 
     setattr(shared, "evict", checked)  # noqa: B010  # mypy takes no assignment to a method
+
+
+def _check_tails(places: Mapping[OffloadKey, tuple[Run, int, int]], evicted: set[OffloadKey]) -> None:
+    """Check that the candidates left of each run and priority lie before those that were evicted."""
+    ends: dict[tuple[Run, int], int] = {}
+    for key in evicted:
+        run, priority, place = places[key]
+        ends[run, priority] = min(place, ends.get((run, priority), place))
+    for key, (run, priority, place) in places.items():
+        end = ends.get((run, priority))
+        if end is not None and key not in evicted:
+            _require(place <= end, "place {} is left of a prompt whose place {} was evicted", place, end)
 
 
 def _high(table: ChunkTable) -> int:

@@ -7,41 +7,57 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from kvtier.keys import OffloadKey
-from kvtier.policies import LRU, EvictionPolicy
+from kvtier.policies import LRU, EvictionPolicy, Run
 
 Requests = Sequence[list[OffloadKey]]
 _DEPTH_BITS = 24
 
 
 def replay(
-    policy: EvictionPolicy, requests: Requests, device_hits: Sequence[int], capacity: int
+    policy: EvictionPolicy, requests: Requests, device_hits: Sequence[int], capacity: int, step: int = 0
 ) -> Iterator[tuple[int, int]]:
     """Yield, for each request, how many chunks are loaded and how many are stored.
 
     A request loads the unbroken run of chunks behind its device hits. Then it stores what is absent, or
-    as much from the front as there is room for, since its own chunks are not evicted for it.
+    as much from the front as there is room for, since its own chunks are not evicted for it. ``step`` is
+    how many chunks are stored at once, 0 for all: what was stored before may be evicted between two steps.
     """
     policy.resize(capacity)
-    resident: set[OffloadKey] = set()
+    resident: dict[OffloadKey, Run] = {}  # by the run that has used each chunk last
+    uses = 0
     for keys, on_device in zip(requests, device_hits, strict=True):
+        places = {key: place for place, key in enumerate(keys)}
+        run = Run(uses := uses + len(keys), places.__getitem__)
         found = sum(1 for _ in takewhile(resident.__contains__, keys[on_device:]))
         loaded = keys[on_device : on_device + found]
         kept = [key for key in keys[:on_device] + keys[on_device + found :] if key in resident]
+        for part, used in (loaded, True), (kept, False):
+            policy.pin(part)
+            policy.add_run(run, part, used=used)
+            resident.update(dict.fromkeys(part, run))
         new = [key for key in keys if key not in resident]
-        policy.pin(loaded + kept)
-        short = len(resident) + len(new) - capacity
-        if short > 0:
-            evicted = policy.evict(min(short, len(policy)))
-            resident.difference_update(evicted)
-            del new[len(new) - (short - len(evicted)) :]
-        if loaded:
-            policy.add(loaded, used=True)
-        if kept:
-            policy.add(kept, used=False)
-        if new:
-            policy.add(new, used=False)
-            resident.update(new)
-        yield found, len(new)
+        size, stored = step or len(new) or 1, 0
+        for first in range(0, len(new), size):
+            part = new[first : first + size]
+            _make_room(policy, resident, len(resident) + len(part) - capacity, run)
+            part = part[: max(0, capacity - len(resident))]
+            policy.add_run(run, part, used=False)
+            resident.update(dict.fromkeys(part, run))
+            stored += len(part)
+        yield found, stored
+
+
+def _make_room(policy: EvictionPolicy, resident: dict[OffloadKey, Run], short: int, run: Run) -> None:
+    """Evict what is short, but none of a run, as the core does."""
+    spared: list[OffloadKey] = []
+    while short > 0 and len(policy):
+        evicted = policy.evict(min(short, len(policy)))
+        mine = [key for key in evicted if resident[key] is run]
+        spared += mine
+        for key in set(evicted).difference(mine):
+            del resident[key]
+        short -= len(evicted) - len(mine)
+    policy.add_run(run, spared[::-1], used=False)
 
 
 def device_hits(requests: Requests, capacity: int) -> list[int]:

@@ -15,7 +15,7 @@ from kvtier.policies import EvictionPolicy
 from kvtier_bench.simulate import generate
 from kvtier_bench.simulate.files import FILES, replay_files
 from kvtier_bench.simulate.replay import device_hits, optimum, replay
-from kvtier_bench.simulate.trace import Trace, read, sample
+from kvtier_bench.simulate.trace import CHUNK_TOKENS, Trace, read, sample
 
 CAPACITIES = ("0.3%", "1%", "3%", "10%", "20%", "30%")
 OPTIMUM = "optimum"
@@ -63,8 +63,9 @@ def run(
     device: str,
     requests: int,
     seed: int,
+    step_tokens: int = 0,
 ) -> list[Simulated | Source]:
-    """Simulate each policy at each capacity.
+    """Simulate each policy at each capacity; ``step_tokens`` of a prompt are stored at once, 0 for all.
 
     Raises:
         KVTierError: the trace cannot be read, a policy is not installed or raises, or a size is wrong.
@@ -81,8 +82,9 @@ def run(
     slots = {text: _slots(text, bytes_, source.unique, "--capacity") for text in capacities}
     device_slots = _slots(device, bytes_, source.unique, "--device") // source.sampled
     hits = device_hits(source.requests, device_slots)
+    step = max(1, step_tokens // (CHUNK_TOKENS * source.sampled)) if step_tokens else 0
     jobs = [(policy, size // source.sampled) for size in slots.values() for policy in (OPTIMUM, *policies)]
-    found = {job: _simulate(*job, source.requests, hits) for job in dict.fromkeys(jobs)}
+    found = {job: _simulate(*job, source.requests, hits, step) for job in dict.fromkeys(jobs)}
     on_device, on_host = (source.excess, 0.0) if device_slots else (0.0, source.excess)
     rows: list[Simulated | Source] = []
     for text, size in slots.items():
@@ -130,7 +132,9 @@ def _describe(name: str, trace: Trace, device_hits: float, bytes_: int) -> Sourc
     )
 
 
-def _simulate(name: str, capacity: int, requests: list[list[OffloadKey]], hits: list[int]) -> Result:
+def _simulate(
+    name: str, capacity: int, requests: list[list[OffloadKey]], hits: list[int], step: int
+) -> Result:
     if name == OPTIMUM:
         return optimum(requests, hits, capacity), None
     # With a slot for every chunk nothing leaves, and tables for more slots would only take memory.
@@ -141,7 +145,7 @@ def _simulate(name: str, capacity: int, requests: list[list[OffloadKey]], hits: 
         plugins.POLICIES, name, plugins.load(plugins.POLICIES, name, EvictionPolicy, "--policy")
     )
     try:
-        return _sums(replay(policy, requests, hits, capacity))
+        return _sums(replay(policy, requests, hits, capacity, step))
     except Exception as error:  # a plug-in may raise anything
         raise ConfigError(f"--policy {name}: it raised {type(error).__name__}: {error}") from error
 
