@@ -194,11 +194,11 @@ class ReuseTracker:
         return list(takewhile(lambda key: self._offers.get(key, 0) + 1 >= self._threshold, keys))
 
     def count(self, keys: Sequence[OffloadKey]) -> None:
-        """Count an offer of each key. What is refused for want of room is offered again, and no offer yet."""
+        """Count an offer of each key, of a long prompt those at its front. The caller counts no refused ones."""
         if self._threshold < 2:
             return
         offers = self._offers
-        for key in keys:
+        for key in reversed(keys[: self._size]):
             offers[key] = offers.pop(key, 0) + 1  # the last one of all now
         while len(offers) > self._size:
             offers.popitem(last=False)

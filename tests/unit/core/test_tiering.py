@@ -63,6 +63,16 @@ def test_a_chunk_is_stored_once_it_was_offered_often_enough() -> None:
     assert reserve(core, prompt[2:]).keys == []
 
 
+def test_a_prompt_longer_than_the_tracker_is_stored() -> None:
+    core, prompt = make(16, 0, store_threshold=2, max_tracker_size=4), keys("a", 10)
+    stored = 0
+    for _ in range(6):
+        reservation = reserve(core, prompt)
+        core.commit(reservation, 0.0)
+        stored += len(reservation.keys)
+    assert stored == 10
+
+
 def test_what_is_offered_again_for_want_of_room_is_one_offer() -> None:
     core, prompt = make(4, 0, store_threshold=2), keys("a", 4)
     reserve(core, prompt[:2])
