@@ -104,8 +104,7 @@ class ChunkTable:
     def evict(self, count: int, spared: Run = NO_RUN) -> list[OffloadKey]:
         """Free up to ``count`` slots, by priority and the policy's choice; return the keys that went.
 
-        Chunks of the ``spared`` run stay. A policy that chooses what it must not is not asked again: LRU takes
-        its place.
+        Chunks of the ``spared`` run stay. LRU replaces a policy that chooses what it must not.
         """
         evicted: list[OffloadKey] = []
         kept: list[Chunk] = []  # of the spared run: the orders are told of them again

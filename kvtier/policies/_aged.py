@@ -60,7 +60,7 @@ PartT = TypeVar("PartT", bound=PartOfRun)
 
 
 def deepest(parts: Iterable[PartT], count: int) -> tuple[PartT, int]:
-    """Return which part of a run ends last, and how many of ``count`` keys to take before another one does."""
+    """Return the part of a run that ends last, and how many of ``count`` keys to take from it first."""
     first, *others = sorted(parts, key=lambda part: part.depth, reverse=True)
     if others:
         place, end = first.run.place, others[0].depth

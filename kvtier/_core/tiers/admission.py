@@ -194,7 +194,7 @@ class ReuseTracker:
         return list(takewhile(lambda key: self._offers.get(key, 0) + 1 >= self._threshold, keys))
 
     def count(self, keys: Sequence[OffloadKey]) -> None:
-        """Count an offer of each key, of a long prompt those at its front. The caller counts no refused ones."""
+        """Count an offer of each key, of a long prompt those at its front. Refused ones do not count."""
         if self._threshold < 2:
             return
         offers = self._offers

@@ -108,7 +108,7 @@ TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 
 
 def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
-    """Return where each chunk of a request's prompt ends, in tokens. vLLM adds to it while the request runs."""
+    """Return where each chunk of a prompt ends, in tokens. vLLM adds to it while the request runs."""
     places: Mapping[OffloadKey, int] = context._offload_key_positions
     return places
 

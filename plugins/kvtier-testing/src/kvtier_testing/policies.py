@@ -25,10 +25,10 @@ from hypothesis.stateful import (
 
 from kvtier._plugins import POLICIES, installed, load
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.policies import EvictionPolicy
+from kvtier.policies import EvictionPolicy, Run
 from kvtier_testing.limits import LimitedSuite
 
-_VERBS = ("resize", "add", "pin", "evict", "clear")
+_VERBS = ("resize", "add", "add_run", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
 _MOST_TIMES_AS_LONG = 8  # where a call walked over all candidates it would be some 16 times
 _ATTEMPTS = 10
@@ -87,6 +87,23 @@ class PolicyConformance(LimitedSuite):
             f"evict() chose the keys {[prompt.index(key) for key in evicted if key in prompt]} of a "
             "prompt that was added with add(): the last goes first, because a prompt without its "
             "front serves nobody",
+        )
+
+    def test_a_run_loses_its_tail_first_in_whatever_order_it_came(self) -> None:
+        policy, prompt = self.make(), keys(0, 12)
+        if type(policy).add_run is EvictionPolicy.add_run:
+            pytest.skip("the policy does not override add_run()")
+        run, later = (Run(time, prompt.index) for time in (12, 16))
+        policy.add_run(run, prompt[8:], used=False)
+        policy.add_run(run, prompt[:4], used=False)
+        policy.add_run(later, prompt[4:8], used=False)
+        policy.pin(prompt[4:8])
+        policy.add_run(run, prompt[4:8], used=False)
+        evicted = [key for _ in range(6) for key in _evict(policy, 2)]
+        _expect(
+            evicted == prompt[::-1],
+            f"evict() chose the places {[prompt.index(key) for key in evicted]} of a run whose keys were "
+            "added with add_run(): the last place goes first, in whatever order they were added",
         )
 
     def test_a_call_takes_no_longer_with_more_candidates(self) -> None:
