@@ -277,9 +277,9 @@ class BoundsMachine(RuleBasedStateMachine):
         for other in self.writers:
             other.quota.flush()
         writer.quota.count(lambda: machine.root_bytes)
-        assert not writer.quota.count_is_due(1e9) or machine.accounts.unconfirmed
         accounts = machine.accounts
         assert accounts is not None
+        assert not writer.quota.count_is_due(1e9) or accounts.unconfirmed
         assert machine.root_bytes <= accounts.used + self.lost
         assert accounts.used <= machine.root_bytes + accounts.unconfirmed
 

@@ -21,7 +21,8 @@ from kvtier.tiers.fs._files.call import FileCall, StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
 from kvtier.tiers.fs._maintenance import maintenance, uses
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, bucket_of, new_histogram
-from kvtier.tiers.fs._maintenance.evict import ChunkScan, Evictor
+from kvtier.tiers.fs._maintenance.evict import Evictor
+from kvtier.tiers.fs._maintenance.scan import ChunkScan
 from kvtier.tiers.fs._quota import ledger
 
 pytestmark = pytest.mark.timeout(60)
@@ -606,12 +607,14 @@ async def test_an_old_epoch_frees_its_bytes_in_pieces(world, monkeypatch):
     tier = await world.open(max_bytes=2**50)
     await world.put(tier, range(40))
     await tier.reset()
-    session, freed = tier._session, []
+    session = tier._session
+    freed: list[int] = []
     removed = await anyio.to_thread.run_sync(
         Evictor(session.namespace.root_fd, session.closing).make_room, 20 * 20_480, freed.append
     )
     pieces = [nbytes for nbytes in freed if nbytes]
     assert len(pieces) >= 10
+    assert removed is not None
     assert sum(pieces) == removed.bytes >= 20 * 20_480
     assert 0 < sum(world.file(number).exists() for number in range(40)) <= 20
 

@@ -33,7 +33,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 async def fill(world: World, tier, numbers) -> list[int]:
     """Put chunks in batches of 16. Return the statuses."""
-    statuses = []
+    statuses: list[int] = []
     for first in range(0, len(numbers), 16):
         statuses += (await world.put(tier, numbers[first : first + 16])).statuses
     return statuses
