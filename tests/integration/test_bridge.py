@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
+from kvtier._core.kv_events import KVEvent
 from kvtier._core.messages import PutEnded, SlotsReady, TierDown
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
@@ -40,7 +41,7 @@ from kvtier._memory.slot_checksums import Fault, SlotChecksums
 from kvtier._memory.worker_status import StatusField, StatusTable, Unfilled, status_table_bytes
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
-from kvtier.adapters.vllm._telemetry.events import location_of
+from kvtier.adapters.vllm._telemetry.events import EventStream, location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
@@ -485,6 +486,45 @@ def test_what_a_fetch_has_found_is_told_when_vllm_can_describe_it(
 def _told(it: World) -> list[tuple[Medium, bool, str | None, set[OffloadKey]]]:
     events = it.manager.take_events()
     return [(event.medium, event.removed, event.ownership, set(event.keys)) for event in events]
+
+
+def _indexed(keys: Sequence[OffloadKey], events: Iterable[OffloadingEvent]) -> dict[str | None, int]:
+    """Return how many blocks of a prompt a router indexes, by tier; it drops a block without its parent."""
+    indexed: defaultdict[str | None, set[OffloadKey]] = defaultdict(set)
+    for event in events:
+        known = indexed[event.ownership]
+        for key in event.keys:
+            place = keys.index(key)
+            if place == 0 or keys[place - 1] in known:
+                known.add(key)
+    return {owner: len(known) for owner, known in indexed.items()}
+
+
+def test_a_router_indexes_all_of_a_prompt_after_a_restart(make: Make, tmp_path: Path) -> None:
+    before = make(files(tmp_path))
+    before.store(prompt(1, 16), before.request("a"))
+    before.settle()
+    before.manager.shutdown()
+    it = make(files(tmp_path), self_describing=True)
+    context = it.request("b")
+    assert it.find(prompt(1, 16), context) == 16
+    it.manager.prepare_load(prompt(1, 16), context)
+    assert _indexed(prompt(1, 16), it.manager.take_events()) == {"fs0": 16, None: 16}
+
+
+def test_news_of_a_child_waits_for_that_of_its_parent() -> None:
+    stream, keys = EventStream(["fs0"], self_describing=True), prompt(1, 8)
+    assert list(stream.events([KVEvent(keys[:4], 0, removed=False, found=True)])) == []
+    stream.loaded(keys)
+    late = stream.events([KVEvent(keys[4:], 0, removed=False, found=True)])
+    assert _indexed(keys, late) == {"fs0": 8}
+
+
+def test_chunks_that_were_found_are_told_once_the_engine_has_stored_them() -> None:
+    stream, keys = EventStream(["fs0"], self_describing=True), prompt(1, 4)
+    assert list(stream.events([KVEvent(keys, 0, removed=False, found=True)])) == []
+    told = stream.events([KVEvent(keys, None, removed=False)])
+    assert _indexed(keys, told) == {None: 4, "fs0": 4}
 
 
 def test_shutdown_twice_is_once_and_late_calls_do_no_harm(make: Make) -> None:

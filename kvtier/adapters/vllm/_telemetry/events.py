@@ -46,12 +46,11 @@ def allowed_tiers(wanted: TierFilter, locations: Sequence[Location]) -> frozense
 
 
 class EventStream:
-    """Turns changes into events.
+    """Turns changes into events. A parent is never told after its child.
 
-    vLLM adds the tokens, the parent and the block size to an event of a chunk that this engine has stored,
-    or that it has found in the primary tier for a request. Of a chunk that a fetch has found it knows
-    nothing before that. Where events are to describe themselves the news of such a chunk is kept back
-    until a request loads it: until then a router knows less than there is, never more.
+    vLLM adds tokens, parent and block size to the event of a chunk if this engine has stored the chunk or
+    found it in the primary tier for a request. It cannot describe a chunk that a fetch has just found. If
+    events are to describe themselves, the news of such a chunk waits until a request loads it.
     """
 
     def __init__(
@@ -60,36 +59,44 @@ class EventStream:
         self._names = names
         self._locations = locations or (_SOMEWHERE,) * len(names)
         self._self_describing = self_describing
-        self._loaded: set[OffloadKey] = set()  # since the last call of ``events``
+        self._describable: dict[OffloadKey, None] = {}  # since the last call of ``events``, parents first
         self._deferred: dict[OffloadKey, dict[int | None, None]] = {}  # the tiers, None the primary one
 
     def loaded(self, keys: Collection[OffloadKey]) -> None:
-        """Note that a request loads chunks: from now on vLLM can describe them."""
+        """Note that a request loads chunks, in the order of its prompt: from now on vLLM describes them."""
         if self._self_describing:
-            self._loaded.update(keys)
+            self._describable.update(dict.fromkeys(keys))
 
     def events(self, changes: Iterable[KVEvent]) -> Iterator[OffloadingEvent]:
-        """Yield the events of changes, in their order."""
+        """Yield the events of changes, in their order; then those that waited, in the order of prompts."""
         for change in changes:
             keys = self._publishable(change) if self._self_describing else change.keys
             if keys:
                 yield self._event(keys, change.tier, removed=change.removed)
-        if self._loaded:
-            yield from self._now_describable()
+        by_tier: dict[int | None, list[OffloadKey]] = {}
+        for key in self._describable:
+            for tier in self._deferred.pop(key, ()):
+                by_tier.setdefault(tier, []).append(key)
+        self._describable.clear()
+        for tier, keys in by_tier.items():
+            yield self._event(keys, tier, removed=False)
 
     def _publishable(self, change: KVEvent) -> Sequence[OffloadKey]:
         if change.removed:
             return [key for key in change.keys if not self._withdraw(key, change.tier)]
+        if change.tier is None and not change.found:  # stored by this engine
+            self._describable.update(dict.fromkeys(change.keys))
+            return change.keys
         keys = []
         for key in change.keys:
-            if key in self._loaded or not (change.found or key in self._deferred):
-                keys.append(key)
-            else:
+            if change.found or key in self._deferred:
                 self._deferred.setdefault(key, {})[change.tier] = None
+            else:
+                keys.append(key)
         return keys
 
     def _withdraw(self, key: OffloadKey, tier: int | None) -> bool:
-        """Return whether the news of the chunk had been kept back: then there is nothing to take back."""
+        """Take back the news of a chunk that waits; return whether there was one."""
         tiers = self._deferred.get(key)
         if tiers is None or tier not in tiers:
             return False
@@ -97,15 +104,6 @@ class EventStream:
         if not tiers:
             del self._deferred[key]
         return True
-
-    def _now_describable(self) -> Iterator[OffloadingEvent]:
-        by_tier: dict[int | None, list[OffloadKey]] = {}
-        for key in self._loaded & self._deferred.keys():
-            for tier in self._deferred.pop(key):
-                by_tier.setdefault(tier, []).append(key)
-        self._loaded.clear()
-        for tier, keys in by_tier.items():
-            yield self._event(keys, tier, removed=False)
 
     def _event(self, keys: Sequence[OffloadKey], tier: int | None, *, removed: bool) -> OffloadingEvent:
         location = _PRIMARY if tier is None else self._locations[tier]
