@@ -7,11 +7,44 @@ announced as removed first, though the tier may have them still.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtier._core.messages import Event, Removed
 from kvtier.keys import OffloadKey
+
+_MOST_REMOVED = 32_768
+
+
+class EventQueue(deque[Event]):
+    """The events of tiers on their way to the core, whose owner may sleep.
+
+    At most ``most_removed`` keys wait to be removed. A removal beyond that has no keys and concerns the whole
+    tier; while it waits, later removals of the tier add nothing to it. Any thread may append.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_removed = _MOST_REMOVED
+        self._cleared: set[int] = set()  # tiers whose removal without keys waits
+        self._removed = 0
+
+    def append(self, event: Event) -> None:
+        if isinstance(event, Removed):
+            if event.tier in self._cleared:
+                return
+            self._removed = len(event.keys) + (self._removed if self else 0)
+            if self._removed > self.most_removed:
+                self._cleared.add(event.tier)
+                event = Removed(event.tier, ())
+        super().append(event)
+
+    def popleft(self) -> Event:
+        event = super().popleft()
+        if isinstance(event, Removed):  # first: what leaves from now on counts again
+            self._cleared.discard(event.tier)
+        return event
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class TierUp(Struct, array_like=True, frozen=True, tag=4):
 
 
 class Removed(Struct, array_like=True, frozen=True, tag=5):
-    """Chunks have left a tier without having been told to: evicted, expired or set aside."""
+    """Chunks have left a tier by themselves: evicted, expired or set aside. Without keys: perhaps all."""
 
     tier: Number
     keys: Sequence[Key]

@@ -161,9 +161,17 @@ class SharedState:
             self.kv_events.stored(there, tier, found=not transfer.is_put)
 
     def announce_left(self, tier: int, keys: Keys) -> None:
-        """Announce that chunks have left a tier, whatever transfers under way will say of them."""
+        """Announce that chunks, or all where ``keys`` is empty, have left a tier.
+
+        Transfers under way announce none of them.
+        """
+        if not self.kv_events.enabled:
+            return
         gone = frozenset(keys)
         for transfer in self.transfers.values():
             if transfer.tier == tier:
-                transfer.left |= gone.intersection(transfer.keys)
-        self.kv_events.removed(keys, tier)
+                transfer.left |= gone.intersection(transfer.keys) if keys else frozenset(transfer.keys)
+        if keys:
+            self.kv_events.removed(keys, tier)
+        else:
+            self.kv_events.clear(tier)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import anyio
 import anyio.abc
 
+from kvtier._core.kv_events import EventQueue
 from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, TierDown, Touch
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
@@ -155,7 +156,7 @@ class ExecutorThread:
     """
 
     def __init__(self, make: Callable[[Post], Executor]) -> None:
-        self.events: deque[Event] = deque()  # to be taken from the left
+        self.events = EventQueue()  # to be taken from the left
         self.activity: Sequence[TierActivity] = ()  # of each tier, in the core's order, from the start on
         self._make = make
         self._inbox: deque[Sequence[Command]] = deque()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtier import _reasons as reasons
-from kvtier._core.messages import Answer, Event, Get, GetEnded, Put, PutEnded, Removed, TierDown, TierUp
+from kvtier._core.kv_events import EventQueue
+from kvtier._core.messages import Answer, Get, GetEnded, Put, PutEnded, Removed, TierDown, TierUp
 from kvtier._execution.executor import NamedTier, TierActivity
 from kvtier._isolation import wire
 from kvtier._isolation.link import Link
@@ -32,7 +32,7 @@ class MessageDecoder:
 
     def __init__(self, tiers: Sequence[NamedTier], on_started: Callable[[], object]) -> None:
         self._on_started = on_started
-        self.events: deque[Event] = deque()
+        self.events = EventQueue()
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
         self._up: set[int] = set()
         self._reasons = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]

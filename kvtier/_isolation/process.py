@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -23,7 +22,7 @@ from math import inf
 
 from msgspec import convert
 
-from kvtier._core.messages import Command, Event, Get, ProcessEnded, Put, Reset, TierDown
+from kvtier._core.messages import Command, Get, ProcessEnded, Put, Reset, TierDown
 from kvtier._core.tiers.backoff import Backoff, RandomSource
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, ExecutorThread, NamedTier, failure_of
 from kvtier._identity import Identity
@@ -101,7 +100,7 @@ class ExecutorProcess:
         region.fileno()  # raises where there is none
         self._slot_checksums = slot_checksums
         self._decoder = MessageDecoder(tiers, self._decide_first_start)
-        self.events: deque[Event] = self._decoder.events
+        self.events = self._decoder.events
         self.activity = self._decoder.activity
         self._settings = [TierSettings.of(named) for named in tiers]
         self._identity = identity

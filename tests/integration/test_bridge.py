@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as connector_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -30,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.kv_events import KVEvent
-from kvtier._core.messages import PutEnded, SlotsReady, TierDown
+from kvtier._core.messages import PutEnded, Removed, SlotsReady, TierDown
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
@@ -39,7 +40,7 @@ from kvtier._identity import Identity
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import Fault, SlotChecksums
 from kvtier._memory.worker_status import StatusField, StatusTable, Unfilled, status_table_bytes
-from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH
+from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, limit_refusals
 from kvtier.adapters.vllm._manager import KVTierManager, Slots
 from kvtier.adapters.vllm._telemetry.events import EventStream, location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
@@ -98,7 +99,7 @@ class World:
         clock: Callable[[], float] = time.monotonic,
         steps_ahead: int = 2,
         self_describing: bool = False,
-        repeats_stores: bool = True,
+        kv_events: bool = True,
         workers: StatusTable | None = None,
         explainer: Explainer | None = None,
         addresses: Mapping[int, str] = MappingProxyType({}),
@@ -110,7 +111,7 @@ class World:
             )
             for name, tier in zip(names, tiers, strict=True)
         ]
-        self.core = Tiering(LRU(), gates, limits or Limits(), track_kv_events=True)
+        self.core = Tiering(LRU(), gates, limits or Limits(), track_kv_events=kv_events)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
         self.slot_checksums = SlotChecksums.private(self.region, 1.0, CHUNK_BYTES)
         named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
@@ -130,7 +131,6 @@ class World:
             self.thread,
             published,
             steps_ahead=steps_ahead,
-            repeats_stores=repeats_stores,
             explainer=explainer,
             addresses=addresses,
             clock=clock,
@@ -227,19 +227,36 @@ def make() -> Iterator[Callable[..., World]]:
 Make = Callable[..., World]
 
 
-@pytest.mark.parametrize("repeats", [True, False])
-def test_what_finds_no_room_is_offered_again_only_where_it_will_be_the_same(
-    make: Make, repeats: bool
-) -> None:
-    it = make(slots=2, repeats_stores=repeats)
+def test_chunks_that_find_no_room_are_offered_again(make: Make) -> None:
+    it = make(slots=2)
     context = it.request("a")
     under_way = it.manager.prepare_store(prompt(1, 2), context)
     assert under_way is not None
-    refused = it.manager.prepare_store(prompt(2, 2), context)
-    assert (refused is None) is repeats
-    assert refused is None or (refused.keys_to_store, slots_of(refused.store_spec)) == ([], [])
+    assert it.manager.prepare_store(prompt(2, 2), context) is None
     it.manager.complete_store(under_way.keys_to_store, context)
     it.check_idle()
+
+
+def test_vllm_logs_refused_stores_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    limit_refusals()
+    limit_refusals()
+    vllms = connector_scheduler.logger
+    vllms.addHandler(caplog.handler)
+    try:
+        for step in range(600):
+            vllms.warning("Request %s: cannot store chunks", step)
+        vllms.warning("another line")
+    finally:
+        vllms.removeHandler(caplog.handler)
+    assert len({line for line in caplog.messages if "cannot store" in line}) <= 1
+    assert "another line" in caplog.messages
+
+
+def test_removals_wait_for_no_one_where_events_are_off(make: Make) -> None:
+    it = make(dummy(), kv_events=False)
+    for key in prompt(1, 1000):
+        it.thread.events.append(Removed(0, [key]))
+    assert not any(event.keys for event in it.thread.events if isinstance(event, Removed))
 
 
 def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
@@ -505,7 +522,7 @@ def test_a_router_indexes_all_of_a_prompt_after_a_restart(make: Make, tmp_path: 
     before.store(prompt(1, 16), before.request("a"))
     before.settle()
     before.manager.shutdown()
-    it = make(files(tmp_path), self_describing=True)
+    it = make(files(tmp_path), slots=64, self_describing=True)
     context = it.request("b")
     assert it.find(prompt(1, 16), context) == 16
     it.manager.prepare_load(prompt(1, 16), context)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import vllm
 
 from kvtier._log import GuardedLogger
+from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,6 +82,7 @@ refuse_too_old(vllm.__version__)
 
 from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as connector_scheduler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec  # noqa: E402
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext  # noqa: E402
@@ -93,6 +97,28 @@ except ModuleNotFoundError:
         HOST = "host"
         DISK = "disk"
         EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+class _FewRefusals(logging.Filter):
+    """Limits a line that vLLM writes in each step for each request whose chunks find no room."""
+
+    _limit = LogLimit(60.0)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "cannot store chunks" not in str(record.msg):
+            return True
+        if (suffix := self._limit.allow("", time.monotonic())) is None:
+            return False
+        record.msg = f"{record.msg}{suffix}"
+        return True
+
+
+_few_refusals = _FewRefusals()
+
+
+def limit_refusals() -> None:
+    """Let vLLM log only once a minute that chunks find no room; kvtier counts them all."""
+    connector_scheduler.logger.addFilter(_few_refusals)
 
 
 REPORTS_RESET_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")

@@ -101,8 +101,6 @@ class KVTierManager(OffloadingManager):
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
         names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
         is_blind: whether other connectors may write to blocks without a word to vLLM's connector.
-        repeats_stores: whether vLLM may offer again, in later steps, what found no room. The first blocks
-            of a window's chunk may have been freed by then, without notice.
     """
 
     def __init__(
@@ -117,7 +115,6 @@ class KVTierManager(OffloadingManager):
         on_shutdown: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
-        repeats_stores: bool = True,
         steps: StepMeter | None = None,
         explainer: Explainer | None = None,
         names_resumed: bool = False,
@@ -140,9 +137,10 @@ class KVTierManager(OffloadingManager):
         self._steps_ahead = steps_ahead
         self._on_shutdown = on_shutdown
         self._drain_s = drain_s
-        self._repeats_stores = repeats_stores
         self._steps = steps
         self._events = executor.events
+        if not core.shared.kv_events.enabled:
+            self._events.most_removed = 0
         self._explainer = explainer or Explainer(self._published.names, clock=clock)
         self._explainer.traces = self._driver.traces
         self._hints = ClientHints(core.retention, core.prefetches, clock)
@@ -296,7 +294,7 @@ class KVTierManager(OffloadingManager):
         if request is not None:  # vLLM's first model runner names no request that resumes after a preemption
             self._core.scheduled(request)
         may_store = self._old_blocks.may_store(req_context.req_id)
-        if may_store is None and self._repeats_stores:
+        if may_store is None:
             return None
         refusal = self._core.refusal or (None if may_store else "reset")
         if refusal := refusal or (None if request is None else request.no_store):
@@ -308,11 +306,9 @@ class KVTierManager(OffloadingManager):
         reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
-        if reservation is None and self._repeats_stores:
+        if reservation is None:
             return None
         self._hints.stored(req_context.req_id, keys)
-        if reservation is None:
-            return _nothing_stored()
         stored = list(reservation.keys)
         if stored:
             self._stores[stored[0]] = reservation

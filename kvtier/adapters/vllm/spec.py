@@ -18,6 +18,7 @@ from kvtier.adapters.vllm._compat import (
     CacheHitSource,
     EngineContext,
     engine_context,
+    limit_refusals,
     outer_connector,
     warn_if_untested,
 )
@@ -103,6 +104,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _make_manager(self) -> KVTierManager:
         warn_if_untested()
+        limit_refusals()
         if self._is_blind:
             logger.warning(
                 "nothing is stored: OffloadingConnector does not know the blocks that the other connectors "
@@ -133,7 +135,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
             addresses=_addresses(tiers),
             steps_ahead=self._engine.steps_ahead,
             slot_checksums=slot_checksums,
-            repeats_stores=not windowed or self.config.cache.blocks_per_chunk == 1,
             steps=self._step_meter(core, chunk_tokens, windowed),
             explainer=Explainer(self._settings.tier_names, chunk_tokens, self._settings.explain_rate),
             names_resumed=self._engine.vllm_config.use_v2_model_runner,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.kv_events import KVEvent, KVEventLog
-from kvtier._core.messages import PutEnded, SlotsReady, Touch
+from kvtier._core.kv_events import EventQueue, KVEvent, KVEventLog
+from kvtier._core.messages import PutEnded, Removed, SlotsReady, Touch
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestEvent
 from kvtier._core.tiering import Tiering
@@ -21,6 +21,7 @@ from tests.unit.core.world import (
     ask_all,
     keys,
     make,
+    put_ends,
     puts,
     reserve,
     step,
@@ -134,6 +135,27 @@ def test_tiers_learn_once_a_round_what_was_loaded_without_them() -> None:
 
 
 # --- announcements -------------------------------------------------------------------------------
+
+
+def test_removals_beyond_the_bound_withdraw_all_of_the_tier() -> None:
+    core, prompt, queue = make(16, 2), keys("a", 4), EventQueue()
+    queue.most_removed = 2
+    store(core, prompt)
+    under_way = puts(core, keys("b", 2))
+    core.take_kv_events()
+    for key in keys("c", 100):
+        queue.append(Removed(0, [key]))
+    assert len(queue) == 3
+    while queue:
+        core.on_event(queue.popleft(), 0.0)
+    for put in under_way:
+        put_ends(core, put)
+    assert core.take_kv_events() == [
+        KVEvent(tuple(prompt), 0, removed=True),
+        KVEvent(tuple(keys("b", 2)), 1, removed=False),
+    ]
+    queue.append(Removed(0, prompt[:1]))
+    assert [event.keys for event in queue if isinstance(event, Removed)] == [prompt[:1]]
 
 
 def test_what_a_fetch_finds_is_announced_as_found_and_what_it_misses_is_removed() -> None:
