@@ -1,8 +1,8 @@
 """Which chunks have become available where, or have left, for the publisher of KV events.
 
-A subscriber never believes more than what is there. Each chunk of a secondary tier is announced once and
-removed once. What was announced is remembered, within a bound: when that is reached the oldest chunks are
-announced as removed first, though the tier may have them still.
+A subscriber never overestimates a tier. Each chunk of a secondary tier is announced once and removed once.
+Announced chunks are remembered, up to a limit. Beyond it the oldest ones are announced as removed, though the
+tier may still have them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EventQueue(deque[Event]):
 
     def popleft(self) -> Event:
         event = super().popleft()
-        if isinstance(event, Removed):  # first: what leaves from now on counts again
+        if isinstance(event, Removed):  # first: later removals count again
             self._cleared.discard(event.tier)
         return event
 

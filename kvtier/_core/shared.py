@@ -163,7 +163,7 @@ class SharedState:
     def announce_left(self, tier: int, keys: Keys) -> None:
         """Announce that chunks, or all where ``keys`` is empty, have left a tier.
 
-        Transfers under way announce none of them.
+        Transfers in flight do not announce them.
         """
         if not self.kv_events.enabled:
             return

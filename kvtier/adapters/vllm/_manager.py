@@ -178,7 +178,7 @@ class KVTierManager(OffloadingManager):
         return _OF_ALL_CHUNKS if needs_all else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """See vLLM. Copies of the request can still be under way."""
+        """See vLLM. Copies of the request can still be in flight."""
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
@@ -284,7 +284,7 @@ class KVTierManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """See vLLM. Where room is short a prefix is accepted; where there is none, None: not now.
+        """See vLLM. If room is short a prefix is accepted. Without room the answer is None: not now.
 
         Nothing is stored while blocks may hold what they do not say: see ``OldBlocks`` and ``no_store``.
         """
@@ -301,7 +301,7 @@ class KVTierManager(OffloadingManager):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             return _nothing_stored()
         keys = list(keys)
-        if request is not None:  # else it has ended, and nobody would tell so again
+        if request is not None:  # an ended request would never be forgotten
             self._old_blocks.has_blocks(req_context.req_id)
         reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
@@ -423,7 +423,7 @@ class KVTierManager(OffloadingManager):
         return self._published.take_events()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """See vLLM. Asked at the end of each step; None where nothing has changed."""
+        """See vLLM. Asked at the end of each step; None if nothing has changed."""
         if self._steps is not None:
             self._steps.end()
         return self._published.take_stats()

@@ -37,7 +37,7 @@ def location_of(tier: SecondaryTier[Any]) -> Location:
 def allowed_tiers(wanted: TierFilter, locations: Sequence[Location]) -> frozenset[int] | None:
     """Return the tiers that a request's filter allows; None for all of them.
 
-    The primary tier is not filtered: what is there is a hit, wherever it came from.
+    The primary tier is not filtered: each of its chunks is a hit, wherever it came from.
     """
     if wanted is TierFilter.ALL:
         return None
