@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 NO_KEY = OffloadKey(b"")
 LOW, DEFAULT, HIGHEST = 0, 1, 3  # priorities
 NO_RUN = Run()
-_place_of = attrgetter("place")
+_run_of, _place_of = attrgetter("run"), attrgetter("place")
 _FILLING, _READY = ChunkState.FILLING, ChunkState.READY
 _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that this is allowed in
 
@@ -175,10 +176,7 @@ class ChunkTable:
 
     def _add_candidates(self, chunks: list[Chunk], *, used: bool) -> None:
         """Tell the orders which chunks may be evicted, those of each run in the order of its prompt."""
-        runs: dict[Run, list[Chunk]] = {}
-        for chunk in chunks:
-            runs.setdefault(chunk.run, []).append(chunk)
-        for run, part in runs.items():
+        for run, part in groupby(chunks, _run_of):
             keys = [chunk.key for chunk in sorted(part, key=_place_of)]
             self._call_each(keys, lambda order, keys, run=run: order.add_run(run, keys, used=used))
 
@@ -190,7 +188,8 @@ class ChunkTable:
         moved = [chunk for chunk in used if not chunk.pins and chunk.run is not run]
         self.pin(moved)
         for index, chunk in enumerate(used, self.uses):
-            chunk.run, chunk.place = run, places.get(chunk.key, index)
+            chunk.run = run
+            chunk.place = places.get(chunk.key, index) if places else index
         self.unpin(moved)
 
     def _place(self, key: OffloadKey) -> int:

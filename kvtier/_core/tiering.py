@@ -417,8 +417,8 @@ class Tiering:
     def _use_prompt(self, request: Request) -> None:
         """Note that a request uses all chunks of its prompt, those too that the device had."""
         visible, run = self._visible, request.run
-        chunks = [visible[key] for key in request.places if key in visible]
-        self.table.use([chunk for chunk in chunks if chunk.run is not run], run, request.places)
+        found = [chunk for key in request.places if (chunk := visible.get(key)) and chunk.run is not run]
+        self.table.use(found, run, request.places)
 
     # --- what happened, what to do ----------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import islice, takewhile
+from itertools import groupby, islice, takewhile
 from typing import TypeVar
 
 from kvtier.keys import OffloadKey
@@ -33,7 +33,10 @@ class PartOfRun:
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """Add keys in the order of the prompt."""
-        if self.keys and self._is_sorted:
+        if not self.keys:
+            self.keys, self._is_sorted = dict.fromkeys(keys), True
+            return
+        if self._is_sorted:
             place = self.run.place
             self._is_sorted = place(next(reversed(self.keys))) <= place(keys[0])
         self.keys.update(dict.fromkeys(keys))
@@ -101,14 +104,18 @@ class AgedKeys:
                 self._ages = [(part.run.time, number) for number, part in self._parts.items()]
                 heapify(self._ages)
         part.add(keys)
-        self._homes.update(dict.fromkeys(keys, run.number))
+        homes, number = self._homes, run.number
+        for key in keys:
+            homes[key] = number
 
-    def remove(self, key: OffloadKey) -> None:
-        number = self._homes.pop(key)
-        part = self._parts[number]
-        del part.keys[key]
-        if not part.keys:
-            del self._parts[number]
+    def remove(self, keys: Iterable[OffloadKey]) -> None:
+        """Remove keys; each of them is there."""
+        for number, those in groupby(keys, self._homes.pop):
+            left = self._parts[number].keys
+            for key in those:
+                del left[key]
+            if not left:
+                del self._parts[number]
 
     def oldest(self) -> Run:
         """Return the run that was used least recently; there is a key."""

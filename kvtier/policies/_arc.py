@@ -71,10 +71,11 @@ class ARC(EvictionPolicy):
             del frequent[key]
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            home = self._recent if key in self._recent else self._frequent
-            home.remove(key)
-            self._pinned[key] = home
+        recent = [key for key in keys if key in self._recent]
+        frequent = [key for key in keys if key in self._frequent]
+        for home, those in ((self._recent, recent), (self._frequent, frequent)):
+            home.remove(those)
+            self._pinned.update(dict.fromkeys(those, home))
 
     def evict(self, count: int) -> list[OffloadKey]:
         recent, frequent = self._recent, self._frequent

@@ -25,9 +25,7 @@ class LRU(EvictionPolicy):
         self._order.add(run, keys)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        remove = self._order.remove
-        for key in keys:
-            remove(key)
+        self._order.remove(keys)
 
     def evict(self, count: int) -> list[OffloadKey]:
         return self._order.pop_oldest(count)
