@@ -133,9 +133,10 @@ class Holds:
             table.unpin(other.held)
         self._shared.evict(count)
         for other in behind:
-            other.held = {chunk: when for chunk, when in other.held.items() if chunk.state is _READY}
-            other.answers_stand = False
-            table.pin(other.held)
+            left = {chunk: when for chunk, when in other.held.items() if chunk.state is _READY}
+            other.answers_stand = other.answers_stand and len(left) == len(other.held)
+            other.held = left
+            table.pin(left)
         self.free_budget(list(promoting))
 
     def evict_to_reserve(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 
 from kvtier._core.promotion.gets import Gets
 from kvtier._core.promotion.holds import Holds
@@ -169,6 +170,6 @@ class TierOrder:
 def _by_tier(keys: Keys, located: dict[OffloadKey, int]) -> list[tuple[int, list[OffloadKey]]]:
     """Return the tiers that keys are in, and which they are, in the tiers' order."""
     by_tier: dict[int, list[OffloadKey]] = {}
-    for key in keys:
-        by_tier.setdefault(located[key], []).append(key)
+    for tier, found in groupby(keys, located.__getitem__):
+        by_tier.setdefault(tier, []).extend(found)
     return sorted(by_tier.items())

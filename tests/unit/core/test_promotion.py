@@ -157,6 +157,8 @@ def test_slots_that_others_hold_make_way_for_the_first_in_line() -> None:
     assert answer(core, waits, [LOCATED] * 3) == [], "all slots are held"
     (turn,) = step(core, first, keys("mine", 3))
     assert len(turn.slots) == 3
+    again = [core.repeat_answer(keys("old")[0], request) for request in (second, third)]
+    assert again == [RETRY, None], "only a request that lost a chunk is asked for all its keys again"
     assert ask(core, second, keys("old", 1)) == [HIT], "who comes last loses first"
     assert ask(core, third, keys("old", 4)) == [HIT, RETRY, RETRY, RETRY]
 
