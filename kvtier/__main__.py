@@ -10,7 +10,7 @@ _INTERRUPTED = 130  # as a shell does
 
 
 def main() -> None:
-    """Run the command line. Whatever interrupts it, imports included, no traceback is shown."""
+    """Run the command line. No interruption, even during imports, shows a traceback."""
     try:
         from kvtier._cli.main import main as run
 
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """Write out what is buffered. Its reader may be gone, or its disk full; that is no traceback."""
+    """Flush buffered output. If its reader is gone or the disk full, no traceback is shown."""
     is_lost = False
     for stream in (sys.stdout, sys.stderr):
         try:

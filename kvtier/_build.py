@@ -25,7 +25,7 @@ from kvtier.tiers._base import TierConfig
 
 logger = GuardedLogger("kvtier.executor")
 
-_LEAST_CHUNKS = 4  # with less room a tier refuses every put
+_LEAST_CHUNKS = 4  # with fewer chunks a tier refuses every put
 
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches
@@ -62,7 +62,7 @@ def make_core(
 
 
 def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: int) -> TierStatus:
-    """Make what the core knows of a tier with these settings; ``remembered``: see ``WriteAdmission``."""
+    """Make the core's status of a tier with these settings; ``remembered``: see ``WriteAdmission``."""
     max_bytes = getattr(tier, "max_bytes", None)
     if max_bytes is not None and max_bytes < _LEAST_CHUNKS * chunk_bytes:
         needed = f"{_LEAST_CHUNKS} chunks of {chunk_bytes} bytes"
@@ -123,7 +123,7 @@ def _process_maker(
     region: Region,
     slot_checksums: SlotChecksums | None,
 ) -> Callable[..., ExecutorProcess]:
-    """Return what makes the tier process; it may be given ``notify``."""
+    """Return a function that makes the tier process; it may be given ``notify``."""
     return partial(
         ExecutorProcess,
         tiers,

@@ -234,7 +234,7 @@ class TieringConfig(Settings):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """The tiers' names in logs and metrics: ``name`` where set, else the type, ``<type>-2`` ..."""
+        """The tiers' names in logs and metrics: ``name`` if set, else the type, ``<type>-2`` ..."""
         taken = {tier.name for tier in self.secondary_tiers}
         names: list[str] = []
         for tier in self.secondary_tiers:

@@ -1,8 +1,8 @@
 """Descriptors and memory that end with this process, although it has forked.
 
 A forked child shares its parent's open files, so a ``flock`` of the parent, or its end of a socket, would
-live on in the child and tell others that the parent is alive. ``O_CLOEXEC`` helps only where the child
-executes another program.
+live on in the child and suggest that the parent is alive. ``O_CLOEXEC`` helps only if the child executes
+another program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def keep_fd_from_children(fd: int) -> None:
     """Replace this file, duplicates included, by ``/dev/null`` in children forked from now on.
 
     It may be closed at any time, by any means. The number stays in use in the child, so that a second close
-    there closes nothing else.
+    there cannot hit another file.
     """
     _alone[fd] = _name(fd)
 
@@ -43,13 +43,13 @@ def keep_fd_from_children(fd: int) -> None:
 def keep_memory_from_children(mapping: mmap.mmap, address: int) -> None:
     """Replace a mapping by reserved, inaccessible addresses in children forked from now on.
 
-    The child maps nothing else at these addresses, and may still unmap them.
+    The child maps no other memory at these addresses, and may still unmap them.
     """
     _detached[mapping] = address
 
 
 def _name(fd: int) -> str:
-    """Return what distinguishes this file from a later one with its number; asks no file system."""
+    """Return a name that differs for a later file with the same number; asks no file system."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}").removesuffix(_DELETED)
     except OSError:

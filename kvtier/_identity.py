@@ -123,11 +123,7 @@ class Identity:
         return f"{readable[:48] or 'model'}_{self.digest.hex()[:16]}"
 
     def require(self, manifest: str, where: str) -> None:
-        """Raise IdentityError unless the manifest of stored chunks describes this identity.
-
-        Raises:
-            IdentityError: the manifest is not JSON, or its fields differ; the message lists which.
-        """
+        """Raise IdentityError if a manifest of stored chunks is not JSON or differs; the message tells how."""
         try:
             found = differences(json.loads(manifest), dict(self.fields))
         except (ValueError, RecursionError) as error:
@@ -140,7 +136,7 @@ class Identity:
 
 
 def _listed(lines: Sequence[str]) -> str:
-    """Join differences to one message, which stays readable whatever was found."""
+    """Join differences to one message of bounded length."""
     shown = [line if len(line) <= _LINE else f"{line[:_LINE]}..." for line in lines[:_LINES]]
     more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     text = "; ".join(shown + more)
@@ -161,7 +157,7 @@ _ABSENT: Final = object()
 
 
 def differences(one: object, other: object, path: str = "") -> list[Difference]:
-    """Return what differs between two canonical values, mappings compared name by name."""
+    """Return the differences of two canonical values, with mappings compared name by name."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return [
             found

@@ -1,4 +1,4 @@
-"""The logger of all of kvtier: no line of it raises."""
+"""The logger of kvtier: no line of it raises."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ _reporter = logging.Handler()
 
 
 class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
-    """Writes to a logger. A handler that raises, such as on a full disk, costs the line and nothing else.
+    """Writes to the logger ``name``. A handler that raises, such as on a full disk, loses only the line.
 
-    Lost lines are reported on standard error, as those are that handlers lose themselves
+    Lost lines are reported on standard error, like those that handlers lose themselves
     (``logging.raiseExceptions``).
-
-    Args:
-        name: of the logger.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name), {})
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line is our caller's
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line belongs to our caller
         try:
             super().log(level, msg, *args, **kwargs)
         except Exception:

@@ -80,7 +80,7 @@ def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
 
 
 def load_object(group: Group, name: str, field: str) -> object:
-    """Import what one plug-in names, and no other plug-in. Raises as ``load`` does, and checks no class."""
+    """Import the object of one plug-in, and no other plug-in. Raises as ``load`` does; checks no class."""
     entry, *others = require(group, name, field)
     if others:
         what = f"the name is claimed {1 + len(others)} times; uninstall all but one of them"

@@ -81,12 +81,12 @@ def _models() -> tuple[dict[str, type[TierConfig]], list[str]]:
 
 
 def _definitions(name: str, model: type[TierConfig]) -> dict[str, Schema]:
-    """One tier's schema and what it refers to, under names that no other tier's can clash with."""
+    """Return one tier's schema and its references, under names that are unique to the tier."""
     own = model.model_json_schema(ref_template=f"#/$defs/tier-{name}-{{model}}")
     inner = own.pop("$defs", {})
     own["properties"]["type"] = {**own["properties"]["type"], "const": name}
     own["properties"]["type"].pop("default", None)
-    own["required"] = sorted({*own.get("required", ()), "type"})  # even where the model has a default
+    own["required"] = sorted({*own.get("required", ()), "type"})  # even if the model has a default
     return {f"tier-{name}": own, **{f"tier-{name}-{key}": value for key, value in inner.items()}}
 
 

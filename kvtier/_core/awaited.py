@@ -1,8 +1,8 @@
 """Requests that wait for chunks that no tier has yet, because another engine still computes or stores them.
 
-Such a chunk is no miss until the request's time is over: tiers are asked for it again, after pauses that grow
-with the time since the last arrival.
-``Wait`` is what one request waits for. ``kvtier._core.promotion.waits`` asks the tiers, for all of them.
+Such a chunk is no miss until the request's time is over. Tiers are asked for it again, after pauses that grow
+with the time since the last arrival. ``Wait`` is the state of one request. ``kvtier._core.promotion.waits``
+asks the tiers for all requests.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from math import inf
 from kvtier.keys import OffloadKey
 
 FIRST_PAUSE_S = 0.02
-"""Seconds, at least, from an answer that a chunk is nowhere to the next question."""
+"""Least seconds between an answer that a chunk is nowhere and the next question."""
 
 LONGEST_PAUSE_S = 0.25
 
 PAUSE_SHARE = 1 / 8
-"""The same, as a share of the time since the last arrival: the next one is noticed so much late at most."""
+"""The same, as a share of the time since the last arrival: it bounds how late the next arrival is noticed."""
 
 FEW_KEYS = 8
-"""Chunks that are asked for again at once: the first ones. Those behind them are of no use without them."""
+"""Chunks asked for again at once: the first ones. Later chunks are of no use without them."""
 
 MOST_KEYS = 64
-"""The same, directly after an arrival: there may be more by now."""
+"""The same, directly after an arrival, when more chunks are likely to be there."""
 
 LAST_S = 1.0
-"""Seconds from the end of a request's time within which tiers can be asked for the last time."""
+"""Seconds after the end of a request's time within which tiers can be asked for the last time."""
 
 
 class Wait:
-    """What one request waits for, ``longest_s`` seconds from when it is deferred first."""
+    """The wait of one request. It lasts ``longest_s`` seconds from the first chunk that is deferred."""
 
     __slots__ = (
         "_confirmed",
@@ -52,28 +52,28 @@ class Wait:
     )
 
     def __init__(self, longest_s: float) -> None:
-        self.until_s: float | None = None  # when its time is over; None before it has begun
-        self.keys: dict[OffloadKey, None] = {}  # no tier had these; in the order of the request's questions
+        self.until_s: float | None = None  # when its time is over; None before it begins
+        self.keys: dict[OffloadKey, None] = {}  # keys that no tier had, in the order of the request's lookups
         self.again_s = inf  # when tiers are to be asked for them again; infinite while they are
-        self.has_news = True  # there was an answer, or a question, since the last ``update``
-        self.has_waited = False  # whether ``keys`` ever had some
-        self.outcome = ""  # a word of ``reasons.WAITS``; empty before the end, and where all arrived
-        self.leading = 0  # chunks of the request's last scan that were there, and are not held for it
+        self.has_news = True  # an answer or a question came since the last ``update``
+        self.has_waited = False  # ``keys`` was not empty at some time
+        self.outcome = ""  # a word of ``reasons.WAITS``; empty before the end, and if all arrived
+        self.leading = 0  # chunks found by the request's last scan and not held for it
         self.promoted: set[OffloadKey] = set()  # promoted while it waits; again at the end if evicted since
         self._longest_s = longest_s
-        self._news_s = 0.0  # when it began, or something arrived
+        self._news_s = 0.0  # when it began, or the last chunk arrived
         self._most = FEW_KEYS
         self._wanted: Collection[OffloadKey] = ()
-        self._confirmed: set[OffloadKey] = set()  # a tier was asked, and does not have them
-        self._failed: set[OffloadKey] = set()  # a tier could not say, or not give them
+        self._confirmed: set[OffloadKey] = set()  # a tier was asked and lacks them
+        self._failed: set[OffloadKey] = set()  # a tier failed to answer, or to return them
 
     @property
     def ends_s(self) -> float:
-        """When it ends even if no tier could be asked for the last time."""
+        """Return when it ends even if no tier could be asked for the last time."""
         return -inf if self.until_s is None else self.until_s + LAST_S
 
     def begin(self, now_s: float) -> None:
-        """Start its time, unless it has begun before."""
+        """Start its time, unless it has started."""
         if self.until_s is None:
             self.until_s, self._news_s = now_s + self._longest_s, now_s
 
@@ -90,7 +90,7 @@ class Wait:
         failed: bool,
         is_news: bool = True,
     ) -> None:
-        """Note what a tier that was asked for ``keys`` said. What one tier failed at is not waited for."""
+        """Note a tier's answer for ``keys``. Chunks that a tier failed to return are not awaited."""
         self.has_news = self.has_news or is_news
         self.postpone(now_s)
         if failed:
@@ -100,9 +100,9 @@ class Wait:
             self._confirmed.update(key for key in missing if key in self._wanted and key not in self._failed)
 
     def take(self, keys: Sequence[OffloadKey], now_s: float) -> list[OffloadKey]:
-        """Wait for those of ``keys`` that are worth it: tiers say that they lack them; return the others.
+        """Wait for the ``keys`` that tiers report missing; return the others.
 
-        It ends where a chunk that was waited for is not worth it any more: the prompt has a gap there.
+        If the others include an awaited key, the wait ends and all keys return: the prompt has a gap there.
         """
         is_over = self.is_over(now_s)
         awaited = dict.fromkeys(key for key in keys if not is_over and key in self._confirmed)
@@ -126,7 +126,7 @@ class Wait:
         found: Sequence[Collection[OffloadKey]],
         now_s: float,
     ) -> None:
-        """Wait no longer for what was found, is not wanted any more, or comes behind what is absent."""
+        """Drop keys that were found, are no longer wanted, or follow an absent one."""
         self.has_news = False
         self._wanted = frozenset(wanted)
         left: dict[OffloadKey, None] = {}
@@ -142,20 +142,19 @@ class Wait:
         self.keys = left
 
     def ask_again(self) -> list[OffloadKey]:
-        """Return the chunks that tiers are to be asked for now. ``postpone`` if none can be."""
+        """Return the chunks to ask tiers for now. Call ``postpone`` if no tier can be asked."""
         self._most, most = FEW_KEYS, self._most
         self.again_s = inf
         return list(islice(self.keys, most))
 
     def postpone(self, now_s: float) -> None:
-        """Put the next question off by a pause, or to the end of the time where that is earlier."""
+        """Delay the next question by a pause, or to the end of the time if that is earlier."""
         pause_s = PAUSE_SHARE * (now_s - self._news_s)
         self.again_s = now_s + min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause_s))
         if self.until_s is not None and now_s < self.until_s:
             self.again_s = min(self.again_s, self.until_s)
 
     def give_up(self, now_s: float) -> list[OffloadKey]:
-        """End it; return what it was for."""
         left, self.keys = list(self.keys), {}
         if left:
             self.outcome = "in_vain" if self.is_over(now_s) else "gave_up"

@@ -18,7 +18,7 @@ class Cascades:
 
     def __init__(self, shared: SharedState) -> None:
         self.reused: dict[OffloadKey, None] = {}  # loaded from the primary tier since ``follow_reuse``
-        self.offered_again: dict[OffloadKey, None] = {}  # offered since then, and there already
+        self.offered_again: dict[OffloadKey, None] = {}  # offered since then, already there
         self._shared = shared
 
     def put_stored(self, chunks: Sequence[Chunk], now_s: float) -> list[Chunk]:
@@ -36,7 +36,7 @@ class Cascades:
         return ready
 
     def backfill(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Put promoted chunks into the tiers before the one that had them: these are asked first."""
+        """Put promoted chunks into the tiers before the one that had them: lookups ask these first."""
         ready = [chunk for chunk in chunks if chunk.state is _READY and chunk.origin]
         if ready:
             counts = self._shared.counts
@@ -46,13 +46,13 @@ class Cascades:
                 self._put(tier, part, now_s)
 
     def offer_again(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that chunks are offered of which some are there already, where a tier was not given all."""
+        """Note chunks that are offered again, if a tier was not given all chunks."""
         if any(status.writes.is_selective for status in self._shared.tiers):
             visible = self._shared.table.visible
             self.offered_again.update((key, None) for key in keys if key in visible)
 
     def follow_reuse(self, now_s: float) -> None:
-        """Tell the tiers what was used again, and put what they were not given before."""
+        """Tell the tiers which chunks were used again, and put those that they were not given before."""
         loaded, again = list(self.reused), {**self.reused, **self.offered_again}
         self.reused.clear()
         self.offered_again.clear()
@@ -71,13 +71,13 @@ class Cascades:
         self.offered_again.update((chunk.key, None) for chunk in there if chunk.state is ChunkState.FILLING)
 
     def put_ended(self, event: PutEnded, now_s: float) -> Sequence[Chunk]:
-        """Process the end of a put, and return the chunks that it no longer pins."""
+        """Process the end of a put; return the chunks that it no longer pins."""
         shared = self._shared
         transfer, _ = shared.end(event, now_s)
         status = shared.tiers[transfer.tier]
         status.backlog -= len(transfer.chunks)
         if event.seconds and event.health in (TransferHealth.GOOD, TransferHealth.LATE):
-            status.pressure.put_ended(len(transfer.chunks), event.seconds)  # not those that failed at once
+            status.pressure.put_ended(len(transfer.chunks), event.seconds)  # failures at once do not count
         shared.counts["put", status.name] += sum(event.kept)
         status.writes.skip(key for key, is_kept in zip(transfer.keys, event.kept, strict=True) if not is_kept)
         if status.writes.kept(sum(event.kept)):
@@ -99,7 +99,7 @@ class Cascades:
         reused: bool,
         is_new: bool = True,
     ) -> list[tuple[int, Sequence[Chunk]]]:
-        """Return which of the tiers are given which of the chunks; what ``is_new`` and is not is counted."""
+        """Return the chunks to put, per tier; count those of new chunks that a tier does not get."""
         admitted = []
         shared, statuses, counts = self._shared, self._shared.tiers, self._shared.counts
         most = max(1, int(len(shared.table.all) * shared.limits.put_backlog))
@@ -111,7 +111,7 @@ class Cascades:
                 counts["put_dropped", status.name, reason] += count
             if not chosen:
                 continue
-            share = max(1, most // len(statuses))  # its own, whatever the others hold
+            share = max(1, most // len(statuses))  # the tier's own share, whatever other tiers hold
             room, reason = status.put_room(len(chosen), max(share, unused + status.backlog), now_s)
             if room < len(chosen) and is_new:
                 counts["put_dropped", status.name, reason] += len(chosen) - room
@@ -120,7 +120,7 @@ class Cascades:
         return admitted
 
     def _put(self, tier: int, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Begin a put of chunks that are pinned for it."""
+        """Start a put of chunks that are pinned for it."""
         shared = self._shared
         keys = [chunk.key for chunk in chunks]
         transfer = shared.begin(tier, keys, chunks, now_s, is_put=True)

@@ -1,4 +1,4 @@
-"""Which chunks have become available where, or have left, for the publisher of KV events.
+"""KV events: chunks that became available in a tier, or left it.
 
 A subscriber never overestimates a tier. Each chunk of a secondary tier is announced once and removed once.
 Announced chunks are remembered, up to a limit. Beyond it the oldest ones are announced as removed, though the
@@ -49,19 +49,16 @@ class EventQueue(deque[Event]):
 
 @dataclass(frozen=True, slots=True)
 class KVEvent:
-    """Chunks that have become available somewhere, or ceased to be."""
+    """Chunks that became available in a tier, or left it."""
 
     keys: Sequence[OffloadKey]
     tier: int | None  # None for the primary one
     removed: bool
-    found: bool = False  # by a get: some other engine, or an earlier one, had stored them
+    found: bool = False  # by a get: another engine, or an earlier run, stored them
 
 
 class KVEventLog:
-    """The changes on their way out; ``limit`` is how many chunks of each tier are remembered.
-
-    Unless it is enabled, nothing is noted and nothing remembered.
-    """
+    """Changes to publish; it remembers ``limit`` chunks of each tier. If disabled, it records nothing."""
 
     def __init__(self, tiers: int, limit: int, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -76,19 +73,19 @@ class KVEventLog:
             self._note(KVEvent(tuple(new), tier, removed=False, found=found))
 
     def removed(self, keys: Sequence[OffloadKey], tier: int | None = None) -> None:
-        """Announce that chunks have gone; of a secondary tier those that were announced."""
+        """Announce that chunks have left; of a secondary tier only announced ones."""
         if self.enabled:
             announced = None if tier is None else self._announced[tier]
             gone = keys if announced is None else [key for key in keys if announced.pop(key, key) is None]
             self._note(KVEvent(tuple(gone), tier, removed=True))
 
     def clear(self, tier: int) -> None:
-        """Announce that all chunks of a secondary tier have gone."""
+        """Announce that all chunks of a secondary tier have left."""
         gone, self._announced[tier] = tuple(self._announced[tier]), OrderedDict()
         self._note(KVEvent(gone, tier, removed=True))
 
     def take(self) -> list[KVEvent]:
-        """Return and clear the changes since the last call, in their order."""
+        """Return and clear the changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -97,7 +94,7 @@ class KVEventLog:
             self._changes.append(change)
 
     def _enter(self, tier: int, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Remember chunks that were not announced before, as many as there may be; return them."""
+        """Remember chunks that were not announced before, up to the bound; return them."""
         announced = self._announced[tier]
         new = [key for key in keys if key not in announced][: self._limit]
         over = len(announced) + len(new) - self._limit

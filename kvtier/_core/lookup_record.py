@@ -1,4 +1,4 @@
-"""What became of a request's lookups, for requests that are to be explained."""
+"""Results of a request's lookups, for requests that are to be explained."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from kvtier.keys import OffloadKey
 
 
 class LookupRecord:
-    """What became of the lookups of the request ``name``.
+    """Results of the lookups of the request ``name``.
 
     Args:
-        asked: takes the name in each round in which the request is looked up anew; its owner empties it.
+        asked: set that gets the name in each round with a new lookup; its owner clears it.
 
     Attributes:
-        misses: the keys that the last scan was answered MISS for, in the order of the questions, and why, in
-            words of ``reasons.MISS``.
+        misses: keys that the last scan missed, in the order of the lookups, and the reasons
+            (``reasons.MISS``).
     """
 
     def __init__(self, name: str = "", asked: set[str] | None = None) -> None:
         self.misses: dict[OffloadKey, str] = {}
-        self.refusals: dict[OffloadKey, dict[str, str]] = {}  # why a tier, by its name, did not give a key
+        self.refusals: dict[OffloadKey, dict[str, str]] = {}  # reasons, by key and tier name
         self._given_up: dict[OffloadKey, str] = {}
         self._round: object = None
         self._name = name
         self._asked = set() if asked is None else asked
 
     def began(self, round_: object) -> None:
-        """Note that the request is looked up in a round: what was missed in earlier ones is old."""
+        """Note a lookup in a round; a new round discards earlier misses."""
         if round_ is not self._round:
             self._round = round_
             self.misses.clear()
@@ -39,7 +39,7 @@ class LookupRecord:
         self.misses[key] = self._given_up.get(key, reason)
 
     def refused(self, keys: Iterable[OffloadKey], tier: str, reason: str) -> None:
-        """Note why a tier did not give keys."""
+        """Note why a tier did not return keys."""
         for key in keys:
             self.refusals.setdefault(key, {})[tier] = reason
 

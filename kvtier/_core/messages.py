@@ -1,7 +1,7 @@
-"""The messages between the core and its owner: commands say what to do, events what has happened.
+"""Messages between the core and its owner: commands to carry out, and events that have happened.
 
-Commands and the events of tiers travel as they are, in a thread and over the socket of the tier process.
-The bounds that are given here are checked where a message is decoded, not where it is made.
+Commands and the events of tiers travel unchanged, in a thread and over the socket of the tier process. The
+bounds declared here are checked when a message is decoded, not when it is made.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Put(Struct, array_like=True, frozen=True, gc=False, tag=1):
 class Get(Struct, array_like=True, frozen=True, gc=False, tag=2):
     """Find chunks in a tier and get the leading ones. Ends with ``GetEnded``.
 
-    The key at each index belongs to the slot at that index; there are at most as many slots as keys.
-    What is got is the run of found keys from the front, as far as the slots reach. Where ``located``
-    is true the keys are known to be there and need not be looked for. ``addresses`` are where a client says
-    that engines have them: see ``SecondaryTier.contains_at``.
+    Slot ``i`` belongs to key ``i``; there are at most as many slots as keys. A get copies the run of found
+    keys from the front, as far as the slots reach. If ``located`` is true, the keys are known to be in the
+    tier and need no lookup. ``addresses`` are where, by a client's hint, engines have the chunks: see
+    ``SecondaryTier.contains_at``.
     """
 
     id: Number
@@ -53,14 +53,14 @@ class Get(Struct, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class Touch(Struct, array_like=True, frozen=True, gc=False, tag=3):
-    """Note the use of chunks that a tier may have. Nothing comes back."""
+    """Note the use of chunks that a tier may have. It has no reply."""
 
     tier: Number
     keys: Sequence[Key]
 
 
 class Reset(Struct, array_like=True, frozen=True, gc=False, tag=4):
-    """Make all that the tier has invisible for ever. Commands that follow wait for it."""
+    """Hide all of the tier's chunks permanently. Later commands wait for it."""
 
     tier: Number
     epoch: Number
@@ -70,11 +70,11 @@ Command = Put | Get | Touch | Reset
 
 
 class TransferHealth(IntEnum):
-    """What a transfer that has ended says of its tier's health. Only real puts and gets say anything."""
+    """Evidence of a finished transfer about its tier's health. Only real puts and gets give any."""
 
-    NONE = 0  # nothing: it was not begun, or the tier's index alone answered it
-    GOOD = 1  # the backend did what it was asked for, or said why it would not
-    BAD = 2  # it failed at most of it
+    NONE = 0  # no evidence: it was not started, or the tier's index alone answered it
+    GOOD = 1  # the backend succeeded, or refused with a reason
+    BAD = 2  # most of the transfer failed
     LATE = 3  # it did not end by its deadline
 
 
@@ -86,43 +86,42 @@ class PutEnded(Struct, array_like=True, frozen=True, gc=False, tag=1):
     reasons: Mapping[Word, Number] = field(default_factory=dict)  # why chunks were not kept, counted
     seconds: Seconds = 0.0
     health: TransferHealth = TransferHealth.NONE
-    retry: Word = ""  # what came of a second attempt, as in ``reasons.RETRY``; empty where none was due
+    retry: Word = ""  # result of the second attempt, in a word of ``reasons.RETRY``; empty if none was due
 
 
 class Answer(IntEnum):
     """The result of a get for one key: whether the tier has it, and whether its bytes were copied.
 
-    A tier's ``Knowledge`` and ``Status`` become this one: why a chunk is MISSING makes no difference to the
-    core, and is counted.
+    A tier's ``Knowledge`` and ``Status`` map to it. The reason why a chunk is MISSING is only counted.
     """
 
-    MISSING = 0  # the tier does not have it, or could not give it
+    MISSING = 0  # the tier lacks it, or could not return it
     LOCATED = 1  # the tier has it; it was not copied
-    COPIED = 2  # its proven bytes are in its slot
+    COPIED = 2  # its verified bytes are in its slot
 
 
 class GetEnded(Struct, array_like=True, frozen=True, gc=False, tag=2):
     """A get has ended: its slots are no longer written."""
 
     id: Number
-    answers: Sequence[Answer]  # one for each key; only those that were given a slot can be COPIED
-    reasons: Mapping[Word, Number] = field(default_factory=dict)  # why keys it has were not given
+    answers: Sequence[Answer]  # one for each key; only keys with a slot can be COPIED
+    reasons: Mapping[Word, Number] = field(default_factory=dict)  # why keys that the tier has were not copied
     seconds: Seconds = 0.0
     health: TransferHealth = TransferHealth.NONE
     retry: Word = ""
-    elapsed_s: Seconds = 0.0  # since the get was submitted: turn, lookup and checks included
-    lookup_s: Seconds = 0.0  # spent in the tier before the copy; ``seconds`` has only the copy
+    elapsed_s: Seconds = 0.0  # since the get was submitted, with queueing, lookup and checks
+    lookup_s: Seconds = 0.0  # spent in the tier before the copy; ``seconds`` is the copy alone
 
 
 class TierDown(Struct, array_like=True, frozen=True, tag=3):
-    """A tier can not be used, for the reason given, until ``TierUp``."""
+    """A tier is unusable, for the given reason, until ``TierUp``."""
 
     tier: Number
     reason: Text
 
 
 class TierUp(Struct, array_like=True, frozen=True, tag=4):
-    """A tier can be used: it is open, and reset to ``epoch``."""
+    """A tier is usable: it is open, and reset to ``epoch``."""
 
     tier: Number
     epoch: Number
@@ -143,7 +142,7 @@ class SlotsReady(Struct, frozen=True):
 
 
 class ProcessEnded(Struct, frozen=True):
-    """The process of the tiers has ended, and not because it was told to."""
+    """The tier process has ended without being told to."""
 
     reason: str  # a word of ``reasons.PROCESS_ENDED``
 

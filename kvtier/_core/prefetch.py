@@ -1,4 +1,4 @@
-"""Brings chunks back to the primary tier for prompts that clients have announced, before these come again."""
+"""Promotes chunks for prompts that clients have announced, before these arrive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvtier._core.states import Lookup
 from kvtier.keys import OffloadKey, group_index
 
 _AT_ONCE: Final = 32
-"""Chunks that are looked up in a round: what a step of the engine does for them is bounded."""
+"""Chunks looked up in a round. It bounds the time that this takes from a step of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """Chunks needed again: promoted from ``tiers`` from ``from_s`` on, then kept until ``until_s``."""
+    """Chunks that are promoted from ``tiers`` from ``from_s`` on, then kept until ``until_s``."""
 
     keys: Sequence[OffloadKey]
     from_s: float
@@ -29,10 +29,10 @@ class _Announced:
 
 
 class Prefetches:
-    """Looks up announced chunks as an engine would, a few in each round, and keeps what it finds.
+    """Looks up announced chunks as an engine would, a few in each round, and keeps those that it finds.
 
-    It begins when no request waits, takes at most half of the promotion budget, and whoever waits gets the
-    slots that it holds. With sliding windows it does nothing: of most of their chunks nobody has a use.
+    It starts when no request waits and takes at most half of the promotion budget. A waiting request gets the
+    slots that it holds. With sliding windows it does nothing: most of their chunks are useless.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class Prefetches:
         self._lookup = lookup
         self._close = close
         self._announced: dict[str, _Announced] = {}
-        self._begins: list[tuple[float, str]] = []  # a heap; an entry counts if its name begins then
+        self._begins: list[tuple[float, str]] = []  # a heap; an entry counts if its name starts then
         self._size = 0  # keys of all names together
-        self._name = ""  # of what is looked up now
-        self._current: _Announced | None = None  # that
-        self._left: list[OffloadKey] = []  # keys of it, last one first
+        self._name = ""  # name of the announcement that is looked up now
+        self._current: _Announced | None = None  # the announcement itself
+        self._left: list[OffloadKey] = []  # its remaining keys, last one first
         self._request: Request | None = None
-        self._asked: list[OffloadKey] = []  # for this request
-        self._promoted: set[OffloadKey] = set()  # those of them that were not there
+        self._asked: list[OffloadKey] = []  # keys that this request asks for
+        self._promoted: set[OffloadKey] = set()  # those that the primary tier lacked
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is announced, or looked up."""
+        """Whether nothing is announced or looked up."""
         return not (self._announced or self._left or self._request or self._size)
 
     def announce(
@@ -71,9 +71,9 @@ class Prefetches:
         until_s: float,
         tiers: frozenset[int] | None = None,
     ) -> None:
-        """Look for ``keys``, those of a prompt in its order, from ``from_s`` on; keep them until ``until_s``.
+        """Look up ``keys``, in the order of their prompt, from ``from_s`` on; keep them until ``until_s``.
 
-        It takes the place of what was announced under this name before. ``tiers`` may be asked; None: all.
+        It replaces an earlier announcement under this name. ``tiers`` are the tiers to ask; None means all.
         """
         self.cancel(name)
         if self._shared.windowed or not keys:
@@ -89,14 +89,14 @@ class Prefetches:
             heapify(self._begins)
 
     def cancel(self, name: str) -> None:
-        """Forget what was announced under a name; what was found already is kept as long as it was to be."""
+        """Forget the announcement of a name; chunks that were found stay until their time is over."""
         if (announced := self._announced.pop(name, None)) is not None:
             self._size -= len(announced.keys)
         if name == self._name:
             self._stop()
 
     def release(self, name: str) -> None:
-        """Forget what was announced under a name, and keep none of it because of that."""
+        """Forget the announcement of a name, and stop keeping its chunks."""
         self.cancel(name)
         self._retention.release(_kept_as(name))
 
@@ -106,7 +106,7 @@ class Prefetches:
             return
         assert self._request is not None
         hits: list[OffloadKey] = []
-        ended: set[int] = set()  # groups without a chunk that those behind it need
+        ended: set[int] = set()  # groups that lack a chunk which later ones need
         waits = False
         for key in self._asked:
             if (group := group_index(key)) in ended:
@@ -123,14 +123,13 @@ class Prefetches:
             self._end(hits, ended)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._stop()
         self._announced.clear()
         self._begins.clear()
         self._size = 0
 
     def _begin(self, now_s: float) -> bool:
-        """Begin to ask for the next chunks; return whether there are any, and nobody waits."""
+        """Start the lookup of the next chunks; return whether there are any and no request waits."""
         if self._holds.first is not None:
             return False
         if self._current is not None and self._current.until_s <= now_s:
@@ -155,7 +154,7 @@ class Prefetches:
         return True
 
     def _take(self) -> list[OffloadKey]:
-        """Take the next keys that may be kept, as many as are asked for at once."""
+        """Take the next keys that may be kept, up to the number for one round."""
         most = max(1, min(_AT_ONCE, self._holds.budget // 2))
         room, taken = self._retention.room, list[OffloadKey]()
         while self._left and len(taken) < most:
@@ -188,5 +187,5 @@ class Prefetches:
 
 
 def _kept_as(name: str) -> str:
-    """Return the name under which prefetched chunks are kept, beside what is kept under the other one."""
+    """Return the name for keeping prefetched chunks, different from the client's own name."""
     return f"next use of {name}"

@@ -19,39 +19,38 @@ class Request(Stateful):
     """One request of the engine, from its first lookup to its end.
 
     The location of a key (absent, or in a tier) holds for the whole scan. The engine repeats the scan in each
-    step; it gets the same answers, so the scan ends.
+    step and gets the same answers, so the scan ends.
 
     Attributes:
-        addresses: where its client says that engines have its chunks. Tiers may ask these first.
-        held: chunks that it pins until it has loaded them, and the last round that asked for each.
-        absent: keys that no tier has, or could give, or gives sooner than they are computed.
-        answers_stand: whether it waits and nothing has changed since it was last asked, so that the same
-            questions would be answered alike.
+        addresses: addresses of engines that have its chunks, by its client's hint. Tiers may ask these first.
+        held: chunks pinned until it has loaded them, and the last round that asked for each.
+        absent: keys that no tier has or can return, or that are computed faster than loaded.
+        answers_stand: whether it waits and the same lookups would get the same answers as before.
         is_placed: whether the engine has named its blocks, and will not name them again after a preemption.
-        no_store: why its blocks may hold another's KV, in a word of ``reasons.STORE_REFUSED``, if so.
-        places: where in its prompt each chunk is; empty if its chunks are offered in their order.
-        own: chunks that have their priority from it, and whether a tier is known to have them.
+        no_store: why its blocks may hold foreign KV, in a word of ``reasons.STORE_REFUSED``; None if not.
+        places: place of each chunk in its prompt; empty if its chunks are offered in their order.
+        own: chunks whose priority it sets, and whether a tier is known to have them.
     """
 
     MOVES: ClassVar = REQUEST_MOVES
 
     name: str = ""
-    tiers: frozenset[int] | None = None  # that may be asked for it; None for all
+    tiers: frozenset[int] | None = None  # tiers that may be asked; None for all
     addresses: tuple[str, ...] = ()
     state: RequestState = RequestState.IDLE
-    deadline_s: float | None = None  # when what is pending becomes a miss; set while WAITING
+    deadline_s: float | None = None  # when pending keys become misses; set while WAITING
     round: object = None  # the last one that asked it; the fields down to ``wanted`` belong to that round
     first: OffloadKey | None = None  # the key that was asked first
-    base: int = 0  # chunks of the prompt that come before it: the device has them
+    base: int = 0  # chunks of the prompt before ``first``: the device has them
     hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
     wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
     held: dict[Chunk, object] = field(default_factory=dict)
     absent: set[OffloadKey] = field(default_factory=set)
-    gated: set[OffloadKey] = field(default_factory=set)  # computed sooner than a tier gives them
-    not_arrived: set[OffloadKey] = field(default_factory=set)  # waited for until its time was over
-    located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, and the tier
-    locates: bool = False  # it only asks where chunks are: nothing is promoted for it
-    is_prefetch: bool = False  # no client waits for it: it makes way for all others
+    gated: set[OffloadKey] = field(default_factory=set)  # keys that are computed faster than loaded
+    not_arrived: set[OffloadKey] = field(default_factory=set)  # awaited in vain until its time was over
+    located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, with the tier
+    locates: bool = False  # it only locates chunks: nothing is promoted for it
+    is_prefetch: bool = False  # no client waits for it: it yields to all other requests
     answers_stand: bool = False
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     priority: int = DEFAULT  # of the chunks it uses, unless another request has given them a higher one
@@ -68,7 +67,7 @@ class Request(Stateful):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an answer would still be of use."""
+        """Whether an answer is still of use."""
         return self.state is RequestState.WAITING
 
     @property
@@ -81,7 +80,6 @@ class Request(Stateful):
         return "gate" if key in self.gated else "not_arrived" if key in self.not_arrived else "absent"
 
     def begin_round(self, round_: object, first: OffloadKey) -> None:
-        """Start the answers of a new step."""
         self.round = round_
         self.first = first
         if self.no_store == "preempted":  # the engine forgets its old blocks before it asks
@@ -95,7 +93,6 @@ class Request(Stateful):
             self.record.began(round_)
 
     def mark_absent(self, keys: Iterable[OffloadKey]) -> None:
-        """Answer MISS for ``keys`` from now on."""
         self.absent.update(keys)
         self.answers_stand = False
 
@@ -123,7 +120,6 @@ class Request(Stateful):
         self.located.clear()
 
     def forget_answers(self) -> None:
-        """Forget the answers of the scan."""
         self.hits.clear()
         self.wanted.clear()
         self.forget_locations()

@@ -1,4 +1,4 @@
-"""Chunks that stay in the primary tier, or leave it, because a client has said when they will be needed."""
+"""Chunks that stay in the primary tier, or leave it, by hints of clients about their next use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvtier._core.states import ChunkState, RequestState
 from kvtier.keys import OffloadKey
 
 MOST_PER_SLOT: Final = 16
-"""Keys that all names together may have, for each slot."""
+"""Keys that all names together may have, per slot."""
 
 SPARE_ENTRIES: Final = 64
-"""Entries that a heap may have beside those that count."""
+"""Stale entries that a heap may have."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept under one name: its keys, and until when."""
+    """The keys kept under one name, and until when."""
 
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     until_s: float = inf
@@ -32,14 +32,14 @@ class _Kept:
 class Retention:
     """Pins chunks under names, until a time or a release, within a budget that all names share.
 
-    A chunk has one pin however many names keep it. What does not fit is refused, and not kept later.
+    A chunk has one pin however many names keep it. Chunks beyond the budget are refused for good.
     """
 
     def __init__(self, shared: SharedState) -> None:
         self.pinned = shared.kept
         self._shared = shared
         self._kept: dict[str, _Kept] = {}
-        self._holders: dict[OffloadKey, set[str]] = {}  # the names that keep it
+        self._holders: dict[OffloadKey, set[str]] = {}  # names that keep each key
         self._waiting: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
         self._ends: list[tuple[float, str]] = []  # a heap; an entry counts if its name ends then
         self._size = 0  # chunks of all names together
@@ -51,7 +51,6 @@ class Retention:
 
     @property
     def room(self) -> int:
-        """How many chunks more may be kept."""
         return max(0, self._shared.pin_budget - len(self.pinned) - len(self._waiting))
 
     def keep(self, name: str, keys: Iterable[OffloadKey]) -> None:
@@ -73,7 +72,7 @@ class Retention:
             self._kept[name] = kept
 
     def expire(self, name: str, until_s: float) -> None:
-        """Keep what is kept under a name until ``until_s``."""
+        """Keep the chunks of a name until ``until_s``."""
         if (kept := self._kept.get(name)) is not None:
             kept.until_s = until_s
             heappush(self._ends, (until_s, name))
@@ -82,7 +81,6 @@ class Retention:
                 heapify(self._ends)
 
     def release(self, name: str) -> None:
-        """Keep nothing under this name any more."""
         if (kept := self._kept.pop(name, None)) is None:
             return
         self._size -= len(kept.keys)
@@ -97,7 +95,7 @@ class Retention:
         self._shared.table.unpin(chunks)
 
     def settle(self, now_s: float) -> list[Chunk]:
-        """End what is over; pin what has arrived, as far as the budget goes, and return it."""
+        """Release expired names; pin chunks that have arrived, within the budget, and return them."""
         while self._ends and self._ends[0][0] <= now_s:
             until_s, name = heappop(self._ends)
             if (kept := self._kept.get(name)) is not None and kept.until_s == until_s:
@@ -105,13 +103,12 @@ class Retention:
         return self._pin_arrived() if self._waiting else []
 
     def drop_lost(self) -> None:
-        """Unpin chunks that are not to be found any more."""
+        """Unpin chunks that can no longer be looked up."""
         lost = [key for key, chunk in self.pinned.items() if chunk.state is not ChunkState.READY]
         self._forget(lost)
         self._shared.table.unpin([self.pinned.pop(key) for key in lost])
 
     def clear(self) -> None:
-        """Keep nothing any more."""
         self._kept.clear()
         self._holders.clear()
         self._waiting.clear()
@@ -144,7 +141,7 @@ class Retention:
         return arrived
 
     def _forget(self, keys: list[OffloadKey]) -> None:
-        """Remove keys from every name; one that keeps nothing is forgotten."""
+        """Remove keys from every name; forget names without keys."""
         for key in keys:
             self._waiting.pop(key, None)
             names = self._holders.pop(key, set())
@@ -158,16 +155,16 @@ class Retention:
 class Priorities:
     """Gives chunks the highest priority of the requests that use them; finds those that leave with theirs.
 
-    A low priority is given only to what is there because of the request.
+    A low priority applies only to chunks that the request brought in.
     """
 
     def __init__(self, shared: SharedState) -> None:
         self._table = shared.table
-        self.due: list[OffloadKey] = []  # their request, a put or a load of them has ended
+        self.due: list[OffloadKey] = []  # chunks whose request, put or load has ended
         self._several = Request(priority=LOW)  # stands for more than one
 
     def use(self, request: Request | None, keys: Keys, new: Iterable[OffloadKey] = ()) -> None:
-        """Note that a request uses chunks, of which ``new`` are there because of it."""
+        """Note that a request uses chunks. It brought in those in ``new``."""
         mine = None if request is None or request.priority == DEFAULT else request
         users, priority = self._table.users, DEFAULT if mine is None else mine.priority
         if mine is None and not users:
@@ -179,7 +176,7 @@ class Priorities:
         self._table.prioritize(others, self._several)
 
     def unpinned(self, chunks: Sequence[Chunk], are_put: Iterable[bool]) -> None:
-        """Note that puts or loads of chunks have ended, and whether a tier is known by that to have each."""
+        """Note that puts or loads of chunks have ended, and whether a tier is thereby known to have each."""
         for chunk, is_put in zip(chunks, are_put, strict=True) if self._table.users else ():
             user = self._table.users.get(chunk.key)
             if user is not None and user.releases and chunk.state is ChunkState.READY:
@@ -187,7 +184,7 @@ class Priorities:
                 self.due.append(chunk.key)
 
     def released(self) -> list[Chunk]:
-        """Return what is to leave now: its request has ended, no other uses it, and a tier has it."""
+        """Return the chunks to evict now: their request has ended, no other uses them, a tier has them."""
         due, self.due = dict.fromkeys(self.due), []
         users, visible = self._table.users, self._table.visible
         of_ended = [key for key in due if key in users and users[key].state is RequestState.CLOSED]

@@ -1,4 +1,4 @@
-"""What the parts of the core share: slots, tiers, transfers under way, and what is to be told."""
+"""State that the parts of the core share: slots, tiers, transfers in flight, and output."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvtier.policies._base import Run
 
 Keys = Sequence[OffloadKey]
 Count = tuple[str, ...]
-"""What is counted: the occurrence, then the tier where there is one, then the reason where there is one."""
+"""A counter's name: the event, then the tier and the reason if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A change that the log should have a line of."""
+    """A change that is worth a log line."""
 
     subject: str
     text: str
@@ -33,7 +33,7 @@ class Notice:
 
 
 class SharedState:
-    """The slots, tiers and transfers that all parts of the core work on, and its output until it is taken."""
+    """The slots, tiers and transfers that all parts of the core work on, and output not taken yet."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class SharedState:
         self.table = table
         self.tiers = list(tiers)
         self.limits = limits
-        self.windowed = windowed  # groups that are not looked up from the front of the prompt
+        self.windowed = windowed  # groups that lookups do not scan from the front
         self.kept: dict[OffloadKey, Chunk] = {}  # for clients
         self.gate = LoadGate(limits.load_gate, len(self.tiers))
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
-        self.is_starting = True  # more slots are on their way
+        self.is_starting = True  # more slots will follow
         self.commands: list[Command] = []
         self.notices: list[Notice] = []
         self.kv_events = KVEventLog(len(self.tiers), limits.max_announced, enabled=track_kv_events)
@@ -61,7 +61,7 @@ class SharedState:
 
     @property
     def pin_budget(self) -> int:
-        """How many chunks may be kept for clients in all."""
+        """How many chunks may be kept for clients in total."""
         return int(len(self.table.all) * self.limits.pin_budget)
 
     def short_of(self, what: str) -> str:
@@ -71,7 +71,6 @@ class SharedState:
     def begin(
         self, tier: int, keys: Keys, chunks: Sequence[Chunk], now_s: float, *, is_put: bool
     ) -> Transfer:
-        """Enter a transfer that a tier will be told to do."""
         self._last_id += 1
         deadline_s = now_s + self.tiers[tier].deadline_s
         breaker = self.tiers[tier].puts if is_put else self.tiers[tier].gets
@@ -90,7 +89,7 @@ class SharedState:
         took_s = event.seconds if isinstance(event, PutEnded) else event.lookup_s + event.seconds
         health = status.judge(event.health, took_s, is_put=transfer.is_put)
         self._note_change(transfer, transfer.breaker.end(transfer.id, health, now_s, in_time=in_time))
-        if in_time and health is TransferHealth.LATE:  # the tier's clock has seen it first
+        if in_time and health is TransferHealth.LATE:  # the tier's clock noticed it first
             self.counts["overdue", status.name, verb] += 1
         if event.retry:
             self.counts["retries", status.name, verb, event.retry] += 1
@@ -115,7 +114,7 @@ class SharedState:
 
     @property
     def running(self) -> list[Transfer]:
-        """The transfers that are waited for."""
+        """The transfers in flight that are not overdue."""
         return [transfer for transfer in self.transfers.values() if not transfer.is_overdue]
 
     def overdue(self, now_s: float) -> list[Transfer]:
@@ -131,7 +130,7 @@ class SharedState:
         return late
 
     def evict(self, count: int, spared: Run = NO_RUN) -> list[OffloadKey]:
-        """Free up to ``count`` slots of chunks that nobody pins and that are not of the ``spared`` run."""
+        """Free up to ``count`` slots of unpinned chunks outside of the ``spared`` run."""
         if count <= 0:
             return []
         if self.table.users and (lowered := self.table.lower(self.pin_budget - len(self.kept))):
@@ -142,7 +141,7 @@ class SharedState:
         return keys
 
     def note_policy(self) -> None:
-        """Count policies that were replaced, and have the log told."""
+        """Count replaced policies, and queue notices for the log."""
         for name, reason in self.table.faults:
             self.counts["policy_replaced", reason] += 1
             text = f"{POLICY_REPLACED[reason]}; lru has taken its place"
@@ -150,7 +149,7 @@ class SharedState:
         self.table.faults.clear()
 
     def announce_end(self, transfer: Transfer, present: Sequence[bool]) -> None:
-        """Announce which keys of an ended transfer its tier has; after a promotion also which it lacks."""
+        """Announce the keys of an ended transfer that its tier has; after a promotion also those it lacks."""
         if not self.kv_events.enabled:
             return
         tier, keys = transfer.tier, list(zip(transfer.keys, present, strict=True))

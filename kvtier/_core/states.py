@@ -1,7 +1,7 @@
-"""The states of what lives in the core, and the tables of the moves that are allowed.
+"""States of chunks, requests and breakers, and the tables of allowed moves.
 
-The integer enums hash and compare as fast as integers do; an enum of names costs a Python call each
-time, which at a microsecond a chunk would be a tenth of the budget.
+Integer enums hash and compare as fast as integers. An enum of names costs a Python call each time, a tenth of
+the budget of a microsecond per chunk.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvtier.errors import StateError
 
 
 class Lookup(IntEnum):
-    """The answer to a lookup: what an engine is told of one key, over all tiers."""
+    """The answer to a lookup of one key, over all tiers."""
 
     MISS = 0
     HIT = 1  # the bytes are in the primary tier
-    PENDING = 2  # they are on their way there
+    PENDING = 2  # they are being copied there
     RETRY = 3  # not known yet
 
 
@@ -27,12 +27,12 @@ class ChunkState(IntEnum):
 
     ABSENT = 0  # the slot is free
     FILLING = 1  # bytes are being copied into the slot
-    READY = 2  # the bytes may be given
-    DOOMED = 3  # nobody may see it again; the slot waits for the last copy or pin to end
+    READY = 2  # the bytes may be loaded
+    DOOMED = 3  # hidden; the slot waits for the last copy or pin to end
 
 
 class ChunkEvent(IntEnum):
-    """What can happen to a chunk."""
+    """Events of a chunk."""
 
     RESERVED = 0
     FILLED = 1
@@ -54,15 +54,15 @@ CHUNK_MOVES: Mapping[ChunkEvent, Mapping[ChunkState, ChunkState]] = {
 class RequestState(IntEnum):
     """The life of a request, as far as its lookups go."""
 
-    IDLE = 0  # nothing is pending for it
+    IDLE = 0  # no answer is pending
     WAITING = 1  # an answer is pending; its deadline runs
-    EXPIRED = 2  # its deadline has passed: what is pending is a miss
-    CLOSED = 3  # it has ended
-    COMPUTED = 4  # a load of it has failed: it is computed, all it asks for is a miss
+    EXPIRED = 2  # its deadline has passed: pending keys are misses
+    CLOSED = 3  # the request has ended
+    COMPUTED = 4  # a load failed: all its lookups miss, so it is computed
 
 
 class RequestEvent(IntEnum):
-    """What can happen to a request."""
+    """Events of a request."""
 
     DEFERRED = 0
     SERVED = 1
@@ -82,11 +82,11 @@ REQUEST_MOVES: Mapping[RequestEvent, Mapping[RequestState, RequestState]] = {
 
 
 class BreakerState(IntEnum):
-    """Whether a tier is given transfers of one verb."""
+    """Whether a tier gets transfers of one verb."""
 
-    CLOSED = 0  # it is
-    HALF_OPEN = 1  # one of them is under way, to see how that goes; no other is begun
-    OPEN = 2  # it is not, until a pause is over; then comes the next probe
+    CLOSED = 0  # it does
+    HALF_OPEN = 1  # one probe is in flight; no other transfer starts
+    OPEN = 2  # it does not, until a pause is over; then comes the next probe
 
 
 class Stateful:
@@ -97,11 +97,7 @@ class Stateful:
     state: Any
 
     def move(self, event: IntEnum) -> None:
-        """Change the state as the table says.
-
-        Raises:
-            StateError: the event is not possible in this state.
-        """
+        """Change the state as the table says. StateError if the event is not possible in this state."""
         try:
             self.state = self.MOVES[event][self.state]
         except KeyError:

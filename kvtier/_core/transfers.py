@@ -1,4 +1,4 @@
-"""Transfers that are under way, and the handles of stores and loads."""
+"""Transfers in flight, and the handles of stores and loads."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from kvtier.keys import OffloadKey
 
 
 class SlotUse(IntEnum):
-    """Which slots a get may use for what it finds."""
+    """The slots that a get may use for chunks that it finds."""
 
     NONE = 0  # none: it only locates
     FREE = 1  # free ones
-    EVICT = 2  # free ones, and evictions for what is found next to that: it is wanted for certain
+    EVICT = 2  # free ones, and evictions for the next chunks found, which are certainly wanted
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A put or a get that was submitted to a tier. What follows ``left`` is of gets alone.
+    """A put or a get that was submitted to a tier. Fields from ``left`` on are for gets alone.
 
     Attributes:
         is_overdue: whether the deadline has passed: the answer is a miss. Slots stay in use until it ends.
-        left: keys that have left the tier since it began, by a reset too, where anybody wants to know.
-        is_poll: whether all who wait for it were told before that no tier has its first key.
-        load: the chunks that gets of the tier were to copy when it began, its own included; 0 where nobody
-            wants to know.
+        left: keys that left the tier since it started, also by a reset; empty if not tracked.
+        is_poll: whether all its waiters already know that no tier has its first key.
+        load: chunks that gets of the tier were to copy when it started, its own included; 0 if not measured.
     """
 
     id: int
     tier: int
     keys: Sequence[OffloadKey]
-    chunks: Sequence[Chunk]  # whose slots it reads or writes; of a get those of the leading keys
-    deadline_s: float  # when it is no longer waited for, on the owner's clock
+    chunks: Sequence[Chunk]  # chunks whose slots it reads or writes; for a get, of the leading keys
+    deadline_s: float  # on the owner's clock
     is_put: bool
     breaker: Breaker  # of its tier and verb
     is_overdue: bool = False
@@ -44,19 +43,19 @@ class Transfer:
     slot_use: SlotUse = SlotUse.NONE
     waiters: dict[Request, None] = field(default_factory=dict)  # all may be served from the same tiers
     located: bool = False  # its keys were known to be in the tier
-    is_probe: bool = False  # it only shows how fast the tier is; nobody waits for it
+    is_probe: bool = False  # it only measures the tier; no request waits for it
     is_poll: bool = False
     load: int = 0
 
     @property
     def verb(self) -> str:
-        """How metrics and logs name what the tier does."""
+        """The name of the operation in metrics and logs."""
         return "put" if self.is_put else "get"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """Chunks that the owner copies to or from, until it ends that."""
+    """Chunks that the owner copies to or from, until it ends the handle."""
 
     chunks: Sequence[Chunk]  # in the order of their keys
 
@@ -68,14 +67,14 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation(Handle):
-    """Slots for a store: to be ended by exactly one ``commit`` or ``abort``."""
+    """Slots for a store. Exactly one ``commit`` or ``abort`` ends it."""
 
-    keys: Sequence[OffloadKey]  # that were given a slot: a prefix of the new ones among those asked for
+    keys: Sequence[OffloadKey]  # keys with a slot: a prefix of the new keys
     evicted: Sequence[OffloadKey]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pinned(Handle):
-    """Chunks pinned for a load: to be ended by exactly one ``release``."""
+    """Chunks pinned for a load. Exactly one ``release`` ends it."""
 
-    origins: Sequence[int | None]  # the tier that each chunk came from, None for the primary one
+    origins: Sequence[int | None]  # tier that each chunk came from; None for the primary tier

@@ -1,10 +1,8 @@
-"""Audits: the bytes of the device are read back after a copy, and compared with the slot and its checksum.
+"""Audits: after a copy, the device's bytes are read back and compared with the slot and its checksum.
 
-They are read in the plainest way there is, copy by copy and in the order of a single chunk, so that an error
-in the way of the real copies shows.
-
-Blocks of a store are read before its copies, too. An engine that writes to them meanwhile is not the copy's
-fault, and the chunk is not to be trusted.
+They are read in the plainest way, copy by copy and in the order of a single chunk, so that an error in the
+method of the real copies shows. Blocks of a store are read before its copies, too: if the engine writes to
+them meanwhile, the copy is not at fault, and the chunk is not to be trusted.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ _MEANING = {
 }
 
 Check = Callable[[], Iterator[None]]
-"""Audits one transfer, in the thread of a queue: up to its yield before the copies begin, when the blocks are
-computed, and to its end when the copies have ended. Raises AuditError or BlocksChangedError."""
+"""Audits one transfer, in the thread of a queue. It runs to its yield before the copies start, when the
+blocks are computed, and to its end when the copies have ended. Raises AuditError or BlocksChangedError."""
 
 _Audit = Callable[[int, Blocks], Iterator[None]]  # the same for the chunk in a slot
 
 
 class Auditor:
-    """Audits transfers between the device and the slots that the checksums and the planner are for.
+    """Audits transfers between the device and the slots of the given checksums and planner.
 
-    ``read`` makes copies from the device to memory of this process, and returns when they are done.
+    ``read`` copies from the device to memory of this process, and returns when the copies are done.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class Auditor:
         held, read = self._scratch.bytes
         area = np.frombuffer(self._slot_checksums.view(slot, self._area), dtype=np.uint8)
         held[:] = area
-        read[:] = held  # and not the area again, which other workers may write to meanwhile
+        read[:] = held  # not the area again: other workers may write to it meanwhile
         self._read(CopyPlan(device, _moved(host, area, read), plan.sizes))
         return held, read
 

@@ -1,8 +1,8 @@
 """The transfer engine of all backends: three queues of transfers, each with a thread and a stream.
 
-The thread of a queue gives a transfer to its stream and sleeps until the event behind it; the end is then
+The thread of a queue gives a transfer to its stream and sleeps until the event after it. The end is then
 reported through ``set_wakeup``. A function that the device calls at the end (``cudaLaunchHostFunc``) would
-save that thread, but may not call the device, and would hold up the stream while it waits for the interpreter
+save that thread, but may not call the device, and would block the stream while it waits for the interpreter
 lock.
 """
 
@@ -46,15 +46,12 @@ class StreamEngine(TransferEngine):
     """Copies between the tensors of one device and slots, with a stream and a thread for each queue.
 
     Stores and loads wait for the work that the submitting thread has enqueued on its current stream: a store
-    for what computes the blocks, a load for what was to be written to them before. The device measures how
-    long a copy took. The thread of a queue starts with its first transfer.
-
-    The slots are pinned in the background, in pieces, from slot 0 on. Slots that are not pinned are
-    copied all the same, slower: the device's library then stages the bytes and blocks the thread that makes
-    the call, which is that of the queue and not the engine's.
-
-    The region stays mapped until ``close``. That a copy passed its deadline is noticed within a quarter more.
-    ValueError if region, layout and tensors do not fit each other.
+    for the computation of its blocks, a load for earlier writes to them. The device measures how long a copy
+    took. The thread of a queue starts with its first transfer. The slots are pinned in the background, in
+    pieces, from slot 0 on. Copies of unpinned slots are slower: the device's library stages the bytes and
+    blocks the calling thread, which is the queue's and not the engine's. The region stays mapped until
+    ``close``. A missed deadline is noticed within a quarter more. ValueError if region, layout and tensors do
+    not fit each other.
     """
 
     def __init__(
@@ -75,8 +72,8 @@ class StreamEngine(TransferEngine):
         self._runtime = runtime
         self._auditor: Auditor | None = None
         self._readers = threading.local()
-        self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps what the copies touch mapped
-        self._submitting = threading.Lock()  # so that nothing is submitted behind the end of the queues
+        self._memory: tuple[object, ...] = (kv_caches, region.view(0))  # keeps memory of copies mapped
+        self._submitting = threading.Lock()  # no submission may follow the end of the queues
         self._changed = threading.Condition()
         self._in_flight: set[int] = set()
         self._ended: list[Finished] = []
@@ -126,7 +123,7 @@ class StreamEngine(TransferEngine):
         self.wait(awaited)
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` after each end; at once, too, if some were not collected yet."""
+        """Call ``wakeup`` after each end; at once, too, if some ends were not collected yet."""
         with self._changed:
             self._wakeup = wakeup
             has_ended = bool(self._ended)
@@ -142,7 +139,7 @@ class StreamEngine(TransferEngine):
         return Pinning() if self._pinned is None else self._pinned.state
 
     def close(self) -> None:
-        """Drain, stop and unpin; what a copy is stuck with stays pinned. See ``TransferEngine.close``."""
+        """Drain, stop and unpin; memory of a stuck copy stays pinned. See ``TransferEngine.close``."""
         with self._submitting:
             self._closed = True
         self.drain()
@@ -178,7 +175,7 @@ class StreamEngine(TransferEngine):
             self._queues[queue].submit(transfer_id, plan, attempts, check)
 
     def _end(self, result: Finished) -> None:
-        """Record how a transfer ended, and wake those who wait for it."""
+        """Record how a transfer ended, and wake the waiting threads."""
         with self._changed:
             self._in_flight.discard(result.transfer_id)
             self._ended.append(result)
@@ -191,7 +188,7 @@ class StreamEngine(TransferEngine):
                 logger.exception("the wake-up after transfer %d failed", result.transfer_id)
 
     def _watch(self) -> None:
-        """Abandon hung copies, which would block those who wait for them for ever."""
+        """Abandon hung copies, which would block waiting threads for ever."""
         while not self._stopping.wait(self._deadline_s / CHECKS_PER_DEADLINE):
             for queue in self._queues.values():
                 queue.check(self._deadline_s)
@@ -199,7 +196,7 @@ class StreamEngine(TransferEngine):
     def _read(self, plan: CopyPlan) -> None:
         """Copy from the device to any memory of this process, one by one; return when that has ended.
 
-        Called in the threads of the queues, each with a stream that does nothing else.
+        Called in the threads of the queues, each with a stream for this purpose alone.
         """
         self._runtime.attach()
         stream: Stream | None = getattr(self._readers, "stream", None)

@@ -1,4 +1,4 @@
-"""Pinning of the slots, in pieces and in the background, while the engine uses them already."""
+"""Pinning of the slots, in pieces and in the background, while the engine already uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECE_BYTES = 32 * 2**20
 On an H100 a call takes 1.5 ms if the memory is populated, else ten times as long."""
 
 THREAD_NAME = "kvtier-pin"
-"""The thread ends when everything is pinned, or nothing more can be."""
+"""The name of a thread that ends when everything is pinned, or nothing more can be."""
 
 
 class PinnedSlots:
@@ -44,7 +44,7 @@ class PinnedSlots:
         """Unpin. No copy may be in flight. May be called again."""
         self._stopping.set()
         self._thread.join()
-        if self._pieces:  # in a thread that is attached to the device; the caller's stays as it is
+        if self._pieces:  # in a new thread, so that the caller's is not attached to the device
             thread = threading.Thread(target=self._unpin, name="kvtier-unpin", daemon=True)
             thread.start()
             thread.join()
@@ -79,7 +79,7 @@ class PinnedSlots:
             self._runtime.host_register(address, nbytes)
             self._pieces.append(address)
             self.state = replace(self.state, nbytes=self.state.nbytes + nbytes)
-            self._stopping.wait(time.monotonic() - began_s)  # else this thread wins the next turn, each time
+            self._stopping.wait(time.monotonic() - began_s)  # otherwise this thread would win each next turn
 
     def _unpin(self) -> None:
         self.state = replace(self.state, nbytes=0)

@@ -23,11 +23,11 @@ logger = GuardedLogger("kvtier.device")
 _FINAL = (DamagedSlotError, BlocksChangedError)  # a repetition would hide them
 
 LOST_AFTER = 5
-"""So many transfers in a row that fail in every attempt, in all queues together, mean a lost device."""
+"""This many failures of transfers in a row, in every attempt and over all queues, mean a lost device."""
 
 CHECKS_PER_DEADLINE = 8
-"""A transfer is abandoned after so many checks. If a process was stopped for long, and its copy too, the copy
-has missed one check and not its deadline."""
+"""A transfer is abandoned after this many checks. If a process was stopped for long, and its copy too, the
+copy has missed one check and not its deadline."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +36,11 @@ class Transfer:
 
     transfer_id: int
     plan: CopyPlan
-    computed: Event | Exception  # the copies wait for it; or the error in recording it
+    computed: Event | Exception  # the copies wait for it; or the error of recording it
     attempts: tuple[Attempt, ...]  # to make, in this order
     check: Check | None  # audits the copies
-    # Start and end of the copies in flight, or why they could not be enqueued; None before that, and where
-    # nothing is tried because the device is lost.
+    # Start and end of the copies in flight, or the error of enqueueing them; None before that, and if the
+    # device is lost.
     begun: tuple[Event, Event] | BaseException | None = None
     audit: Iterator[None] | None = None  # of the copies in flight
 
@@ -50,20 +50,19 @@ class Transfer:
 
 
 class DeviceHealth:
-    """Whether the device still works, as far as the copies show. Shared by all queues."""
+    """Whether the device still works, by the results of copies. Shared by all queues."""
 
     def __init__(self) -> None:
         self.lost: DeviceLostError | None = None
         self._failures = 0
 
     def succeeded(self) -> None:
-        """Take note of a transfer that succeeded."""
         self._failures = 0
 
     def failed(self, error: BaseException) -> BaseException:
-        """Take note of a transfer that failed for good; return what to report."""
+        """Note that a transfer failed for good; return the error to report."""
         if isinstance(error, (AuditError, BlocksChangedError)):
-            return self.lost or error  # the device has done as it was told
+            return self.lost or error  # the device is not at fault
         self._failures += 1
         if isinstance(error, DeviceLostError):
             self.lose(error)
@@ -72,7 +71,7 @@ class DeviceHealth:
         return self.lost or error
 
     def lose(self, error: DeviceLostError) -> DeviceLostError:
-        """Disable the device, unless it is lost already; return the error that it was lost for."""
+        """Disable the device, unless it is lost already; return the error that disabled it."""
         if self.lost is None:
             self.lost = error
             logger.error("device disabled until the engine restarts (%s)", error)
@@ -105,10 +104,10 @@ class QueueThread:
     def submit(
         self, transfer_id: int, plan: CopyPlan, attempts: tuple[Attempt, ...], check: Check | None
     ) -> None:
-        """Queue a transfer behind what the calling thread has given the device to do so far."""
+        """Queue a transfer after the work that the calling thread has given the device so far."""
         try:
             computed: Event | Exception = self._runtime.record_compute()
-        except Exception as error:  # fails this transfer, and not the engine's own work
+        except Exception as error:  # fails this transfer, not the engine's own work
             computed = error
         transfer = Transfer(transfer_id, plan, computed, attempts, check)
         with self._changed:
@@ -124,7 +123,7 @@ class QueueThread:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the transfers that it was given. One that is stuck is left alone."""
+        """End the thread after its transfers. A stuck thread is left alone."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -156,7 +155,7 @@ class QueueThread:
             pass
 
     def _step(self) -> bool:
-        """Begin the next transfer, or end the oldest one; return whether to continue."""
+        """Start the next transfer, or end the oldest one; return whether to continue."""
         if (transfer := self._take()) is None:
             return bool(self._begun) and self._end_oldest()
         if self._health.lost is None:
@@ -167,7 +166,7 @@ class QueueThread:
         return True
 
     def _take(self) -> Transfer | None:
-        """Return the next transfer to begin; None if the oldest has to end first, or the thread has to."""
+        """Return the next transfer to start; None if the oldest, or the thread, has to end first."""
         with self._changed:
             if not self._begun:
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
@@ -179,7 +178,7 @@ class QueueThread:
             return self._begun[-1]
 
     def _end_oldest(self) -> bool:
-        """Wait for the first of those begun and report it; return whether to continue."""
+        """Wait for the oldest transfer and report it; return whether to continue."""
         finished = self._finish(self._begun[0])
         with self._changed:
             if self.is_stuck:
@@ -212,7 +211,7 @@ class QueueThread:
             raise transfer.computed
         self._runtime.attach()
         if attempt is not Attempt.FIRST:
-            with suppress(Exception):  # transfers begun after the failed one keep their place
+            with suppress(Exception):  # transfers started after the failed one keep their place
                 self._stream.record().synchronize()
             self._stream = self._runtime.open_stream(self._queue, plain=True)
         stream = self._stream
@@ -228,7 +227,7 @@ class QueueThread:
             else:
                 stream.copy(transfer.plan)
         except BaseException:
-            stream.record().synchronize()  # when one is refused, those before it are in flight
+            stream.record().synchronize()  # earlier copies are in flight when one is refused
             raise
         return start, stream.record()
 
@@ -245,7 +244,7 @@ def copy_staged(stream: Stream, plan: CopyPlan) -> None:
 
 
 def _wait_for(transfer: Transfer) -> float:
-    """Block until the copies have ended; return the seconds that they took, or raise why they failed."""
+    """Block until the copies have ended; return their seconds, or raise their error."""
     if isinstance(transfer.begun, BaseException):
         raise transfer.begun
     assert transfer.begun is not None

@@ -1,4 +1,4 @@
-"""Choosing the device backend: by the device that the KV cache is on, or by name."""
+"""Selection of the device backend: by the KV cache's device, or by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier._memory.region import Region
 from kvtier.errors import ConfigError
 
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
-"""The backends: modules beside this one, each with ``missing`` and ``open_runtime``."""
+"""The backends: modules of the package ``backends``, each with ``missing`` and ``open_runtime``."""
 
 
 def open_transfer_engine(
@@ -28,8 +28,8 @@ def open_transfer_engine(
 ) -> TransferEngine:
     """Return the transfer engine for these tensors, of the backend ``name`` or by their device.
 
-    ConfigError if there is no such backend, it cannot be used on this machine, or the tensors are on another
-    device than its own, or on several.
+    ConfigError if the backend does not exist or is unusable on this machine, or if the tensors are on several
+    devices or on one of another backend.
     """
     device = _device_of(kv_caches)
     backend = usable(name or _backend_of(device))
@@ -40,7 +40,7 @@ def open_transfer_engine(
 
 
 def possible() -> str:
-    """Return a sentence about which backends can be used here, and why the others cannot."""
+    """Return a sentence that lists the usable backends, and why the others are unusable."""
     why = {name: backend_module(name).missing() for name in BACKENDS}
     usable = ", ".join(name for name, reason in why.items() if reason is None)
     others = "; ".join(f"{name}: {reason}" for name, reason in why.items() if reason is not None)
@@ -48,7 +48,7 @@ def possible() -> str:
 
 
 def usable(name: str) -> str:
-    """Return the name of a backend; ConfigError if there is none, or it cannot be used here."""
+    """Return the name of a backend; ConfigError if it does not exist, or is unusable here."""
     if name not in BACKENDS:
         raise ConfigError(f"there is no device backend named {name!r}; {possible()}")
     if (why := backend_module(name).missing()) is not None:
@@ -78,5 +78,4 @@ def _backend_of(device: torch.device) -> str:
 
 
 def backend_module(name: str) -> Any:
-    """Return the module of a backend."""
     return import_module(f"kvtier._device.backends.{name}")

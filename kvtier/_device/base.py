@@ -21,11 +21,11 @@ DEADLINE_S = 60.0
 
 BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """An engine's own operation. It takes sources, destinations and sizes as int64 tensors in host memory, shape
-(copies,), and gives the copies to the current stream of the device."""
+(copies,), and enqueues the copies on the device's current stream."""
 
 
 class CopyQueue(StrEnum):
-    """The queues of transfers, each with a thread of its own; the value is the name of the thread."""
+    """The queues of transfers, each with its own thread; the value is the thread's name."""
 
     STORE = "kvtier-store"
     LOAD = "kvtier-load"
@@ -36,8 +36,8 @@ class CopyQueue(StrEnum):
 class Blocks:
     """Blocks of the device, of all KV cache groups, consecutive in their request within each group.
 
-    Chunks of ``blocks_per_chunk`` blocks are aligned to the start of the request: the first chunk of a group
-    is entered ``first_indices[g] % blocks_per_chunk`` blocks from its start, and the last can end early.
+    Chunks of ``blocks_per_chunk`` blocks are aligned to the start of the request. The first chunk of a group
+    starts ``first_indices[g] % blocks_per_chunk`` blocks late, and the last can end early.
     """
 
     ids: _Integers  # rows of the tensors, group after group; shape (blocks,)
@@ -81,7 +81,7 @@ class Blocks:
         groups = enumerate(zip(self.group_sizes, self.first_indices, counts, strict=False))
         for group, (size, first, count) in groups:
             is_explained = count * blocks_per_chunk - size == first % blocks_per_chunk
-            cut = 0 if group in state_groups else -first % blocks_per_chunk  # of a chunk without its front
+            cut = 0 if group in state_groups else -first % blocks_per_chunk  # of a chunk without front
             parts.append(self.ids[start + (cut if is_explained else size) : start + size])
             firsts.append(first + cut)
             whole += [is_explained and not cut, *[is_explained] * count][:count]
@@ -283,37 +283,32 @@ class Audits:
     """How many chunks were audited so far."""
 
     chunks: int = 0
-    failed: int = 0  # those whose bytes were not what they must be
+    failed: int = 0  # audits that found wrong bytes
 
 
 class TransferEngine(ABC):
     """Copies blocks to slots and back, while the engine computes.
 
-    Stores happen in the order of their submission, and so do loads; a store and a load have no order between
-    them, and an expedited load does not wait for other loads. The caller ensures that no other code writes
-    to the blocks and slots of a transfer until it has ended.
-
-    A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third way,
-    unless ``stages_loads`` is false and it is not expedited. A failure after that is reported with its error;
-    the copying threads raise nothing. When the device is lost, this transfer and all that follow
-    end with a ``DeviceLostError``.
-
-    A copy that has not ended by a deadline is abandoned, and the device is lost with it: no call below blocks
-    for longer. The error of that transfer is a ``DeviceStuckError``: its bytes may still move, and its blocks
-    and slots must not be reused. The engine keeps its memory mapped and pinned.
-
-    A transfer that fails its audit has failed, and is repeated like others. Its error is an ``AuditError``.
-
-    Submissions come from one thread; the rest can be called from any.
+    Stores run in the order of their submission, and so do loads. A store and a load have no order between
+    them, and an expedited load does not wait for other loads. The caller ensures that no other code writes to
+    the blocks and slots of a transfer until it has ended. A copy that fails is repeated once on a fresh
+    stream. A load that fails again is tried in a third way, unless ``stages_loads`` is false and it is not
+    expedited. A later failure is reported with its error; the copying threads raise nothing. When the device
+    is lost, this transfer and all later ones end with a ``DeviceLostError``. A copy that has not ended by a
+    deadline is abandoned, and the device counts as lost: no call below blocks for longer. The transfer's
+    error is a ``DeviceStuckError``: its bytes may still move, and its blocks and slots must not be reused.
+    The engine keeps its memory mapped and pinned. A transfer that fails its audit has failed, and is repeated
+    like others. Its error is an ``AuditError``. Submissions come from one thread; other calls may come from
+    any.
     """
 
     stages_loads: bool = True
-    """Whether ordinary loads fall back to a staging buffer when all else has failed. False if the caller
-    can recompute instead. Expedited loads always do: a request waits for them."""
+    """Whether ordinary loads fall back to a staging buffer when other methods have failed. False if the
+    caller can recompute instead. Expedited loads always do: a request waits for them."""
 
     @abstractmethod
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        """Copy ``blocks`` to ``slots``, after what the caller has given the device to do so far.
+        """Copy ``blocks`` to ``slots``, after the caller's earlier work for the device.
 
         ``slots`` are as many as ``Blocks.slots_needed`` adds up to, group after group. ValueError if they are
         not, a chunk lacks blocks, a block or slot is out of range, or a transfer of this id is in flight;
@@ -326,7 +321,7 @@ class TransferEngine(ABC):
     ) -> None:
         """Copy ``slots`` to ``blocks``; ``expedited``: do not wait for earlier loads. Raises as above.
 
-        Chunks may lack blocks at their start and at their end: a load copies what is wanted.
+        Chunks may lack blocks at their start and end: a load copies only the blocks given.
         """
 
     @abstractmethod
@@ -351,16 +346,16 @@ class TransferEngine(ABC):
 
     @property
     def node(self) -> int | None:
-        """The NUMA node that the device is at; None if unknown."""
+        """The device's NUMA node; None if unknown."""
         return None
 
     @property
     def pinning(self) -> Pinning:
-        """How much of the region is pinned by now; nothing on a device that needs no pinning."""
+        """How much of the region is pinned by now; zero on a device that needs no pinning."""
         return Pinning()
 
     def begin_audits(self, slot_checksums: SlotChecksums) -> None:  # noqa: B027
-        """Audit what is submitted from now on. By default an engine audits nothing."""
+        """Audit later submissions. By default an engine audits nothing."""
 
     @property
     def audits(self) -> Audits:

@@ -1,7 +1,4 @@
-"""Turns blocks and slots into a list of copies: addresses and lengths, with neighbours joined.
-
-The arithmetic is vectorised over whole groups; no Python code runs per page.
-"""
+"""Turns blocks and slots into a list of copies, with neighbours joined. No Python code runs per page."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class CopyPlan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
         return int(self.sizes.sum())
 
 
@@ -50,10 +46,10 @@ def split(plan: CopyPlan, most: int) -> CopyPlan:
 
 
 class CopyPlanner:
-    """Makes the copy plans of one worker; the addresses of its tensors are taken now.
+    """Makes the copy plans of one worker; it reads the addresses of the tensors once, now.
 
-    ``address`` is the one of slot 0 that the copying device uses. No copy crosses from one piece of
-    ``piece_slots`` slots into the next; None: all slots are one. ValueError if the page sizes differ.
+    ``address`` is slot 0's address for the copying device. No copy crosses from one piece of ``piece_slots``
+    slots into the next; None: all slots are one piece. ValueError if the page sizes differ.
     """
 
     def __init__(
@@ -76,9 +72,9 @@ class CopyPlanner:
         self._groups = [_Group(kv_caches, refs, layout, address, piece) for refs in kv_caches.groups]
 
     def store(self, blocks: Blocks, slots: Sequence[int]) -> CopyPlan:
-        """Plan the copies from ``blocks`` to ``slots``, of the pages that are this worker's to write.
+        """Plan the copies from ``blocks`` to ``slots``, of the pages that this worker writes.
 
-        ValueError if a chunk lacks blocks: each byte of it that a load may read has to be written. And if
+        ValueError if a chunk lacks blocks, because every byte that a load may read has to be written. Also if
         the number of groups or slots does not fit, or a block or slot is out of range.
         """
         width = self._blocks_per_chunk
@@ -155,13 +151,11 @@ class _Group:
 
 
 class _Pages:
-    """Pages that are copied alike, as arrays of numbers: one for each piece of a page in a tensor.
+    """Pages that are copied alike, as arrays with one number for each piece of a page in a tensor.
 
-    Pages in several pieces are copied block after block, others tensor after tensor: the pieces of a
-    page lie close together, and small copies that jump through the memory cost a multiple.
-
-    Neighbours are copied as one up to a multiple of ``joined_blocks`` places; 1 where the pages of neighbours
-    have bytes between them.
+    Pages in several pieces are copied block after block, others tensor after tensor: the pieces of a page lie
+    close together, and small copies that jump through memory cost a multiple. Neighbours are joined up to a
+    multiple of ``joined_blocks`` places; 1 if the pages of neighbours have bytes between them.
     """
 
     def __init__(
@@ -195,9 +189,9 @@ class _Pages:
         self._writer = of_pieces(0 if mapping is None else mapping.writer for mapping in mappings)
 
     def pairs(self, ids: _Integers, places: _Integers, to_write: bool) -> _Pairs:
-        """Return the addresses and sizes of the pages of blocks; to write, of this worker's own ones."""
+        """Return the addresses and sizes of the pages of blocks; to write, only of this worker's own."""
         lengths = np.ones_like(ids)
-        takes_turns = to_write and self._is_shared  # with others: neighbours are not one writer's
+        takes_turns = to_write and self._is_shared  # neighbours have different writers
         if self._joined_blocks > 1 and len(ids) and not takes_turns:
             starts = self._run_starts(ids, places)
             lengths = np.diff(starts, append=len(ids))
@@ -216,7 +210,7 @@ class _Pages:
         return device.ravel().view(np.uint64), host.ravel().view(np.uint64), sizes.ravel().view(np.uint64)
 
     def _run_starts(self, ids: _Integers, places: _Integers) -> _Integers:
-        """Find where a run of blocks begins that are neighbours in the tensors and in the slots."""
+        """Return the starts of runs of blocks that are neighbours in the tensors and in the slots."""
         breaks = np.empty(len(ids), dtype=np.bool_)
         breaks[0] = True
         np.logical_or(ids[1:] - ids[:-1] != 1, places[1:] - places[:-1] != 1, out=breaks[1:])

@@ -35,7 +35,7 @@ class CallChecks:
         return self._loop
 
     def require_owner(self) -> None:
-        """Refuse calls from elsewhere while the manager is open."""
+        """Refuse calls from other event loops and threads while the manager is open."""
         if self.is_open and asyncio._get_running_loop() is not self._loop:
             raise StateError(
                 "the manager belongs to another event loop or thread: call it from tasks of the loop that "
@@ -43,7 +43,7 @@ class CallChecks:
             )
 
     def require_open(self) -> None:
-        """Refuse calls from elsewhere, and all before the manager is open and after it was closed."""
+        """Refuse calls from other event loops and threads, and all calls while the manager is not open."""
         if not self.is_open:
             raise StateError("the manager is not open: use it inside of its async with block")
         self.require_owner()

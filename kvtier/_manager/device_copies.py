@@ -17,7 +17,7 @@ class DeviceCopies:
 
     def __init__(self, engine: TransferEngine, checks: CallChecks, on_end: Callable[[], object]) -> None:
         self.in_flight: dict[int, asyncio.Future[Finished]] = {}
-        self.stuck_slots: set[int] = set()  # which copies that were given up may still write to
+        self.stuck_slots: set[int] = set()  # abandoned copies may still write to them
         self._engine = engine
         self._checks = checks
         self._on_end = on_end
@@ -35,7 +35,6 @@ class DeviceCopies:
         await self._copy(len(keys), lambda copy: self._engine.submit_load(copy, ordered, ids))
 
     def collect(self) -> None:
-        """Complete the copies that have ended."""
         for finished in self._engine.finished():
             self.in_flight[finished.transfer_id].set_result(finished)
 
@@ -59,7 +58,7 @@ class DeviceCopies:
     def _by_group(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], blocks: Sequence[int]
     ) -> tuple[Blocks, list[int]]:
-        """Order blocks and slots as the device layer wants them: group after group."""
+        """Order blocks and slots for the device layer: group after group."""
         width = self._checks.blocks_per_chunk
         order = sorted(range(len(keys)), key=lambda index: group_index(keys[index]))
         sizes = [0] * self._checks.groups

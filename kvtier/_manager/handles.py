@@ -48,11 +48,7 @@ class Acquired(_Lent):
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The chunks' bytes, read-only. Do not use them after the ``acquire`` block.
-
-        Raises:
-            StateError: the ``acquire`` block has ended.
-        """
+        """The chunks' bytes, read-only. Valid inside the ``acquire`` block; StateError after it."""
         return tuple(self._region.view(slot).toreadonly() for slot in self._slots)
 
     async def load(self, blocks: Sequence[int]) -> None:
@@ -80,9 +76,5 @@ class Written(_Lent):
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The slots' bytes, to be written. Do not use them after the ``write`` block.
-
-        Raises:
-            StateError: the ``write`` block has ended.
-        """
+        """The slots' bytes, to be written. Valid inside the ``write`` block; StateError after it."""
         return tuple(self._region.view(slot) for slot in self._slots)

@@ -110,7 +110,7 @@ class TieringManager:
         try:
             await self._serves.wait()
             if self._serving.done():
-                self._serving.result()  # raises why it has not begun
+                self._serving.result()  # raises the error of the start
             with anyio.move_on_after(_FIRST_SLOTS_S):
                 await first_slots.wait()
         except BaseException:
@@ -313,11 +313,10 @@ class TieringManager:
         """Drain for at most ``drain_on_shutdown_s``, and release everything.
 
         Lookups in flight end with the chunks that have arrived; device copies run to their end. Leaving
-        ``async with`` calls it. It may be called again.
-
-        A tier that does not end seconds after its cancellation is abandoned, with an error in the log. It may
-        still touch slots, so the primary tier's memory stays allocated until the process ends. Its task stays
-        in the event loop too, and ``asyncio.run`` waits for it.
+        ``async with`` calls it. It may be called again. A tier that does not end seconds after its
+        cancellation is abandoned, with an error in the log. It may still touch slots, so the primary tier's
+        memory stays allocated until the process ends. Its task stays in the event loop too, and
+        ``asyncio.run`` waits for it.
         """
         self._checks.require_owner()
         if not self._checks.is_open:
@@ -350,17 +349,17 @@ class TieringManager:
         finally:
             self._core.close(request)
             self._driver.settle()
-            self._notify()  # others may use the chunks held for this request
+            self._notify()  # chunks held for this request are free for other requests
 
     @contextmanager
     def _filling(self, reservation: Reservation) -> Iterator[None]:
-        """Store what the block fills in; if it raises, nothing is stored.
+        """Store the slots that the block fills; if it raises, nothing is stored.
 
-        Slots that a copy may still write to, because it was given up, stay out of use.
+        Slots that an abandoned copy may still write to stay out of use.
         """
         try:
             yield
-            self._driver.settle()  # a tier whose puts are overdue is given no more
+            self._driver.settle()  # a tier with overdue puts gets no more
         except BaseException:
             if self._copies.stuck_slots.isdisjoint(reservation.slots):
                 self._core.abort(reservation)
@@ -397,7 +396,7 @@ class TieringManager:
         """Look up the keys that are not in ``found``, and add what is known. Return whether all are known."""
         for key in keys:
             if key in found:
-                continue  # else a miss would be counted again in each round
+                continue  # otherwise each round would count the miss again
             answer = self._core.lookup(key, request)
             if answer is Lookup.HIT or key in request.located:
                 found[key] = True
@@ -443,7 +442,7 @@ class TieringManager:
         self._copies.collect()
         if self._serving.done():
             await anyio.to_thread.run_sync(self._region.close)
-            self._serving.result()  # raises what it has ended with
+            self._serving.result()  # raises the error that ended it
         else:
             logger.error(
                 "a tier did not close in time and may still use the primary tier's memory: the memory stays "
@@ -452,7 +451,7 @@ class TieringManager:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, TierUp) and self._closing.is_set():
-            return  # it was on its way: nothing more is asked of the tier
+            return  # it was in flight: the tier gets no further request
         self._driver.on_event(event)
         self._notify()
 

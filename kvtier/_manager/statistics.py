@@ -34,7 +34,6 @@ class TierStatistics:
 
     @staticmethod
     def of(status: TierStatus) -> TierStatistics:
-        """Read the core's status of the tier."""
         return TierStatistics(
             status.name,
             "audit" if status.failed_audit else status.down,
@@ -68,7 +67,6 @@ class Statistics:
 
     @staticmethod
     def of(core: Tiering, counts: Mapping[tuple[str, ...], float]) -> Statistics:
-        """Read the core's state."""
         chunks = core.table.all
         return Statistics(
             slots=len(chunks),

@@ -1,17 +1,16 @@
 """Files that exist as long as a process holds a lock on them, and the removal of stale ones.
 
-A region's file lives in memory, so a file that outlives its processes is memory lost. Every user holds a
-shared ``flock`` on it, which ends with the process however it ends. Whoever gets the exclusive lock without
-waiting knows that nobody uses the file. Age, names and process ids prove nothing.
+A region's file lives in memory, so a file that outlives its processes wastes memory. Every user holds a
+shared ``flock`` on it, which ends with the process however it ends. A process that gets the exclusive lock
+without waiting knows that the file has no user. Age, names and process ids prove nothing. These rules make it
+safe while other processes start and stop at the same time:
 
-What makes this safe while others start and stop at the same time:
-
-* a file gets its final name only after its creator holds the lock, so a named file without a lock
-  never belongs to a process that is still starting;
+* a file gets its final name only after its creator holds the lock, so a named file without a lock never
+belongs to a process that is still starting;
 * a name is removed only with the exclusive lock on the very file that it names;
 * after a file was opened and locked, the name is checked again: it may mean another file by then.
 
-Each holder has an open file description of its own, so that two holders in one process count twice.
+Each holder has its own open file description, so that two holders in one process count twice.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ class LockedFile:
     """An open file that carries a shared lock of this process."""
 
     fd: int  # the open file description that has the lock
-    path: Path | None  # None where it has no name and ends with its last descriptor
-    pid: int  # that took the lock; children forked from it do not have the file
+    path: Path | None  # None if it has no name and ends with its last descriptor
+    pid: int  # process that took the lock; children forked from it do not have the file
 
 
 def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
-    """Create the file ``path`` with ``nbytes`` zeros, or join it where a living process holds it.
+    """Create the file ``path`` with ``nbytes`` zeros, or join it if a living process holds it.
 
-    Behind the zeros stands ``note``, always of one length: what all holders must agree on beside the size.
-    RegionError if it exists with another size, note or owner, the directory has no room, or the name stayed
-    contested for ``PATIENCE_S`` seconds.
+    ``note``, of constant length, follows the zeros: all holders must agree on it and the size. RegionError if
+    the file exists with another size, note or owner, the directory has no room, or the name stayed contested
+    for ``PATIENCE_S`` seconds.
     """
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
@@ -68,7 +67,7 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
 
 
 def create_unnamed(nbytes: int) -> LockedFile:
-    """Make a file in memory that has no name, to be shared by its descriptor, or raise RegionError."""
+    """Make a nameless file in memory, to be shared by its descriptor, or raise RegionError."""
     try:
         fd = os.memfd_create("kvtier", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
@@ -81,7 +80,8 @@ def create_unnamed(nbytes: int) -> LockedFile:
 def borrow(fd: int, nbytes: int) -> LockedFile:
     """Take a file that another process has handed over; RegionError if it is shorter than ``nbytes``.
 
-    Its locks stay the other's: they end, and the file can be claimed again, when both processes have ended.
+    The other process keeps the locks: they end, and the file can be claimed again, when both processes have
+    ended.
     """
     found = os.fstat(fd).st_size
     if found < nbytes:
@@ -106,10 +106,7 @@ def release(file: LockedFile) -> None:
 
 
 def claim(file: LockedFile) -> bool:
-    """Become the only claimant of the file until it is released; return whether that worked.
-
-    The claim is a record lock beside the ``flock``; the two do not see each other.
-    """
+    """Become the file's only claimant until its release, by a record lock; return whether that worked."""
     try:
         _set_claim(file.fd, fcntl.F_WRLCK)
     except BlockingIOError:
@@ -129,7 +126,7 @@ def remove_stale_files(directory: Path) -> list[Path]:
 
 
 def _remove_if_stale(fd: int, path: Path) -> bool:
-    """Remove the file if nobody holds it, and close ``fd``."""
+    """Remove the file if no process holds it, and close ``fd``."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode) or not _try_lock(fd, fcntl.LOCK_EX):
             return False
@@ -142,7 +139,7 @@ def _remove_if_stale(fd: int, path: Path) -> bool:
 
 
 def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
-    """Take the shared lock on an existing file; None where it vanished or must be tried again."""
+    """Take the shared lock on an existing file; None if it vanished or must be tried again."""
     with ExitStack() as undo:
         undo.callback(os.close, fd)
         _require_own_file(fd, path)
@@ -156,7 +153,7 @@ def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
 
 
 def _create(path: Path, nbytes: int, note: bytes) -> int | None:
-    """Make the file, lock it, then name it; None where somebody else was first."""
+    """Make the file, lock it, then name it; None if another process was first."""
     if not _has_room(path, nbytes + len(note)):
         return None
     fd, source = _new_file(path)
@@ -175,9 +172,9 @@ def _create(path: Path, nbytes: int, note: bytes) -> int | None:
 
 
 def _new_file(path: Path) -> tuple[int, Path]:
-    """Open a new file without a name, or with one of its own; return it and what to link it from.
+    """Open a new file, nameless or with a temporary name; return it and the path to link from.
 
-    One that had another name before is "(deleted)" in the lists of mappings that operators look at.
+    A file that had another name before is "(deleted)" in the lists of mappings that operators read.
     """
     with suppress(OSError):  # not every file system has unnamed files
         fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -194,7 +191,7 @@ def _link(source: Path, path: Path) -> bool:
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(source, path, src_dir_fd=directory, follow_symlinks=True)
-    except (FileExistsError, FileNotFoundError):  # somebody was first, or swept the temporary name
+    except (FileExistsError, FileNotFoundError):  # another process was first, or swept the temporary name
         return False
     finally:
         os.close(directory)
@@ -202,7 +199,7 @@ def _link(source: Path, path: Path) -> bool:
 
 
 def _has_room(path: Path, nbytes: int) -> bool:
-    """Return whether a new file fits; False if it exists by now. Raise RegionError if it does neither."""
+    """Return whether a new file fits; False if it already exists. Raise RegionError if there is no room."""
     system = os.statvfs(path.parent)
     free = system.f_bavail * system.f_frsize
     if system.f_blocks == 0 or nbytes <= free:  # no blocks at all: a tmpfs without a limit
@@ -250,7 +247,7 @@ def _open_existing(path: Path) -> int | None:
 
 
 def _try_lock(fd: int, kind: int) -> bool:
-    keep_fd_from_children(fd)  # or a child would hold the lock of a parent that is dead
+    keep_fd_from_children(fd)  # otherwise a child would hold the lock of a dead parent
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

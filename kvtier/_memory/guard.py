@@ -1,7 +1,7 @@
-"""A guard process, which removes a region's file when the engine is gone, however that ended.
+"""A guard process, which removes a region's file when the engine is gone, however it ended.
 
-An engine is often killed with all its descendants, the process of the tiers among them. So the guard detaches
-itself from them. It imports nothing but Python's standard library, and takes a few megabytes.
+An engine is often killed with all its descendants, including the tier process. So the guard detaches itself
+from them. It imports only Python's standard library, and takes a few megabytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _GRACE_S = 5  # for processes that still use the file; one that hangs in the ker
 def start(path: str, fd: int) -> int:
     """Start a guard of the file ``path``, open as ``fd``, for the life of this process, or raise OSError.
 
-    Returns a descriptor to close when the file is given back in order: the guard then ends as soon as the
-    file is gone, or removes it when no process uses it any more, or after five seconds.
+    Returns a descriptor to close when the file is released properly. The guard then ends when the file is
+    gone, or removes it when it has no user, or after five seconds.
     """
     status = os.fstat(fd)
     theirs, ours = os.pipe2(os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Where the pages of a chunk lie in its slot."""
+"""The places of a chunk's pages in its slot."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class SlotLayout:
     area of canonical pages, each of which holds what all workers have of a block in a tensor.
     """
 
-    page_bytes: tuple[int, ...]  # of one block in each tensor's page, with its padding, or canonical page
+    page_bytes: tuple[int, ...]  # of one block in each tensor: its padded page, or the canonical page
     blocks_per_chunk: int
     rank: int  # which area this worker's pages are in, 0 to ``workers - 1``
     workers: int  # areas of a slot
-    area_bytes: int  # workers that hold fewer layers than others leave a rest unused
+    area_bytes: int  # workers with fewer layers than others leave a rest unused
 
     @staticmethod
     def make(
@@ -59,7 +59,6 @@ class SlotLayout:
 
     @cached_property
     def worker_bytes(self) -> int:
-        """Bytes of this worker's pages."""
         return sum(self.page_bytes) * self.blocks_per_chunk
 
     @cached_property

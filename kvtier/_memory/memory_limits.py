@@ -21,7 +21,7 @@ _FILES: Final = {
 
 
 class MemoryLimit(NamedTuple):
-    """A limit, the file that has it, and how much is in use without the page cache, which is taken back."""
+    """A limit, its file, and the usage without the page cache, which the kernel reclaims."""
 
     limit_bytes: int
     path: Path
@@ -32,7 +32,7 @@ class MemoryLimit(NamedTuple):
 
 
 def exceeded_by(nbytes: int) -> MemoryLimit | None:
-    """Return a limit that has no room for ``nbytes`` more and a small reserve; None if all have."""
+    """Return a limit without room for ``nbytes`` more and a small reserve; None if all have room."""
     for limit in memory_limits():
         spare = min(limit.limit_bytes // _SPARE_SHARE, _SPARE_BYTES)
         if limit.used_bytes + nbytes + spare > limit.limit_bytes:
@@ -70,7 +70,7 @@ def _groups(process: Path) -> Iterator[tuple[Path, str]]:
         if kind in own and (kind == "cgroup2" or "memory" in options.split(",")):
             root, mount = head.split(" ")[3:5]
             yield (folder := Path(mount)), kind
-            is_below = own[kind].is_relative_to(root)  # else a container, which sees its own part alone
+            is_below = own[kind].is_relative_to(root)  # otherwise a container, which sees only its own part
             for name in own[kind].relative_to(root).parts if is_below else ():
                 yield (folder := folder / name), kind
 

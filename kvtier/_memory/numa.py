@@ -26,14 +26,14 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def online(nodes: Path = _NODES) -> frozenset[int]:
-    """Return the nodes of this machine; empty where the kernel lists none."""
+    """Return the nodes of this machine; empty if the kernel lists none."""
     return frozenset(
         int(found[1]) for path in nodes.glob("node*") if (found := re.fullmatch(r"node(\d+)", path.name))
     )
 
 
 def node_of_cpus(cpus: Iterable[int], nodes: Path = _NODES) -> int | None:
-    """Return the node that all these CPUs are at; None where there is not exactly one."""
+    """Return the node of all these CPUs; None if there is not exactly one."""
     found = {node for cpu in cpus for node in online(nodes) if (nodes / f"node{node}" / f"cpu{cpu}").exists()}
     return found.pop() if len(found) == 1 else None
 

@@ -65,16 +65,16 @@ def _huge_option(directory: Path) -> str:
 
 
 def back(address: int, nbytes: int, fd: int | None, offset: int, *, huge: bool) -> int:
-    """Get memory for a part of a mapping, at ``offset`` of its file, and map it; return 0 or the errno.
+    """Allocate memory for a part of a mapping, at ``offset`` of its file, and map it; return 0 or the errno.
 
-    Its content stays. ``huge`` is whether huge pages were asked for and are granted.
+    Its content stays. ``huge``: huge pages were asked for and are granted.
     """
     if huge:  # by touch alone: an allocation through the file gets small pages
         code = native.populate(address, nbytes)
         if code not in (errno.EINVAL, errno.ENOSYS):
             return code
     if fd is not None:
-        # Unlike a touch this fails without harm where there is no room, on every kernel, and takes nothing.
+        # Without room this fails harmlessly on every kernel, unlike a touch, and takes nothing.
         try:
             os.posix_fallocate(fd, offset, nbytes)
         except OSError as error:

@@ -76,7 +76,7 @@ class Population:
             thread.start()
 
     def stop(self) -> None:
-        """Have the threads end with the pieces that they work on."""
+        """Make the threads end after their current pieces."""
         self._stopping.set()
 
     def join(self, until_s: float) -> None:
@@ -106,8 +106,8 @@ class Population:
             return range(first, self._next) if first < self._next else None
 
     def _back(self, piece: range) -> str:
-        """Allocate memory for the slots of a piece, each part on its node; return what is short, if any."""
-        nbytes = len(piece) * self._chunk_bytes * len(self._threads)  # each may be about to take as much
+        """Allocate memory for the slots of a piece, each part on its node; return the shortage, if any."""
+        nbytes = len(piece) * self._chunk_bytes * len(self._threads)  # each thread may take as much
         if limit := memory_limits.exceeded_by(nbytes):
             return str(limit)
         for part in self._parts:
@@ -120,7 +120,7 @@ class Population:
         return ""
 
     def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
-        """Yield where in the region the part is in each slot; slots that it fills are taken as one."""
+        """Yield the ranges of the part in each slot; slots that it fills are joined."""
         size = self._chunk_bytes
         if part.nbytes == size:
             yield piece.start * size, piece.stop * size
@@ -128,7 +128,7 @@ class Population:
         for slot in piece:
             start = slot * size + part.offset
             end = start + part.nbytes
-            # A page that two parts share is taken for the first of them; a slot ends with a page.
+            # A page that two parts share counts for the first one; a slot ends with a page.
             yield start - start % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
 
     def _complete(self, piece: range) -> None:
@@ -147,7 +147,7 @@ class Population:
             self._on_ready(range(0))
 
     def _fail(self, shortage: str) -> None:
-        """Skip the slots that are left, and log the shortage once."""
+        """Skip the remaining slots, and log the shortage once."""
         with self._lock:
             self._next = self._slots
             was_failed, self._failed = self._failed, True

@@ -63,7 +63,7 @@ class Region:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
         self._has_huge_pages: bool | None = None  # None until they were asked for
-        # Also runs at interpreter exit, so that a forgotten region does not hold memory till the next start.
+        # Also runs at interpreter exit, so that a forgotten region frees its memory.
         self._release = weakref.finalize(self, _locked_file.release, file) if file else None
 
     @staticmethod
@@ -75,14 +75,13 @@ class Region:
         metadata_bytes: int = 0,
         contents: str = "",
     ) -> Region:
-        """Create the shared region ``name``, or join it where a living process has it open.
+        """Create the shared region ``name``, or join it if a living process has it open.
 
-        First removes what dead processes left behind in ``directory``, which is on a file system in memory.
-        Each engine on this machine needs a ``name`` of its own. All who open the region must give the same
-        ``contents``, ASCII words: equal sizes do not prove that a slot means the same to them.
-
-        RegionError if there is no room, a living region of that name has another size or contents, the
-        directory is not there, or ``chunk_bytes`` is not a multiple of the page size.
+        First removes files that dead processes left in ``directory``, which is on a file system in memory.
+        Each engine on this machine needs its own ``name``. All users of the region must give the same
+        ``contents``, ASCII words: equal sizes do not prove that slots mean the same to them. RegionError if
+        there is no room, a living region of that name has another size or contents, the directory does not
+        exist, or ``chunk_bytes`` is not a multiple of the page size.
         """
         _require_shape(slots, chunk_bytes)
         remove_stale_files(directory)
@@ -92,7 +91,7 @@ class Region:
 
     @staticmethod
     def _over(file: LockedFile, slots: int, chunk_bytes: int, metadata_bytes: int) -> Region:
-        """Make a region of a file, which is released where that fails."""
+        """Make a region of a file; release the file if that fails."""
         try:
             _allocate(file, slots * chunk_bytes, metadata_bytes)
             return Region(slots, chunk_bytes, file, metadata_bytes)
@@ -134,7 +133,6 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return self.slots * self.chunk_bytes
 
     @property
@@ -161,10 +159,10 @@ class Region:
             return whole[self.nbytes :]
 
     def claim(self) -> None:
-        """Become the only one who decides what the slots hold, until it closes, or raise RegionError.
+        """Become the only owner of the slots' contents, until the region closes, or raise RegionError.
 
-        Without that, two engines with the same id would overwrite each other's chunks. An anonymous region is
-        always its process's own.
+        Otherwise two engines with the same id would overwrite each other's chunks. An anonymous region always
+        belongs to its process.
         """
         self._require_open()
         if self._file is not None and not _locked_file.claim(self._file):
@@ -194,14 +192,13 @@ class Region:
         parts: Sequence[Part] = (),
         threads: int | None = None,
     ) -> None:
-        """Start to back the slots with memory, in daemon threads, in pieces from slot 0 on.
+        """Start allocating memory for the slots, in daemon threads, in pieces from slot 0 on.
 
         Every process may do so, more than once: pages keep their content. If memory runs out, or a memory
-        limit is near, it logs one error, and the region has fewer usable slots. ``close`` stops it.
-
-        ``on_ready`` is called in these threads with slots that can be used from now on, and with an empty
-        range when no more will follow, unless the region is closed before. It must not block. ``parts`` has
-        the NUMA nodes to allocate the parts of each slot on; default: the system decides.
+        limit is near, it logs one error, and the region has fewer usable slots. ``close`` stops it. The
+        threads call ``on_ready`` with slots that are usable from now on, and with an empty range when no more
+        will follow, unless the region is closed before. It must not block. ``parts`` has the NUMA nodes to
+        allocate the parts of each slot on; default: the system decides.
         """
         mapping = self._require_open()
         population = Population(self.slots, self.chunk_bytes, self._address, self._file, on_ready, parts)
@@ -209,7 +206,7 @@ class Region:
         population.start(mapping, threads)
 
     def back(self, slots: range) -> None:
-        """Get memory for slots at once, or raise OSError. Their content stays."""
+        """Allocate memory for slots at once, or raise OSError. Their content stays."""
         mapping = self._require_open()
         if self._has_huge_pages is None:
             self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
@@ -222,10 +219,9 @@ class Region:
             raise OSError(code, os.strerror(code))
 
     def close(self, wait_s: float | None = None) -> None:
-        """Give the region back; the last one who closes it removes the file. May be called again.
+        """Release the region; the last user removes the file. May be called again.
 
-        Memory stays mapped while it is in use, through views or by a thread that populates it; the latter is
-        waited for.
+        Memory stays mapped while views or a populating thread use it; the thread is awaited.
         """
         until_s = time.monotonic() + (_JOIN_S if wait_s is None else wait_s)
         for population in self._populations:
@@ -237,7 +233,7 @@ class Region:
         if mapping is not None:
             try:
                 mapping.close()
-            except BufferError:  # the last of the views takes the mapping along
+            except BufferError:  # the mapping ends with the last view
                 logger.debug("views of the region are still in use at its end")
         if self._release is not None:
             self._release()
@@ -264,7 +260,7 @@ def _note(contents: str) -> bytes:
 
 
 def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:
-    """Get memory for a part of the file that is used at once; raise RegionError where there is none."""
+    """Allocate memory for a part of the file that is used at once; raise RegionError if there is none."""
     if nbytes:
         try:
             os.posix_fallocate(file.fd, offset, nbytes)

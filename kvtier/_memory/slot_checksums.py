@@ -1,12 +1,10 @@
 """Expected checksums of audited slots, carried along with each copy of a chunk.
 
-Each area of each slot has a word, shared by the processes of an engine. Whoever fills a slot sets it: a
-worker after a store, from the bytes that it has read back from its device; a tier's runner after a get, once
-the seal was verified. Whoever reads the slot compares: before a put, and after a load with the bytes that are
-in the device then.
-
-So a chunk is never compared with another one of the same key: what two engines compute for one key may
-differ in its last bits.
+Each area of each slot has a word, shared by the processes of an engine. The process that fills a slot sets
+it: a worker after a store, from the bytes read back from its device; a tier's runner after a get, once the
+seal was verified. The process that reads the slot compares: before a put, and after a load with the bytes
+then in the device. So a chunk is never compared with another one of the same key: two engines may compute
+different last bits for one key.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ _MIX_ID, _MIX_SLOT = 0x9E3779B1, 0x85EBCA6B
 
 
 class Fault(IntFlag):
-    """What an audit can find."""
+    """Damage that an audit can find."""
 
-    SLOT = 1 << 33  # the slot does not hold any more what it was filled with
-    COPY = 1 << 34  # the device does not hold what the slot does
+    SLOT = 1 << 33  # the slot no longer holds the bytes it was filled with
+    COPY = 1 << 34  # the device and the slot hold different bytes
 
 
 _FAULTS = Fault.SLOT | Fault.COPY
@@ -46,12 +44,12 @@ class Damage:
 
     key: OffloadKey
     slot: int
-    origin: int | None  # the tier that it was promoted from for this load; None where it was there
+    origin: int | None  # the tier that this load promoted it from; None if it was in the primary tier
     fault: Fault
 
     @property
     def tier(self) -> int | None:
-        """The tier at fault; None for the primary one, which the copies of the device belong to."""
+        """The tier at fault; None for the primary tier, which is also blamed for device copies."""
         return None if self.fault & Fault.COPY else self.origin
 
     def __str__(self) -> str:
@@ -67,9 +65,9 @@ class SlotChecksums:
     """The words of all slots.
 
     One process at a time writes a word: the one that fills the slot, or the one that loads it. ``words`` has
-    ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first; the share ``rate`` of chunks is audited.
-    Where an area ``is_shared``, several workers write to it, and none of them knows what it must hold: after
-    a store only device and slot are compared.
+    ``slot_checksums_bytes(slots, areas)`` bytes, zeros at first; the share ``rate`` of chunks is audited. If
+    an area ``is_shared``, several workers write to it, and none knows its whole contents: after a store only
+    device and slot are compared.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class SlotChecksums:
         words = memoryview(bytearray(slot_checksums_bytes(memory.slots, 1)))
         return SlotChecksums(memory, words, rate, 1, area_bytes)
 
-    # --- for those who fill a slot ---------------------------------------------------------------
+    # --- to fill a slot --------------------------------------------------------------------------
 
     def forget(self, slots: Sequence[int], area: int | None = None) -> None:
         """Clear the checksums of slots, or of one area of each, because they are about to be filled."""
@@ -114,41 +112,39 @@ class SlotChecksums:
                     words[place] &= _FAULTS
 
     def forget_promoted(self, commands: Iterable[Command]) -> None:
-        """Clear the checksums of the slots of gets. To be called before these are submitted."""
+        """Clear the checksums of the slots of gets. Call it before these are submitted."""
         for command in commands:
             if isinstance(command, Get):
                 self.forget(command.slots)
 
     def chosen(self, transfer_id: int, slots: Sequence[int]) -> list[int]:
-        """Return the positions of those slots of a store to audit: the same in every worker."""
+        """Return the positions of the slots of a store to audit: the same in every worker."""
         bound = round(self.rate * (_CHECKSUM + 1))  # of integers the comparison is much faster
         seed = transfer_id * _MIX_ID
         return [at for at, slot in enumerate(slots) if (seed + slot * _MIX_SLOT) & _CHECKSUM < bound]
 
     def expect(self, slot: int, area: int, checksum: int) -> None:
-        """Set the checksum of what an area must hold from now on."""
         place = slot * self.areas + area
         self._words[place] = (self._words[place] & _FAULTS) | _KNOWN | checksum
 
     def record_checksums(self, slots: Iterable[int]) -> None:
-        """Set the checksums of slots from their content, which was promoted and whose seal is proven."""
+        """Set the checksums of slots from their content, which was promoted with a verified seal."""
         for slot in slots:
             for area in range(self.areas):
                 self.expect(slot, area, crc32c.crc32c(self.view(slot, area)))
 
-    # --- for those who read a slot ---------------------------------------------------------------
+    # --- to read a slot --------------------------------------------------------------------------
 
     def view(self, slot: int, area: int) -> memoryview:
-        """Return the bytes of one area of a slot."""
         return self._memory.view(slot)[area * self.area_bytes :][: self.area_bytes]
 
     def expected(self, slot: int, area: int) -> int | None:
-        """Return the checksum of what an area must hold; None where it is not audited."""
+        """Return the expected checksum of an area; None if it is not audited."""
         word = self._words[slot * self.areas + area]
         return word & _CHECKSUM if word & _KNOWN else None
 
     def audited(self, slots: Sequence[int], area: int = 0) -> list[int]:
-        """Return the positions of those slots that have a checksum for this area."""
+        """Return the positions of the slots with a checksum for this area."""
         words, areas = self._words, self.areas
         return [at for at, slot in enumerate(slots) if words[slot * areas + area] & _KNOWN]
 
@@ -166,11 +162,10 @@ class SlotChecksums:
         return False
 
     def blame(self, slot: int, area: int, fault: Fault) -> None:
-        """Record what an audit has found."""
         self._words[slot * self.areas + area] |= fault
 
     def take_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
-        """Return what audits have found in the slots of these chunks since the last call."""
+        """Return and clear the findings of audits in the slots of these chunks."""
         damage = [
             Damage(chunk.key, chunk.slot, origin, self.take_fault(chunk.slot))
             for chunk, origin in zip(chunks, origins, strict=True)
@@ -178,7 +173,7 @@ class SlotChecksums:
         return [it for it in damage if it.fault]
 
     def take_fault(self, slot: int) -> Fault:
-        """Return what audits have found in a slot since the last call."""
+        """Return and clear the findings of audits in a slot."""
         words, found = self._words, Fault(0)
         for place in range(slot * self.areas, (slot + 1) * self.areas):
             found |= Fault(words[place] & _FAULTS)

@@ -24,13 +24,13 @@ class StatusField(IntEnum):
     LOADS_REPEATED = 2
     LOADS_STAGED = 3
     LOADS_RECOMPUTED = 4
-    MARKED = 5  # slots that were marked, all in all
+    MARKED = 5  # slots marked in total
     LOST = 6  # 1 once the device is lost
     PINNED_BYTES = 7
     PINNING_FAILED = 8  # 1 once nothing more can be pinned
     NODE = 9  # the NUMA node that the worker's device is at, counted from 1; 0 if unknown
     AUDITED = 10  # chunks
-    AUDITS_FAILED = 11  # of them, those that were damaged
+    AUDITS_FAILED = 11  # audited chunks that were damaged
     STOPPED_MS = 12  # when the worker's shutdown began, on the clock of ``time.monotonic``; 0 before
     PAGES = 13  # how its attention backends arrange pages, as a number; 0 if still unknown
 
@@ -70,11 +70,10 @@ class WorkerStatus:
         self._words[word] = value
 
     def count(self, word: StatusField) -> None:
-        """Add 1 to a number."""
         self._words[word] += 1
 
     def mark(self, slots: Iterable[int], why: Unfilled = Unfilled.FAILED) -> None:
-        """Mark slots that a store does not fill. To be called before the store is reported as ended."""
+        """Mark slots that a store does not fill. Call it before the store is reported as ended."""
         for slot in slots:
             if not self.marks[slot]:
                 self.marks[slot] = why
@@ -95,7 +94,7 @@ class StatusTable:
         self._seen: list[bytes] = []
 
     def take_marks(self, slots: Sequence[int]) -> dict[int, Unfilled]:
-        """Return and clear the marks of these slots: those that a store of any worker did not fill."""
+        """Return and clear the marks of slots that a store of any worker did not fill."""
         taken: dict[int, Unfilled] = {}
         if sum(row[StatusField.MARKED] for row in self.rows) > self._taken:
             for marks, slot in product([row.marks for row in self.rows], slots):
@@ -117,7 +116,6 @@ class StatusTable:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a worker's device is lost."""
         return any(row[StatusField.LOST] for row in self.rows)
 
     def have_found_damage(self) -> bool:

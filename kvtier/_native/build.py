@@ -48,7 +48,7 @@ def compiler() -> list[str]:
 
 
 def compile_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Compile the library beside its sources and return its path. BuildError if that fails.
+    """Compile the library next to its sources and return its path. BuildError if that fails.
 
     A complete library replaces the old one, which processes that have loaded it keep.
     """
@@ -68,7 +68,7 @@ def compile_library(folder: Path, extra_flags: tuple[str, ...] = ()) -> Path:
 
 
 class CustomBuildHook(_Hook):
-    """Compiles the library into wheels and editable installs; a pure wheel where that fails."""
+    """Compiles the library into wheels and editable installs; if that fails, the wheel is pure."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and mark the wheel as made for this platform. Called by hatchling."""

@@ -72,6 +72,6 @@ def difference(library: ctypes.CDLL) -> str | None:
 
 
 def layout_of(structure: type[ctypes.Structure]) -> list[int]:
-    """Return the size of a structure, and of each of its fields the offset and the size."""
+    """Return the size of a structure, then offset and size of each field."""
     fields = [getattr(structure, name) for name, *_ in structure._fields_]
     return [ctypes.sizeof(structure), *(number for field in fields for number in (field.offset, field.size))]

@@ -1,1 +1,1 @@
-"""What all settings share: sizes, durations and their bounds, and one kind of message for wrong values."""
+"""Basics of all settings: sizes, durations and their bounds, and one form of message for wrong values."""

@@ -61,7 +61,7 @@ def size_or_share(value: object) -> int | str:
 
 
 def bytes_of(amount: int | str, whole: int) -> int:
-    """Return an amount of ``size_or_share`` in bytes; a share is one of ``whole``."""
+    """Return an amount of ``size_or_share`` in bytes; a share is relative to ``whole``."""
     return amount if isinstance(amount, int) else int(whole * float(amount.strip().rstrip("% ")) / 100)
 
 

@@ -24,7 +24,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 Loc = tuple[int | str, ...]
 
 _EXPLAINED = "explained"
-_IN_WORDS = {  # where pydantic's own words are of its types, not of settings
+_IN_WORDS = {  # for errors whose pydantic text is about its types, not settings
     "byte_size": SIZE_NEEDED,
     "byte_size_unit": SIZE_NEEDED,
     "path_type": "a path is needed, as text",
@@ -59,7 +59,7 @@ def explained(problems: Iterable[str]) -> PydanticCustomError:
 def hide(text: str, settings: BaseModel) -> str:
     """Return a backend's or client's text without secrets: those of ``settings``, and those in URLs.
 
-    Some repeat what they were sent: a server without AUTH names its arguments, and so the password.
+    Some repeat their input: a server without AUTH names its arguments, including the password.
     """
     return _without_logins(conceal(text, _held(settings)))
 
@@ -83,9 +83,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nesting(paths: Iterable[tuple[str, str]]) -> str:
-    """Return which two of ``paths`` are one directory, or one inside the other, in words; "" if none are.
+    """Return a sentence on two of ``paths`` that are equal or nested; "" if there are none.
 
-    Each is an absolute path and what it is called in the answer.
+    Each is an absolute path and its name in the sentence.
     """
     for (one, its_name), (other, others_name) in itertools.combinations(paths, 2):
         if os.path.commonpath((one, other)) in (one, other):
@@ -98,7 +98,7 @@ def _without_logins(text: str) -> str:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Every value in a model, a mapping or a list, however deeply nested."""
+    """Yield every value in a model, a mapping or a list, however deeply nested."""
     if isinstance(value, BaseModel):
         value = {**vars(value), **(value.model_extra or {})}
     if isinstance(value, Mapping):
@@ -111,7 +111,6 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _held(settings: BaseModel) -> Iterator[str]:
-    """Every secret in validated settings."""
     for leaf in _leaves(settings):
         if isinstance(leaf, SecretStr | SecretBytes):
             secret = leaf.get_secret_value()
@@ -153,7 +152,7 @@ def _remedy(field: FieldInfo | None) -> str:
 
 
 def _shown(value: object, field: FieldInfo | None) -> str:
-    """The value, where it is known to be a plain one."""
+    """Return the value if it is known to be a plain one."""
     if field is None or _is_secret(field) or _inner_model(field.annotation) is not None:
         return ""
     return f" = {value!r}" if isinstance(value, str | int | float | None) else ""
@@ -164,7 +163,7 @@ def _is_secret(field: FieldInfo) -> bool:
 
 
 def _inner_model(annotation: object) -> type[BaseModel] | None:
-    """The model that a field holds, be it in a list, a mapping or a union."""
+    """Return the model that a field holds, directly or in a list, a mapping or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_inner_model, get_args(annotation))), None)
@@ -175,7 +174,7 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _owner(model: type[BaseModel], loc: Loc) -> type[BaseModel]:
-    """The model that the last part of ``loc`` is, or should be, a field of."""
+    """Return the model that the last part of ``loc`` is, or should be, a field of."""
     for part in loc[:-1]:
         field = _fields(model).get(str(part))
         inner = _inner_model(field.annotation) if field is not None else None
@@ -189,7 +188,7 @@ def _field(model: type[BaseModel], loc: Loc) -> FieldInfo | None:
 
 
 def _secrets(model: type[BaseModel], raw: object) -> Iterator[str]:
-    """Every text in ``raw`` that belongs to a field that holds a secret."""
+    """Yield every text in ``raw`` that belongs to a field with a secret."""
     if not isinstance(raw, Mapping):
         return
     for name, field in _fields(model).items():
@@ -202,7 +201,7 @@ def _secrets(model: type[BaseModel], raw: object) -> Iterator[str]:
 
 
 def _items(value: object) -> list[object]:
-    """What may be a model's raw mapping: the value itself, or what it contains."""
+    """Return candidates for a model's raw mapping: the value itself, or its items."""
     if isinstance(value, Mapping):
         return [value, *value.values()]
     return list(value) if isinstance(value, list | tuple) else []

@@ -43,7 +43,6 @@ class PartOfRun:
 
     @property
     def depth(self) -> int:
-        """Return the place of the last key."""
         self._sort()
         return self.run.place(next(reversed(self.keys)))
 
@@ -93,7 +92,7 @@ class AgedKeys:
         self._ages: list[tuple[int, int]] = []  # a heap of times and numbers; of some runs no part is left
 
     def add(self, run: Run, keys: Sequence[OffloadKey]) -> None:
-        """Add keys of a run, in the order of the prompt; none of them is there."""
+        """Add keys of a run, in the order of the prompt; none of them may be present."""
         if not keys:
             return
         part = self._parts.get(run.number)
@@ -142,7 +141,7 @@ class AgedKeys:
         return taken
 
     def pop_oldest(self, count: int) -> list[OffloadKey]:
-        """Remove and return up to ``count`` keys, those of the oldest run first."""
+        """Remove and return up to ``count`` keys, from the oldest run first."""
         taken: list[OffloadKey] = []
         while len(taken) < count and self._parts:
             taken += self.pop_of(self.oldest(), count - len(taken))

@@ -1,8 +1,8 @@
-"""Adaptive replacement: recency and reuse share the room by what turned out to be evicted too soon.
+"""Adaptive replacement: recency and reuse share the room, shifted by chunks that were evicted too soon.
 
-The algorithm is that of Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache"
-(FAST 2003), changed in two ways that the pins need: chunks that are pinned stand outside of both
-lists and remember theirs, and eviction is asked for in batches, ahead of the insertions.
+The algorithm is Megiddo's and Modha's "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with
+two changes that pins need: pinned chunks stand outside of both lists and remember theirs, and eviction is
+asked for in batches, ahead of the insertions.
 """
 
 from __future__ import annotations

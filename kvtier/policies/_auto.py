@@ -1,9 +1,9 @@
 """Evicts as LHD, ARC or LRU would, whichever of them hits most in a simulation on a sample of the keys.
 
-The chunks are kept in LHD's order: by number of uses, each class by time of its last use. The order of LRU
-and that of ARC can be read off it, so a change of the rule moves nothing. What a cache with each rule would
-have hit is learned from small caches of keys, as in Waldspurger et al., "Cache Modeling and Optimization
-using Miniature Simulations" (ATC 2017).
+The chunks are kept in LHD's order: by number of uses, each class by time of its last use. It also contains
+LRU's and ARC's order, so a change of the rule moves nothing. The hits of each rule are learned from small
+caches of keys, as in Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations" (ATC
+2017).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NOISE = 4.0  # hits
 
 
 class _Follower(LHD):
-    """LHD by what another one learns, which sees all keys and has so many slots."""
+    """LHD with the model of another LHD, which sees all keys and has ``slots`` slots."""
 
     def __init__(self, capacity: int, slots: int, model: ReuseModel) -> None:
         super().__init__(capacity)
         self._model = model
-        self._set_pace(slots)  # all uses pass on the clock, not only those of the sample
+        self._set_pace(slots)  # the clock counts all uses, not only sampled ones
 
     def _note(self, record: int, is_use: bool, count: int) -> None:
         pass
@@ -59,7 +59,6 @@ class _Contest:
         self._is_whole = [True] * len(self._policies)  # each cache has had all of that run so far
 
     def sample(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that are simulated."""
         bound = self._bound
         return [key for key in keys if key[-5] < bound]
 

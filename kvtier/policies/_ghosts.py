@@ -1,4 +1,4 @@
-"""What is remembered of evicted chunks: a number each, in a table of fixed size."""
+"""Records of evicted chunks: a number each, in a table of fixed size."""
 
 from __future__ import annotations
 

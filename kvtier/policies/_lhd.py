@@ -1,4 +1,4 @@
-"""Least hit density goes first: what is kept is what yields most hits for the time that it takes room.
+"""Evicts the least hit density first: it keeps the chunks with most hits for the time that they take room.
 
 After Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Hit
 density is learned by number of uses and age, ghosts included, and taken as the Gittins index. Chunks that
@@ -58,7 +58,7 @@ class Part(PartOfRun):
 
     @property
     def of_run(self) -> Iterator[Part]:
-        """Iterate over this part and those of its run that follow."""
+        """Iterate over this part and the later parts of its run."""
         part: Part | None = self
         while part is not None:
             yield part
@@ -108,8 +108,8 @@ class LHD(EvictionPolicy):
         record, is_use, begun = -1, False, 0
         for key in reversed(keys):
             old = pinned.pop(key, None)
-            # A chunk was used whenever one behind it was. This mends what ghosts have forgotten: a prompt
-            # of which one chunk counted as new would soon have a hole.
+            # A chunk was used whenever a later one was. This repairs records that ghosts forgot: a chunk that
+            # counts as new would soon be a hole in its prompt.
             known = max(recall(key) if old is None else old, record)
             if known != record or is_use != (used or old is None):
                 self._note(record, is_use, len(batch) - begun)
@@ -133,7 +133,6 @@ class LHD(EvictionPolicy):
         return min(uses + 1, MAX_USES) << _USES_BITS | (_SOON if is_soon else 0)
 
     def _note(self, record: int, is_use: bool, count: int) -> None:
-        """Note uses of chunks, for the model."""
         if not is_use:
             return
         uses, model = record >> _USES_BITS, self._model

@@ -1,4 +1,4 @@
-"""When chunks are used again, learned by number of uses and age, and what keeping them is worth by that."""
+"""Estimates of when chunks are used again, by number of uses and age, and the value of keeping them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CLASS_OF_USES = (0, 0, 1, 2, 3, 4, 4, 4, *[5] * 8, *[6] * (MAX_USES - 15))
 _PRIOR = (1.0, 2.0, 2.7, 3.4, 5.0, 8.0, 20.0)  # of how soon chunks of each class are used again
 
 UNITS = 25
-"""Units of age in which as many chunks are used as there are slots."""
+"""Units of age in the time of as many uses of chunks as there are slots."""
 
 _BINS = 32
-_FACTOR = 1.4  # each bin ends at an age so many times that of the one before; the first one at 1 unit
+_FACTOR = 1.4  # ratio of the ages at which successive bins end; the first one ends at 1 unit
 _LOG_FACTOR = log(_FACTOR)
 _HALF_LIFE = 70.0  # in capacities
-_CONFIDENCE = 100.0  # uses of a class after which its own shape counts as much as that of all
+_CONFIDENCE = 100.0  # uses of a class after which its own shape weighs as much as the shape of all
 
 
 class ReuseModel:
@@ -44,9 +44,9 @@ class ReuseModel:
         return min(len(self._widths) - 1, 1 + int(log(units) / _LOG_FACTOR)) if units >= 1.0 else 0
 
     def update(self, units: float, capacities: float) -> None:
-        """Update the densities by what was noted in the last so many units of time.
+        """Update the densities by the uses noted in the last ``units`` units of time.
 
-        ``capacities`` is how many chunks were used meanwhile, as a multiple of those that there is room for.
+        ``capacities`` is the number of uses meanwhile, as a multiple of the number of slots.
         """
         decay = 0.5 ** (capacities / _HALF_LIFE)
         for class_ in range(len(self._priors)):

@@ -1,1 +1,1 @@
-"""What the core knows of each secondary tier: its health, and what may be put into it and got from it now."""
+"""The core's view of each secondary tier: its health, and whether it takes puts and gets now."""

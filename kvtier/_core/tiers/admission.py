@@ -1,7 +1,7 @@
-"""Admission and back-pressure: what may be put into which tier now, and what may be got from it.
+"""Admission and back-pressure: how many chunks may be put into each tier now, and got from it.
 
-A dropped put costs a later hit. One that waits too long costs slots of the primary tier now, and one that
-slows down a get costs a request that waits now. So puts are dropped first.
+A dropped put costs a later hit. A put that waits too long costs slots of the primary tier now, and one that
+slows down a get delays a request now. So puts are dropped first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvtier._core.tiers.load_gate import LoadGateMode
 from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier.keys import OffloadKey
 
-_DRAIN_SHARE = 0.5  # of a deadline: what is queued should be through by then
+_DRAIN_SHARE = 0.5  # of a deadline, within which queued puts should end
 _SLOW_SHARE = 0.75
 
 _WEIGHT = 0.3  # of the last put in the running mean
-_SLOWED = 2.0  # times what it usually takes: then a get is held up
-_NOTICEABLE_S = 0.02  # ... by that much at least
+_SLOWED = 2.0  # a get that takes this many times its usual time is held up
+_NOTICEABLE_S = 0.02  # ... if the excess is at least this
 _LEAST_SHARE = 1 / 64
 _RECOVERY_BY_GET = 1 / 16
 _RECOVERY_BY_PUT = 1 / 32
@@ -39,15 +39,15 @@ class Limits:
     Attributes:
         request_deadline_s: how long a request waits for pending answers.
         max_wait_s: how long a request may wait for chunks that no tier has yet.
-        promotion_budget: slots that promotions may hold which no request has loaded yet.
+        promotion_budget: slots for promoted chunks that no request has loaded yet.
         promotion_reserve: slots kept free, so that a get can copy chunks with its first answer.
-        put_backlog: slots that puts may pin. A tier has an equal share of them, and what the others
-            leave: a slow one starves neither them nor the stores.
+        put_backlog: slots that puts may pin. Each tier has an equal share, and may use the rest that other
+            tiers leave: a slow tier starves neither them nor the stores.
         store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
         max_tracker_size: keys whose offers are remembered for the threshold.
-        pin_budget: slots that may be kept for clients that have asked for it.
-        max_announced: keys of each tier that may be announced as being there, where that is done at all.
-        load_gate: when a chunk is computed although a tier has it; see ``LoadGate``.
+        pin_budget: slots that may be kept for clients on request.
+        max_announced: keys of each tier that may be announced as available, if events are on.
+        load_gate: when to compute a chunk although a tier has it; see ``LoadGate``.
     """
 
     request_deadline_s: float = 5.0
@@ -63,26 +63,25 @@ class Limits:
 
 
 class PutPressure:
-    """Bounds the chunks that are being put into one tier.
+    """Bounds the chunks in flight to one tier.
 
-    Two things bound them. What is queued must be through within ``drain_s``, by the time that a chunk has
-    taken lately. And while puts make gets take longer than they usually do fewer of them are let in: half
-    as many at each get that was held up, a little more at each that was not. The tier works on ``width`` puts
-    at once.
+    There are two bounds. Queued chunks must end within ``drain_s``, at the recent time per chunk. And while
+    puts make gets slower than usual, fewer are admitted: each delayed get halves the share, each other get
+    raises it a little. The tier works on ``width`` puts at once.
     """
 
     def __init__(self, drain_s: float, width: int) -> None:
-        self.share = 1.0  # of the bound that is let in now, for the sake of the gets
+        self.share = 1.0  # of the bound that is admitted now; delayed gets lower it
         self._drain_s = drain_s
         self._width = width
         self._chunk_s: float | None = None
-        self._usual_s: dict[int, float] = {}  # of a get, by the number of its chunks, in powers of two
+        self._usual_s: dict[int, float] = {}  # time of a get, by its number of chunks in powers of two
         self._halved_s = -inf
 
     def room(self, backlog: int) -> float:
-        """Return how many chunks more may be put at once while ``backlog`` of them are on their way.
+        """Return how many more chunks may be put now, while ``backlog`` of them are in flight.
 
-        One is let in whenever nothing is under way, or nobody would find out that the tier is fast again.
+        One is admitted whenever none is in flight: otherwise a tier that is fast again would go unnoticed.
         """
         if self._chunk_s is None:
             return inf
@@ -90,19 +89,19 @@ class PutPressure:
         return max(0.0, min(of_one_put, self._width * of_one_put - backlog), 0.0 if backlog else 1.0)
 
     def put_ended(self, chunks: int, seconds: float) -> None:
-        """Update the rate by a put that was answered, or given up."""
+        """Update the rate by a put that was answered or given up."""
         chunk_s = max(seconds, _QUICKEST_S) / chunks
         before_s = self._chunk_s
         self._chunk_s = chunk_s if before_s is None else before_s + _WEIGHT * (chunk_s - before_s)
         self.share = min(1.0, self.share + _RECOVERY_BY_PUT)
 
     def get_ended(self, chunks: int, seconds: float, now_s: float, *, beside_puts: bool) -> None:
-        """Halve or restore the share by the time of a get, and whether puts were in flight."""
+        """Halve or restore the share by the time of a get, and by whether puts were in flight."""
         size = chunks.bit_length()
         usual_s = self._usual_s.setdefault(size, seconds)
         if seconds <= _SLOWED * usual_s or seconds - usual_s < _NOTICEABLE_S:
             self.share = min(1.0, self.share + _RECOVERY_BY_GET)
-        elif beside_puts and now_s - seconds >= self._halved_s:  # it began after the last such step
+        elif beside_puts and now_s - seconds >= self._halved_s:  # it started after the last halving
             self.share = max(_LEAST_SHARE, self.share / 2)
             self._halved_s = now_s
         if seconds < usual_s or not beside_puts:
@@ -110,12 +109,12 @@ class PutPressure:
 
 
 class TierStatus:
-    """What the core knows of one tier's condition, and what follows for its puts and gets.
+    """The state of one tier, and the puts and gets that it allows.
 
     Args:
-        deadline_s: how long one of its transfers is waited for.
-        width: puts that it works on at once.
-        writes: chooses what is put into it; by default everything.
+        deadline_s: deadline of its transfers.
+        width: number of puts that it works on at once.
+        writes: policy that selects the chunks to put; by default all.
     """
 
     def __init__(
@@ -132,36 +131,35 @@ class TierStatus:
         self.puts = breaker()
         self.gets = breaker()
         self.backlog = 0  # chunks that its puts pin now
-        self.down: str | None = None  # why it can not be used
-        self.epoch = 0  # the last one that it was reset to
+        self.down: str | None = None  # why it is unusable; None if it is usable
+        self.epoch = 0  # epoch of its last reset
         self.failed_audit = False  # one of its chunks was damaged: it is disabled until a restart
         self.pressure = PutPressure(deadline_s * _DRAIN_SHARE, width)
         self.writes = writes or WriteAdmission()
 
     @property
     def disabled_reason(self) -> str | None:
-        """The reason why it is given no work at all, or None."""
+        """The reason why it gets no work at all, or None."""
         return "audit" if self.failed_audit else "down" if self.down is not None else None
 
     @property
     def works(self) -> bool:
-        """Whether nothing keeps it from being given work."""
         return self.disabled_reason is None and self.puts.is_closed and self.gets.is_closed
 
     @property
     def is_healthy(self) -> bool | None:
-        """Whether its last real put and get were answered in time; None where there was none yet."""
+        """Whether its last real put and get ended in time; None before the first."""
         worst = max(self.puts.health, self.gets.health)
         if self.disabled_reason is not None or worst > TransferHealth.GOOD:
             return False
         return True if worst is TransferHealth.GOOD else None
 
     def get_refusal(self, now_s: float) -> str | None:
-        """Return the reason why no get is begun now, or None."""
+        """Return the reason why no get may start now, or None."""
         return self.disabled_reason or self.gets.refusal(now_s)
 
     def put_room(self, count: int, most_backlog: int, now_s: float) -> tuple[int, str]:
-        """Return how many of ``count`` chunks are put now, and why not the others."""
+        """Return how many of ``count`` chunks may be put now, and the reason for refusing the rest."""
         refusal = self.disabled_reason or self.puts.refusal(now_s)
         if refusal is not None:
             return 0, refusal
@@ -174,13 +172,13 @@ class TierStatus:
         return min(count, room), "backlog"
 
     def judge(self, health: TransferHealth, seconds: float, *, is_put: bool) -> TransferHealth:
-        """Return the health of a transfer: a get that took most of its deadline has failed; a put has not."""
+        """Return the health of a transfer. A get that took most of its deadline has failed; a put has not."""
         is_slow = health is TransferHealth.GOOD and not is_put and seconds > self.deadline_s * _SLOW_SHARE
         return TransferHealth.BAD if is_slow else health
 
 
 class ReuseTracker:
-    """Counts offers of keys, for ``store_threshold``: what comes once only is not worth a slot."""
+    """Counts offers of keys, for ``store_threshold``: a chunk that is offered once is not worth a slot."""
 
     def __init__(self, threshold: int, size: int) -> None:
         self._threshold = threshold
@@ -188,17 +186,17 @@ class ReuseTracker:
         self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
 
     def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the leading keys that with this offer are offered often enough."""
+        """Return the leading keys that this offer makes frequent enough."""
         if self._threshold < 2:
             return list(keys)
         return list(takewhile(lambda key: self._offers.get(key, 0) + 1 >= self._threshold, keys))
 
     def count(self, keys: Sequence[OffloadKey]) -> None:
-        """Count an offer of each key, of a long prompt those at its front. Refused ones do not count."""
+        """Count an offer of each key; of a long prompt only its front. Refused offers do not count."""
         if self._threshold < 2:
             return
         offers = self._offers
         for key in reversed(keys[: self._size]):
-            offers[key] = offers.pop(key, 0) + 1  # the last one of all now
+            offers[key] = offers.pop(key, 0) + 1  # moves the key to the end
         while len(offers) > self._size:
             offers.popitem(last=False)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 RandomSource = Callable[[], float]
-"""Returns numbers from 0 to below 1, such as ``random.random``."""
+"""Returns numbers in [0, 1), such as ``random.random``."""
 
 
 def no_jitter() -> float:
-    """Return the middle of the range: pauses are as long as their length says."""
+    """Return the middle of the range: pauses have their nominal length."""
     return 0.5
 
 
 class Backoff:
-    """Exponential backoff with jitter: each pause is twice the one before, up to the longest one.
+    """Exponential backoff with jitter: each pause is twice the previous one, up to the longest.
 
-    Many engines that have lost one server must not retry in step, so each pause is drawn from three
-    quarters to five quarters of its length.
+    Each pause is drawn from three quarters to five quarters of its length, so that engines which lost the
+    same server do not retry in step.
     """
 
     def __init__(self, first_s: float, longest_s: float, chance: RandomSource = no_jitter) -> None:
@@ -27,7 +27,6 @@ class Backoff:
         self._chance = chance
 
     def next_s(self) -> float:
-        """Return the next pause."""
         self.pause_s = min(self._longest_s, 2 * self.pause_s) if self.pause_s else self._first_s
         return self.pause_s * (0.75 + self._chance() / 2)
 

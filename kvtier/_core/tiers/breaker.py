@@ -1,7 +1,7 @@
 """Breakers: one for the puts and one for the gets of each tier.
 
-A breaker sees how real transfers end, and nothing else. It opens when too many of them have failed, or
-when one has passed its deadline. After a pause one transfer is let through, and how that ends decides.
+A breaker sees only how real transfers end. It opens when too many of them fail, or when one passes its
+deadline. After a pause it lets one probe through, whose end decides.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from kvtier._core.states import BreakerState
 from kvtier._core.tiers.backoff import Backoff, RandomSource, no_jitter
 
 _CLOSED, _HALF_OPEN, _OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
-_WINDOW = 20  # transfers of which half may fail, once half of them are known
-_LONGEST_PAUSES = 60  # times the first pause: what it grows to while probes fail
+_WINDOW = 20  # it opens if half of these transfers fail, once half are known
+_LONGEST_PAUSES = 60  # longest pause while probes fail, as a multiple of the first
 _RELAPSE_PAUSES = 4
 
 
 class Breaker:
-    """Decides whether a tier is given transfers of one verb now.
+    """Decides whether a tier gets transfers of one verb now.
 
     Args:
         failures: consecutive failures that open it.
         pause_s: seconds until the first probe.
 
     Attributes:
-        overdue: transfers that have passed their deadline and not ended. While there is one the tier
-            gets no other: it would only tie up more slots.
+        overdue: transfers past their deadline that still run. While there is one, the tier gets no other,
+            which would only tie up more slots.
     """
 
     def __init__(self, failures: int = 5, pause_s: float = 1.0, chance: RandomSource = no_jitter) -> None:
         self.state: BreakerState = _CLOSED
         self.overdue = 0
-        self.health = TransferHealth.NONE  # by the last transfer that said anything of the tier
+        self.health = TransferHealth.NONE  # by the last transfer that gave evidence
         self._failures = failures
         self._backoff = Backoff(pause_s, _LONGEST_PAUSES * pause_s, chance)
         self._until_s = -inf
@@ -45,11 +45,11 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether transfers are begun normally."""
+        """Whether transfers start normally."""
         return self.state is _CLOSED and not self.overdue
 
     def refusal(self, now_s: float) -> str | None:
-        """Return the reason why no transfer is to be begun now, or None. Where it is OPEN one may."""
+        """Return the reason why no transfer may start now, or None. In OPEN a probe may."""
         if self.overdue:
             return "unresponsive"
         if self.state is _CLOSED or (self.state is _OPEN and now_s >= self._until_s):
@@ -57,21 +57,20 @@ class Breaker:
         return "breaker_open"
 
     def begin(self, transfer_id: int) -> None:
-        """Note that a transfer was begun."""
         if self.state is _OPEN:
             self.state = _HALF_OPEN
             self.probe = transfer_id
 
     def late(self, transfer_id: int, now_s: float) -> str | None:
-        """Note that a transfer has passed its deadline. Returns what ``end`` does."""
+        """Note that a transfer has passed its deadline. Return as ``end`` does."""
         self.overdue += 1
         return self._judge(transfer_id, TransferHealth.LATE, now_s)
 
     def end(self, transfer_id: int, health: TransferHealth, now_s: float, *, in_time: bool) -> str | None:
-        """Note that a transfer has ended; return "closed", or the reason for opening, where it is new."""
+        """Note that a transfer has ended; return "closed", the reason for opening, or None."""
         if in_time:
             return self._judge(transfer_id, health, now_s)
-        self.overdue -= 1  # that it was late is known already
+        self.overdue -= 1  # its lateness was counted already
         return None
 
     def _judge(self, transfer_id: int, health: TransferHealth, now_s: float) -> str | None:
@@ -80,7 +79,7 @@ class Breaker:
         if self.state is _HALF_OPEN and transfer_id == self.probe:
             return self._end_probe(health, now_s)
         if self.state is not _CLOSED or health is TransferHealth.NONE:
-            return None  # what was begun before it opened says nothing new
+            return None  # transfers from before it opened give no new evidence
         return self._count(health, now_s)
 
     def _end_probe(self, health: TransferHealth, now_s: float) -> str | None:

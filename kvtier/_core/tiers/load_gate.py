@@ -1,10 +1,8 @@
-"""Load or compute: whether chunks that a tier may have are fetched, or computed because that is quicker.
+"""Load or compute: whether to fetch chunks that a tier may have, or to compute them because that is faster.
 
-What is compared is what each costs by itself: a tier its latency and a time per chunk, the device a time
-per chunk. Queues are left out on purpose. In a burst both have one, and a request that is computed makes
-those behind it wait for the device as well as itself.
-
-All of it is measured. Until both sides are known, everything is loaded.
+It compares costs without queues: a tier's latency and time per chunk, and the device's time per chunk. In a
+burst both have queues, and a computed request makes those behind it wait for the device too. All values are
+measured. Until both sides are known, everything is loaded.
 """
 
 from __future__ import annotations
@@ -15,45 +13,44 @@ from typing import Literal
 
 LoadGateMode = Literal["latency", "throughput", "off"]
 
-_WEIGHT = 0.3  # of the last sample of computing
-_DRIFT = 0.1  # how much the times of a tier change from one get to the next, as a share of what it takes
-_NOISE = 0.2  # ... and how much they vary
-_FAR = 3.0  # times the estimate: an outlier, or the first sign of a change
-_HYSTERESIS = 1.05  # by how much a tier has to be quicker before it is used again
-_FIRST_PROBE_S = 0.1  # after a tier was closed; then twice as long each time
-_PROBE_EVERY_S = 5.0  # at most
-_PROBE_AGAIN_S = 0.5  # after a probe for chunks that the tier did not have
-_PROBE_S = 0.25  # what a probe may take, by the estimate ...
+_WEIGHT = 0.3  # weight of the last compute sample
+_DRIFT = 0.1  # change of a tier's times from one get to the next, as a share of its time
+_NOISE = 0.2  # ... and their variation
+_FAR = 3.0  # as a multiple of the estimate: an outlier, or the first sign of a change
+_HYSTERESIS = 1.05  # a closed tier must be faster by this factor to be used again
+_FIRST_PROBE_S = 0.1  # after a tier was closed; doubled each time
+_PROBE_EVERY_S = 5.0  # longest pause
+_PROBE_AGAIN_S = 0.5  # after a probe for chunks that the tier lacked
+_PROBE_S = 0.25  # longest estimated time of a probe ...
 _PROBE_CHUNKS = 8  # ... and its most chunks
-_ROUND_S = 0.1  # of computing that a round may decide for, besides the first in line
+_ROUND_S = 0.1  # of computing per round, besides the first request in line
 _NEXT_ROUND_S = 0.02
-_LEAST_S = 1e-7  # seconds that anything takes
+_LEAST_S = 1e-7  # lower bound of any time
 
 
 class TierSpeed:
-    """What a get of a tier takes: a latency, and a time for each chunk in flight, its own and others'.
+    """The time of a tier's gets: a latency, and a time for each chunk in flight, other gets' chunks included.
 
-    A Kalman filter tells the two apart from gets of different sizes. One get that takes much longer than
-    expected changes nothing, nor do those that ran at the same time; a second one that began after it, or one
-    that is much quicker, is believed at once.
+    A Kalman filter separates the two, from gets of different sizes. One get that takes much longer than
+    expected changes nothing, nor do gets that ran at the same time. A second one that started after it, or
+    one that is much faster, is believed at once.
     """
 
     def __init__(self) -> None:
-        self.latency_s = self.chunk_s = 0.0  # the estimate; of use once ``is_known``
-        self.is_closed = False  # computing was quicker when it was last asked
-        self.is_probed = False  # a probe is under way
+        self.latency_s = self.chunk_s = 0.0  # the estimate; valid once ``is_known``
+        self.is_closed = False  # computing was faster at the last decision
+        self.is_probed = False  # a probe is in flight
         self.probe_from_s = -inf  # when the next probe may begin
-        self.probe_wait_s = _FIRST_PROBE_S  # how long after it the one that follows may
-        self._doubted_s: float | None = None  # when the last get ended, if it was much too long
-        self._variance = (0.0, 0.0, 0.0)  # of the latency, of both together, of the time per chunk
+        self.probe_wait_s = _FIRST_PROBE_S  # pause between that probe and the next
+        self._doubted_s: float | None = None  # end of the last get, if that was an outlier
+        self._variance = (0.0, 0.0, 0.0)  # of the latency, covariance, of the time per chunk
 
     @property
     def is_known(self) -> bool:
-        """Whether there was a sample."""
         return self.chunk_s > 0.0
 
     def note(self, chunks: int, seconds: float, now_s: float) -> None:
-        """Update the estimate by a get that ended now; ``chunks``: in flight when it began, its own too."""
+        """Update the estimate by a get that ended now. ``chunks``: in flight at its start, with its own."""
         seconds = max(seconds, _LEAST_S)
         if not self.is_known:
             self.latency_s, self.chunk_s = seconds / 2, seconds / 2 / chunks
@@ -89,15 +86,15 @@ class TierSpeed:
 class ComputeSpeed:
     """Seconds that the device computes for a chunk, by the bit length of its place in the prompt.
 
-    The last of ``rates`` is for all places that follow. Where there was no sample, a rate is that of the
-    nearest place before, or after. There are none while nothing is known.
+    The last of ``rates`` applies to all later places. A place without samples has the rate of the nearest one
+    before it, or after it. ``rates`` is empty before the first sample.
     """
 
     def __init__(self) -> None:
         self.rates: list[float] = []
-        self._sampled: list[float] = []  # as ``rates``; 0 where there was no sample
+        self._sampled: list[float] = []  # as ``rates``; 0 if there was no sample
         self._doubted: set[int] = set()  # indexes whose last sample was far off
-        self._sums: list[float] = []  # seconds of all places of lesser bit length
+        self._sums: list[float] = []  # seconds of all places of smaller bit length
 
     def note(self, place: int, chunks: float, seconds: float) -> None:
         """Update the estimate by a step that computed ``chunks`` around ``place``."""
@@ -125,7 +122,7 @@ class ComputeSpeed:
             begin = 1 << index
 
     def seconds(self, end: int) -> float:
-        """Return the time of the chunks before place ``end``."""
+        """Return the time to compute the chunks before place ``end``."""
         index = min(end.bit_length(), len(self.rates) - 1)
         return self._sums[index] + self.rates[index] * (end - (1 << index >> 1))
 
@@ -134,17 +131,17 @@ class LoadGate:
     """Decides with the current estimates. Times are on the owner's clock.
 
     Attributes:
-        window_chunks: at most so many chunks of windowed groups does a request load, however many it asks
-            for. Set by the owner.
+        window_chunks: most chunks of windowed groups that a request loads, however many it asks for. Set by
+            the owner.
     """
 
     def __init__(self, mode: LoadGateMode, tiers: int) -> None:
         self.compute = ComputeSpeed()
         self.window_chunks = sys.maxsize
         self.running: set[object] = set()  # requests that the device computes now
-        self.wait_until_s = inf  # when those that were told to wait are decided; infinite if there are none
+        self.wait_until_s = inf  # when deferred requests are decided; infinite if there are none
         self._mode = mode
-        self._round_s = 0.0  # of computing, decided in this round
+        self._round_s = 0.0  # computing that this round decided for
         self._tiers = [TierSpeed() for _ in range(tiers)]
 
     @property
@@ -154,19 +151,18 @@ class LoadGate:
 
     @property
     def is_active(self) -> bool:
-        """Whether gets are decided here at all; else everything is loaded."""
+        """Whether it decides; otherwise everything is loaded."""
         return self.is_on and bool(self.compute.rates)
 
     def begin_round(self) -> None:
-        """Begin a round of decisions."""
         self.wait_until_s = inf
         self._round_s = 0.0
 
     def has_to_wait(self, now_s: float) -> bool:
-        """Return whether a request that would be computed is decided in the next round instead.
+        """Return whether to defer a request that would be computed to the next round.
 
-        Where many requests wait at once, the later ones lose nothing by that: the device is busy with the
-        earlier ones, and the tier may be quick again before their turn comes.
+        If many requests wait at once, the later ones lose nothing by that: the device is busy with the
+        earlier ones, and the tier may be fast again before their turn.
         """
         if self._round_s < _ROUND_S:
             return False
@@ -176,8 +172,7 @@ class LoadGate:
     def is_slower(self, tier: int, fetched: int, gets: int, place: int, count: int, now_s: float) -> bool:
         """Return whether a tier takes longer than computing ``count`` chunks, the first at ``place``.
 
-        ``fetched`` is how many chunks have to be got instead, and ``gets`` how many gets that takes, one
-        after the other.
+        ``fetched`` is the number of chunks to get instead, in ``gets`` gets one after the other.
         """
         speed = self._tiers[tier]
         if not (self.is_active and speed.is_known) or (self._mode == "throughput" and self.running):
@@ -191,25 +186,24 @@ class LoadGate:
         return speed.is_closed
 
     def computes(self, place: int, count: int) -> None:
-        """Count chunks that are computed instead of loaded against what a round may decide."""
+        """Count computed chunks against the limit of a round."""
         self._round_s += self.compute.seconds(place + count) - self.compute.seconds(place)
 
     def probe_size(self, tier: int, now_s: float) -> int:
-        """Return how many chunks a probe gets that begins now; 0 where none is due, or one is under way."""
+        """Return the size of a probe that starts now; 0 if none is due or one is in flight."""
         speed = self._tiers[tier]
         if now_s < speed.probe_from_s or speed.is_probed:
             return 0
         return max(1, min(_PROBE_CHUNKS, int((_PROBE_S - speed.latency_s) / speed.chunk_s)))
 
     def probe_begins(self, tier: int, now_s: float) -> None:
-        """Note that a probe begins."""
         speed = self._tiers[tier]
         speed.is_probed = True
         speed.probe_from_s = now_s + speed.probe_wait_s
         speed.probe_wait_s = min(2 * speed.probe_wait_s, _PROBE_EVERY_S)
 
     def probe_ended(self, tier: int, now_s: float, *, found_any: bool) -> None:
-        """Note that a probe has ended; the next one begins soon if the tier did not have its chunks."""
+        """Note that a probe has ended; the next one comes soon if the tier lacked its chunks."""
         self._tiers[tier].is_probed = False
         if not found_any:
             self._tiers[tier].probe_from_s = now_s + _PROBE_AGAIN_S
@@ -219,7 +213,7 @@ class LoadGate:
     ) -> None:
         """Update a tier's speed by a get: see ``TierSpeed.note``.
 
-        ``at_least``: it copied nothing, so that it counts only if it took longer than copying.
+        ``at_least``: the get copied nothing, so it counts only if it took longer than copying.
         """
         speed = self._tiers[tier]
         if not at_least or (speed.is_known and seconds > speed.latency_s + speed.chunk_s * chunks):

@@ -1,8 +1,8 @@
-"""Which chunks are put into a tier: all of them, or those that were asked for more than once.
+"""Write admission: whether a tier gets all chunks, or those that were asked for more than once.
 
-A put costs bandwidth, and a part of an SSD's life. It pays when the chunk is read back. While everything
-is put, that is seen from what the tier gives. While not, an offer of a chunk that was offered before is a hit
-that a put would have made, in a tier that is large enough.
+A put costs bandwidth and SSD life. It pays when the chunk is read back. While everything is put, the tier's
+hits show that. Otherwise a repeated offer of a chunk is a hit that a put would have made, if the tier is
+large enough.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from kvtier.keys import GROUP_BYTES, OffloadKey
 
 WritePolicy = Literal["all", "adaptive", "reused"]
 
-_SAMPLED = 16  # one key in so many is in the sample
-_LEAST_WINDOW = 256  # offers of sampled keys, after which the share of reuse is judged
-_LOW, _HIGH = 0.02, 0.05  # the share of reuse below which puts do not pay, and above which they do again
-_TRIAL_CHUNKS = 256  # offered in a row, of which all are put although puts do not pay ...
-_TRIAL_SHARE = 16  # ... and how many times as many are not
-_BURST_S = 3600.0  # of the budget, that may be used at once
+_SAMPLED = 16  # one key in this many is sampled
+_LEAST_WINDOW = 256  # offers of sampled keys before the share of reuse is judged
+_LOW, _HIGH = 0.02, 0.05  # puts stop paying below this share of reuse, and pay again above
+_TRIAL_CHUNKS = 256  # consecutive offers that are all put although puts do not pay ...
+_TRIAL_SHARE = 16  # ... in one of this many such series
+_BURST_S = 3600.0  # of the budget may be used at once
 _DAY_S = 86_400.0
 _NONE: Mapping[str, int] = {}
 
 
 class WriteAdmission:
-    """Chooses what is put into one tier.
+    """Selects the chunks to put into one tier.
 
     Args:
-        policy: ``all``; ``reused``: what was offered or loaded before; ``adaptive``: as ``reused`` while less
-            than one chunk in fifty is asked for again.
-        chunks_per_day: the most chunks to put; None for no such bound. Half of an hour's share is kept for
-            reused chunks.
-        remembered: how many keys that were not put are remembered, at least, and how many sampled ones.
+        policy: ``all``; ``reused``: chunks that were offered or loaded before; ``adaptive``: as ``reused``
+            while less than one chunk in fifty is asked for again.
+        chunks_per_day: most chunks to put; None for no bound. Half of an hour's share is kept for reused
+            chunks.
+        remembered: least number of keys to remember that were not put, and of sampled ones.
     """
 
     def __init__(
         self, policy: WritePolicy = "all", chunks_per_day: float | None = None, remembered: int = 64_000
     ) -> None:
-        self.skipped: OrderedDict[OffloadKey, None] = OrderedDict()  # not put, the oldest first
-        self.pays = True  # enough is asked for again
-        self.put_chunks = self.got_chunks = 0  # that the tier has kept, and has given, so far
+        self.skipped: OrderedDict[OffloadKey, None] = OrderedDict()  # keys that were not put, oldest first
+        self.pays = True  # the share of reuse is high enough
+        self.put_chunks = self.got_chunks = 0  # kept by the tier, and loaded from it, so far
         self._policy = policy
         self._remembered = remembered
         self._sample: OrderedDict[OffloadKey, None] = OrderedDict()
@@ -56,20 +56,19 @@ class WriteAdmission:
 
     @property
     def is_selective(self) -> bool:
-        """Whether anything is ever skipped."""
         return self._policy != "all" or self._per_s < inf
 
     def resize(self, slots: int) -> None:
-        """Note the size of the primary tier: until it has been filled twice, nothing is known of reuse."""
+        """Note the size of the primary tier: before it was filled twice, reuse is unknown."""
         self._window = max(_LEAST_WINDOW, 2 * slots // _SAMPLED)
         self._remembered = max(self._remembered, 2 * slots)
 
     def choose(
         self, chunks: Sequence[Chunk], now_s: float, *, reused: bool
     ) -> tuple[Sequence[Chunk], Mapping[str, int]]:
-        """Return which of the chunks are put, and how many are not, by reason.
+        """Return the chunks to put, and the number of others by reason.
 
-        ``reused``: they were asked for again; else they were computed and are offered.
+        ``reused``: they were asked for again; otherwise they were computed and are offered.
         """
         if not self.is_selective:
             return chunks, _NONE
@@ -94,26 +93,25 @@ class WriteAdmission:
         return wanted, {"not_reused": not_reused, "write_budget": len(chunks) - not_reused - len(wanted)}
 
     def begun(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that chunks are being put."""
         self._left -= len(keys)
         self._forget(keys)
 
     def kept(self, count: int) -> bool:
-        """Note that the tier has kept chunks; return, once, whether all are put and none was ever got."""
+        """Note chunks that the tier kept; return, once, whether all are put and none was ever loaded."""
         before, self.put_chunks = self.put_chunks, self.put_chunks + count
         is_enough = before < self._window * _SAMPLED <= self.put_chunks
         return is_enough and not self.got_chunks and not self.is_selective
 
     def fetched(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that the tier has given chunks to requests."""
+        """Note that requests loaded chunks from the tier."""
         self.got_chunks += len(keys)
         if self._policy == "adaptive":
-            most = 2 * _HIGH * self._window  # or what was long ago would count for long
+            most = 2 * _HIGH * self._window  # otherwise old loads would count for too long
             self._reuses = min(self._reuses + sum(map(_is_sampled, keys)), most)
         self._forget(keys)
 
     def skip(self, keys: Iterable[OffloadKey]) -> None:
-        """Remember keys that were not put, or not kept: they are put at their next use."""
+        """Remember keys that were not put or not kept: they are put at their next use."""
         if self.is_selective:
             for key in keys:
                 self.skipped[key] = None
@@ -126,7 +124,7 @@ class WriteAdmission:
                 self.skipped.pop(key, None)
 
     def _is_in_trial(self, place: int) -> bool:
-        """Return whether the chunk at this place of all that were offered is put, to see if that pays."""
+        """Return whether the offer of this number is put as a trial."""
         return self._policy == "adaptive" and place // _TRIAL_CHUNKS % _TRIAL_SHARE == 0
 
     def _within_budget(self, chunks: Sequence[Chunk], once: set[OffloadKey]) -> Sequence[Chunk]:
@@ -155,7 +153,7 @@ class WriteAdmission:
             self._judge()
 
     def _judge(self) -> None:
-        """Bring ``pays`` up to date after a window of offers, and let what is older count half."""
+        """Update ``pays`` after a window of offers, and halve the weight of older ones."""
         share = self._reuses / self._offers
         self.pays = share > (_LOW if self.pays else _HIGH)
         self._offers /= 2

@@ -1,10 +1,9 @@
-"""CUDA as the transfer engine uses it: streams and events of torch, and CUDA's runtime library.
+"""CUDA for the transfer engine: streams and events of torch, and CUDA's runtime library.
 
-AMD's HIP has the same calls under other names, and torch the same classes for both: the backend ``rocm``.
-
+AMD's HIP has the same calls under other names, and torch the same classes for both: see the backend ``rocm``.
 The CUDA Runtime API reference describes the calls: "Memory Management" for ``cudaMemcpyAsync`` and
-``cudaHostRegister``, "Stream Management" for the capture mode, and "API synchronization behavior" for what is
-asynchronous when. Importing this module touches no device.
+``cudaHostRegister``, "Stream Management" for the capture mode, and "API synchronization behavior" for
+asynchrony. Importing this module touches no device.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ logger = GuardedLogger("kvtier.device")
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _LOST = frozenset((214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
-"""Errors after which, by the reference's words, the process has to be restarted to use the device: memory,
-link and hardware errors, and kernels that went wrong. HIP gives them the same numbers."""
+"""Errors after which, by the reference, the process has to be restarted to use the device: memory, link and
+hardware errors, and failed kernels. HIP gives them the same numbers."""
 
 _GROUP = 64
 """Copies of one batched call. The driver lets no other thread launch work until a call returns: with one call
@@ -44,15 +43,15 @@ _EXPEDITED_PRIORITY = -1  # torch's streams of higher priority
 _PROBE_COPIES, _PROBE_BYTES = 64, 4096
 
 CopyMethod = Callable[[CopyPlan, Any], None]
-"""Gives the copies of a plan, at least one, to a stream of torch's. Raises where one is refused: those before
-it are in flight then."""
+"""Gives the copies of a plan, at least one, to a torch stream. Raises if one is refused; earlier ones are
+then in flight."""
 
 
 class PageKernel(Protocol):
     """Copies many small pages to the device in one kernel."""
 
     def suits(self, plan: CopyPlan) -> bool:
-        """Return whether to make these copies with it; their host memory is pinned."""
+        """Return whether to use it for these copies, whose host memory is pinned."""
 
     def copy(self, plan: CopyPlan, stream: Any) -> None:
         """Give the copies of a plan to a stream of torch's."""
@@ -79,16 +78,16 @@ def find_library(name: str, folder: Path = _TORCH_LIBRARIES) -> str:
 
 
 class RuntimeLibrary:
-    """Functions of a runtime library that torch does not offer; their names begin with ``prefix``.
+    """Functions of a runtime library that torch does not offer; their names start with ``prefix``.
 
     A failed call raises TransferError, or DeviceLostError if the device is unusable from then on.
 
     Args:
-        path: of the library, or of one that is linked to it.
+        path: path of the library, or of one that is linked to it.
         prefix: ``cuda`` or ``hip``.
 
     Raises:
-        ConfigError: the functions are not there: torch was linked statically.
+        ConfigError: the functions are missing: torch was linked statically.
     """
 
     def __init__(self, path: str, prefix: str = "cuda") -> None:
@@ -130,21 +129,19 @@ class RuntimeLibrary:
         return found.value or 0
 
     def host_unregister(self, address: int) -> None:
-        """Undo ``host_register``."""
         self.call("HostUnregister", address)
 
     def relax_capture(self) -> None:
-        """Let the calling thread pin and copy while another captures a graph, which fails by default."""
+        """Allow the calling thread to pin and copy while another captures a graph, which fails by default."""
         self.call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function of the library."""
         self.check(name, self._function(name)(*arguments))
 
     def check(self, name: str, code: int) -> None:
         """Raise what ``call`` raises for this code."""
         if code:
-            self._function("GetLastError")()  # else torch finds the same error again in this thread
+            self._function("GetLastError")()  # otherwise torch finds the same error again in this thread
             text = self._function("GetErrorString")(code).decode()
             kind = DeviceLostError if code in _LOST else TransferError
             raise kind(f"{self._prefix}{name} failed: {text} ({code})")
@@ -175,7 +172,7 @@ def in_groups(method: CopyMethod) -> CopyMethod:
 
 
 def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None:
-    """Copy scattered ranges to the device and back; raise ValueError if these or other bytes are wrong."""
+    """Copy scattered ranges to the device and back; raise ValueError if any byte is wrong."""
     random, pinned = np.random.default_rng(1), device.type != "cpu"
     nbytes = 2 * _PROBE_COPIES * _PROBE_BYTES
     content = torch.from_numpy(random.integers(0, 256, nbytes, np.uint8))
@@ -189,7 +186,7 @@ def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None
         at.astype(np.uint64) + np.uint64(buffer.data_ptr())
         for at, buffer in zip(places, buffers, strict=True)
     ]
-    if pinned:  # the filling is work of another stream than the copies
+    if pinned:  # another stream than the copies' fills it
         torch.accelerator.synchronize(device)
     sizes = np.full(_PROBE_COPIES, _PROBE_BYTES, dtype=np.uint64)
     for start, end in pairwise(addresses):
@@ -204,7 +201,7 @@ def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None
 
 
 def _first_exact(device: torch.device, methods: Mapping[str, CopyMethod]) -> CopyMethod | None:
-    """Return the first of these ways to make all copies in one call that copies exactly, or None."""
+    """Return the first method that makes all copies in one call and exactly, or None."""
     stream = torch.cuda.Stream(device)
     for name, method in methods.items():
         try:
@@ -218,10 +215,10 @@ def _first_exact(device: torch.device, methods: Mapping[str, CopyMethod]) -> Cop
 
 
 def _open_kernel(device: torch.device) -> PageKernel | None:
-    """Return the kernel for small pages, compiled and tried, or None: without Triton or a compiler, say."""
+    """Return the kernel for small pages, compiled and tried; None without Triton or a compiler, for one."""
     try:
         kernel: PageKernel = importlib.import_module("kvtier._device.backends._page_kernel")
-    except Exception as error:  # not installed, or broken: an optional part must not end the engine
+    except Exception as error:  # an optional part must not end the engine
         logger.info("copy kernel not used: %s", error)
         return None
     return kernel if _first_exact(device, {"kernel": kernel.copy}) is not None else None
@@ -232,7 +229,7 @@ def _new_event() -> Any:
 
 
 class TorchStream:
-    """A ``Stream`` of torch's. Waiting for its events, a thread sleeps instead of spinning."""
+    """A torch ``Stream``. A thread that waits for its events sleeps instead of spinning."""
 
     def __init__(self, runtime: TorchRuntime, queue: CopyQueue, *, plain: bool = False) -> None:
         priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
@@ -252,13 +249,13 @@ class TorchStream:
         try:
             method(plan, self._stream)
         except Exception:
-            if kernel is not None and method == kernel.copy:  # no memory for its table, say: not each time
+            if kernel is not None and method == kernel.copy:  # no memory for its table, for one
                 self._runtime.kernel = None
                 logger.warning("copy kernel failed and is not used again: loads of small pages are slower")
             raise
 
     def _method(self, plan: CopyPlan) -> CopyMethod:
-        """Return how to make these copies. Stores are not urgent: they never take from computing."""
+        """Return the method for these copies. Stores are not urgent, so they never slow down computing."""
         one_by_one: CopyMethod = self._runtime.library.copy
         host = plan.dst if self._is_store else plan.src
         start, end = self._runtime.pinned
@@ -271,7 +268,7 @@ class TorchStream:
 
 
 class TorchRuntime(Runtime):
-    """One GPU of torch's; ``batched`` makes many copies in one call, ``kernel`` small ones to the device."""
+    """One torch GPU. ``batched`` makes many copies in one call, ``kernel`` copies small pages to it."""
 
     def __init__(
         self,
@@ -296,7 +293,7 @@ class TorchRuntime(Runtime):
     ) -> TorchRuntime:
         """Return the runtime with the first exact batched copy: the engine's, or one of ``methods``.
 
-        They are tried in another thread: vLLM takes for its own stream what was set last in its thread.
+        They are tried in another thread: vLLM takes the stream last set in its own thread for its own.
         """
         own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
         with ThreadPoolExecutor(1, "kvtier-probe") as thread:
@@ -323,11 +320,11 @@ class TorchRuntime(Runtime):
         return TorchStream(self, queue, plain=plain)
 
     def host_register(self, address: int, nbytes: int) -> None:
-        """Pin the next piece of the slots: each begins where the last one ends."""
+        """Pin the next piece of the slots: each starts where the last one ends."""
         self.library.host_register(address, nbytes)
         self.pinned = (self.pinned[0] or address, address + nbytes)
         if self.kernel is not None and not self._is_mapped(address):
-            self.kernel = None  # it is given host addresses
+            self.kernel = None  # it uses host addresses
 
     def _is_mapped(self, address: int) -> bool:
         """Return whether kernels find pinned memory where the host does."""

@@ -1,8 +1,8 @@
-"""Copying many small pages with a kernel: the device's processors read page-locked host memory.
+"""Copies of many small pages with a kernel: the device's processors read page-locked host memory.
 
-A GPU's copy engine begins a copy every few microseconds, however small, so small pages reach a tenth of the
-link's speed. The kernel takes a few processors from computing, for a tenth of the time.
-``docs/devices.md`` has the figures. Importing this module needs Triton, which comes with torch for GPUs.
+A GPU's copy engine starts a copy every few microseconds, however small, so small pages reach a tenth of the
+link's speed. The kernel takes a few processors from computing, for a tenth of the time. ``docs/devices.md``
+has the figures. Importing this module needs Triton, which comes with torch for GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier._device.plan import CopyPlan, split
 
 _PROGRAMS = 16  # each takes one of the GPU's processors; with fewer, 4 KiB pages are slower on an H100
 _WARPS = 16
-_WORDS = _WARPS * 32 * 8  # of 8 bytes, that a program copies at once: for each thread four times 16 bytes
+_WORDS = _WARPS * 32 * 8  # of 8 bytes, per step of a program: four times 16 bytes for each thread
 
 _FEWEST_COPIES = 16  # below, starting a kernel takes longer than the copies
 _LARGEST_MEAN = 32 * 1024  # above, the copy engine is as fast, and takes nothing from computing

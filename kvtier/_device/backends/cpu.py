@@ -1,4 +1,4 @@
-"""The backend for KV caches in host memory: copies are made with the interpreter lock released."""
+"""The backend for KV caches in host memory: it copies with the interpreter lock released."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ def copy_batch(plan: CopyPlan) -> None:
 
 
 def copy_each(plan: CopyPlan) -> None:
-    """Make the copies of ``plan`` one by one."""
     for src, dst, size in zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True):
         ctypes.memmove(dst, src, size)
 
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """A moment: work in host memory is over when it returns."""
+    """An event that is always over: work in host memory ends before its call returns."""
 
     at_s: float = field(default_factory=time.perf_counter)
 
@@ -59,13 +58,13 @@ class HostStream:
 
 
 class CpuRuntime(Runtime):
-    """Host memory, which needs no pinning. ``plain`` copies where ``copy`` has failed, and for audits."""
+    """Host memory, which needs no pinning. ``plain`` copies if ``copy`` has failed, and for audits."""
 
     transfers_at_once = 1
     can_pin = False
 
     def __init__(self, copy: CopyFunction | None = None, plain: CopyFunction | None = None) -> None:
-        self._copy = copy or copy_batch  # looked up now: tests of faults replace them
+        self._copy = copy or copy_batch  # looked up here: fault tests replace them
         self._plain = plain or copy_each
 
     def record_compute(self) -> HostEvent:

@@ -28,9 +28,9 @@ class _Attributes(ctypes.Structure):
 
 
 class Cudart(RuntimeLibrary):
-    """CUDA's runtime library, with ``cudaMemcpyBatchAsync`` where it is new enough.
+    """CUDA's runtime library, with ``cudaMemcpyBatchAsync`` if it is new enough.
 
-    That is called here and not through cuda-python, which takes the addresses as Python lists.
+    It is called here and not through cuda-python, which takes the addresses as Python lists.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,7 +42,7 @@ class Cudart(RuntimeLibrary):
     def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
         """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.
 
-        AttributeError if the library is older than the call.
+        AttributeError if the library lacks the call.
         """
         failed = (ctypes.byref(ctypes.c_size_t()),) if self._tells_failed else ()
         arrays = (plan.dst.ctypes.data, plan.src.ctypes.data, plan.sizes.ctypes.data)

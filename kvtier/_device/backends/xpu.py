@@ -36,7 +36,7 @@ class DeviceBytes:
         self._flat = [_flat(tensor) for tensor in ordered]
 
     def find(self, addresses: Addresses, sizes: Addresses) -> Iterator[torch.Tensor]:
-        """Yield each range as a view of its tensor's bytes. Raise TransferError for one that is not there."""
+        """Yield each range as a view of its tensor's bytes. Raise TransferError for an unknown range."""
         owners = np.searchsorted(self._starts, addresses, side="right") - 1
         offsets = addresses - self._starts[owners]
         for owner, start, size in zip(owners.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
@@ -57,10 +57,10 @@ class _Buffer:
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
         self.used: Any = None  # the event after the device's last copies with it
-        self.arriving: CopyPlan | None = None  # of a store: copies to the slots that follow the device's
+        self.arriving: CopyPlan | None = None  # of a store: copies to the slots, after the device's
 
     def finish(self) -> None:
-        """Block until the device is through with it, and copy what it has brought to the slots."""
+        """Block until the device has ended its copies, and copy arrived bytes to the slots."""
         if self.used is not None:
             self.used.synchronize()
         if self.arriving is not None:
@@ -89,7 +89,7 @@ class XpuStream:
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue the copies; the calling thread makes the host's part. See ``Stream.copy``."""
         for buffer in self._buffers:
-            buffer.arriving = None  # of a copy that raised: its slots may be another chunk's by now
+            buffer.arriving = None  # left by a copy that raised: its slots may belong to another chunk by now
         with self._api.stream(self._stream):
             for number, part in enumerate(_parts(plan, self._buffer_bytes)):
                 buffer = self._buffers[number % 2]
@@ -115,7 +115,7 @@ class XpuStream:
 
 
 def _parts(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
-    """Split a plan into plans of at most so many bytes; a copy that is longer is split as well."""
+    """Split a plan, and copies that are too long, into plans of at most ``nbytes`` bytes."""
     plan = split(plan, nbytes)
     ends = np.cumsum(plan.sizes)
     start, done = 0, 0
@@ -129,7 +129,7 @@ def _parts(plan: CopyPlan, nbytes: int) -> Iterator[CopyPlan]:
 class XpuRuntime(Runtime):
     """The Intel GPU that the engine's tensors are on."""
 
-    transfers_at_once = 1  # beginning one is work of the host, which would delay the end of the one before
+    transfers_at_once = 1  # starting one is host work, which would delay the end of the previous one
     can_pin = False
 
     def __init__(

@@ -1,16 +1,16 @@
 """Canonical values of the engine's configuration, for its identity: every setting except the excluded ones.
 
-**Closed by default.** All fields of ``VllmConfig`` and of the configurations in it are included, whatever a
-version of vLLM calls them; ``excluded_settings.toml`` lists the exceptions and their reasons.
+**Closed by default.** All fields of ``VllmConfig`` and of its nested configurations are included, under any
+name; ``excluded_settings.toml`` lists the exceptions and their reasons.
 
 **Only values that differ from their default are included.** So a field that a newer vLLM adds or removes
-changes nothing while nobody sets it, and versions of one KV format share a cache. Values are those that vLLM
+changes nothing while it is unset, and versions of one KV format share a cache. Values are those that vLLM
 resolved, not those that the user gave, so decisions of the platform and the model count. A default that a
-newer version changes is covered by the KV format generation (``_compat``), which only releases get whose
-defaults a test has compared.
+newer version changes is covered by the KV format generation (``_compat``): only releases whose defaults a
+test has compared get one.
 
-**A value has the same canonical value in every process, or the engine is refused.** An object without one of
-its own is represented by its type and attributes; a memory address would split the cache at each start.
+**A value has the same canonical value in every process, or the engine is refused.** An object without one is
+represented by its type and attributes; a memory address would split the cache at each start.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ NO_DEFAULT: Final = object()
 def canonical_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping[str, object]:
     """Return every setting that may change the bytes of a chunk and is not at its default.
 
-    Unless people have looked at this version of vLLM, the length that requests may have counts, because
-    nobody knows what is derived from it. Raises ConfigError for an object without a canonical value.
+    If this version of vLLM was not reviewed, the maximum request length counts, because its effects are
+    unknown. Raises ConfigError for an object without a canonical value.
     """
     settings = _Canonicalizer(is_reviewed).fields(vllm_config)
     del settings["kind"]
@@ -61,7 +61,8 @@ def canonical_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping
 def relevant_environment() -> Mapping[str, str]:
     """Return the environment variables that are set and may change the bytes of a chunk.
 
-    Of vLLM's all but the excluded ones, of other libraries' a few that are known to matter.
+    They are all variables of vLLM except the excluded ones, and a few of other libraries that are known to
+    matter.
     """
     return {name: value for name, value in os.environ.items() if _is_relevant(name)}
 
@@ -71,12 +72,12 @@ def _is_relevant(variable: str) -> bool:
         return variable in LIBRARY_VARIABLES
     if variable in excluded.ENVIRONMENT or _SECRET.search(variable):
         return False
-    # What Kubernetes sets for a service named vllm is none of vLLM's.
+    # Kubernetes sets variables for a service named vllm that are not vLLM's.
     return variable in envs.environment_variables or not _OF_KUBERNETES.fullmatch(variable)
 
 
 def canonical_value(value: object, name: str = "value") -> object:
-    """Return a value as identities have it: the same in every process, and for every equal value.
+    """Return the canonical value, equal in every process and for every equal value.
 
     A dataclass, such as a KV cache spec, becomes its kind and the fields that are neither excluded nor at
     their default. Raises ConfigError, which begins with ``name``, for a value that has none.
@@ -85,7 +86,7 @@ def canonical_value(value: object, name: str = "value") -> object:
 
 
 def field_default(field: dataclasses.Field[Any]) -> object:
-    """Return the default of a dataclass's field, of pydantic's too; ``NO_DEFAULT`` where it has none."""
+    """Return the default of a field of a dataclass or of pydantic's; ``NO_DEFAULT`` if it has none."""
     default = field.default
     if isinstance(default, FieldInfo):
         default = default.get_default(call_default_factory=True, validated_data={})
@@ -96,12 +97,12 @@ def field_default(field: dataclasses.Field[Any]) -> object:
         return NO_DEFAULT
     try:
         return field.default_factory()
-    except Exception:  # such as a configuration that needs arguments: then all of it is included
+    except Exception:  # such as a configuration that needs arguments: all its fields are included
         return NO_DEFAULT
 
 
 class _Canonicalizer:
-    """Makes canonical values; remembers what it is inside of, for what refers to itself."""
+    """Makes canonical values. It remembers the enclosing objects, to detect references to itself."""
 
     def __init__(self, is_reviewed: bool) -> None:
         self._is_reviewed = is_reviewed
@@ -140,7 +141,7 @@ class _Canonicalizer:
         return not isinstance(config, KVCacheSpec) and bool(_SECRET.search(path.rpartition(".")[2]))
 
     def value(self, value: object, name: str) -> object:
-        """Return the canonical value of anything; ``name`` is where it is."""
+        """Return the canonical value of any object; ``name`` is its path."""
         if id(value) in self._enclosing:
             return {"kind": type(value).__name__, "is": "around this"}
         self._enclosing.append(id(value))
@@ -183,13 +184,13 @@ class _Canonicalizer:
                 yield str(key), self.value(item, path)
 
     def _of_transformers(self, config: PretrainedConfig) -> object:
-        """Return what differs from the class's defaults, which never change: checkpoints leave them out."""
+        """Return differences from the class's defaults, which never change: checkpoints omit defaults."""
         try:
             defaults = type(config)().to_dict()
-        except Exception:  # it cannot be made without arguments: then all of it is included
+        except Exception:  # it needs arguments: all its fields are included
             defaults = {}
         fields: dict[str, object] = {"kind": type(config).__name__}
-        own = vars(config)  # where layers differ, transformers refuses to read an attribute
+        own = vars(config)  # if layers differ, transformers refuses to read an attribute
         for key, value in config.to_dict().items():
             inner = own.get(key)
             if f"PretrainedConfig.{key}" in excluded.SETTINGS:
@@ -202,7 +203,7 @@ class _Canonicalizer:
 
     def _object(self, value: object, name: str) -> object:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        for how in ("uuid", "compute_hash"):  # as vLLM itself tells such objects apart
+        for how in ("uuid", "compute_hash"):  # as vLLM itself distinguishes such objects
             if callable(identify := getattr(value, how, None)):
                 try:
                     return {"kind": kind, how: str(identify())}
@@ -221,9 +222,9 @@ class _Canonicalizer:
 def computes_with_length(model: ModelConfig) -> bool:
     """Return whether the model's numbers may depend on ``max_model_len`` or on the generation config.
 
-    They do if rotary embeddings are scaled by a length or by an unreviewed method, for models known to depend
-    on it, for models that take images, whose size a processor may fit to the length, and for models whose
-    code is not vLLM's.
+    They do if rotary embeddings are scaled by a length or by an unreviewed method. They do for models known
+    to depend on it, for models with images, whose size a processor may fit to the length, and for foreign
+    code.
     """
     kinds = set(_rope_kinds(model.hf_config.to_dict()))
     return (
@@ -245,7 +246,7 @@ def _is_of_vllm(model: ModelConfig) -> bool:
 
 
 def _rope_kinds(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the kinds of rotary embedding in a model's configuration, wherever they stand in it."""
+    """Yield the kinds of rotary embedding anywhere in a model's configuration."""
     for key, value in fields.items():
         if not isinstance(value, Mapping):
             continue

@@ -1,4 +1,4 @@
-"""The differences between the supported versions of vLLM, 0.31 to 0.33, and facts that no version tells."""
+"""Differences between the supported versions of vLLM, 0.31 to 0.33, and facts that no version exposes."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ OLDEST, NEWEST = (0, 31), (0, 33)
 
 
 KV_FORMATS: Final = {"0.31.0": 1, "0.32.0": 1, "0.33.0": 1}
-"""The KV format generation of each release that was shown to write what the others of it can read.
+"""The KV format generation of each release whose chunks are proven readable within its generation.
 
-A release gets a number when ``tests/integration/test_generations.py`` passes with it: it reads and writes
-chunks of the others with the same tokens, and no default of a setting that counts has changed. Where either
-does not hold, it starts a generation. A patch release is a release: vLLM mends wrong numbers in those.
+A release gets a number when ``tests/integration/test_generations.py`` passes with it: it exchanges chunks
+with the others for the same tokens, and no default of a relevant setting has changed. Otherwise it starts a
+generation. Patch releases count too: vLLM fixes wrong numbers in those.
 """
 
 
 def kv_format(version: str = vllm.__version__) -> str:
-    """Return the KV format generation of a version; one of its own for a version that is not known."""
+    """Return the KV format generation of a version; an unknown version has one of its own."""
     known = KV_FORMATS.get(version.partition("+")[0])
     return f"vllm {version}" if known is None else str(known)
 
 
 def is_reviewed(version: str = vllm.__version__) -> bool:
-    """Return whether people have looked at this version's settings."""
+    """Return whether this version's settings were reviewed."""
     return version.partition("+")[0] in KV_FORMATS
 
 
 def release(version: str) -> tuple[int, int] | None:
-    """Return the major and minor number of vLLM's version; None if a build from sources has none."""
+    """Return the major and minor number of vLLM's version; None for a build from sources without one."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return None
     number = int(found[1]), int(found[2])
-    # Made without the tags it calls itself 0.1.dev5+g1a2b3c.
+    # A build without git tags is named 0.1.dev5+g1a2b3c.
     return None if "dev" in version and number <= (0, 1) else number
 
 
@@ -77,7 +77,7 @@ def warn_if_untested(version: str = vllm.__version__) -> None:
 
 _RANGE = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 
-# An older vLLM lacks modules that are imported from here on, and could only say that they are missing.
+# An older vLLM lacks modules imported below; their ImportError would not name the cause.
 refuse_too_old(vllm.__version__)
 
 from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
@@ -92,7 +92,7 @@ try:
 except ModuleNotFoundError:
 
     class CacheHitSource(Enum):  # type: ignore[no-redef]
-        """vLLM's names for the sources of cache hits. vLLM has them from 0.32 on; before, it does not ask."""
+        """vLLM's names for the sources of cache hits, which it has from 0.32 on."""
 
         HOST = "host"
         DISK = "disk"
@@ -122,7 +122,7 @@ def limit_refusals() -> None:
 
 
 REPORTS_RESET_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
-"""Whether vLLM says when workers are through with the copies that a reset has cut off (0.33)."""
+"""Whether vLLM reports that workers have ended the copies that a reset cut off (0.33)."""
 
 
 SCHEDULE_ENDS_LAST = REPORTS_RESET_FLUSH
@@ -134,7 +134,7 @@ TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 
 
 def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
-    """Return where each chunk of a prompt ends, in tokens. vLLM adds to it while the request runs."""
+    """Return the end of each chunk of a prompt, in tokens. vLLM extends it while the request runs."""
     places: Mapping[OffloadKey, int] = context._offload_key_positions
     return places
 
@@ -145,23 +145,23 @@ class EngineContext:
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
-    sees_blocks: bool = False  # whether its connector knows the blocks that others get: KVTierConnector
+    sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
 
     @property
     def nodes(self) -> int:
-        """Machines that the workers of this engine are on."""
+        """Number of machines with workers of this engine."""
         return int(self.vllm_config.parallel_config.nnodes_within_dp)
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that are scheduled before the first of them has ended, itself included."""
+        """Steps scheduled before the first of them has ended, itself included."""
         return int(self.vllm_config.max_concurrent_batches)
 
     @property
     def flushes_late(self) -> bool:
         """Whether reassigned blocks may be written before the stores that still read them have to end.
 
-        So does vLLM's second model runner where it zeroes new blocks or copies shared ones (0.31 to 0.33).
+        vLLM's second model runner does so if it zeroes new blocks or copies shared ones (0.31 to 0.33).
         """
         cache = self.kv_cache_config
         lengths = {group.kv_cache_spec.block_size for group in cache.kv_cache_groups}
@@ -170,7 +170,7 @@ class EngineContext:
         return bool(writes and self.vllm_config.use_v2_model_runner)
 
     def spec_of(self, group: int) -> KVCacheSpec:
-        """Return how the blocks of one KV cache group are laid out."""
+        """Return the layout of the blocks of one KV cache group."""
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
 
     def is_windowed(self, group: int) -> bool:
@@ -193,7 +193,7 @@ _provided: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", defaul
 
 @contextmanager
 def providing_engine(engine: EngineContext) -> Iterator[None]:
-    """Make ``engine_context`` return this engine meanwhile: for a connector that makes a spec."""
+    """Make ``engine_context`` return this engine within the block: for a connector that makes a spec."""
     token = _provided.set(engine)
     try:
         yield
@@ -204,9 +204,9 @@ def providing_engine(engine: EngineContext) -> Iterator[None]:
 def engine_context() -> EngineContext:
     """Return the configuration of the engine that is making the spec; raise ConfigError if vLLM hides it.
 
-    vLLM hands a spec an extract that lacks the model's configuration. ``KVTierConnector`` gives all of it
-    here. vLLM's own connector passes it on to no spec: the constructor has one argument, and vLLM has a
-    "current" configuration in the workers only, which lacks the KV cache. The connector received both as
+    vLLM hands a spec an extract that lacks the model's configuration. ``KVTierConnector`` passes all of it
+    through ``providing_engine``. vLLM's own connector passes it to no spec: the constructor has one argument,
+    and the "current" configuration exists only in workers, without the KV cache. That connector got both as
     arguments, so kvtier looks for them among the callers. Only this module reads frames.
     """
     if (engine := _provided.get()) is not None:
@@ -236,10 +236,10 @@ def outer_connector() -> KVTransferConfig | None:
 
 
 def hash_seed(algorithm: str) -> str | None:
-    """Return what the block hashes are seeded with; None where every process draws its own.
+    """Return the seed of the block hashes; None if every process draws its own.
 
-    vLLM takes PYTHONHASHSEED where it is set, and else a fixed seed for cryptographic hashes and a
-    random one for the others (``vllm.v1.core.kv_cache_utils``).
+    vLLM takes PYTHONHASHSEED if it is set. Otherwise cryptographic hashes have a fixed seed and the others a
+    random one (``vllm.v1.core.kv_cache_utils``).
     """
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:

@@ -1,6 +1,6 @@
-"""The reviewed list of what cannot change the bytes of a chunk: ``excluded_settings.toml``, with the reasons.
+"""The reviewed list of settings that cannot change the bytes of a chunk: ``excluded_settings.toml``.
 
-Whatever is not on it is part of the cache's identity (``_canonical``).
+Any other setting is part of the cache's identity (``_canonical``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENVIRONMENT: Final = _reasons("environment")
 """Environment variables of vLLM, likewise."""
 
 LENGTH_SETTINGS: Final = _reasons("length_settings")
-"""Fields that are excluded but for the models that compute with them: see ``computes_with_length``."""
+"""Fields that count only for the models that compute with them: see ``computes_with_length``."""
 
 LENGTH_INDEPENDENT_ROPES: Final = frozenset(_REVIEWED["models"]["length_independent_ropes"].split())
 """Kinds of rotary embedding whose angles do not depend on ``max_model_len``."""

@@ -1,4 +1,4 @@
-"""What a client says of its request in ``kv_transfer_params``, under the key ``kvtier``."""
+"""Hints of a client about its request, in ``kv_transfer_params`` under the key ``kvtier``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvtier.keys import OffloadKey
 logger = GuardedLogger("kvtier.vllm")
 
 PARAMS = "kvtier"
-"""The key of ``kv_transfer_params`` that is kvtier's."""
+"""The key of kvtier's part of ``kv_transfer_params``."""
 
 EXPLAINED = "explained"
-"""The key below it of the answer to ``explain`` in a response, which may come back as a hint: a router hands
-the parameters of a prefill engine's response to a decode engine."""
+"""The key, below ``PARAMS``, of the answer to ``explain`` in a response. It may come back as a hint: a router
+hands the parameters of a prefill engine's response to a decode engine."""
 
 FROM = "from"
 """The key of the addresses of engines that have the chunks."""
 
 _LONGEST_TTL_S = 86_400
 _LONGEST_NAME = 128
-_LEAD_S = 10.0  # from the start of a prefetch to the announced use; half the time, if that is less
+_LEAD_S = 10.0  # from the start of a prefetch to the announced use; half the time if that is less
 _WARN_EVERY_S = 30.0
 _SHOWN = 80
 _SHOWN_BELOW = 10**12
@@ -38,34 +38,34 @@ _SHOWN_BELOW = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client has said of a request."""
+    """The hints of one request."""
 
-    explain: bool = False  # log what was found of its prompt
-    ttl_s: float = 0.0  # keep its chunks in the primary tier for so long after its end
+    explain: bool = False  # log which parts of its prompt were found
+    ttl_s: float = 0.0  # keep its chunks in the primary tier this long after its end
     pin: str = ""  # keep them under this name, until its release or ``ttl_s`` after its last request
-    release: str | bool = False  # a name kept no more once the request has ended; True: its own chunks
+    release: str | bool = False  # name to release at the request's end; True: its own chunks
     wait_s: float = 0.0  # wait for chunks that no tier has yet: another engine computes them
-    addresses: tuple[str, ...] = ()  # "from": where that engine serves what it has
-    next_use_s: float = 0.0  # from its end until its chunks are needed again; 0: nobody knows
+    addresses: tuple[str, ...] = ()  # "from": addresses where that engine serves chunks
+    next_use_s: float = 0.0  # from its end until its chunks are needed again; 0 if unknown
     priority: int = DEFAULT  # of its chunks in the primary tier: lower ones are evicted first
 
     @property
     def keeps(self) -> bool:
-        """Whether chunks are to be kept from now on; beside a next use a pin alone only names them."""
+        """Whether chunks are kept from now on. With a next use, a pin only names them."""
         return bool(self.ttl_s or (self.pin and not self.next_use_s))
 
     @property
     def needs_all(self) -> bool:
-        """Whether all chunks of the request count, those too that it does not compute."""
+        """Whether all chunks of the request count, including those that it does not compute."""
         return self.keeps or bool(self.next_use_s) or self.priority > DEFAULT
 
     @property
     def kept_s(self) -> float:
-        """Seconds for which they are kept after the request's end: no client can pin for ever."""
+        """Seconds to keep its chunks after its end: no client can pin for ever."""
         return self.ttl_s or _LONGEST_TTL_S
 
     def name(self, req_id: str) -> str:
-        """Return the name under which they are kept: no request's is a client's."""
+        """Return the name for keeping its chunks; a request's name never equals a client's."""
         return f"pin {self.pin}" if self.pin else f"request {req_id}"
 
 
@@ -87,7 +87,7 @@ def _are_addresses(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a number or a short text, else the type: a nested value or a large integer has no short one."""
+    """Return a number or a short text, otherwise the type: nested values and large integers are long."""
     is_short = isinstance(value, int | float) and abs(value) < _SHOWN_BELOW
     is_short = is_short or (isinstance(value, str) and len(value) < _SHOWN)
     return repr(value) if is_short else type(value).__name__
@@ -107,12 +107,12 @@ _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def is_prefill(params: object) -> bool:
-    """Return whether another engine is to decode the prompt: what vLLM's P/D connectors are told, too."""
+    """Return whether another engine decodes the prompt, as vLLM tells its P/D connectors."""
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
 class HintReader:
-    """Reads hints. What is wrong is ignored, with a warning now and then: a client cannot flood the log."""
+    """Reads hints. Wrong ones are ignored, with a rate-limited warning: a client cannot flood the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -156,8 +156,8 @@ class _Followed:
     """A request with hints that has not ended."""
 
     hints: Hints
-    tiers: frozenset[int] | None  # that it may be served from; None for all
-    used: dict[OffloadKey, None] = field(default_factory=dict)  # in its prompt's order, if needed again
+    tiers: frozenset[int] | None  # tiers that may serve it; None for all
+    used: dict[OffloadKey, None] = field(default_factory=dict)  # in the order of its prompt, if needed again
 
 
 class ClientHints:
@@ -169,11 +169,11 @@ class ClientHints:
         self._clock = clock
         self._reader = HintReader(clock)
         self._followed: dict[str, _Followed] = {}
-        self._followed_names: Counter[str] = Counter()  # how many of them keep chunks under each name
+        self._followed_names: Counter[str] = Counter()  # number of requests that keep chunks under each name
 
     def begin(self, req_id: str, params: object, tiers: frozenset[int] | None = None) -> Hints:
         """Return the hints of a request that has arrived and may be served from ``tiers``; None for all."""
-        self.ended(req_id)  # should an earlier request of this id not have ended yet
+        self.ended(req_id)  # in case an earlier request of this id has not ended
         hints = self._reader.read(req_id, params)
         if hints.needs_all or hints.release:
             self._followed[req_id] = _Followed(hints, tiers)
@@ -193,12 +193,12 @@ class ClientHints:
     def stored(self, req_id: str, keys: Collection[OffloadKey]) -> None:
         """Keep or note chunks that a request has offered to be stored, if its client wants that."""
         if (used := self._keep(req_id, keys)) is not None:
-            for key in keys:  # all of the request in the order of its prompt, loaded ones, too
+            for key in keys:  # all chunks of the request in prompt order, loaded ones too
                 used.pop(key, None)
                 used[key] = None
 
     def _keep(self, req_id: str, keys: Collection[OffloadKey]) -> dict[OffloadKey, None] | None:
-        """Keep chunks if the client wants that; return where to note them, if they are needed again."""
+        """Keep chunks if the client wants that; return the place to record them if they are needed again."""
         if (followed := self._followed.get(req_id)) is None:
             return None
         if followed.hints.keeps:
@@ -206,7 +206,7 @@ class ClientHints:
         return followed.used if followed.hints.next_use_s else None
 
     def ended(self, req_id: str) -> None:
-        """Note that a request has ended: from now on its time counts, and what it releases is released."""
+        """Note a request's end: its time starts to count, and its releases take effect."""
         if (followed := self._followed.pop(req_id, None)) is None:
             return
         hints = followed.hints

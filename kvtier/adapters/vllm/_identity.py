@@ -1,4 +1,4 @@
-"""The identity of an engine's KV cache: all that the bytes of a block depend on besides its tokens."""
+"""The identity of an engine's KV cache: everything that a block's bytes depend on besides its tokens."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def engine_identity(
 ) -> Identity:
     """Return the identity of the KV cache of this engine.
 
-    With canonical pages it is a single worker's identity. Else the parallel layout is a part.
-    If block hashes do not name all content, no other start has the same. ``page_formats``: the workers'.
-    ConfigError if nothing tells the weights or a setting from others of the same name.
+    With canonical pages it equals a single worker's identity; otherwise it includes the parallel layout. If
+    block hashes do not name all content, it is unique to this start. ``page_formats`` come from the workers.
+    ConfigError if nothing distinguishes the weights or a setting from others of the same name.
     """
     vllm_config, namespace = engine.vllm_config, settings.namespace
     return Identity.make(
@@ -67,7 +67,7 @@ def _of_this_start(cause: str, remedy: str) -> str:
 
 
 def _page_formats(told: Iterable[int]) -> Sequence[str]:
-    """Return how workers arrange pages, as ``page_format`` has it; 0 is told by one that is not there yet."""
+    """Return the workers' arrangements of pages, as in ``page_format``; unready workers report 0."""
     return sorted({f"{number:016x}" for number in told if number}) or [
         _of_this_start(
             "no worker has told how its attention backend arranges pages", "use a supported version of vLLM"
@@ -76,7 +76,7 @@ def _page_formats(told: Iterable[int]) -> Sequence[str]:
 
 
 def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
-    """Return what names the weights of the model, and of a draft model."""
+    """Return the names of the weights of the model and of a draft model."""
     weights = {"model": _weights_of(vllm_config.model_config, vllm_config.load_config, namespace)}
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
@@ -87,8 +87,8 @@ def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
 
 
 def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping[str, object]:
-    name = model.model_weights or model.model  # the first where they are streamed from an object store
-    # A hub's revision is a name that moves, such as "main"; vLLM adds the commit.
+    name = model.model_weights or model.model  # the first is set if they are streamed from an object store
+    # A hub's revision, such as "main", can move; vLLM adds the commit.
     revision = getattr(model.revision, "resolved", model.revision)
     files = None if model.model_weights else weights_fingerprint(Path(model.model))
     seed = model.seed if str(load.load_format) == "dummy" else None
@@ -125,7 +125,7 @@ def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape)
 
 
 def _spec(engine: EngineContext, shape: SlotShape, group: int) -> object:
-    """Return how the blocks of one KV cache group are laid out: all that vLLM says of it.
+    """Return the layout of the blocks of one KV cache group, as vLLM describes it.
 
     Canonical pages hold the heads of all workers, and no padding.
     """
@@ -148,13 +148,13 @@ def _parallel(config: OffloadingConfig, engine: EngineContext, shape: SlotShape)
         "prefill_context": parallel.pcp_size,
         "decode_context": parallel.dcp_size,
     }
-    if parallel.pp_size > 1:  # the layers can be divided in more than one way
+    if parallel.pp_size > 1:  # there is more than one way to divide the layers
         fields["layers_of_stages"] = [len(stage) for stage in pipeline_stages(engine)]
     return fields
 
 
 def _hash(vllm_config: VllmConfig, settings: TieringConfig) -> Mapping[str, object]:
-    """Return the algorithm and seed of block hashes, and parts of this start if they do not name content."""
+    """Return algorithm and seed of block hashes; if they do not name content, also parts of this start."""
     cache, media = vllm_config.cache_config, vllm_config.model_config.multimodal_config
     algorithm = str(cache.prefix_caching_hash_algo)
     found = {"algorithm": algorithm, "seed": hash_seed(algorithm)}

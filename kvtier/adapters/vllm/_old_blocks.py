@@ -1,7 +1,7 @@
-"""Knows whether the device may hold KV from before the last reset. Needs no vLLM.
+"""Tracks whether the device may hold KV from before the last reset. Needs no vLLM.
 
-vLLM resets its connector even where its own reset fails because requests have blocks, and does not say so.
-Its prefix cache then gives blocks of before to later requests too, which compute more from them.
+vLLM resets its connector, without a notice, even if its own reset fails because requests have blocks. Its
+prefix cache then serves old blocks to later requests too, which compute more from them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable
 
 
 class OldBlocks:
-    """Follows which requests have blocks on the device, and what became of them at a reset.
+    """Tracks the requests with blocks on the device, across resets.
 
-    A reset that has preempted every request with blocks did not fail. vLLM names those in the next step, so
-    nothing is known until then. A request that was preempted before may have resumed: not every model runner
-    of vLLM tells that.
+    A reset that has preempted every request with blocks did not fail. vLLM names the preempted requests in
+    the next step, so nothing is known until then. A request that was preempted earlier may have resumed: not
+    every model runner of vLLM reports that.
 
     Attributes:
         are_there: whether the device's prefix cache may have old blocks, until the next reset.
@@ -31,18 +31,17 @@ class OldBlocks:
         self._holders[req_id] = True
 
     def ended(self, req_id: str) -> None:
-        """Note that a request has ended."""
         self._holders.pop(req_id, None)
         self._unsure.discard(req_id)
 
     def reset(self, loading: Iterable[str]) -> None:
-        """Note a reset, and the requests, perhaps ended, whose loads it has cut off."""
+        """Note a reset, and the requests, perhaps ended, whose loads it cut off."""
         self.are_there = False
         self._unsure.clear()
         self._at_reset = {**self._holders, **dict.fromkeys(loading, True)}
 
     def step_ended(self, preempted: Collection[str]) -> int:
-        """Note whom a step, or a reset before it, has preempted; return how many others kept old blocks."""
+        """Note requests preempted by a step, or a reset before it; return how many others kept old blocks."""
         at_reset, self._at_reset = self._at_reset, {}
         kept = {req_id: is_sure for req_id, is_sure in at_reset.items() if req_id not in preempted}
         self._unsure.update(kept.keys() & self._holders)
@@ -52,7 +51,7 @@ class OldBlocks:
         return count
 
     def may_store(self, req_id: str) -> bool | None:
-        """Return whether all that a request has on the device is newer than the reset; None if not known."""
+        """Return whether all KV of a request on the device is newer than the reset; None if not known."""
         if self._at_reset:
             return None
         return not self.are_there and req_id not in self._unsure

@@ -1,7 +1,7 @@
-"""How the bytes of a page are arranged, as far as neither vLLM's settings nor its KV cache configuration say.
+"""The arrangement of a page's bytes, as far as vLLM's settings and KV cache configuration omit it.
 
-Attention backends cut a block into smaller ones of their own, and the one for CPUs arranges keys and values
-for the processor's instructions. vLLM chooses both by device, installed packages and model, in each worker.
+Attention backends split a block into smaller ones, and the CPU backend arranges keys and values for the
+processor's instructions. vLLM chooses both by device, installed packages and model, in each worker.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _CPU_FLAGS = frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "bf16", "i8mm", "
 
 
 def device_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the kind of device, with all that decides how it arranges and reads the bytes of a page.
+    """Return the kind of device, with all facts that decide how it arranges and reads the bytes of a page.
 
-    Some of AMD's GPUs read the bits of FP8 otherwise than all others.
+    Some AMD GPUs read the bits of FP8 differently.
     """
     parts = [str(current_platform.device_type)]
     if parts == ["cpu"]:
@@ -41,8 +41,8 @@ def device_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def page_format(config: OffloadingConfig, engine: EngineContext) -> int:
     """Return a number that is the same for workers whose attention backends arrange pages alike.
 
-    It covers each group's backends, and into how many of its own blocks a backend cuts one of vLLM's. 0 if
-    none of the layers is known.
+    It covers each group's backends, and into how many blocks a backend splits one of vLLM's. 0 if none of the
+    layers is known.
     """
     layers = engine.vllm_config.compilation_config.static_forward_context
     blocks = engine.kv_cache_config.num_blocks
@@ -50,14 +50,14 @@ def page_format(config: OffloadingConfig, engine: EngineContext) -> int:
         (group.group_id, layer.get_attn_backend().get_name(), _pieces(layer, blocks))
         for group in config.groups
         for name in group.layer_names
-        if (layer := layers.get(name)) is not None  # else of another pipeline stage
+        if (layer := layers.get(name)) is not None  # otherwise of another pipeline stage
     }
     digest = blake2b(json.dumps(sorted(formats)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) if formats else 0
 
 
 def _pieces(layer: Any, blocks: int) -> int:
-    """Return how many of the backend's blocks one of vLLM's is; 0 where the layer has no tensor of blocks."""
+    """Return the number of backend blocks in one of vLLM's; 0 if the layer has no tensor of blocks."""
     cache = getattr(layer, "kv_cache", None)
     while isinstance(cache, Sequence) and cache:
         cache = cache[0]

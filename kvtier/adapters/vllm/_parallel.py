@@ -1,9 +1,8 @@
 """How the workers of one engine share a slot: each with an area of its own, or one of canonical pages.
 
-vLLM makes the spec in the scheduler's process and in every worker, and neither sees all: the scheduler
-has the first worker's configuration and no tensors, a worker has its own. Both work out the same shape
-here from what they have; a worker then holds it against its tensors, and the region refuses whoever
-comes with another one.
+vLLM makes the spec in the scheduler's process and in every worker, and none has all facts: the scheduler has
+the first worker's configuration and no tensors, a worker has only its own. Each derives the same shape here.
+A worker then checks it against its tensors, and the region refuses a process with another shape.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from kvtier.adapters.vllm._compat import EngineContext
 from kvtier.errors import ConfigError, RegionError
 
 CHUNK_BYTES = 512 * 1024
-"""A chunk has at least so many bytes by default: files of this size reach the limit of a disk."""
+"""Default lower bound of a chunk's size: files of this size reach the limit of a disk."""
 
 CHUNK_TOKENS = 256
-"""A chunk has at most so many tokens by default: the tail of a prompt behind its last chunk is computed."""
+"""Default upper bound of a chunk's tokens: the tail of a prompt after its last chunk is computed."""
 
 _REMEDY = "remove canonical_layout: the chunks are then kept for engines of this parallel layout alone"
 
 
 @dataclass(frozen=True)
 class SlotShape:
-    """What a slot holds."""
+    """The contents of a slot."""
 
     areas: int  # one for each worker, or a single one of canonical pages
     bytes_per_block: int  # in an area
     blocks_per_chunk: int
-    canonical_format: str | None = None  # its id; None where each worker has an area
+    canonical_format: str | None = None  # its id; None if each worker has an area
 
     @property
     def is_canonical(self) -> bool:
@@ -50,22 +49,20 @@ class SlotShape:
 
     @property
     def area_bytes(self) -> int:
-        """Bytes of one area."""
         return self.bytes_per_block * self.blocks_per_chunk
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a slot."""
         return whole_pages(self.areas * self.area_bytes)
 
     def __str__(self) -> str:
-        """Return the words that processes of one engine compare."""
+        """Return the text that processes of one engine compare."""
         kind = f"canonical pages {self.canonical_format}" if self.canonical_format else "areas of workers"
         return f"{self.areas} x {self.area_bytes} bytes, {self.blocks_per_chunk} blocks, {kind}"
 
 
 def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
-    """Return what a slot of this engine holds; ConfigError if pages are to be canonical and cannot be."""
+    """Return the contents of this engine's slots; ConfigError if pages must be canonical and cannot be."""
     if config.canonical_layout:
         return _canonical_shape(config, engine)
     per_block = _largest_stage_bytes(config, engine)
@@ -73,11 +70,11 @@ def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
 
 
 def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
-    """Return ``config`` with the default number of blocks per chunk, where the user set no chunk size.
+    """Return ``config`` with the default number of blocks per chunk, if the user set no chunk size.
 
-    The default is the smallest number that makes a chunk ``CHUNK_BYTES`` large, limited to
-    ``CHUNK_TOKENS``. One block stays one chunk where vLLM supports nothing else (state-space layers, a
-    retention interval), and where the groups have blocks of different lengths.
+    The default is the smallest number that makes a chunk ``CHUNK_BYTES`` large, limited to ``CHUNK_TOKENS``.
+    A chunk stays one block if vLLM supports nothing else (state-space layers, a retention interval), or if
+    the groups have blocks of different lengths.
     """
     is_set = any(config.extra_config.get(name) is not None for name in ("block_size", "blocks_per_chunk"))
     if is_set or not _allows_larger_chunks(config, engine):
@@ -98,10 +95,10 @@ def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bo
 
 
 def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int, stages: int) -> SlotLayout:
-    """Return where the pages of worker ``rank`` lie in a slot, from ``KVCaches.page_bytes``.
+    """Return the layout of worker ``rank`` in a slot, from ``KVCaches.page_bytes``.
 
-    ``stages`` is the number of pipeline stages.
-    RegionError if the tensors do not have the bytes that the engine says.
+    ``stages`` is the number of pipeline stages. RegionError if the tensors do not have the bytes that the
+    engine reports.
     """
     has, says = sum(page_bytes), shape.bytes_per_block
     # Only the workers of a stage that holds fewer layers than others may have less.
@@ -115,7 +112,7 @@ def slot_layout(shape: SlotShape, page_bytes: Sequence[int], rank: int, stages: 
 
 
 def head_shards(spec: KVCacheSpec, engine: EngineContext) -> int:
-    """Return into how many different parts tensor parallelism divides the pages of a canonical cache."""
+    """Return the number of different parts of a canonical page under tensor parallelism."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
     parallel = engine.vllm_config.parallel_config
@@ -145,7 +142,7 @@ def _canonical_shape(config: OffloadingConfig, engine: EngineContext) -> SlotSha
 
 
 def _canonical_bytes_per_block(config: OffloadingConfig, engine: EngineContext) -> int:
-    """Add up the canonical pages of all tensors. Layers whose pages are in one place share a tensor."""
+    """Return a block's bytes of canonical pages in all tensors. Layers at one place share a tensor."""
     specs = {
         layer: _layer_spec(engine.spec_of(group.group_id), layer)
         for group in config.groups
@@ -168,10 +165,10 @@ def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
 
 
 def _largest_stage_bytes(config: OffloadingConfig, engine: EngineContext) -> int:
-    """Return what a block takes in the worker that holds most layers.
+    """Return the bytes of a block in the worker that holds most layers.
 
-    Each process knows the bytes of one pipeline stage only. Where all layers are alike, those of the
-    largest one follow; where they are not, stages of different bytes are refused when the region is opened.
+    Each process knows the bytes of one pipeline stage only. If all layers are alike, the largest stage's
+    bytes follow. Otherwise stages of different bytes are refused when the region is opened.
     """
     own = config.worker_kv_bytes_per_block
     if config.parallel.pp_size == 1 or len(config.groups) != 1:

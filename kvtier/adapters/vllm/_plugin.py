@@ -1,4 +1,4 @@
-"""What vLLM loads in every process of an engine: it makes the names of the spec and the connector known."""
+"""vLLM's plug-in: loaded in every process of an engine, it registers the spec and the connector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-    with suppress(ValueError):  # raised where it is registered already; vLLM has no other way to tell
+    with suppress(ValueError):  # raised if it is registered already; vLLM offers no other check
         OffloadingSpecFactory.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
     with suppress(ValueError):
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)

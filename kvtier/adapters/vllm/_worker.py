@@ -1,4 +1,4 @@
-"""The worker's side: vLLM's copy jobs given to kvtier's transfer engine."""
+"""The worker's side: passes vLLM's copy jobs to kvtier's transfer engine."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def as_kv_caches(
 ) -> KVCaches:
     """Return vLLM's KV caches as kvtier's: tensors of int8 pages, and each group's references.
 
-    Where slots hold canonical pages, a page whose place in one is not known, or differs by parallel layout,
-    raises ConfigError.
+    ConfigError if slots hold canonical pages and the place of a page is unknown or differs by parallel
+    layout.
     """
     tensors = tuple(
         tensor.tensor.view(torch.int8).view(-1, tensor.page_size_bytes) for tensor in caches.tensors
@@ -99,9 +99,8 @@ class KVTierWorker(OffloadingWorker):
     """Copies between the KV cache of one worker and its area of the shared slots.
 
     vLLM asserts that copies succeed, so none is ever reported as failed. Chunks that a store did not fill are
-    marked in the worker's row of the status table, and the scheduler's side drops them. A load that
-    failed for good is reported to ``KVTierConnector`` if that is in use. Engine and region are closed by
-    ``shutdown``.
+    marked in the worker's row of the status table, and the scheduler's side drops them. A load that failed
+    for good is reported to ``KVTierConnector`` if that is in use. ``shutdown`` closes engine and region.
 
     Args:
         flushes_late: see ``EngineContext``. The chunks of a store whose blocks were reassigned are dropped.
@@ -129,21 +128,20 @@ class KVTierWorker(OffloadingWorker):
         self._failed_requests: set[str] | None = None
 
     def report_failed_loads(self) -> None:
-        """Make ``take_failed_requests`` return failed loads, instead of staging them or raising."""
+        """Report failed loads through ``take_failed_requests``, instead of staging them or raising."""
         self._failed_requests = set()
         self._engine.stages_loads = False
 
     def take_failed_requests(self) -> set[str]:
-        """Take the ids of the requests whose loads were reported as finished but brought no bytes."""
+        """Return and clear the ids of requests whose loads were reported as finished but brought no bytes."""
         if not self._failed_requests:
             return set()
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """See vLLM."""
         slots = _slots(dst_spec)
-        # vLLM offers chunks of sliding windows though it no longer has all their blocks, and omits those.
+        # vLLM offers chunks of sliding windows although some of their blocks are gone, and omits those.
         width, states = self._blocks_per_chunk, self._state_groups
         blocks, whole = _blocks(src_spec).whole_chunks(slots.chunks, width, states)
         filled = list(compress(slots.slots, whole))
@@ -163,11 +161,9 @@ class KVTierWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """See vLLM.
+        """See vLLM. TransferError if a load failed in every way: the blocks would serve wrong bytes.
 
-        Raises:
-            TransferError: a load failed in every way: going on would serve bytes that are not the prompt's.
-                Or it missed its deadline, and may still write when its blocks are another request's.
+        Also if a load missed its deadline, and may still write when its blocks are another request's.
         """
         self._ended += self._engine.finished()
         self._publish()
@@ -175,7 +171,7 @@ class KVTierWorker(OffloadingWorker):
         return [self._result(finished) for finished in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """See vLLM: called before blocks of running copies are given on. Raises as ``get_finished`` does."""
+        """See vLLM: called before blocks of running copies are reassigned. Raises as ``get_finished``."""
         self._engine.wait(job_ids)
         self._ended += self._engine.finished()
         for finished in self._ended:
@@ -187,7 +183,6 @@ class KVTierWorker(OffloadingWorker):
                     self._row.mark(job.slots.slots, Unfilled.CHANGED)
 
     def shutdown(self) -> None:
-        """See vLLM."""
         self._row[StatusField.STOPPED_MS] = int(time.monotonic() * 1000)
         self._engine.close()
         self._region.close()
@@ -236,7 +231,7 @@ class KVTierWorker(OffloadingWorker):
             ) from error
 
     def _publish(self) -> None:
-        """Write pinned memory and audits to the status table if they have changed."""
+        """Write changed counts of pinned memory and audits to the status table."""
         pinning, audits = self._engine.pinning, self._engine.audits
         if (pinning, audits) != self._published:
             self._published = pinning, audits

@@ -1,11 +1,10 @@
 """``KVTierConnector``: vLLM's ``OffloadingConnector``, which reports failed loads and checks its stores.
 
 The plain connector asserts that every copy succeeds. vLLM can recompute a request whose load failed if the
-connector names it in ``failed_recving``. It would load the same chunks again in the next step; to prevent
-that, the manager answers every further lookup of the request with a miss.
-
-Each store is compared with the KV cache's own block tables; chunks with other blocks are dropped. Responses
-explain a prefix, and tell a decode engine how long and where to wait for chunks.
+connector names it in ``failed_recving``. It would load the same chunks again in the next step, so the manager
+answers every further lookup of the request with a miss. Each store is compared with the KV cache's own block
+tables; chunks with other blocks are dropped. Responses explain a prefix, and tell a decode engine how long
+and where to wait for chunks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# First: it refuses a vLLM that is too old, which might lack what is imported next.
+# First: it refuses a vLLM that is too old and may lack the next imports.
 from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext, outer_connector, providing_engine
 
 # isort: split
@@ -43,10 +42,8 @@ from kvtier.errors import ConfigError
 class KVTierConnector(OffloadingConnector):
     """Offloads as ``OffloadingConnector`` does; a request whose load fails is computed.
 
-    ``"kv_connector": "KVTierConnector"``, ``"kv_load_failure_policy": "recompute"``.
-
-    Raises:
-        ConfigError: the policy is another one, or the spec is not kvtier's.
+    Set ``"kv_connector": "KVTierConnector"``, ``"kv_load_failure_policy": "recompute"``. ConfigError if the
+    policy is another one, or the spec is not kvtier's.
     """
 
     def __init__(
@@ -77,14 +74,14 @@ class KVTierConnector(OffloadingConnector):
         self._worker.report_failed_loads()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See vLLM: called in each worker and step. Failed requests have finished, too."""
+        """See vLLM: called in each worker and step. Failed requests count as finished."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
             results.failed_recving |= self._worker.take_failed_requests()
         return results
 
     def on_new_request(self, request: Request) -> None:
-        """See vLLM: the scheduler's process. A request whose KV another one brings asks no tier."""
+        """See vLLM: the scheduler's process. A request whose KV comes from another connector asks no tier."""
         params = request.kv_transfer_params
         if self._outer is not None and params and params.get("do_remote_prefill"):
             params.setdefault("kv_load_tiers", [])
@@ -93,7 +90,7 @@ class KVTierConnector(OffloadingConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See vLLM: the scheduler's process. Before 0.33 it does not note what another connector gets."""
+        """See vLLM: the scheduler's process. Before 0.33 it does not note the blocks of other connectors."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not TRACKS_BLOCKS:
             got = {block_id for group in blocks.get_block_ids() for block_id in group if block_id}
@@ -153,17 +150,17 @@ class KVTierConnector(OffloadingConnector):
     def _with_params(
         self, request: Request, result: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return what vLLM's connector returned, with kvtier's parameters of the response."""
+        """Return the result of vLLM's connector, with kvtier's parameters of the response."""
         delays_free, params = result
         if self._manager is None or request.status is RequestStatus.FINISHED_ABORTED:
             return result
-        asked = request.kv_transfer_params if self._outer is None else None  # else another one brings the KV
+        asked = request.kv_transfer_params if self._outer is None else None  # else another one brings it
         ours = self._manager.response_params(request.request_id, asked)
         return delays_free, params or ours
 
 
 def may_hold(table: Sequence[int], named: Sequence[int]) -> bool:
-    """Return whether ``named`` are blocks of ``table``, in order, and the first one is at its front.
+    """Return whether ``named`` are blocks of ``table``, in order, starting at its front.
 
     A block that has left a window is 0 in the table; vLLM forgets it when another request gets it.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier._log import GuardedLogger
 
-# First: it refuses a vLLM that is too old, which might lack what is imported next.
+# First: it refuses a vLLM that is too old and may lack the next imports.
 from kvtier.adapters.vllm._compat import (
     SCHEDULE_ENDS_LAST,
     CacheHitSource,
@@ -97,7 +97,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """See vLLM: called in each worker."""
         if self._worker is None:
             self._worker = self._make_worker(kv_caches)
         return self._worker
@@ -161,7 +160,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _step_meter(
         self, core: Tiering, chunk_tokens: dict[int, int], windowed: frozenset[int]
     ) -> StepMeter | None:
-        """Return what measures computing for ``load_gate``, in chunks of the group that vLLM asks for first.
+        """Return the meter of computing for ``load_gate``, in chunks of the group that vLLM asks for first.
 
         None if nothing has to be measured, so that everything is loaded.
         """
@@ -228,7 +227,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
 
     def _slot_checksums(self, region: Region) -> SlotChecksums | None:
-        """Return what audited slots must hold, which is shared behind the status table."""
+        """Return the expected checksums of slots, shared behind the status table; None without audits."""
         if not self._settings.audit_rate:
             return None
         workers, shape = self.config.parallel.world_size, self._shape
@@ -255,7 +254,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
 
 def _has_neighbours() -> bool:
-    """Return whether the engine has other connectors; raise ConfigError if one of them is kvtier's, too."""
+    """Return whether the engine has other connectors; raise ConfigError if one of them is kvtier's."""
     if (outer := outer_connector()) is None:
         return False
     children = outer.kv_connector_extra_config.get("connectors", ())
@@ -278,7 +277,7 @@ def _chunk_tokens(config: OffloadingConfig) -> dict[int, int]:
 
 
 def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
-    """Return the NUMA node of each part of a slot, as far as the workers, which vLLM makes first, told it."""
+    """Return the NUMA node of each part of a slot, as far as workers, which vLLM makes first, reported it."""
     if len(numa.online()) < 2:
         return []
     nodes = [row[StatusField.NODE] - 1 if row[StatusField.NODE] else None for row in status_table.rows]
@@ -289,9 +288,9 @@ def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
 
 
 def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> None:
-    """Start to get memory for the slots; return when the first of them are usable, or after two seconds.
+    """Start allocating the slots; return when the first are usable, or after two seconds.
 
-    The engine is ready when this returns: its first requests shall find slots. The rest arrives in the
+    The engine is ready when this returns, and its first requests should find slots. The rest follows in the
     background.
     """
     enough = threading.Event()
@@ -323,13 +322,13 @@ def _source(tier: NamedTier) -> CacheHitSource:
 
 
 def _addresses(tiers: Sequence[NamedTier]) -> dict[int, str]:
-    """Return where other engines read from a tier, by its index."""
+    """Return the addresses where other engines read from a tier, by its index."""
     said = {index: tier.tier.config.peer_address() for index, tier in enumerate(tiers)}
     return {index: address for index, address in said.items() if address}
 
 
 def _shut_down(executor: AnyExecutor, region: Region, status_table: StatusTable, drain_s: float) -> None:
-    """Drain and close in the time that the workers, which vLLM waits for first, have left of it."""
+    """Drain and close, in the time that is left of ``drain_s`` after the workers, which vLLM awaits first."""
     now_s = time.monotonic()
     drain_s, close_s = time_left(drain_s, now_s - (status_table.stopped_s or now_s))
     end_by_s = now_s + drain_s + close_s

@@ -1,1 +1,1 @@
-"""What operators and routers learn of an engine through vLLM, and the time of its steps."""
+"""Metrics, explanations and KV events for operators and routers, and the time of the engine's steps."""

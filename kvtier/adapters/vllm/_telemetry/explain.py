@@ -1,4 +1,4 @@
-"""Explains requests: one line says what was found of a prompt in which tier, and why not more."""
+"""Explains requests: one line tells how much of a prompt each tier had, and why not more."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class _Tracked:
     request: Request
     record: LookupRecord
     is_explained: bool
-    is_asked: bool = False  # by its client
+    is_asked: bool = False  # whether its client asked for it
     tokens: dict[str, int] = field(default_factory=dict)
-    end: int | None = None  # of what was loaded
+    end: int | None = None  # end of the loaded chunks, in tokens
     asked_s: float | None = None
     waiting_since_s: float | None = None
     waited_s: float = 0.0
 
     def note_waiting(self, now_s: float) -> None:
-        """Note that the request waits, or does not any more."""
+        """Note that the request waits, or has stopped waiting."""
         if self.request.is_waiting:
             if self.waiting_since_s is None:
                 self.waiting_since_s = now_s
@@ -51,7 +51,7 @@ class _Tracked:
 class Explainer:
     """Follows requests that are to be explained, from their arrival to the step that schedules them.
 
-    The share ``rate`` of them is explained, besides those that ask for it. ``chunk_tokens`` is by KV cache
+    It explains the share ``rate`` of them, besides those that ask for it. ``chunk_tokens`` is by KV cache
     group.
     """
 
@@ -64,10 +64,10 @@ class Explainer:
         clock: Callable[[], float] = time.monotonic,
         chance: RandomSource = random.random,
     ) -> None:
-        self.tracked: dict[str, _Tracked] = {}  # the requests that are followed now, by id
-        self.traces: Traces | None = None  # where spans go, of every request
-        self._asked: set[str] = set()  # requests that were looked up anew in this step
-        self._answers: dict[str, Explanation] = {}  # of requests that have not ended, whose clients asked
+        self.tracked: dict[str, _Tracked] = {}  # requests followed now, by id
+        self.traces: Traces | None = None  # receives spans of every request
+        self._asked: set[str] = set()  # requests with new lookups in this step
+        self._answers: dict[str, Explanation] = {}  # for running requests whose clients asked
         self._rate = rate
         self._tiers = tiers
         self._chunk_tokens = chunk_tokens or {}
@@ -78,7 +78,7 @@ class Explainer:
 
     @property
     def is_on(self) -> bool:
-        """Whether requests are followed that do not ask for it."""
+        """Whether it also follows requests that do not ask for it."""
         return self._rate > 0 or self.traces is not None
 
     def begin(self, context: ReqContext, request: Request, *, is_asked: bool) -> None:
@@ -91,19 +91,18 @@ class Explainer:
             self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained, is_asked)
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
-        """Note what a request loads, from which tiers."""
+        """Note the chunks that a request loads, and their tiers."""
         if (tracked := self.tracked.get(req_id)) is not None:
             tracked.tokens, tracked.end = self._loaded(tracked.context, keys, origins)
 
     def load_failed(self, req_id: str) -> None:
-        """Note that what a request was to load did not arrive."""
         if (tracked := self.tracked.get(req_id)) is not None:
             tracked.tokens, tracked.end = {}, None
 
     def step_ended(self, scheduled: Collection[str]) -> None:
         """Note which requests wait after a step, and explain those that it has scheduled.
 
-        One that is asked again while nothing has changed is not among those asked, and goes on waiting.
+        A request that is asked again although nothing has changed is not in ``_asked``, and goes on waiting.
         """
         now_s = self._clock()
         for req_id in self._asked:
@@ -117,12 +116,11 @@ class Explainer:
                 done.request.record = None
                 done.note_waiting(now_s)
                 if not done.tokens and req_id not in self._asked:
-                    done.record.misses.clear()  # of an older scan: the engine's own cache has it by now
+                    done.record.misses.clear()  # of an older scan: the engine's cache has them now
                 self._tell(done, now_s)
         self._asked.clear()
 
     def ended(self, req_id: str) -> None:
-        """Stop following a request that has ended."""
         self.tracked.pop(req_id, None)
         self._answers.pop(req_id, None)
         self._asked.discard(req_id)
@@ -163,14 +161,14 @@ class Explainer:
     def _loaded(
         self, context: ReqContext, keys: Collection[OffloadKey], origins: Sequence[int | None]
     ) -> tuple[dict[str, int], int | None]:
-        """Return how many tokens each tier gave, and where in the prompt they end.
+        """Return how many tokens each tier supplied, and where in the prompt they end.
 
-        Groups may have chunks of different lengths, and from different tiers. What some group lacks is
-        computed, whatever others have behind it; a token of which several tiers gave a part counts for the
-        last of them. Where vLLM does not say where chunks are, they are taken to be those of one group.
+        Groups may have chunks of different lengths, and from different tiers. A token that any group lacks is
+        computed, whatever other groups have after it. A token from several tiers counts for the last of them.
+        If vLLM does not give the places of chunks, they are taken as one group's.
         """
         piece = gcd(*self._chunk_tokens.values()) or 1
-        last: dict[int, int] = {}  # tier of each piece of the prompt that has one, by where it begins
+        last: dict[int, int] = {}  # tier of each piece that has one, by its start
         ends: dict[int, int] = {}
         is_placed = True
         for key, tier in zip(keys, origins, strict=True):
@@ -179,7 +177,7 @@ class Explainer:
             if end is None:  # as if it came next
                 is_placed, end = False, ends.get(group, 0) + size
             ends[group] = max(ends.get(group, 0), end)
-            # The last chunk may be filled in part, where models have recurrent state.
+            # The last chunk may be partly filled if the model has recurrent state.
             for begin in range((end - 1) // size * size, end, piece):
                 last[begin] = max(last.get(begin, -1), -1 if tier is None else tier)
         until = (min if is_placed else max)(ends.values(), default=0)
@@ -190,10 +188,10 @@ class Explainer:
         return dict(tokens), until if is_placed and ends else None
 
     def _gap(self, tracked: _Tracked) -> OffloadKey | None:
-        """Return the chunk at which the prefix ends: of those missed the first one behind what was loaded.
+        """Return the chunk at which the prefix ends: the first missed one after the loaded chunks.
 
-        vLLM also asks for ends of prefixes within a chunk: models with recurrent state store one there. The
-        prefix does not end where there is none.
+        vLLM also asks for ends of prefixes within a chunk, which models with recurrent state store. A missing
+        one does not end the prefix.
         """
         positions = {key: end_of(tracked.context, key) for key in tracked.record.misses}
         loaded_to = tracked.end or 0

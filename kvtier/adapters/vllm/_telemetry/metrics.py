@@ -1,4 +1,4 @@
-"""What vLLM publishes for a manager: metrics of the core's counts and the workers' reports, and KV events."""
+"""vLLM's metrics of a manager, from the core's counts and the workers' reports, and its KV events."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvtier.adapters.vllm._telemetry.events import EventStream, Location
 logger = GuardedLogger("kvtier.vllm")
 
 Gauges = Mapping[tuple[str, tuple[str, ...]], float | None]
-"""Values of gauges, by their name and the values of their labels; None where there is none yet."""
+"""Values of gauges, by name and label values; None if there is no value yet."""
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Declare every metric: vLLM asserts that what is sent was declared.
+    """Declare every metric: vLLM asserts that sent metrics were declared.
 
-    vLLM asks for them when it is about to register them for an engine. What an earlier engine of this
-    process registered goes first, as vLLM does with its own metrics, by their prefix.
+    vLLM calls it just before it registers them for an engine. It removes metrics that an earlier engine of
+    this process registered, as vLLM does with its own, by their prefix.
     """
     _unregister_earlier()
     kinds = ((OffloadingCounterMetadata, (COUNTERS, BYTES)), (OffloadingGaugeMetadata, (GAUGES,)))
@@ -57,12 +57,12 @@ def _unregister_earlier() -> None:
 
 
 class Published:
-    """Collects what the core and the workers have counted and announced, in vLLM's forms.
+    """Collects counts and announcements of the core and the workers, in vLLM's forms.
 
     Args:
-        workers: what they report; nothing where it is None.
+        workers: the workers' reports; None if there are none.
         locations: where each secondary tier keeps its chunks, for requests that choose among them.
-        self_describing: whether events are sent only when vLLM can say what is in their chunks.
+        self_describing: whether events are sent only if vLLM can describe the contents of their chunks.
         info: labels of the info metric.
     """
 
@@ -86,15 +86,15 @@ class Published:
         self.info = info or {}
         self.stream = EventStream(self.names, locations, self_describing=self_describing)
         self._chunk_bytes = chunk_bytes
-        self._gauges: Gauges = {}  # as they were published last
+        self._gauges: Gauges = {}  # as last published
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Take what was announced since the last call."""
+        """Return and clear the announcements since the last call."""
         return self.stream.events(self._core.take_kv_events())
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Take what was counted since the last call, and changed gauges; None if there are none."""
+        """Return and clear the counts since the last call, and changed gauges; None if there are none."""
         counts = {**self._take_counts(), **self._reports.take_counts()}
         gauges, last = {**self._read_gauges(), **self._reports.gauges}, self._gauges
         if not counts and gauges == last:
@@ -128,7 +128,7 @@ class Published:
         table, size = self._core.table, self._chunk_bytes
         slots, free = len(table.all), len(table.free)
         kept = len(self._core.retention.pinned)
-        busy = max(0, slots - free - table.evictable - kept)  # those of them that are loaded are not counted
+        busy = max(0, slots - free - table.evictable - kept)  # excludes kept chunks that are being loaded
         values: dict[tuple[str, tuple[str, ...]], float | None] = {
             ("kvtier_slots", ()): slots,
             ("kvtier_free_slots", ()): free,
@@ -162,7 +162,7 @@ def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> Gauges:
 
 
 def _state_of(breaker: Breaker) -> BreakerState:
-    """Return a breaker's state as users see it: OPEN while a transfer is overdue, for none is begun then."""
+    """Return a breaker's state for users: OPEN while a transfer is overdue, because no other starts then."""
     return BreakerState.OPEN if breaker.overdue else breaker.state
 
 
@@ -185,7 +185,7 @@ class WorkerReports:
         self.gauges: Gauges = {}
 
     def take_counts(self) -> dict[Count, float]:
-        """Take what was counted since the last call, and bring the gauges up to date."""
+        """Return and clear the counts since the last call, and update the gauges."""
         if not self._status_table.has_changed():
             return {}
         rows = self._status_table.rows

@@ -1,7 +1,7 @@
-"""Measures how fast the engine computes prompts, from what vLLM tells a manager of each step.
+"""Measures how fast the engine computes prompts, from vLLM's calls in each step.
 
-vLLM names no tokens and no times. A step's chunks are those that it offers to be stored; its time runs
-from when it was scheduled, or from the end of the step before where that came later, to ``get_stats``.
+vLLM names no tokens and no times. A step's chunks are those that it offers to be stored. Its time runs to
+``get_stats`` from its scheduling, or from the end of the previous step if that came later.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Protocol
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey, group_index
 
-_MOST_STEPS = 8  # in flight; an engine that does not ask for statistics measures nothing
-_FROM_PROMPT = 2  # chunks: generating completes one at a time, and a hit can leave one: mostly overhead
-_UNSEEN = 0.5  # of a chunk: what a prompt has on average beyond its last whole one
+_MOST_STEPS = 8  # in flight; without calls of ``get_stats`` nothing is measured
+_FROM_PROMPT = 2  # chunks: a single one, of generation or after a hit, is mostly overhead
+_UNSEEN = 0.5  # of a chunk: a prompt's average rest after its last whole chunk
 
 
 class Positioned(Protocol):
-    """What vLLM says of a request, as far as it is needed here."""
+    """The part of vLLM's request context that is needed here."""
 
     req_id: str
 
@@ -29,14 +29,14 @@ class Positioned(Protocol):
 
 
 def end_of(context: Positioned, key: OffloadKey) -> int | None:
-    """Return the number of prompt tokens up to the end of a chunk; None where vLLM does not say."""
+    """Return the number of prompt tokens up to the end of a chunk; None if vLLM does not tell."""
     position = getattr(context, "get_offload_key_position", None)
     return None if position is None else position(key)
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step: when it was scheduled, its chunks, and the sum of their places."""
+    """A step: its time of scheduling, its chunks, and the sum of their places."""
 
     begun_s: float = 0.0
     chunks: float = 0.0
@@ -44,10 +44,10 @@ class _Step:
 
 
 class StepMeter:
-    """Tells the core how long the engine computes.
+    """Reports the engine's computing times to the core.
 
-    Chunks are those of one KV cache group, ``group``, of ``chunk_tokens`` tokens each: of full attention,
-    which has them for all of a prompt. ``stores_decodes``: chunks of generated tokens are offered, too.
+    It counts chunks of ``chunk_tokens`` tokens of the KV cache group ``group``, one with full attention,
+    which has chunks for the whole prompt. ``stores_decodes``: chunks of generated tokens are offered, too.
     ``ends_last``: a step is scheduled after its chunks are offered, not before.
     """
 
@@ -70,21 +70,21 @@ class StepMeter:
         self._next = _Step()
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
         self._ended_s = 0.0
-        self._last: dict[str, int] = {}  # the last place of each request that was counted
-        self._loaded: dict[str, int] = {}  # the last place of each request that was loaded
+        self._last: dict[str, int] = {}  # last counted place of each request
+        self._loaded: dict[str, int] = {}  # last loaded place of each request
 
     def place(self, context: Positioned, key: OffloadKey) -> int | None:
-        """Return how many chunks of the prompt come before a key's.
+        """Return how many chunks of the prompt precede a key's chunk.
 
-        None where vLLM does not say, for a chunk of another group, and for one that is not whole.
+        None if vLLM does not tell, for a chunk of another group, and for a partial chunk.
         """
         end = end_of(context, key) if group_index(key) == self._group else None
         return None if end is None or end % self._chunk_tokens else end // self._chunk_tokens - 1
 
     def offered(self, context: Positioned, keys: Sequence[OffloadKey], first: OffloadKey | None) -> None:
-        """Note chunks that the step computes and offers to be stored, once more where they were refused.
+        """Note chunks that the step computes and offers to be stored, or offers again after a refusal.
 
-        ``first`` is the first key that was looked up for the request: chunks before it the engine has had.
+        ``first`` is the first key that was looked up for the request: the engine had the chunks before it.
         """
         begin = None if first is None else self.place(context, first)
         if begin is None:
@@ -103,18 +103,17 @@ class StepMeter:
         step.places += chunks * sum(places) / len(places)
 
     def loaded(self, context: Positioned, keys: Iterable[OffloadKey]) -> None:
-        """Note chunks that are loaded, and not computed, though they may be offered."""
+        """Note chunks that are loaded, not computed, though they may be offered."""
         places = [place for key in keys if (place := self.place(context, key)) is not None]
         if places:
             self._loaded[context.req_id] = max(places)
 
     def forget(self, req_id: str) -> None:
-        """Forget a request that has ended, or that was preempted: it is computed anew."""
+        """Forget a request that has ended, or was preempted and is recomputed."""
         self._last.pop(req_id, None)
         self._loaded.pop(req_id, None)
 
     def begin(self) -> None:
-        """Note that a step was scheduled."""
         step, self._next = self._next, _Step()
         step.begun_s = self._clock()
         self._steps.append(step)
