@@ -123,7 +123,7 @@ class Identity:
         return f"{readable[:48] or 'model'}_{self.digest.hex()[:16]}"
 
     def require(self, manifest: str, where: str) -> None:
-        """Raise IdentityError if a manifest of stored chunks is not JSON or differs; the message tells how."""
+        """Raise IdentityError if a stored manifest is not JSON or differs; the message says how."""
         try:
             found = differences(json.loads(manifest), dict(self.fields))
         except (ValueError, RecursionError) as error:
