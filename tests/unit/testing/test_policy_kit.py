@@ -136,7 +136,7 @@ CAUGHT = [
         "a_call_takes_no_longer_with_more_candidates",
         "evict.. take .* times as long as with 4000",
     ),
-    (RemembersForEver, "what_it_remembers_is_bounded", "what a policy remembers of evicted keys is bounded"),
+    (RemembersForEver, "what_it_remembers_is_bounded", "a policy's memory of evicted keys must be bounded"),
     (NeverReturns, SEQUENCE, r"evict.. has not ended within 1 s(.|\n)*while len"),
     (Exits, SEQUENCE, "pin.. raised SystemExit"),
 ]

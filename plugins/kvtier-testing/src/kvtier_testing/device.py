@@ -1,9 +1,9 @@
 """The contract of a device backend as tests: subclass ``DeviceConformance`` and run it with pytest.
 
 Every test compares the whole memory with ``TransferModel``, which makes the same transfers page by page in
-plain Python: the right bytes have changed, and all others are the same.
+plain Python: exactly the right bytes have changed.
 
-Over a stand-in for a device the suite checks an engine's logic, and nothing of the hardware.
+With a double of a device the suite checks an engine's logic, but not the hardware.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _GROUPS = (((0, 512), (1, 100)), ((2, 64),), ((1, 192), (2, 63)), ((0, 1),))
 
 
 def _canonical(rank: int, blocks_per_chunk: int) -> Shape:
-    """Return the pages of one of four workers: the half of the heads, which another one holds too; a latent
-    that all four hold; a page of as many bytes but in another order; a plain page."""
+    """Return the pages of one of four workers: half of the heads, shared with another worker; a latent
+    shared by all four; a page of as many bytes in another order; a plain page."""
     halves = PageMapping(1024, (Run(0, rank // 2 * 32, 32, 16, 32, 64),), writers=2, writer=rank % 2)
     latent = PageMapping(192, (Run(0, 0, 192),), writers=4, writer=rank)
     turned = PageMapping(96, (Run(0, 64, 32), Run(32, 0, 64)))
@@ -62,7 +62,7 @@ class TransferTests(DeviceSetup):
     def test_blocks_come_back_from_their_slots(self, engine_factory: EngineFactory, shape: Shape) -> None:
         noise, groups = random.Random(2), len(shape.page_refs())
         with rig(engine_factory, shape, self.device) as it:
-            for number in range(0, 6 if shape.mappings else 24, 2):  # of many pieces, which take long
+            for number in range(0, 6 if shape.mappings else 24, 2):  # pages of many pieces take long
                 ids, slots = list(range(48)), list(range(24))
                 if number % 6:  # else neighbours, whose copies may be joined
                     noise.shuffle(ids)
@@ -154,7 +154,7 @@ class OrderTests(DeviceSetup):
     def test_stores_and_loads_happen_in_order(self, engine_factory: EngineFactory) -> None:
         with rig(engine_factory, device=self.device) as it:
             for number in range(0, 40, 2):
-                it.store(number, neighbours(number // 2, 8), range(8))  # the last one to write stays
+                it.store(number, neighbours(number // 2, 8), range(8))  # the last write wins
                 it.load(number + 1, range(8 + number // 5, 16 + number // 5), neighbours(40, 8))
             it.check()
             ended = [end.transfer_id for end in it.engine.finished()]
@@ -190,7 +190,7 @@ class OrderTests(DeviceSetup):
     @pytest.mark.parametrize("seed", range(3))
     def test_all_at_once(self, engine_factory: EngineFactory, compute: Compute, seed: int) -> None:
         # Stores from blocks 0 to 23 to slots 0 to 11, loads from the other slots to the other blocks; a
-        # block is computed anew only when what was stored of it has been.
+        # block is recomputed only after its stores have ended.
         noise = random.Random(seed)
         with rig(engine_factory, Shape(blocks_per_chunk=2), self.device) as it:
             last_store: dict[int, int] = {}
@@ -256,7 +256,7 @@ class OrderTests(DeviceSetup):
             assert (it.engine.finished(), wakeups) == ([], 0)
             gate.open()
             found: list[int] = []
-            while len(found) < 3 or wakeups < 3:  # an end can be taken a moment before its wake-up
+            while len(found) < 3 or wakeups < 3:  # a result can be taken just before its wake-up
                 await asyncio.wait_for(ended.wait(), 20)
                 ended.clear()
                 found += [end.transfer_id for end in it.engine.finished()]
@@ -267,7 +267,7 @@ class OrderTests(DeviceSetup):
 
         with rig(gated_factory(60), device=self.device) as it:
             gate.hold(CopyQueue.STORE)
-            assert asyncio.run(wait_for_three(it)) == 3  # one for each end, without polling
+            assert asyncio.run(wait_for_three(it)) == 3  # one wake-up for each result, without polling
             it.check()
 
     def test_wait_ignores_what_is_unknown_or_ended(self, engine_factory: EngineFactory) -> None:
@@ -302,7 +302,7 @@ class EndTests(DeviceSetup):
         assert isinstance(ends[1].error, DeviceStuckError)
         assert "has not ended within 0.2 s" in str(ends[1].error)
         kinds = [type(ends[number].error) for number in (2, 3, 4)]
-        assert kinds == [DeviceLostError] * 3  # nothing of them moves
+        assert kinds == [DeviceLostError] * 3  # none of their bytes moves
         assert [end.attempt for end in ends.values()] == [None] * 4
         it.engine.close()
         gate.open()  # an abandoned copy that ends is not reported, and its memory is still mapped

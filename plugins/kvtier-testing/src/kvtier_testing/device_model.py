@@ -1,4 +1,4 @@
-"""Tensors and slots whose bytes are known, an engine over them, and a model of what transfers do to them."""
+"""Tensors and slots with known bytes, an engine over them, and a model of its transfers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvtier._memory.region import Region
 EngineFactory = Callable[[KVCaches, SlotLayout, Region], TransferEngine]
 
 GatedFactory = Callable[[float], EngineFactory]
-"""Takes a deadline in seconds; makes engines whose copies go through the gate of the test."""
+"""Called with a deadline in seconds; makes engines whose copies pass the test's gate."""
 
 
 class Compute:
-    """What the engine computes on the device, as far as the tests play it: the current stream of torch."""
+    """The engine's computation, played by the tests on torch's current stream."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Give the device work, which need not be done when this returns."""
+        """Submit work to the device; it may still run when this returns."""
         work()
 
     def finish(self) -> None:
@@ -38,7 +38,7 @@ class Compute:
 
 
 class Gate:
-    """Holds copies up, in the threads of the queues. To be passed before the first byte moves."""
+    """Holds copies in the threads of the queues. Each copy passes it before its first byte moves."""
 
     def __init__(self) -> None:
         self._held: set[str] = set()
@@ -69,9 +69,9 @@ class Shape:
     Attributes:
         page_bytes: bytes of a block in each tensor.
         gaps: bytes between the rows of each tensor; missing ones are 0.
-        groups: for each group its (tensor, used bytes) pairs; by default one group uses all of all.
-        mappings: how the pages of each tensor lie in canonical ones; missing ones are None. A page that
-            has a mapping is used whole.
+        groups: (tensor, used bytes) pairs of each group; by default one group uses all tensors whole.
+        mappings: mapping of each tensor's pages to canonical pages; missing ones are None. A page with
+            a mapping is used whole.
         num_blocks, slots: rows of each tensor, and slots of the region.
         blocks_per_chunk, rank, workers: as in ``SlotLayout.make``.
     """
@@ -105,10 +105,10 @@ class Shape:
 
 
 class TransferModel:
-    """What transfers do, as plainly as it can be said. Takes part in no copy.
+    """A plain model of the effects of transfers. Takes no part in copies.
 
     Attributes:
-        rows: for each tensor its rows, gaps included.
+        rows: rows of each tensor, gaps included.
         slots: the slots' bytes.
     """
 
@@ -119,20 +119,20 @@ class TransferModel:
         self.slots = slots
 
     def store(self, blocks: Blocks, slots: Sequence[int]) -> None:
-        """Do what ``submit_store`` does."""
+        """Apply ``submit_store`` to the model."""
         for ref, row, slot, page, turn in self._pages(blocks, slots):
             if ref.mapping is None or turn % ref.mapping.writers == ref.mapping.writer:
                 for here, there, size in _pieces(ref):
                     slot[page + there : page + there + size] = row[here : here + size]
 
     def load(self, slots: Sequence[int], blocks: Blocks) -> None:
-        """Do what ``submit_load`` does."""
+        """Apply ``submit_load`` to the model."""
         for ref, row, slot, page, _ in self._pages(blocks, slots):
             for here, there, size in _pieces(ref):
                 row[here : here + size] = slot[page + there : page + there + size]
 
     def nbytes(self, blocks: Blocks) -> int:
-        """Count the bytes that a load of ``blocks`` moves; and a store, where this worker writes all."""
+        """Count the bytes that a load of ``blocks`` moves, or a store if this worker writes all."""
         return sum(
             size * sum(ref.page_bytes for ref in refs)
             for size, refs in zip(blocks.group_sizes, self._groups, strict=True)
@@ -141,7 +141,7 @@ class TransferModel:
     def _pages(
         self, blocks: Blocks, slots: Sequence[int]
     ) -> Iterator[tuple[PageRef, bytearray, bytearray, int, int]]:
-        """Yield each page: its row, its slot, where it begins in the slot, and its number in all slots."""
+        """Yield the row, slot, offset in the slot, and number across all slots of each page."""
         ids, coming = iter(blocks.ids.tolist()), iter(slots)
         per_chunk = self._layout.blocks_per_chunk
         for refs, size, first in zip(self._groups, blocks.group_sizes, blocks.first_indices, strict=True):
@@ -159,7 +159,7 @@ class TransferModel:
 
 
 def _pieces(ref: PageRef) -> Iterator[tuple[int, int, int]]:
-    """Yield where each piece of a page is in the row, where in the slot's page, and its length."""
+    """Yield the offsets of each piece of a page in the row and in the slot's page, and its length."""
     if ref.mapping is None:
         yield 0, 0, ref.page_bytes
         return
@@ -170,12 +170,12 @@ def _pieces(ref: PageRef) -> Iterator[tuple[int, int, int]]:
 
 
 class Rig:
-    """An engine over patterned tensors and slots, and the model beside it.
+    """An engine over patterned tensors and slots, with its model.
 
     Attributes:
         shape: the tensors and slots.
         caches: the tensors as the engine has them.
-        model: what should come of it.
+        model: the expected bytes.
     """
 
     def __init__(self, factory: EngineFactory, shape: Shape, device: str = "cpu") -> None:
@@ -195,14 +195,14 @@ class Rig:
         self.engine = factory(self.caches, shape.layout, self.region)
 
     def store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        """Submit a store, and do it in the model."""
+        """Submit a store, and apply it to the model."""
         self.engine.submit_store(transfer_id, blocks, slots)
         self.model.store(blocks, slots)
 
     def load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
     ) -> None:
-        """Submit a load, and do it in the model."""
+        """Submit a load, and apply it to the model."""
         self.engine.submit_load(transfer_id, slots, blocks, expedited=expedited)
         self.model.load(slots, blocks)
 
@@ -262,7 +262,7 @@ def neighbours(first_id: int, count: int, first_index: int = 0) -> Blocks:
 
 
 class DeviceSetup:
-    """What the author of a backend gives to ``DeviceConformance``: the fixtures, and the device.
+    """The fixtures and the device that a backend's author supplies to ``DeviceConformance``.
 
     Attributes:
         device: torch device of the tensors.
@@ -272,22 +272,22 @@ class DeviceSetup:
 
     @pytest.fixture
     def engine_factory(self) -> EngineFactory:
-        """Return what makes the engine of given tensors, layout and region."""
+        """Return a factory of engines for given tensors, layout and region."""
         raise NotImplementedError("a conformance test needs the fixture engine_factory")
 
     @pytest.fixture
     def compute(self) -> Compute:
-        """Return what the engine computes with."""
+        """Return the computation that runs beside the engine."""
         return Compute()
 
     @pytest.fixture
     def gate(self) -> Iterator[Gate]:
-        """Return what holds copies up; everybody is let through at the end."""
+        """Return a gate for copies, which opens at the end of the test."""
         gate = Gate()
         yield gate
         gate.open()
 
     @pytest.fixture
     def gated_factory(self, gate: Gate) -> GatedFactory:
-        """Return what makes engines whose copies go through ``gate``."""
+        """Return a factory of engines whose copies pass ``gate``."""
         raise NotImplementedError("a conformance test needs the fixture gated_factory")

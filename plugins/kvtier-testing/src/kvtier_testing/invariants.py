@@ -1,4 +1,4 @@
-"""What must hold of the core between any two calls. Costs time in proportion to the slots."""
+"""Invariants of the core between calls. A check takes time in proportion to the slots."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvtier.policies import EvictionPolicy, Run
 
 
 def check(core: Tiering) -> None:
-    """Compare the core's state with what follows from the handles that are out.
+    """Compare the core's state with the handles that it has given out.
 
     Raises:
-        AssertionError: an invariant does not hold; the message says which.
+        AssertionError: an invariant does not hold; the message names it.
     """
     table = core.table
     expected = _expected_pins(core)
@@ -69,12 +69,12 @@ def check(core: Tiering) -> None:
 
 
 def watch_evictions(core: Tiering) -> None:
-    """Have every eviction checked.
+    """Check every eviction from now on.
 
-    It frees what it can, by priority, nothing in use, and of each prompt the tail first.
+    Each must free as much as possible, by priority, the tail of a prompt first, and no chunk in use.
 
     Raises:
-        AssertionError: later, from whatever evicts; the message says what was wrong.
+        AssertionError: later, from the call that evicts; the message names the fault.
     """
     table, shared, evict = core.table, core.shared, core.shared.evict
 
@@ -102,7 +102,7 @@ def watch_evictions(core: Tiering) -> None:
 
 
 def _check_tails(places: Mapping[OffloadKey, tuple[Run, int, int]], evicted: set[OffloadKey]) -> None:
-    """Check that the candidates left of each run and priority lie before those that were evicted."""
+    """Check that the remaining candidates of each run and priority precede the evicted ones."""
     ends: dict[tuple[Run, int], int] = {}
     for key in evicted:
         run, priority, place = places[key]
@@ -114,7 +114,7 @@ def _check_tails(places: Mapping[OffloadKey, tuple[Run, int, int]], evicted: set
 
 
 def _high(table: ChunkTable) -> int:
-    """Return how many candidates have a high priority."""
+    """Return the number of candidates with high priority."""
     return sum(map(len, table.orders[DEFAULT + 1 :]))
 
 

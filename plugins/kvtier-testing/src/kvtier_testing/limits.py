@@ -1,8 +1,8 @@
-"""Conformance tests that always end, each in a thread of its own, watched from outside.
+"""Conformance tests that always end, each in a separate thread, watched from outside.
 
 A call that never returns, or that blocks the event loop, cannot be interrupted from within the loop. So the
-test runs in a thread, and pytest's thread waits for it: it fails the test, names the call that is in flight,
-and shows where the threads are.
+test runs in a thread. pytest's thread waits for it; at the limit it fails the test, names the call in
+flight, and shows the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXITS = (SystemExit, KeyboardInterrupt)
 
 
 class Calls:
-    """The calls in flight of what a suite tests, and for how long each has been. Any thread may ask."""
+    """The calls in flight of a suite's subject, with their ages. Any thread may ask."""
 
     def __init__(self) -> None:
         self._started: dict[int, tuple[str, float]] = {}
@@ -46,12 +46,12 @@ class Calls:
             del self._started[number]
 
     def watch(self, subject: object, verbs: Sequence[str], contract: type) -> None:
-        """Replace methods of ``subject`` by ones that are in flight while they run.
+        """Wrap methods of ``subject`` so that they count as in flight while they run.
 
         Args:
             subject: a tier or a policy.
             verbs: names of its methods.
-            contract: the abstract class; what a method raises gets its docstring as a note.
+            contract: the abstract class; its docstrings become notes on exceptions of the methods.
         """
         for verb in verbs:
             summary = (inspect.getdoc(getattr(contract, verb)) or "").partition("\n")[0]
@@ -59,7 +59,7 @@ class Calls:
             setattr(subject, verb, self._watched(f"{verb}()", getattr(subject, verb), note))
 
     def older_than(self, seconds: float) -> list[str]:
-        """Return the names of the calls that have been in flight for longer."""
+        """Return the names of calls in flight for longer than ``seconds``."""
         since_s = time.monotonic() - seconds
         return [name for name, started_s in list(self._started.values()) if started_s < since_s]
 
@@ -93,7 +93,7 @@ class Calls:
 
 
 class LimitedSuite:
-    """A conformance suite whose tests cannot hang, those that a subclass adds included.
+    """A conformance suite whose tests cannot hang, including tests added by a subclass.
 
     Attributes:
         patience_s: seconds after which a single call has to have ended.
@@ -188,7 +188,7 @@ class _Run:
         runner = asyncio.Runner(loop_factory=self._suite.event_loop)
         try:
             runner.run(self._cancellable())
-        except _EXITS as error:  # from a task or thread of the tier's own: it has stopped the loop
+        except _EXITS as error:  # from one of the tier's tasks or threads: it has stopped the loop
             self._error = ended_process(self._suite.calls.names(), error)
         except BaseException as error:
             self._error = error
@@ -211,14 +211,14 @@ class _Run:
         return None
 
     def _stop(self) -> str:
-        """End the thread if that is possible; return what to say of one that goes on."""
+        """End the thread if possible; return a message if it continues."""
         with suppress(RuntimeError):  # the loop is closed
             self._cancel()
         if self._ended.wait(_STOP_S):
             return ""
         assert self._thread.ident is not None
         thread, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)  # ends loops in Python, not calls into C
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)  # stops loops in Python, not calls into C
         _exit_after_main_thread()
         self._ended.wait(_STOP_S)
         if not inspect.iscoroutinefunction(self._test):
@@ -242,7 +242,7 @@ def _exit_after_main_thread() -> None:
 
 
 def _stacks(first: threading.Thread) -> str:
-    """Return where threads are, ``first`` in front, the calling one left out."""
+    """Return the stacks of all threads except the calling one, ``first`` in front."""
     frames = sys._current_frames()
     others = [thread for thread in threading.enumerate() if thread not in (first, threading.current_thread())]
     parts = []

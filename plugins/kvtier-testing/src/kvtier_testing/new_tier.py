@@ -1,4 +1,4 @@
-"""``kvtier new-tier``: a distribution with a tier that works, to be turned into one's own."""
+"""``kvtier new-tier``: a distribution with a working tier, to change into your own."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def create(name: str, directory: Path) -> Path:
 
     Args:
         name: the tier's type in configurations: lower-case letters and digits, in words joined by ``-``.
-        directory: where the folder is made.
+        directory: parent of the new folder.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: the name is none that a distribution and a module can have, a tier of this name is
-            installed, or the folder cannot be made. What is there is never written over.
+        ConfigError: the name does not suit a distribution and a module, a tier of this name is
+            installed, or the folder cannot be created. Existing files are never overwritten.
     """
     _require_name(name)
     folder = directory / f"{_PREFIX}{name}"

@@ -30,12 +30,12 @@ from kvtier_testing.limits import LimitedSuite
 
 _VERBS = ("resize", "add", "add_run", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
-_MOST_TIMES_AS_LONG = 8  # where a call walked over all candidates it would be some 16 times
+_MOST_TIMES_AS_LONG = 8  # a call that walks over all candidates takes about 16 times as long
 _ATTEMPTS = 10
 
 
 def keys(first: int, count: int) -> list[OffloadKey]:
-    """Return offload keys; other numbers, other keys."""
+    """Return offload keys, distinct for distinct numbers."""
     return [pack_key(number.to_bytes(8, "big")) for number in range(first, first + count)]
 
 
@@ -62,7 +62,7 @@ class PolicyConformance(LimitedSuite):
         return policy
 
     def sequences(self) -> hypothesis.settings:
-        """Return how many sequences of calls are compared with a model, and how long they are."""
+        """Return the number and length of call sequences that are compared with a model."""
         return hypothesis.settings(
             max_examples=50,
             stateful_step_count=40,
@@ -109,7 +109,7 @@ class PolicyConformance(LimitedSuite):
     def test_a_call_takes_no_longer_with_more_candidates(self) -> None:
         few = min(self._seconds_of_calls(_FEW) for _ in range(_ATTEMPTS))
         many = math.inf
-        for _ in range(_ATTEMPTS):  # other processes may take the processor's caches: the best one counts
+        for _ in range(_ATTEMPTS):  # other processes may evict the processor's caches: the best attempt counts
             many = min(many, self._seconds_of_calls(_MANY))
             if many < _MOST_TIMES_AS_LONG * few:
                 break
@@ -122,7 +122,7 @@ class PolicyConformance(LimitedSuite):
         policy = self.make(256)
         self._pass_through(policy, 0, 1_000)
         policy.add(keys(30_000, 1), used=False)
-        policy.pin(keys(30_000, 1))  # for good: a chunk that is dropped while pinned is never added again
+        policy.pin(keys(30_000, 1))  # permanently: a chunk dropped while pinned is never added again
         tracemalloc.start()
         try:
             before, _ = tracemalloc.get_traced_memory()
@@ -132,7 +132,7 @@ class PolicyConformance(LimitedSuite):
             tracemalloc.stop()
         assert after - before < 256 * self.remembered_bytes, (
             f"after 20,000 keys were added with add() and evicted with evict(), beside a pinned one, "
-            f"{after - before} more bytes are held: what a policy remembers of evicted keys is bounded by "
+            f"{after - before} more bytes are held: a policy's memory of evicted keys must be bounded by "
             "its capacity"
         )
 
@@ -161,7 +161,7 @@ class PolicyConformance(LimitedSuite):
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """The model: which keys are candidates and which are pinned. The policy chooses whom to evict."""
+    """The model: the candidates and the pinned keys. The policy chooses the keys to evict."""
 
     def __init__(self, given: PolicyConformance) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def _expect(condition: bool, message: str) -> None:
 
 
 def _evict(policy: EvictionPolicy, count: int) -> list[OffloadKey]:
-    """Evict, and check that the answer is a list without duplicates."""
+    """Evict, and check that the result is a list without duplicates."""
     evicted = policy.evict(count)
     _expect(isinstance(evicted, list), f"evict() returned a {type(evicted).__name__}; it returns a list")
     _expect(len(set(evicted)) == len(evicted), "evict() returned a key twice")

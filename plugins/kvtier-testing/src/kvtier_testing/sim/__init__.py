@@ -1,11 +1,11 @@
 """kvtier in virtual time: the real core, executor and manager over simulated tiers and a simulated device.
 
     result = run(4711)                                    # one run of the world that the seed draws
-    result = run(4711, Overrides(tier=MyTier))                # with a tier of one's own in it
-    result = run(4711, Overrides(policy=MyPolicy))            # with an eviction policy of one's own
+    result = run(4711, Overrides(tier=MyTier))                # with your own tier
+    result = run(4711, Overrides(policy=MyPolicy))            # with your own eviction policy
 
-A run that shows something that must never happen raises ``Violation``, or the core's own error. The same
-seed gives the same run: ``python -m kvtier_testing.sim --seed 4711 --trace`` shows it.
+A run that breaks a rule raises ``Violation`` or the core's own error. The same seed gives the same run:
+``python -m kvtier_testing.sim --seed 4711 --trace`` shows it.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ _MODULE = "kvtier_testing.sim"
 
 @dataclass
 class Tally:
-    """What some runs have shown.
+    """The results of some runs.
 
     Attributes:
-        seen: what happened how often.
-        failures: seeds that failed, and how.
+        seen: counts of events.
+        failures: failed seeds and their errors.
     """
 
     runs: int = 0
@@ -34,7 +34,7 @@ class Tally:
 
 
 def run_block(seeds: Sequence[int], engines: int | None = 1) -> Tally:
-    """Run seeds one after the other, each with so many engines; None: as many as it draws."""
+    """Run seeds in turn, each with ``engines`` engines, or a drawn number if None."""
     tally = Tally(runs=len(seeds))
     for seed in seeds:
         try:
@@ -47,7 +47,7 @@ def run_block(seeds: Sequence[int], engines: int | None = 1) -> Tally:
 def run_many(
     first: int, count: int | None, minutes: float | None, jobs: int, engines: int | None = 1
 ) -> Tally:
-    """Run seeds in several processes, until one fails, all are through or the time is over."""
+    """Run seeds in several processes until one fails, all pass, or time runs out."""
     until_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
     last = sys.maxsize if count is None else first + count
     total = Tally()
@@ -69,7 +69,7 @@ def run_many(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; return the exit status."""
+    """Run the command line; return the exit status."""
     given = _parser().parse_args(arguments)
     engines = None if given.engines == "many" else int(given.engines)
     if given.fleet is not None:

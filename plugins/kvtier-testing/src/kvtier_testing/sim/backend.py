@@ -1,4 +1,4 @@
-"""The backend of a simulated tier: chunks that outlive processes, and the faults that are injected now."""
+"""The backend of a simulated tier: chunks that outlive processes, and the faults currently injected."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _ANOTHER = OffloadKey(b"another chunk\0\0\0\0")
 
 @dataclass(frozen=True, slots=True)
 class FaultProfile:
-    """The faults of a tier for a while. Shares are of calls, or of chunks where that is said.
+    """The faults of a tier for a while. Fractions refer to calls, unless they name chunks.
 
     Attributes:
-        latency_s: seconds that a call takes, about.
-        error: share that fails before anything is done.
-        lost: share that is done and whose answer is lost: it fails all the same.
-        hang: share that does not go on until the profile changes to one without hangs.
-        late: share that takes a hundred times as long.
-        cancelled: share that ends as if somebody had cancelled it, which nobody has.
-        chunks: share of chunks that fail, though others of their batch do not.
-        damage: share of chunks that are given with wrong bytes, where kvtier checks them.
-        again: share of puts that the backend takes a second time, later.
+        latency_s: approximate duration of a call in seconds.
+        error: fraction that fails before having any effect.
+        lost: fraction that takes effect but fails, because the answer is lost.
+        hang: fraction that hangs until the profile changes to one without hangs.
+        late: fraction that takes a hundred times as long.
+        cancelled: fraction that raises ``CancelledError`` although it was not cancelled.
+        chunks: fraction of chunks that fail individually.
+        damage: fraction of chunks returned with wrong bytes, if kvtier verifies them.
+        again: fraction of puts that the backend applies a second time, later.
         closed: whether the tier cannot be opened.
-        full: whether there is no room.
-        only: the calls that fail, are lost, hang, come late or are cancelled; all of them by default.
+        full: whether the tier is full.
+        only: calls that these faults can hit; all by default.
     """
 
     latency_s: float = 0.002
@@ -54,12 +54,12 @@ NO_FAULTS = FaultProfile()
 
 @dataclass(slots=True)
 class Record:
-    """What a backend keeps of a chunk.
+    """A backend's record of a chunk.
 
     Attributes:
-        trailer: what proves them.
-        durable: whether they are there after a crash.
-        owner: through which backend they were put.
+        trailer: the checksum trailer of the payload.
+        durable: whether the payload survives a crash.
+        owner: the backend through which it was put.
     """
 
     payload: bytes
@@ -69,16 +69,16 @@ class Record:
 
 
 class Backend:
-    """What is behind a tier, a disk or a server, as one engine has it. It outlives the engine's processes.
+    """A disk or server behind a tier, as one engine sees it. It outlives the engine's processes.
 
     Args:
-        beside: the backend of another engine with the same identity, where both share their chunks.
+        beside: backend of another engine with the same identity, if both share their chunks.
 
     Attributes:
-        records: the chunks, the least recently used first. After a reset they are those of one process.
-        capacity: how many there may be.
-        process: who has it open.
-        unreported: chunks that may be announced though they are gone: nobody reported that they left.
+        records: the chunks, least recently used first. After a reset they belong to one process.
+        capacity: maximum number of chunks.
+        process: the process that has it open.
+        unreported: chunks that left without a report, and so may still be announced.
     """
 
     def __init__(self, world: World, name: str, capacity: int, beside: Backend | None = None) -> None:
@@ -98,11 +98,11 @@ class Backend:
 
     @property
     def was_reset(self) -> bool:
-        """Whether this process was reset: it has chunks of its own only."""
+        """Whether this process was reset and sees only its own chunks."""
         return self.records is not self._shared
 
     def set_faults(self, faults: FaultProfile) -> None:
-        """Inject other faults from now on. Calls that hang resume when the new profile has no hangs."""
+        """Inject other faults from now on. Hanging calls resume if the new profile has no hangs."""
         if self.world.traces:
             self.world.note(f"{self.name}: {faults}")
         self.faults = faults
@@ -112,13 +112,13 @@ class Backend:
             self.resumed.set()
 
     def connect(self) -> int:
-        """A process opens it; what another one put after a reset is not for it."""
+        """Connect a new process, which cannot see chunks that another one put after a reset."""
         self.process += 1
         self.records = self._shared
         return self.process
 
     def crash(self) -> None:
-        """The process has died: what was not durable is gone, as far as chance will have it."""
+        """Simulate a crash of the process: chunks that were not durable are lost at random."""
         self.process += 1
         mine = [key for key, record in self.records.items() if record.owner is self and not record.durable]
         self._drop([key for key in mine if self.chance.random() >= 0.3])
@@ -126,7 +126,7 @@ class Backend:
             self.damage()
 
     def write(self, process: int, key: OffloadKey, payload: bytes, trailer: bytes, *, durable: bool) -> bool:
-        """Keep a chunk; return whether there was room."""
+        """Write a chunk; return whether there was room."""
         if process != self.process:
             return False
         if key not in self.records and len(self.records) >= self.capacity:
@@ -136,40 +136,40 @@ class Backend:
         return True
 
     def preload(self, key: OffloadKey) -> None:
-        """Store a chunk as a run before this one has, with the weights that processes start with."""
+        """Store a chunk as an earlier run would, with the initial weights."""
         payload = content(key, self.world.first_weights)
         trailer = seal(key, memoryview(payload), self.world.identity.short_digest)
         self.write(self.process, key, payload, trailer, durable=True)
 
     def share(self, key: OffloadKey) -> None:
-        """Store a chunk as another engine does meanwhile. After a reset such chunks are invisible here."""
+        """Store a chunk as another engine would. After a reset such chunks are invisible here."""
         if not self.was_reset and key not in self.records:
             self.preload(key)
             self.world.seen["shared by another engine"] += 1
 
     def read(self, process: int, key: OffloadKey) -> Record | None:
-        """Return what is kept of a chunk."""
+        """Return the record of a chunk, if any."""
         record = self.records.get(key) if process == self.process else None
         if record is not None:
             self.records.move_to_end(key)
         return record
 
     def forget(self, process: int, keys: Sequence[OffloadKey]) -> None:
-        """Keep these no longer."""
+        """Remove chunks."""
         if process == self.process:
             self._drop(keys)
 
     def empty(self) -> None:
-        """Lose everything, without a word."""
+        """Lose all chunks without reporting it."""
         self.unreported.update(self.records)
         self._drop(list(self.records))
 
     def evict(self, count: int) -> Sequence[OffloadKey]:
-        """Lose the least recently used chunks."""
+        """Evict the least recently used chunks."""
         return self._drop(list(islice(self.records, count)))
 
     def reset(self, process: int) -> None:
-        """Forget everything for as long as this process lives; other engines do not."""
+        """Hide all chunks from this process until its end, but not from other engines."""
         if process == self.process:
             self.records = OrderedDict()
 
@@ -183,12 +183,12 @@ class Backend:
                 self.world.seen["bits rotted"] += 1
 
     def has(self, key: OffloadKey, weights: int) -> bool:
-        """Return whether a chunk is there and whole."""
+        """Return whether an intact chunk is present."""
         record = self.records.get(key)
         return record is not None and record.payload == content(key, weights)
 
     def _drop(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Keep these no longer; the other engines that have announced them are not told."""
+        """Remove chunks without telling other engines that have announced them."""
         for key in keys:
             self.records.pop(key, None)
         for other in self._sharing:
@@ -198,7 +198,7 @@ class Backend:
 
 
 def corrupt(chance: Random, payload: bytes, trailer: bytes) -> tuple[bytes, bytes]:
-    """Damage a chunk: a bit has turned over, it is torn, or it is another one."""
+    """Damage a chunk: flip a bit, tear it, or replace it by another."""
     kind = chance.randrange(5 if trailer else 3)
     if kind == 0:
         where = chance.randrange(len(payload))

@@ -1,7 +1,7 @@
-"""A simulated device: copies take their time, end in any order, and fail now and then.
+"""A simulated device: copies take time, end in any order, and sometimes fail.
 
-A copy that is under way has its slots for itself, as far as it writes. It moves half of its bytes at its
-beginning and half at its end: what else happens to a slot meanwhile is seen in them.
+A copy in flight has exclusive use of the slots that it writes. It moves half of its bytes at its start and
+half at its end, so the bytes reveal other changes to a slot meanwhile.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Copies:
     """Copies between a device and the slots.
 
     Args:
-        failures: share of copies that fail.
-        longest_s: how long a copy takes at most.
+        failures: fraction of copies that fail.
+        longest_s: longest duration of a copy.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class Copies:
         self._until_s = until_s
         self._longest_s = longest_s
         self._chance = world.chance(f"device/{world.process}")
-        self._under_way: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by what ends a copy
+        self._under_way: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by the callback that ends the copy
 
     @property
     def under_way(self) -> int:
-        """Copies that have not ended."""
+        """The number of copies in flight."""
         return len(self._under_way)
 
     def store(self, slots: Sequence[int], contents: Sequence[bytes], done: Callable[[bool], object]) -> None:
-        """Copy to slots; ``done`` is told whether that succeeded."""
+        """Copy to slots; ``done`` gets whether it succeeded."""
         memory, fails = self._memory, self._fails()
         use = memory.begin(slots, "a store", writes=True)
         memory.scribble(slots)
@@ -57,7 +57,7 @@ class Copies:
         self._end_later(end)
 
     def load(self, slots: Sequence[int], done: Callable[[list[bytes] | None], object]) -> None:
-        """Copy from slots; ``done`` gets what came, or None where the copy has failed."""
+        """Copy from slots; ``done`` is called with the bytes, or None if the copy failed."""
         memory, fails = self._memory, self._fails()
         use = memory.begin(slots, "a load", writes=False)
         halves = [bytes(memory.view(slot)[:_HALF]) for slot in slots]
@@ -71,7 +71,7 @@ class Copies:
         self._end_later(end)
 
     def hurry(self) -> None:
-        """End what is under way now, as waiting for it would."""
+        """End all copies now, as waiting for them would."""
         for end, timer in list(self._under_way.items()):
             timer.cancel()
             end()

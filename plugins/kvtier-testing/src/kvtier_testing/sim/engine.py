@@ -1,7 +1,7 @@
-"""An engine's scheduler, with all that may vary drawn at random, and the executor behind two queues.
+"""An engine's scheduler with randomised behaviour, and the executor behind two queues.
 
-It drives the core as the vLLM adapter does, without vLLM: results are processed at the next lookup or at the
-end of a step.
+It drives the core as the vLLM adapter does, without vLLM: results are processed at the next lookup or at
+the end of a step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvtier_testing.sim.scenario import Scenario
 
 _ASK_EVERY_S = 0.002
 _MOST_FULL_STEPS = 40
-_ROUNDING_S = 1e-9  # the core adds up its deadlines in another order
+_ROUNDING_S = 1e-9  # the core sums its deadlines in another order
 _NOBODY = "192.0.2.1:1"
-_RATHER = 4  # times as often come new weights while tiers are at work: more can go wrong then
+_RATHER = 4  # factor for resets while tiers are busy, when more can go wrong
 
 logger = GuardedLogger("kvtier.sim")
 
@@ -45,7 +45,7 @@ class SimExecutorThread(ExecutorThread):
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the task. Earlier submissions wait for it."""
+        """Start the task, which also serves earlier submissions."""
         self.task = asyncio.get_running_loop().create_task(self._serve(), name="executor")
 
     async def aclose(self, drain_s: float) -> None:
@@ -71,19 +71,19 @@ class JobState(Enum):
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the scheduler.
+    """A request in the scheduler.
 
     Attributes:
-        request: the core's side of it.
-        keys: its chunks, in the order of the prompt.
-        waits_since_s: when it was deferred first.
+        request: the core's request.
+        keys: keys of its chunks, in prompt order.
+        waits_since_s: time of its first deferral.
         expired: whether it may not be deferred any more.
-        computed: whether a load of it has failed.
+        computed: whether one of its loads failed, so that it is computed.
         is_scanned: whether it was looked up in this step.
-        was_deferred: whether its last lookup has deferred it.
-        keeps_s: how long its chunks are to be kept after its end; 0 if they need not be.
-        next_use_s: when they are needed again after its end; 0 if unknown.
-        patience_s: how long it may be deferred.
+        was_deferred: whether its last lookup deferred it.
+        keeps_s: time to keep its chunks after its end; 0 if not needed.
+        next_use_s: time from its end to their next use; 0 if unknown.
+        patience_s: longest time that it may be deferred.
     """
 
     request: Request
@@ -106,9 +106,9 @@ class Job:
 
 @dataclass(frozen=True)
 class EndedCopy:
-    """A copy that has ended, not reported to the core yet; ``job`` is None for a store.
+    """A finished copy, not yet reported to the core; ``job`` is None for a store.
 
-    ``unfilled`` has the slots that a store did not fill, each with a reason.
+    ``unfilled`` maps the slots that a store did not fill to reasons.
     """
 
     epoch: int
@@ -119,7 +119,7 @@ class EndedCopy:
 
 
 class EngineProcess(Process):
-    """Does what a scheduler does, one step after the other. Nothing that it asks of the core waits."""
+    """Does the work of a scheduler, step by step. Its calls to the core never wait."""
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class EngineProcess(Process):
         peers = [address for tier in scenario.tiers for address in getattr(tier.config, "peers", ())]
         self._addresses = [*peers, _NOBODY]
         core.shared.gate.window_chunks = 2
-        self._full_steps = 0  # steps without room for a request: none of those that wait is looked up
+        self._full_steps = 0  # steps without room for a request: waiting ones are not looked up
         self._jobs: list[Job] = []
         self._requests = 0
         self._epoch = 0
-        self._cut_off = 0  # copies that resets have cut off, and that have not ended
+        self._cut_off = 0  # copies cut off by resets and not yet ended
         self._flushing: list[Pinned | Reservation] = []
         self._ended: list[EndedCopy] = []
 
@@ -163,7 +163,7 @@ class EngineProcess(Process):
 
     async def drain(self) -> None:
         self.core.shared.gate.compute = ComputeSpeed()  # every chunk that is found is loaded from now on
-        at_rest = 0  # results of the end of a step show in the next one
+        at_rest = 0  # results at the end of a step show in the next one
         while at_rest < 2:
             while not (self._is_idle and self.core.is_idle and self.tiers_are_idle and not self._keeps_any):
                 await self._step(arriving=False)
@@ -173,7 +173,7 @@ class EngineProcess(Process):
             at_rest += 1
 
     async def find(self, keys: Sequence[OffloadKey]) -> int:
-        """Look a request up until it waits for nothing; return how many of its chunks are there."""
+        """Look a request up until it waits for nothing; return the number of chunks found."""
         job = Job(self._new_request(None), keys, patience_s=self._scenario.limits.request_deadline_s)
         until_s = self._world.now_s + DRAIN_S
         while True:
@@ -200,7 +200,7 @@ class EngineProcess(Process):
         return not (self._jobs or self._copies.under_way or self._ended or self._cut_off)
 
     async def _step(self, *, arriving: bool) -> None:
-        """Schedule once. Between its calls the executor may run, as a thread would."""
+        """Schedule once. The executor may run between calls, as a thread would."""
         chance = self._chance
         if arriving and self._requests < self._scenario.requests and chance.random() < 0.4:
             self._arrive()
@@ -261,7 +261,7 @@ class EngineProcess(Process):
 
     def _schedule(self, job: Job) -> bool:
         found, waits = self._scan(job)
-        if waits or self._chance.random() < 0.1:  # or there are no blocks for it
+        if waits or self._chance.random() < 0.1:  # as without free blocks
             return False
         job.waits_since_s, job.expired = None, False
         if found:
@@ -271,11 +271,11 @@ class EngineProcess(Process):
         return True
 
     def _scan(self, job: Job) -> tuple[list[OffloadKey], bool]:
-        """Ask for each key as vLLM does; return the hits, and whether a key is pending."""
+        """Look up each key as vLLM does; return the hits, and whether a key is pending."""
         windowed = [key for key in job.keys if group_index(key) in self.core.shared.windowed]
         front = [key for key in job.keys if key not in windowed]
         hits, waits = self._scan_group(job, front)
-        if windowed and (hits or not front):  # windows only as far as the prefix goes, and from the back
+        if windowed and (hits or not front):  # windows reach only as far as the prefix, from the back
             found, waits_too = self._scan_group(job, windowed[: len(hits) or None][::-1])
             hits, waits = hits + found[::-1], waits or waits_too
         job.is_scanned, job.was_deferred = True, waits
@@ -302,7 +302,7 @@ class EngineProcess(Process):
         return hits, waits
 
     def _lookup(self, key: OffloadKey, request: Request) -> Lookup:
-        """Return whether a chunk is there. What a thread posts can be there from any question on."""
+        """Look a chunk up. Results posted by threads may arrive before any lookup."""
         if self._events and self._chance.random() < 0.5:
             self._driver.on_events(self._events)
         if request.answers_stand and (answer := self.core.repeat_answer(key, request)) is not None:
@@ -310,7 +310,7 @@ class EngineProcess(Process):
         return self.core.lookup(key, request)
 
     def _settle(self, started: Sequence[Job] = (), preempted: Sequence[Job] = ()) -> None:
-        """End the scheduling of a step."""
+        """End the scheduling phase of a step."""
         for job in started:
             if job.state is not JobState.ENDED:
                 self.core.scheduled(job.request)
@@ -326,7 +326,7 @@ class EngineProcess(Process):
     def _note_wait(self, job: Job) -> None:
         now_s = self._world.now_s
         job.is_scanned = False
-        waits_for_its_turn = job.request.deadline_s is None  # to be computed: not for a tier
+        waits_for_its_turn = job.request.deadline_s is None  # waits to be computed, not for a tier
         if not job.was_deferred or waits_for_its_turn:
             job.waits_since_s = job.waits_since_s if job.expired else None
             return
@@ -355,7 +355,7 @@ class EngineProcess(Process):
         self._copies.load(pinned.slots, done)
 
     def _run(self, job: Job) -> None:
-        """Store what a request has computed; it may be offered again where there is no room."""
+        """Store a request's computed chunks; they may be offered again if there is no room."""
         has_ended = self._store(job.keys, job.request) or self._chance.random() < 0.5
         self._keep(job, job.keys)
         if has_ended:
@@ -366,7 +366,7 @@ class EngineProcess(Process):
             self.core.retention.keep(job.name, keys)
 
     def _store(self, keys: Sequence[OffloadKey], request: Request | None = None) -> bool:
-        """Begin to store; return whether there was room, or nothing to do."""
+        """Start a store; return whether there was room or nothing to store."""
         reservation, epoch = self.core.reserve(keys, request), self._epoch
         if reservation is None:
             return False
@@ -393,7 +393,7 @@ class EngineProcess(Process):
             await asyncio.sleep(self._scenario.step_s)
 
     def _end_copies(self) -> None:
-        """Report the copies that have ended, in any order; those that resets cut off all at once."""
+        """Report finished copies in any order; those cut off by resets all at once."""
         ended, self._ended = self._ended, []
         self._chance.shuffle(ended)
         for copy in ended:

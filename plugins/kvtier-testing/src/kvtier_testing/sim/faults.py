@@ -1,8 +1,8 @@
-"""Fault injection around any tier, and checks of how the tier is used.
+"""Fault injection for any tier, and checks of the calls that the tier receives.
 
-They can be put around every tier whose transport runs on the event loop alone: an author's own is
-simulated so. Only what a tier may do is drawn: whatever happens, a call ends as a tier's call can end, and
-slots are not touched after it.
+Any tier whose transport runs only on the event loop can be wrapped, including one of a plug-in's author.
+The injected faults stay within the contract: each call ends as a tier's call may end, and slots are not
+touched after it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _MOMENT_S = 1e-6
 
 
 class FaultyTier(SecondaryTier[TierConfig]):
-    """Faults around a tier, those that its backend has now, and a look at how it is used.
+    """A wrapper that injects the backend's current faults and checks the calls to the tier.
 
     Args:
-        inner: the tier; nothing in it may need another thread or a socket.
-        backend: whose faults it has. A tier of one's own needs no backend otherwise.
-        drains: whether a call that is cancelled goes on to its end first.
+        inner: wrapped tier, which must need neither threads nor sockets.
+        backend: source of the faults; an author's own tier needs it for nothing else.
+        drains: whether a cancelled call still runs to its end.
 
     Attributes:
-        running: calls of each kind that are under way.
-        gets: gets that have begun.
+        running: calls in flight, by verb.
+        gets: number of gets started.
     """
 
     Config = TierConfig
@@ -69,25 +69,25 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._is_opened = False
         self._is_reset_failed = False
         self._resets = 0
-        self._damaged: set[OffloadKey] = set()  # in the backend, when they were read
+        self._damaged: set[OffloadKey] = set()  # damaged in the backend when they were read
 
     @property
     def _faults(self) -> FaultProfile:
         return self._backend.faults
 
     async def open(self, context: TierContext) -> None:
-        """Open the tier, or not."""
+        """Open the tier, or fail if the backend is closed."""
         await self._do("open", lambda: self._open(context))
         self._is_opened = True
 
     async def _open(self, context: TierContext) -> None:
         if self._faults.closed:
-            raise TierError("there is no way to the backend")
+            raise TierError("the backend is unreachable")
         self._digest = context.identity.short_digest
         await self.inner.open(context)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return what is known; now and then that fails, and more often it is old."""
+        """Return the tier's knowledge, which is often stale and sometimes fails."""
         self._require_usable("known")
         chance, faults = self._backend.chance, self._faults
         if chance.random() < faults.error:
@@ -102,7 +102,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
     def usage(self) -> Usage | None:
         """Return how full the tier is."""
         if self._backend.chance.random() < self._faults.error / 10:
-            raise OSError("nobody knows how full it is")
+            raise OSError("usage is unknown")
         usage = self.inner.usage()
         if usage is not None and usage.used_bytes is not None and usage.capacity_bytes is not None:
             self._world.require(
@@ -111,11 +111,11 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return usage
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Ask the tier; the answer may be old."""
+        """Ask the tier; the answer may be stale."""
         return await self.contains_at(keys, ())
 
     async def contains_at(self, keys: Sequence[OffloadKey], addresses: Sequence[str]) -> Sequence[bool]:
-        """Do the same."""
+        """Ask the tier at these addresses; the answer may be stale."""
         self._require_usable("contains")
         there = list(await self._do("contains", lambda: self.inner.contains_at(keys, addresses)))
         chance = self._backend.chance
@@ -126,7 +126,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return there
 
     async def put(self, batch: Batch) -> Outcome:
-        """Put: the bytes must be those of their keys, and stay so."""
+        """Put; the slots must hold the bytes of their keys throughout."""
         self._require_usable("put")
         self._require_whole(batch, self._oldest_weights)
         async with self._at_work("put", batch, self.config.max_concurrency // 2, writes=False):
@@ -140,13 +140,13 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return outcome
 
     async def _put(self, batch: Batch, resets: int) -> Outcome:
-        if resets != self._resets:  # what was begun before a reset must not appear after it
+        if resets != self._resets:  # puts started before a reset must not appear after it
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         outcome: Outcome = await self.inner.put(batch)
         return outcome
 
     async def get(self, batch: Batch) -> Outcome:
-        """Get, into slots that hold anything before."""
+        """Get into slots with arbitrary contents."""
         self.gets += 1
         self._require_usable("get")
         async with self._at_work("get", batch, self.config.max_concurrency, writes=True):
@@ -163,14 +163,14 @@ class FaultyTier(SecondaryTier[TierConfig]):
         await self._do("touch", lambda: self.inner.touch(keys))
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Discard chunks, which must be damaged in the backend, not only on the way from it."""
+        """Discard chunks, which must be damaged in the backend, not only in transit."""
         self._require_usable("discard")
         sound = [show(key) for key in keys if key not in self._damaged]
         self._world.require(not sound, f"{self._backend.name} is to discard {sound}, which it has sound")
         await self._do("discard", lambda: self.inner.discard(keys))
 
     async def reset(self) -> None:
-        """Reset. What is put from now on must be of the weights of now."""
+        """Reset. Later puts must be of the current weights."""
         self._oldest_weights = self._world.weights
         self._resets += 1
         self._is_reset_failed = True
@@ -178,7 +178,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._is_reset_failed = False
 
     async def aclose(self) -> None:
-        """Close; no other call may be under way."""
+        """Close; no other call may be in flight."""
         busy = dict(+self.running)
         self._world.require(not busy, f"{self._backend.name} is closed while {busy} are under way")
         self._is_opened = False
@@ -224,7 +224,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return result
 
     def _share(self, fault: float, verb: str) -> float:
-        """Return the share of the calls of a verb that a fault hits now."""
+        """Return the fraction of a verb's calls that a fault hits now."""
         only = self._faults.only
         return fault if only is None or verb in only else 0.0
 
@@ -241,14 +241,14 @@ class FaultyTier(SecondaryTier[TierConfig]):
         await self._backend.resumed.wait()
 
     def _error(self) -> BaseException:
-        passing: list[type[BaseException]] = [ConnectionError, TimeoutError]  # such a call is repeated
+        passing: list[type[BaseException]] = [ConnectionError, TimeoutError]  # kvtier retries these
         kinds: list[type[BaseException]] = [*passing, *passing, *passing, OSError, TierError, ValueError]
-        if not self._drains:  # in a task of its own it would end the loop, here as everywhere
+        if not self._drains:  # in a separate task it would end the loop
             kinds.append(SystemExit)
         return self._backend.chance.choice(kinds)("injected")
 
     def _with_failures(self, outcome: Outcome) -> Outcome:
-        """Fail single chunks, though the tier has put or given them."""
+        """Report failures of single chunks that succeeded."""
         chance, share = self._backend.chance, self._faults.chunks
         if not share:
             return outcome
@@ -259,14 +259,14 @@ class FaultyTier(SecondaryTier[TierConfig]):
         return Outcome(statuses, {**outcome.reasons, "error": statuses.count(Status.FAILED)})
 
     def _note_damaged(self, batch: Batch, outcome: Outcome) -> None:
-        """Note which chunks the backend itself has damaged."""
+        """Note the chunks that are damaged in the backend itself."""
         chunks = zip(batch.keys, batch.views, batch.trailers, outcome.statuses, strict=True)
         for key, view, trailer, status in chunks:
             if status is Status.OK and check(trailer, key, view, self._digest).is_corrupt:
                 self._damaged.add(key)
 
     def _corrupt(self, batch: Batch, outcome: Outcome) -> None:
-        """Damage on the way; a tier that verifies would have seen it."""
+        """Damage chunks in transit, unless the tier verifies them."""
         chance, share = self._backend.chance, self._faults.damage
         if self.verifies or not share:
             return
@@ -276,14 +276,14 @@ class FaultyTier(SecondaryTier[TierConfig]):
                 view[:], batch.trailers[index] = corrupt(chance, bytes(view), batch.trailers[index])
                 self._world.seen["chunks damaged"] += 1
 
-    # --- how it is used --------------------------------------------------------------------------
+    # --- checks of the calls ---------------------------------------------------------------------
 
     def _note(self, verb: str, what: str) -> None:
         if self._world.traces:
             self._world.note(f"{self._backend.name}: {verb} {what}")
 
     def _require_in_time(self, verb: str, began_s: float) -> None:
-        """What a command does is cut off at its deadline. Nobody waits for what opens, resets or closes."""
+        """Fail if a command's call outlives its deadline. Opens, resets and closes have none."""
         took_s = self._world.now_s - began_s
         if verb in _CUT_OFF and not self._drains and took_s > self.config.deadline_s + _MOMENT_S:
             self._world.fail(
@@ -293,13 +293,13 @@ class FaultyTier(SecondaryTier[TierConfig]):
     def _require_usable(self, verb: str) -> None:
         require, name = self._world.require, self._backend.name
         require(self._is_opened, f"{name}: {verb} before it is open, or after it was closed")
-        if verb in ("put", "known"):  # what a command begins with; it may end later
+        if verb in ("put", "known"):  # the first calls of a command, whose later ones may end after a close
             require(not self.running["reset"], f"{name}: {verb} while a reset is under way")
             require(not self._is_reset_failed, f"{name}: {verb} after a reset that has failed")
 
     @asynccontextmanager
     async def _at_work(self, verb: str, batch: Batch, most: int, *, writes: bool) -> AsyncIterator[None]:
-        """Check how many calls run at once, and that nobody else is at the slots."""
+        """Check the number of concurrent calls, and register the use of the slots."""
         name = self._backend.name
         self._world.require(
             self.running[verb] < max(1, most), f"{name}: more than {most} calls of {verb} at once"
@@ -308,7 +308,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
             yield
 
     def _require_whole(self, batch: Batch, oldest: int) -> None:
-        """What is put must be what its key says, of weights that the tier may have."""
+        """Fail unless put bytes match their keys, for weights that the tier may hold."""
         for key, slot in zip(batch.keys, batch.slots, strict=True):
             view = self._memory.view(slot)
             if not self._world.is_of(key, view, oldest, self._had):

@@ -1,4 +1,4 @@
-"""One run: engines that live side by side, share tiers and read from each other. Mostly there is one."""
+"""One run: usually one engine, else several that share tiers and read from each other."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ if TYPE_CHECKING:
 
 _HANDSHAKE_MESSAGES = 3
 _COLLECT_SELDOM = (1_000_000, 10, 1000)
-"""Thresholds of the garbage collector: connections are many objects that live long."""
+"""Thresholds of the garbage collector, suited to many long-lived objects such as connections."""
 _FOUND_AGAIN_S = 300.0
-"""In which engines have to be connected again and breakers closed."""
+"""Seconds until engines must be reconnected and breakers closed."""
 
 _RECOVERING = 2
-"""Engines whose tiers are each tried in the end, one after the other: they empty what all share."""
+"""Number of engines whose tiers are checked at the end, in turn, because each empties the shared tiers."""
 
 HAS_PEERS = find_spec("kvtier_nixl") is not None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has shown.
+    """The result of a run.
 
     Attributes:
-        seen: what happened how often, in the words of the simulation and, with ``core`` before them, in
-            those of the core's counts.
+        seen: counts of events in the simulation, and the core's own counts with the prefix ``core``.
     """
 
     seen: Counter[str]
@@ -59,11 +58,11 @@ def run(
 
     Args:
         seed: names the run.
-        engines: how many engines share their tiers. Where kvtier-nixl is installed, they are peers as well.
-        trace: called with each line of what happens.
+        engines: number of engines that share their tiers. If kvtier-nixl is installed, they are peers too.
+        trace: callback for each line of the trace.
 
     Raises:
-        Violation, AssertionError, KVTierError: something happened that must not.
+        Violation, AssertionError, KVTierError: a check failed.
     """
     fleet = Fleet.draw(seed, engines, has_peers=HAS_PEERS)
 
@@ -74,7 +73,7 @@ def run(
 
 
 def report(engines: int) -> str:
-    """Return what lookups cost and find in a world of so many engines without faults."""
+    """Return the cost and results of lookups among ``engines`` engines without faults."""
 
     async def main() -> str:
         fleet = FleetRun("quiet", Overrides(), Fleet.quiet(engines), None)
@@ -87,7 +86,7 @@ def report(engines: int) -> str:
 
 
 def _simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object, engines: int) -> T:
-    logging.disable()  # nearly all that happens here is an error
+    logging.disable()  # injected faults would flood the log
     thresholds = gc.get_threshold()
     if engines > 1:
         gc.set_threshold(*_COLLECT_SELDOM)
@@ -102,7 +101,7 @@ class FleetRun:
     """A run of engines.
 
     Attributes:
-        fabric: what they read from each other with, if they do.
+        fabric: the medium of their reads from each other, if any.
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class FleetRun:
             from kvtier_testing.sim.peers import Fabric  # needs kvtier-nixl
 
             self.fabric = Fabric(loop.network, fleet.read_s, fleet.engines[0].faults_end_s)
-        self._backends: dict[tuple[int, int], Backend] = {}  # the first engine's, by identity and tier
+        self._backends: dict[tuple[int, int], Backend] = {}  # of the first engine, by identity and tier
         self.engines = [self._engine(number, given) for number in range(len(fleet.engines))]
 
     async def run(self) -> Result:
-        """Run all engines until the last fault is over; fail unless all is well then."""
+        """Run all engines until the last fault ends; fail unless all of them have recovered."""
         self._world.loop.set_exception_handler(self._on_unhandled)
         await self.live()
         for engine in self.engines:
@@ -134,13 +133,13 @@ class FleetRun:
         return Result(+self._world.seen)
 
     async def close(self) -> None:
-        """Shut all engines down; fail unless nothing is left of them."""
+        """Shut all engines down; fail if they leave anything behind."""
         await self._all(engine.require_end() for engine in self.engines)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         self._world.require(not left, f"tasks are left behind: {left}")
 
     def describe(self) -> str:
-        """Return how much was asked of peers, and how evenly, where there are peers."""
+        """Return the number and distribution of reads from peers, if there are peers."""
         fabric, seen = self.fabric, self._world.seen
         assert fabric is not None
         network, lookups = fabric.network, max(1, fabric.lookups)
@@ -157,7 +156,7 @@ class FleetRun:
         )
 
     async def live(self) -> None:
-        """Run all engines until the last fault is over and all has come to rest."""
+        """Run all engines until the last fault ends and all are idle."""
         await self._all(engine.run() for engine in self.engines)
         await self._all(engine.require_rest() for engine in self.engines)
 
@@ -177,7 +176,7 @@ class FleetRun:
         return Engine(world, host(number), given, scenario, backends, peers)
 
     async def _require_found_by_peers(self) -> None:
-        """Fail unless each engine finds what another one holds, but for those that have other weights."""
+        """Fail unless each engine finds the chunks of another engine with the same weights."""
         holder = next((it for it in self.engines if it.world.weights == it.world.first_weights), None)
         if holder is None:
             return
@@ -205,7 +204,7 @@ class FleetRun:
             await asyncio.sleep(1.0)
 
     def _on_unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Fail, unless it is of a process that is dead."""
+        """Fail on an unhandled error, unless its process is dead."""
         error, of = context.get("exception"), context.get("task") or context.get("future")
         handle = context.get("handle")
         owner = of.owner if isinstance(of, SimTask) else handle and handle._context.get(OWNER)

@@ -1,8 +1,8 @@
-"""An event loop whose time jumps and whose order is drawn from a seed.
+"""An event loop in virtual time, with an order of tasks drawn from a seed.
 
-Nothing waits: when no callback is ready the clock jumps to the next timer. Tasks that are ready at the
-same time run in an order that the seed picks. There is one thread: what would run in others runs here,
-at times that the seed picks.
+When no callback is ready, the clock jumps to the next timer. Tasks that are ready at the same time run in
+an order that the seed picks. Worker threads are replaced by callbacks on the only thread, at times that
+the seed picks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from kvtier_testing.sim.network import Network
 
 ProcessId = tuple[str, int]
-"""A simulated process: the address of its host, and which process of that host it is."""
+"""A simulated process: the address of its host, and its number on that host."""
 
 OWNER: ContextVar[ProcessId | None] = ContextVar("OWNER", default=None)
-"""Whose the tasks, connections and servers are that are made now."""
+"""The owner of tasks, connections and servers created in this context."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -46,11 +46,11 @@ _CANCEL_EVERY = 100
 
 
 class Stalled(AssertionError):
-    """Nothing is ready and no timer runs: what is waited for never comes."""
+    """No callback is ready and no timer runs, so the main task can never finish."""
 
 
 class Spinning(AssertionError):
-    """Callbacks call each other without end while no time passes."""
+    """Callbacks schedule each other endlessly while no time passes."""
 
 
 class SimLoop(asyncio.BaseEventLoop):
@@ -60,11 +60,11 @@ class SimLoop(asyncio.BaseEventLoop):
     are shuffled.
 
     Args:
-        chance: draws the order and how long threads take.
-        scale: about how many processes are simulated: so much more may happen.
+        chance: random source for the order of tasks and the duration of thread calls.
+        scale: approximate number of simulated processes; the limit on callbacks grows with it.
 
     Attributes:
-        network: what connections and servers are made in.
+        network: the network in which connections and servers are created.
     """
 
     network: Network
@@ -77,8 +77,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self.chance = chance
         self._scale = scale
         self._now_s = 0.0
-        self._clock_resolution = 1e-9  # a timer that is due now is taken
-        self._selector = self  # what the base waits with, where nothing is ready
+        self._clock_resolution = 1e-9  # timers due exactly now fire
+        self._selector = self  # the base waits with it when no callback is ready
         self._thread = threading.get_ident()
         self._failure: BaseException | None = None
         self._is_over = False
@@ -87,18 +87,18 @@ class SimLoop(asyncio.BaseEventLoop):
         self._called_now = 0
 
     def fail(self, error: BaseException) -> None:
-        """End the run with ``error`` after the callbacks under way, whoever would catch it there."""
+        """End the run with ``error`` after the current callbacks, even if one of them would catch it."""
         if self._failure is None and not self._is_over:
             self._failure = error
 
-    # --- what asyncio asks of a loop -------------------------------------------------------------
+    # --- the interface of asyncio's event loops ---------------------------------------------------
 
     def time(self) -> float:
         """Return the virtual time, in seconds from the start."""
         return self._now_s
 
     def select(self, timeout: float | None) -> list[object]:
-        """Let time jump to the next timer; there is nothing else to wait for."""
+        """Jump to the next timer; there is no I/O to wait for."""
         if timeout is None:
             raise Stalled("nothing is ready and no timer runs: a wake-up was lost")
         if timeout > 0:
@@ -108,7 +108,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Run a callback before time goes on; from this thread only."""
+        """Run a callback before time advances; from this thread only."""
         if threading.get_ident() != self._thread:
             error = RuntimeError("a thread has called the simulated loop: nothing is repeatable with threads")
             self.fail(error)
@@ -116,7 +116,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def create_task(self, coro: Coroutine[Any, Any, T], **settings: Any) -> SimTask[T]:  # type: ignore[override]
-        """Make a task."""
+        """Create a task."""
         task = SimTask(coro, loop=self, **settings)
         self._tasks += 1
         task.number = self._tasks
@@ -148,7 +148,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return _run_later(self, lambda: func(*args))
 
     def sweep(self) -> None:
-        """Cancel what a run that has failed leaves behind; nobody looks at what becomes of it."""
+        """Cancel the tasks left over from a failed run, and ignore their results."""
         self._is_over, self._failure = True, None
         self.set_exception_handler(lambda *_: None)
         asyncio._set_running_loop(self)
@@ -159,20 +159,20 @@ class SimLoop(asyncio.BaseEventLoop):
                     return
                 if turn % _CANCEL_EVERY == 0:
                     cancel_begun(left)
-                with suppress(BaseException):  # whatever it is, it is not the failure
+                with suppress(BaseException):  # the run has failed already, for another reason
                     self._run_once()
         finally:
             asyncio._set_running_loop(None)
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
 
-    # --- inside: what the base calls, and its queues ---------------------------------------------
+    # --- internals that the base class calls -----------------------------------------------------
 
     def _process_events(self, events: object) -> None:
         pass
 
     def _run_once(self) -> None:
-        """Run what is ready now; where nothing is, let time jump."""
+        """Run the callbacks that are ready now; if there are none, let time jump."""
         self._shuffle()
         self._called += len(self._ready)
         self._called_now += len(self._ready)
@@ -184,9 +184,9 @@ class SimLoop(asyncio.BaseEventLoop):
             raise self._failure
 
     def _shuffle(self) -> None:
-        """Let tasks change places with each other. A task is there once: its own steps keep their order.
+        """Shuffle the ready tasks. Each is queued at most once, so its own steps keep their order.
 
-        They are sorted before, because who wakes several at once may do so in the order of a set.
+        They are sorted first, because a set may have determined the order in which they were woken.
         """
         batch = list(self._ready)
         numbers = [_number_of(handle) for handle in batch]
@@ -199,14 +199,14 @@ class SimLoop(asyncio.BaseEventLoop):
 
 
 class SimTask(asyncio.Task[T]):
-    """A task with a number, the first one is 1, and the process that it is of."""
+    """A task with a number, starting at 1, and its owning process."""
 
     number: int
     owner: ProcessId | None
 
 
 def cancel_begun(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, but those that have not begun: anyio never awaits the coroutine of one cancelled then."""
+    """Cancel the tasks that have started: anyio never awaits the coroutine of a task cancelled earlier."""
     for task in tasks:
         coroutine: Any = task.get_coro()
         if getcoroutinestate(coroutine) != CORO_CREATED:
@@ -214,13 +214,13 @@ def cancel_begun(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def _number_of(handle: asyncio.Handle) -> int:
-    """Return the number of the task that a handle is a step of; 0 for other callbacks."""
+    """Return the number of the task that a handle resumes; 0 for other callbacks."""
     task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
     return task.number if isinstance(task, SimTask) else 0
 
 
 def _run_later(loop: SimLoop, call: Callable[[], T]) -> asyncio.Future[T]:
-    """Call a function as a thread would, beside the loop's tasks: it runs, whoever still waits for it."""
+    """Call a function as a thread would: it runs even if its waiter was cancelled."""
     future: asyncio.Future[T] = loop.create_future()
     begins_s, ends_s = (loop.chance.choice((0.0, 0.0, 1e-4, 3e-3)) for _ in range(2))
 
@@ -236,7 +236,7 @@ def _run_later(loop: SimLoop, call: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def _end(future: asyncio.Future[Any], settle: Callable[[Any], None], value: object) -> None:
-    if not future.done():  # or whoever waited was cancelled
+    if not future.done():  # the waiter may have been cancelled
         settle(value)
 
 
@@ -253,7 +253,7 @@ async def _in_simulated_thread(
     async with limiter or anyio.CapacityLimiter(1):
         with anyio.CancelScope(shield=not abandon_on_cancel):
             return await _run_later(loop, lambda: func(*args))
-    raise AssertionError("the scope is nobody's to cancel")
+    raise AssertionError("this scope must not be cancelled")
 
 
 def _no_sleep(seconds: float) -> None:
@@ -262,7 +262,7 @@ def _no_sleep(seconds: float) -> None:
 
 @contextmanager
 def _one_thread(loop: SimLoop) -> Iterator[None]:
-    """Replace the clocks by the virtual time, and worker threads by callbacks."""
+    """Replace clocks by virtual time, and worker threads by callbacks."""
     with (
         mock.patch.multiple(
             time,
@@ -278,7 +278,7 @@ def _one_thread(loop: SimLoop) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: object) -> Iterator[None]:
-    """Seed the chance that everybody shares, for those who draw from it, secrets included."""
+    """Seed the global random generator and ``secrets``."""
     state = random.getstate()
     random.seed(f"{seed}/shared")
     secret = Random(f"{seed}/secrets")
@@ -297,19 +297,19 @@ def _seeded(seed: object) -> Iterator[None]:
 def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: object = 0, scale: int = 1) -> T:
     """Run a coroutine to its end in virtual time; the same seed gives the same run.
 
-    ``time.monotonic``, ``time.perf_counter`` and ``time.time`` say the virtual time meanwhile, where they
+    ``time.monotonic``, ``time.perf_counter`` and ``time.time`` return the virtual time meanwhile, if they
     are called by these names, and ``random`` is seeded. ``anyio.to_thread.run_sync`` and
     ``loop.run_in_executor`` start no thread.
 
     Args:
-        seed: anything whose ``str`` names the run.
-        scale: about how many processes are simulated: so much more may happen before it is ``Spinning``.
+        seed: name of the run; any object with a ``str``.
+        scale: approximate number of simulated processes; the limit for ``Spinning`` grows with it.
 
     Returns:
-        What the coroutine returns.
+        The coroutine's result.
 
     Raises:
-        Stalled, Spinning: see there. What the coroutine raises.
+        Stalled, Spinning: see there. Errors of the coroutine pass through.
     """
     loop = SimLoop(Random(f"{seed}/loop"), scale)
     with _one_thread(loop), _seeded(seed):

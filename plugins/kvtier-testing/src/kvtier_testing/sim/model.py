@@ -1,7 +1,7 @@
-"""The model of a simulated world: what is true in it, and the core that is checked against it.
+"""The model of a simulated world, and the core that is checked against it.
 
-What a chunk must hold follows from its key and from the weights that the engine had when it was stored.
-The world knows every slot, and who reads or writes it now.
+A chunk's expected bytes follow from its key and from the engine's weights at the time of its store.
+The world knows every slot and its current readers and writer.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from kvtier_testing.sim.loop import SimLoop
 CHUNK_BYTES = 64
 IDENTITY = Identity.make("simulated", {"dtype": "int8"})
 IDENTITIES = (IDENTITY, Identity.make("simulated", {"dtype": "fp8"}))
-"""Identities of engines. The weights that an engine starts with are numbered as its identity is."""
+"""Identities of engines. An engine's initial weights have the number of its identity."""
 GARBAGE = b"\xee" * CHUNK_BYTES
 
 
-ADDRESS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=cancel scope )[0-9a-f]+")  # another one in each run
+ADDRESS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=cancel scope )[0-9a-f]+")  # differs in each run
 
 
 class Violation(AssertionError):
-    """Something happened that must never happen. The message says what, where and when."""
+    """A rule of the simulation was broken. The message gives the rule, the place and the time."""
 
 
 @cache
 def content(key: OffloadKey, weights: int) -> bytes:
-    """The bytes of a chunk that was computed with these weights."""
+    """Return the bytes of a chunk that was computed with these weights."""
     return hashlib.blake2b(key, digest_size=CHUNK_BYTES, salt=weights.to_bytes(8, "big")).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Somebody's use of a slot."""
+    """One reader's or writer's use of a slot."""
 
     who: str
     writes: bool
 
 
 class SimMemory:
-    """The slots of one process. Whoever touches a slot says so, and is refused where another is at it."""
+    """The slots of one process. Each access is registered first, and fails if it conflicts with another."""
 
     def __init__(self, world: World, slots: int) -> None:
         self.slots = slots
@@ -76,11 +76,11 @@ class SimMemory:
         return self._views[slot]
 
     def holds(self, slot: int, key: OffloadKey, weights: int) -> bool:
-        """Return whether a slot holds a chunk as it was with these weights."""
+        """Return whether a slot holds a chunk computed with these weights."""
         return self._views[slot] == content(key, weights)
 
     def begin(self, slots: Sequence[int], who: str, *, writes: bool) -> Use:
-        """Begin to read or write slots. Many may read a slot, or one may write it."""
+        """Register a reader or writer of slots. A slot has many readers or one writer."""
         use = Use(who, writes)
         for slot in slots:
             for other in self._uses[slot]:
@@ -91,13 +91,13 @@ class SimMemory:
         return use
 
     def end(self, slots: Sequence[int], use: Use) -> None:
-        """End what ``begin`` began."""
+        """End a use that ``begin`` registered."""
         for slot in slots:
             self._uses[slot].remove(use)
 
     @contextmanager
     def using(self, slots: Sequence[int], who: str, *, writes: bool) -> Iterator[None]:
-        """Read or write slots meanwhile."""
+        """Register a reader or writer while the context is entered."""
         use = self.begin(slots, who, writes=writes)
         try:
             yield
@@ -105,25 +105,25 @@ class SimMemory:
             self.end(slots, use)
 
     def scribble(self, slots: Iterable[int]) -> None:
-        """Write what is no chunk's."""
+        """Overwrite slots with bytes that belong to no chunk."""
         for slot in slots:
             self._views[slot][:] = GARBAGE
 
 
 class World:
-    """The truth about one engine, over all its processes that live in a run one after the other.
+    """The ground truth about one engine and its successive processes.
 
     Args:
-        seed: names the run; each part draws from a stream of its own that follows from it.
-        trace: called with each line of what happens; None where nobody reads it.
-        identity: which of ``IDENTITIES`` the engine has.
+        seed: name of the run; each part draws from its own random stream, derived from the seed.
+        trace: callback for each line of the trace; None to disable it.
+        identity: the engine's index in ``IDENTITIES``.
 
     Attributes:
-        weights: the weights of the process that lives now. Those of its start are what the identity names;
-            later ones no other engine has.
-        seen: what happened how often, for whoever asks whether a run showed anything at all.
-        process: counts the processes.
-        is_alive: whether one lives. What a dead one would still do is of no account.
+        weights: the weights of the current process. Its initial weights belong to the identity;
+            later ones are unique to this engine.
+        seen: counts of events, which show whether a run exercised anything at all.
+        process: number of the current process.
+        is_alive: whether a process is running. Actions of dead processes are ignored.
     """
 
     def __init__(self, seed: object, trace: Callable[[str], object] | None = None, identity: int = 0) -> None:
@@ -143,7 +143,7 @@ class World:
         self._all: list[int] = list(range(len(IDENTITIES)))
 
     def beside(self, number: int, identity: int) -> World:
-        """Return the truth about another engine of the same run."""
+        """Return the ground truth about another engine of the same run."""
         other = World(f"{self.seed}/{number}", self._trace, identity)
         other._name = f"{number}: "
         other.seen, other._all = self.seen, self._all
@@ -155,43 +155,43 @@ class World:
         return self.loop.time()
 
     def chance(self, name: str) -> Random:
-        """Make a stream of chance: what others draw does not change it."""
+        """Return an independent random stream: draws from other streams do not change it."""
         return Random(f"{self.seed}/{name}")
 
     def note(self, line: str) -> None:
-        """Add a line to the trace. Ask ``traces`` first where making the line costs time."""
+        """Add a line to the trace. If the line is costly to make, check ``traces`` first."""
         if self._trace is not None:
             self._trace(f"{self.now_s:9.4f}  {self._name}{ADDRESS.sub('...', line)}")
 
     def start_process(self) -> None:
-        """Start a process, with the weights that an engine has at first."""
+        """Start a process with the engine's initial weights."""
         self.process += 1
         self.weights = self.first_weights
         self.had = [self.weights]
         self.is_alive = True
 
     def new_weights(self) -> None:
-        """Give the engine weights that no engine had before."""
+        """Give the engine new, unique weights."""
         self.weights = len(self._all)
         self._all.append(self.weights)
         self.had.append(self.weights)
 
     def weights_since(self, oldest: int) -> list[int]:
-        """Return the weights that this process has had from ``oldest`` on."""
+        """Return the weights of this process from ``oldest`` on."""
         return [weights for weights in self.had if weights >= oldest]
 
     def is_of(
         self, key: OffloadKey, held: bytes | memoryview, oldest: int, had: Sequence[int] | None = None
     ) -> bool:
-        """Return whether bytes are a chunk's, of weights that a process has had from ``oldest`` on.
+        """Return whether bytes are a chunk's, for any weights of a process from ``oldest`` on.
 
-        ``had`` are those of a process that may have ended meanwhile.
+        ``had`` are the weights of a process that may have ended since.
         """
         weights_had = self.had if had is None else had
         return any(held == content(key, weights) for weights in weights_had if weights >= oldest)
 
     def fail(self, what: str | BaseException) -> NoReturn:
-        """End the run: something happened that must not. Nobody can catch this but the run itself."""
+        """End the run with a violation, which only the run itself can catch."""
         error = (
             what
             if isinstance(what, BaseException)
@@ -202,16 +202,16 @@ class World:
         raise error
 
     def require(self, holds: object, what: str) -> None:
-        """Fail unless something holds."""
+        """Fail unless the condition holds."""
         if not holds:
             self.fail(what)
 
     def is_whole(self, key: OffloadKey, held: bytes | memoryview) -> bool:
-        """Return whether bytes are a chunk's, of whatever weights."""
+        """Return whether bytes are a chunk's, for any weights."""
         return any(held == content(key, weights) for weights in self._all)
 
     def name_of(self, held: bytes, keys: Iterable[OffloadKey]) -> str:
-        """Return what bytes are, for messages."""
+        """Return a description of bytes for messages."""
         if held == GARBAGE:
             return "nobody's bytes"
         for key in keys:
@@ -227,10 +227,10 @@ def show(key: OffloadKey) -> str:
 
 
 class CheckedTiering(EfficiencyCheckedTiering):
-    """The real core, held against the truth after each thing that happens to it.
+    """The real core, compared with the ground truth after each call.
 
     Attributes:
-        announced: what those believe to be in each secondary tier who follow what is announced.
+        announced: keys in each secondary tier, as announced.
     """
 
     world: World
@@ -245,7 +245,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
         self.announced: list[set[OffloadKey]] = [set() for _ in self.shared.tiers]
 
     def settle(self, now_s: float) -> None:
-        """End a round; what is announced must be what can be had."""
+        """End a round; the announced chunks must be available."""
         with self._checks("settle"):
             super().settle(now_s)
         for request in self.holds.awaiting:
@@ -254,13 +254,13 @@ class CheckedTiering(EfficiencyCheckedTiering):
         self._follow_announcements()
 
     def close(self, request: Request) -> None:
-        """End a request: nothing is left of it."""
+        """End a request, which leaves no state behind."""
         with self._checks("close"):
             super().close(request)
         self.world.require(not request.held, f"request {request.name} has ended and holds {request.held}")
 
     def reset(self) -> None:
-        """Make all invisible: the engine has new weights."""
+        """Hide all chunks: the engine has new weights."""
         self.world.note("core: reset")
         with self._checks("reset"):
             super().reset()
@@ -268,7 +268,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
         self._require_ready_bytes()
 
     def _require_ready_bytes(self) -> None:
-        """Fail unless every chunk that may be given holds what its key and the weights of now stand for."""
+        """Fail unless each loadable chunk holds the bytes of its key under the current weights."""
         weights = self.world.weights
         for key, chunk in self.table.visible.items():
             if chunk.state is ChunkState.READY and not self.memory.holds(chunk.slot, key, weights):
@@ -278,7 +278,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
                 )
 
     def _follow_announcements(self) -> None:
-        """Take in what is announced. For the primary tier that must be exactly what can be had."""
+        """Apply announcements. For the primary tier they must equal the loadable chunks."""
         for change in self.take_kv_events():
             announced = self._announced_in_primary if change.tier is None else self.announced[change.tier]
             if change.removed:
@@ -297,7 +297,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
         try:
             yield
             if self._process != self.world.process:
-                return  # a callback that a process has left behind, whose weights are others
+                return  # a callback left over from an earlier process, which had other weights
             invariants.check(self)
             self._check_bounds()
             self._require_ready_bytes()
@@ -320,7 +320,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
                 self.world.fail(f"the puts of {gate.name} hold {gate.backlog} slots of {most}")
 
     def require_idle(self) -> None:
-        """Fail unless nothing is under way and nothing is held: no pin and no slot was lost."""
+        """Fail if a transfer is in flight or a pin or slot is still held."""
         table, require = self.table, self.world.require
         require(
             self.is_idle, f"after the last fault there are {self.shared.transfers} {self.shared.commands}"

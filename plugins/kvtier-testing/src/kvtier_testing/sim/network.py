@@ -1,6 +1,6 @@
-"""A simulated network: asyncio's connections between hosts that are far away, cut off, or dead.
+"""A simulated network: asyncio's connections between hosts that are distant, cut off, or dead.
 
-Programs use asyncio's streams as they are. Whose a connection or a server is follows from ``OWNER``.
+Programs use asyncio's streams unchanged. ``OWNER`` determines the owner of a connection or server.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LinkFault:
     """A fault of all links between two groups of hosts, for a while.
 
     Attributes:
-        delay_s: how much later all arrives; infinite: not before the fault has ended.
-        reads: whether reads of memory are hit too, or messages alone.
+        delay_s: added delay; infinite to hold messages until the fault ends.
+        reads: whether it hits reads of memory as well as messages.
     """
 
     begin_s: float
@@ -37,22 +37,22 @@ class LinkFault:
     reads: bool
 
     def hits(self, one: str, other: str, now_s: float, *, reads: bool) -> bool:
-        """Return whether it delays what goes from one host to the other now."""
+        """Return whether it delays traffic from one host to the other now."""
         is_between = (one in self.left and other in self.right) or (other in self.left and one in self.right)
         return is_between and self.begin_s <= now_s < self.end_s and (self.reads or not reads)
 
 
 class Network:
-    """What connects hosts.
+    """The network between hosts.
 
     Args:
-        latency_s: seconds that anything takes to arrive, at most, where there is no fault.
-        faults: of links, those of other times included.
+        latency_s: longest latency without a fault.
+        faults: link faults of the whole run.
 
     Attributes:
-        dead: processes that were killed: nothing is heard of them any more.
-        connections: how many were made.
-        messages: how many calls of ``write`` there were on connections.
+        dead: killed processes, whose messages no longer arrive.
+        connections: number of connections made.
+        messages: number of calls of ``write`` on connections.
     """
 
     def __init__(self, loop: SimLoop, chance: Random, latency_s: float, faults: Sequence[LinkFault]) -> None:
@@ -75,7 +75,7 @@ class Network:
         reads: bool = False,
         takes_s: float = 0.0,
     ) -> None:
-        """Call ``arrive`` when what goes from one host to another now is there."""
+        """Call ``arrive`` when traffic sent now from one host reaches the other."""
 
         def attempt() -> None:
             cut = [fault.end_s for fault in self._hitting(one, other, reads) if fault.delay_s == math.inf]
@@ -92,7 +92,7 @@ class Network:
         return (fault for fault in self._faults if fault.hits(one, other, now_s, reads=reads))
 
     def kill(self, owner: ProcessId) -> None:
-        """Have a process be dead: its connections are reset, and it listens no more."""
+        """Kill a process: reset its connections and close its listeners."""
         self.dead.add(owner)
         for address, listener in list(self._listeners.items()):
             if listener.owner == owner:
@@ -109,13 +109,13 @@ class Network:
         return listener
 
     async def connect(self, make: MakeProtocol, address: Address) -> tuple[_End, asyncio.BaseProtocol]:
-        """Connect to an address. Takes as long as the network is cut."""
+        """Connect to an address. While the network is cut, this waits."""
         owner, arrived = _owner(), self.loop.create_future()
         self.send(owner[0], address[0], partial(_set, arrived))
         await arrived
         listener = self._listeners.get(address)
         if listener is None or owner in self.dead:
-            raise ConnectionRefusedError(f"nobody listens at {address}")
+            raise ConnectionRefusedError(f"no server listens at {address}")
         self.connections += 1
         near, far = (
             _End(self, owner, address, make()),
@@ -129,7 +129,7 @@ class Network:
         return near, near.protocol
 
     def forget(self, listener_or_end: Listener | _End) -> None:
-        """Let go of what was closed."""
+        """Forget a closed listener or connection."""
         it = listener_or_end
         if isinstance(it, _End):
             self._ends[it.owner].pop(it, None)
@@ -138,7 +138,7 @@ class Network:
 
 
 class Listener:
-    """A server, and its own socket, as far as asyncio's are used."""
+    """A server that is also its own socket, limited to the parts of asyncio in use."""
 
     def __init__(self, network: Network, make: MakeProtocol, address: Address, owner: ProcessId) -> None:
         self.make = make
@@ -158,7 +158,7 @@ class Listener:
 
 
 class _End(asyncio.Transport):
-    """One end of a connection, and its own socket, as far as asyncio's are used."""
+    """One end of a connection that is also its own socket, limited to the parts of asyncio in use."""
 
     other: _End
 
@@ -171,7 +171,7 @@ class _End(asyncio.Transport):
         self.protocol = protocol
         self._network = network
         self._is_closed = False
-        self._sent: deque[bytes | Exception | None] = deque()  # and not arrived yet; None: the end
+        self._sent: deque[bytes | Exception | None] = deque()  # but not arrived; None ends the stream
 
     def setsockopt(self, *_: object) -> None:
         """Do nothing."""
@@ -193,7 +193,7 @@ class _End(asyncio.Transport):
             self._lose(None)
 
     def reset(self) -> None:
-        """Die with its process."""
+        """Reset the connection, because its process died."""
         self._is_closed = True
         self._network.forget(self)
         self._send(ConnectionResetError("connection reset by peer"))
@@ -204,7 +204,7 @@ class _End(asyncio.Transport):
             self._network.send(self.owner[0], self.other.owner[0], self._arrive)
 
     def _arrive(self) -> None:
-        """Hand what was sent first to the other end; the order stays."""
+        """Deliver the oldest item to the other end, so that the order is kept."""
         self.other._receive(self._sent.popleft())
         if self._sent:
             self._network.send(self.owner[0], self.other.owner[0], self._arrive)
@@ -233,5 +233,5 @@ def _set(future: asyncio.Future[None]) -> None:
 
 def _owner() -> ProcessId:
     owner = OWNER.get()
-    assert owner is not None, "only simulated processes are in the simulated network"
+    assert owner is not None, "only simulated processes can use the simulated network"
     return owner

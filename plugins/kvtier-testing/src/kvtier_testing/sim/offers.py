@@ -1,7 +1,7 @@
-"""The chunks that an engine offers for a store, although it no longer has all their blocks.
+"""Chunks that an engine offers for a store after losing some of their blocks.
 
-The engine names its blocks as vLLM does: those that it has, and the index of each group's first one.
-kvtier's own ``Blocks``, which needs torch, decides which of them are copied.
+The engine names blocks as vLLM does: the blocks still held, and the index of each group's first one.
+kvtier's own ``Blocks``, which needs torch, selects the blocks to copy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _BLOCKS = 4
 _BLOCK_BYTES = CHUNK_BYTES // _BLOCKS
-_HOLES = ((0, 1), (0, 3), (1, 2), (1, 3), (3, 4), (2, 4), (0, 4))  # at the front, in the midst, at the end
+_HOLES = ((0, 1), (0, 3), (1, 2), (1, 3), (3, 4), (2, 4), (0, 4))  # at the front, in the middle, at the end
 
 
 def offer(world: World, keys: Sequence[OffloadKey], chance: Random | None) -> list[bytes | None]:
-    """Return the bytes that are copied to the slot of each chunk; None for a chunk that must not be READY.
+    """Return the bytes copied to each chunk's slot; None for a chunk that must not be READY.
 
-    Without ``chance`` the engine has all blocks.
+    Without ``chance`` the engine still has all blocks.
     """
     from kvtier._device.base import Blocks
 
@@ -55,7 +55,7 @@ def _presence(chance: Random | None) -> list[bool]:
 
 
 def _copies(blocks: Blocks, pages: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield what one slot after the other holds when the device layer has copied; garbage is no copy."""
+    """Yield each slot's contents after the device layer's copies; garbage if not copied."""
     start = 0
     for size, first in zip(blocks.group_sizes, blocks.first_indices, strict=True):
         entered = first % _BLOCKS if size else 0

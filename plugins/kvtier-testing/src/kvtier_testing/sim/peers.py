@@ -1,8 +1,8 @@
 """kvtier-nixl in the simulation: the real tier and its agent, over a simulated NIXL and network.
 
-Reads of memory take their time. They move half of each chunk at their beginning and half at their end,
-whatever the holder does with its memory meanwhile. Until then nothing else may be read to the same place,
-also where nobody waits for the read any more.
+A read of memory takes time. It moves half of each chunk at its start and half at its end, even if the
+holder changes its memory meanwhile. Until it ends, no other read may write to the same place, even if its
+caller has given up.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kvtier_testing.sim.model import Violation, World, show
 from kvtier_testing.sim.network import Network
 
 _DISCARDS = 0.5
-"""Share of puts before which the chunks that peers read now are discarded."""
+"""Fraction of puts that first discard the chunks that peers are reading."""
 _MOMENT_S = 0.05
-"""Seconds that a lookup may take beyond those that it waits for peers: for what is simulated as threads."""
+"""Seconds that a lookup may take beyond its wait for peers, because simulated threads take time."""
 
 
 class Fabric:
-    """What reads memory of other hosts.
+    """The medium of reads from other hosts' memory.
 
     Args:
-        read_s: seconds that reads take until ``until_s``; each draws one of these. Later ones take none.
+        read_s: durations of reads before ``until_s``; each read draws one. Later reads take no time.
 
     Attributes:
         read_from: chunks read from each host.
-        lookups: calls of tiers that ask all peers.
+        lookups: number of lookups that ask all peers.
     """
 
     def __init__(self, network: Network, read_s: Sequence[float], until_s: float) -> None:
@@ -54,7 +54,7 @@ class Fabric:
         self.lookups = 0
 
     def takes_s(self) -> float:
-        """Draw how long a read takes."""
+        """Draw the duration of a read."""
         return self.network.chance.choice(self._read_s) if self.network.loop.time() < self._until_s else 0.0
 
 
@@ -67,14 +67,14 @@ class _Read:
 
 
 class SimNixl:
-    """Stands in for an agent of NIXL; see there. Its metadata are its name."""
+    """A double of NIXL's agent. Its metadata are its name."""
 
     def __init__(
         self, fabric: Fabric, name: str, memory: Sequence[Memory], on_end: Callable[[], object]
     ) -> None:
         self.owner = _require_owner()
         self.is_closed = False
-        self._memory = memory  # as long as somebody may read from it
+        self._memory = memory  # None once reads from it are refused
         self._fabric = fabric
         self._on_end = on_end
         self._written: set[int] = set()  # addresses that reads in flight write to
@@ -135,7 +135,7 @@ def _move(read: _Read, *, first: bool) -> None:
 
 
 class SimAgent(Agent):
-    """The real agent. What its thread does is done by callbacks, over a simulated NIXL."""
+    """The real agent over a simulated NIXL, with callbacks in place of its thread."""
 
     def __init__(self, fabric: Fabric, *memory: Memory, is_local: bool) -> None:
         super().__init__(*memory, is_local=is_local)
@@ -168,7 +168,7 @@ class SimAgent(Agent):
 
 
 class PeerTier(NixlTier):
-    """The real tier, and what must hold of it whatever peers and the network do."""
+    """The real tier, with checks that hold under all faults of peers and network."""
 
     def __init__(self, config: NixlConfig, fabric: Fabric, world: World) -> None:
         super().__init__(config)
@@ -183,7 +183,7 @@ class PeerTier(NixlTier):
         self._world.note(f"{self._context.name}: {subject}: {text}")
 
     async def contains_at(self, keys: Sequence[OffloadKey], addresses: Sequence[str]) -> Sequence[bool]:
-        """Look up. A peer that does not answer costs ``answer_timeout_s`` at most; less if it was named."""
+        """Look up. A silent peer costs at most ``answer_timeout_s``; less if it was named."""
         began_s, fabric = time.monotonic(), self._fabric
         limit_s = self.config.answer_timeout_s * (1 + _PATIENCE * bool(addresses)) + _MOMENT_S
         try:
@@ -196,7 +196,7 @@ class PeerTier(NixlTier):
         return held
 
     async def get(self, batch: Batch) -> Outcome:
-        """Get. Nothing damages chunks here, so what it gives is right before kvtier checks it."""
+        """Get. Chunks are never damaged here, so they must be right even before kvtier verifies them."""
         began = self._reset_to
         outcome = await super().get(batch)
         for index, key in enumerate(batch.keys):
@@ -209,7 +209,7 @@ class PeerTier(NixlTier):
         return outcome
 
     async def put(self, batch: Batch) -> Outcome:
-        """Put. Chunks that peers read may be discarded just before, as kvtier does with damaged ones."""
+        """Put. First, chunks being read by peers may be discarded, as kvtier discards damaged ones."""
         pool = self._held
         if self._fabric.network.chance.random() < _DISCARDS:
             await self.discard([key for key, chunk in pool._chunks.items() if chunk.row in pool._leased])
@@ -221,13 +221,13 @@ class PeerTier(NixlTier):
         super()._copy_in(batch, rows)
 
     async def reset(self) -> None:
-        """Reset. Gets that begin later give nothing older."""
+        """Reset. Later gets must return no older chunk."""
         weights = self._world.weights
         await super().reset()
         self._reset_to = weights
 
     async def require_idle(self) -> None:
-        """Fail unless no memory is in use but for chunks, which are dropped. Leases end first."""
+        """Drop all chunks after their leases end; fail if memory is still in use."""
         await anyio.sleep(self.config.lease_s)
         pool, agent = self._pool, self._agent
         if pool is None or agent is None:

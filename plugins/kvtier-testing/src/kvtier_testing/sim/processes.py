@@ -1,4 +1,4 @@
-"""A process of an engine: it runs, drains, and is asked what it finds."""
+"""A process of an engine, which runs, drains, and looks chunks up."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvtier_testing.sim.faults import FaultyTier
 from kvtier_testing.sim.model import CheckedTiering, World
 
 DRAIN_S = 60.0
-"""Seconds in which all has to come to rest after the last fault."""
+"""Seconds after the last fault until an engine must be idle."""
 
 
 class Process(ABC):
-    """A process of an engine: whoever drives the core, and what it needs."""
+    """A process of an engine: the driver of the core, and its parts."""
 
     def __init__(self, world: World, core: CheckedTiering, tiers: Sequence[FaultyTier]) -> None:
         self.core = core
@@ -23,19 +23,19 @@ class Process(ABC):
 
     @abstractmethod
     async def run(self, until_s: float) -> None:
-        """Start, work until then, and be open still."""
+        """Start, and work until ``until_s``; stay open."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """End what is under way; nothing new comes."""
+        """Finish all work in flight; no new work arrives."""
 
     @abstractmethod
     async def store_once(self, keys: Sequence[OffloadKey]) -> None:
-        """Store a prompt as far as there is room, and wait until that is done."""
+        """Store as much of a prompt as there is room for, and wait for its end."""
 
     @abstractmethod
     async def find(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of the leading keys are there, after waiting for them."""
+        """Return the number of leading keys found, after waiting for them."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -43,11 +43,11 @@ class Process(ABC):
 
     @property
     def tiers_are_idle(self) -> bool:
-        """Whether no call of a tier is under way."""
+        """Whether no tier has a call in flight."""
         return not any(+tier.running for tier in self.tiers)
 
     async def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Store a prompt, and wait until it is there."""
+        """Store a prompt, and wait until it is available."""
         for _ in range(1000):
             await self.store_once(keys)
             if all(key in self.core.table.visible for key in keys):

@@ -1,4 +1,4 @@
-"""The scenario that a seed draws: the engine, the tiers, the fault schedule, and when processes end."""
+"""The scenario drawn from a seed: engine, tiers, fault schedule and ends of processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PORT = 18_570
 
 
 class Owner(Enum):
-    """Who drives the core."""
+    """The driver of the core."""
 
-    ENGINE = "engine"  # an engine's scheduler, step by step, with the executor beside it
+    ENGINE = "engine"  # an engine's scheduler, step by step, next to the executor
     TASKS = "tasks"  # TieringManager, from tasks of the event loop
 
 
 class End(Enum):
-    """How a process ends."""
+    """The way a process ends."""
 
     CRASH = "crash"
     SHUTDOWN = "shutdown"
@@ -38,15 +38,15 @@ class TierScenario:
     """A tier and its faults.
 
     Attributes:
-        verifies: whether it checks its chunks itself.
-        capacity: chunks that it has room for.
-        is_recreated: whether an opening that failed is repeated with another object.
-        checks_damage: whether it is looked at in the end what becomes of a damaged chunk.
-        fault_schedule: which faults begin when; none before the first, and none in the end.
-        preloaded: of each prompt, how many chunks an engine before has left there.
-        corrupts_at_s: when some of its chunks are damaged.
-        loses_at_s: when some of its chunks leave by themselves.
-        shared_at_s: when another engine stores the chunks of a prompt there: the prompt, and when for each.
+        verifies: whether it verifies its chunks itself.
+        capacity: its capacity in chunks.
+        is_recreated: whether a failed open is retried with a new object.
+        checks_damage: whether the run ends with a check that a damaged chunk is set aside.
+        fault_schedule: start times and faults; no faults before the first entry or after the last.
+        preloaded: for each prompt, the number of chunks that an earlier engine stored there.
+        corrupts_at_s: times at which some of its chunks are damaged.
+        loses_at_s: times at which it evicts some chunks on its own.
+        shared_at_s: prompt whose chunks another engine stores there, and the time for each chunk.
     """
 
     config: TierConfig
@@ -66,21 +66,21 @@ class Scenario:
     """An engine's part of a run.
 
     Attributes:
-        owner: who drives the core.
-        windowed: whether there is a group that is looked up from the back.
+        owner: driver of the core.
+        windowed: whether one group is looked up from the back.
         tiers: the tiers, in their order.
-        process_ends: when and how each process ends; after the last of them there is one that is
-            without faults in the end, and is checked when it has drained.
-        faults_end_s: when the last fault is over.
-        step_s: about how long an engine's step takes, or a task's pause.
-        requests: how many a process gets in all.
-        resets: share of steps in which the engine gets new weights.
-        copy_failures: share of device copies that fail.
-        copy_s: how long a device copy takes at most.
-        prompts: what requests ask for the beginning of.
-        chunk_s: how long computing a chunk takes, as the core is told; 0: it is not, and loads everything.
-        waits_s: how long requests wait for chunks of other engines; each draws one of these.
-        identity: which of ``IDENTITIES`` the engine has.
+        process_ends: time and way of each process's end. One more process follows; it outlives
+            the faults and is checked after it has drained.
+        faults_end_s: end of the last fault.
+        step_s: approximate duration of an engine's step, or of a task's pause.
+        requests: number of requests per process.
+        resets: fraction of steps in which the engine gets new weights.
+        copy_failures: fraction of device copies that fail.
+        copy_s: longest duration of a device copy.
+        prompts: prompts; each request asks for the beginning of one.
+        chunk_s: reported compute time per chunk; 0 if none is reported, so that the core loads everything.
+        waits_s: times that requests wait for chunks of other engines; each draws one.
+        identity: the engine's index in ``IDENTITIES``.
     """
 
     owner: Owner
@@ -103,7 +103,7 @@ class Scenario:
 
     @staticmethod
     def draw(seed: object) -> Scenario:
-        """Draw a run. The same seed draws the same one."""
+        """Draw a run. The same seed draws the same run."""
         chance, sharing = Random(f"{seed}/plan"), Random(f"{seed}/sharing")
         faults_end_s = chance.choice((0.3, 1.0, 1.0, 3.0))
         slots = chance.randint(3, 16)
@@ -137,9 +137,9 @@ class Fleet:
 
     Attributes:
         engines: the engines.
-        peers: which of their tiers reads from peers; None: none does.
-        latency_s: how long a message takes at most.
-        read_s: how long reads of memory take; each draws one of these.
+        peers: index of the tier that reads from peers; None if there is none.
+        latency_s: longest time that a message takes.
+        read_s: durations of memory reads; each read draws one.
         link_faults: faults of the network.
     """
 
@@ -151,7 +151,7 @@ class Fleet:
 
     @staticmethod
     def draw(seed: object, count: int, *, has_peers: bool) -> Fleet:
-        """Draw a run of so many engines. The same seed draws the same one."""
+        """Draw a run of ``count`` engines. The same seed draws the same run."""
         base = Scenario.draw(seed)
         if count == 1:
             return Fleet((base,))
@@ -161,7 +161,7 @@ class Fleet:
         ]
         drawn = [Scenario.draw(f"{seed}/{number}") for number in range(count)]
         end_s = max(1.0, *(it.faults_end_s for it in drawn))
-        others = chance.choice((0.0, 0.0, 0.3))  # share of engines that have another identity
+        others = chance.choice((0.0, 0.0, 0.3))  # fraction of engines with another identity
         engines = [
             replace(
                 engine,
@@ -169,7 +169,7 @@ class Fleet:
                 prompts=base.prompts,
                 windowed=base.windowed,
                 faults_end_s=end_s,
-                resets=engine.resets / 4,  # who was reset is nobody's peer
+                resets=engine.resets / 4,  # an engine that was reset has no peers
                 tiers=tuple(_of_another_engine(tier, chance, end_s) for tier in tiers),
             )
             for engine in drawn
@@ -193,9 +193,9 @@ class Fleet:
 
     @staticmethod
     def quiet(count: int) -> Fleet:
-        """Return a run of so many engines without faults, whose only tier is that of their peers.
+        """Return a run of ``count`` engines without faults, which have only the peer tier.
 
-        The more engines, the fewer requests of each: what a lookup costs grows with the engines.
+        More engines get fewer requests each, because the cost of a lookup grows with the engines.
         """
         room = {name: 1000 * CHUNK_BYTES for name in ("serve_bytes", "receive_bytes")}
         settings: dict[str, object] = {"peers": peer_addresses(count), **room}
@@ -224,17 +224,17 @@ class Fleet:
 
 
 def draw_count(seed: object) -> int:
-    """Draw how many engines there are, where there are several: mostly few, which show most in their time."""
+    """Draw the number of engines in a fleet: mostly few, because small fleets find most per second."""
     return Random(f"{seed}/count").choice((2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 5, 6, 6, 8, 12, 64))
 
 
 def host(number: int) -> str:
-    """Return the address of an engine's host: a loopback address, so that nobody asks for a secret."""
+    """Return the address of an engine's host: a loopback address, which needs no secret."""
     return f"127.0.{1 + number // 250}.{1 + number % 250}"
 
 
 def peer_tier(settings: dict[str, object], faults_end_s: float) -> TierScenario:
-    """Return a tier that reads from peers. What fails are they and the network, not what is around it."""
+    """Return a tier that reads from peers. Only the peers and the network fail, not its wrapper."""
     from kvtier_nixl import NixlConfig
 
     return TierScenario(
@@ -252,7 +252,7 @@ def peer_tier(settings: dict[str, object], faults_end_s: float) -> TierScenario:
 
 
 def peer_addresses(count: int) -> tuple[str, ...]:
-    """Return where so many engines listen."""
+    """Return the addresses on which ``count`` engines listen."""
     return tuple(f"{host(number)}:{_PORT}" for number in range(count))
 
 
@@ -272,7 +272,7 @@ def _peer_settings(chance: Random, count: int) -> dict[str, object]:
 
 
 def _link_fault(chance: Random, count: int, faults_end_s: float) -> LinkFault:
-    """Draw a pair that is cut off from each other, a host from all, or one half from the other."""
+    """Draw a partition: between two hosts, around one host, or between two halves."""
     hosts = [host(number) for number in range(count)]
     chance.shuffle(hosts)
     left, right = chance.choice(
@@ -290,7 +290,7 @@ def _link_fault(chance: Random, count: int, faults_end_s: float) -> LinkFault:
 
 
 def _of_another_engine(tier: TierScenario, chance: Random, faults_end_s: float) -> TierScenario:
-    """Draw what is an engine's own of a tier that engines share: its faults, and what becomes of chunks."""
+    """Draw an engine's own part of a shared tier: its faults, and damage and loss of its chunks."""
     own = _tier(chance, chance, 1, faults_end_s)
     return replace(own, config=tier.config, verifies=tier.verifies, capacity=tier.capacity)
 
@@ -343,7 +343,7 @@ def _times(chance: Random, faults_end_s: float, share: float) -> tuple[float, ..
 
 
 def _shared(chance: Random, faults_end_s: float) -> tuple[int, tuple[float, ...]]:
-    """Draw when another engine stores the chunks of a prompt, mostly one after the other."""
+    """Draw the times at which another engine stores the chunks of a prompt, mostly in order."""
     begin_s, chunk_s = chance.random() * faults_end_s, chance.choice((0.0, 0.01, 0.1))
     times = tuple(begin_s + chunk_s * index for index in range(chance.choice((2, 20))))
     return chance.randrange(_MOST_PROMPTS), times if chance.random() < 0.8 else times[::-1]
@@ -381,7 +381,7 @@ def _process_ends(chance: Random, faults_end_s: float) -> tuple[tuple[float, End
 
 
 def _prompts(chance: Random, *, windowed: bool) -> tuple[tuple[OffloadKey, ...], ...]:
-    """Some prompts that share a beginning, some that stand alone."""
+    """Draw prompts, some of which share a beginning."""
     shared = chain("s", chance.randint(1, 5))
     prompts = [(*shared, *chain(name, chance.randint(1, 6))) for name in "abc"[: chance.randint(0, 3)]]
     prompts += [chain(name, chance.randint(1, 8)) for name in "def"[: chance.randint(1, 3)]]

@@ -1,4 +1,4 @@
-"""One engine: its processes follow each other over the same backends, until the last one has drained."""
+"""One engine: successive processes over the same backends, until the last one has drained."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvtier_testing.sim.peers import Fabric, PeerTier
 
 _RECOVERY_S = 1800.0
-"""In which all tiers have to be used again: each may need two puts, and bounded writes are minutes apart."""
+"""Seconds until all tiers must be in use again: a tier may need two puts, minutes apart."""
 
 _POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
 
@@ -39,12 +39,12 @@ MakeTier = Callable[[Backend], SecondaryTier[Any]]
 
 @dataclass(frozen=True)
 class Overrides:
-    """What an author wants to see simulated.
+    """An author's own parts for the simulation.
 
     Attributes:
-        tier: makes the tier that is asked first, given a backend. It may keep its chunks in there, or
-            anywhere else that needs neither a thread nor a socket.
-        policy: makes the eviction policy of the primary tier.
+        tier: factory of the first tier, called with a backend. The tier may keep its chunks there, or
+            anywhere else that needs neither threads nor sockets.
+        policy: factory of the primary tier's eviction policy.
     """
 
     tier: MakeTier | None = None
@@ -52,15 +52,15 @@ class Overrides:
 
 
 class Engine:
-    """An engine of a run: its processes, what they share, and what is required of it in the end.
+    """An engine of a run: its processes, their shared parts, and the final checks.
 
     Args:
-        host: where it runs.
-        backends: what is behind its tiers.
-        peers: which tier reads from peers, and what with; None: none does.
+        host: address of its host.
+        backends: backends of its tiers.
+        peers: index of the tier that reads from peers, and its fabric; None if there is none.
 
     Attributes:
-        process: the process that lives now, or has lived last.
+        process: the current process, or the last one.
     """
 
     process: Process
@@ -81,13 +81,13 @@ class Engine:
         self._scenario = scenario
         self._backends = backends
         self._peers = peers
-        self._outliving: set[asyncio.Task[Any]] = set()  # calls that nothing cancels, of ended processes
+        self._outliving: set[asyncio.Task[Any]] = set()  # uncancellable calls of ended processes
         self._to_damage = {
             index for index, tier in enumerate(scenario.tiers) if tier.checks_damage and given.tier is None
         }
 
     async def run(self) -> None:
-        """Run one process after the other; return when the last fault is over. The last one is open still."""
+        """Run the processes in turn; return after the last fault, with the last process still open."""
         scenario = self._scenario
         self.world.note(f"{scenario}")
         for backend, tier in zip(self._backends, scenario.tiers, strict=True):
@@ -117,7 +117,7 @@ class Engine:
         await self._crash(process, task)
 
     async def _crash(self, process: Process, task: asyncio.Task[None]) -> None:
-        """The process is gone. What of it is left in this loop is swept, and looked at by nobody."""
+        """Kill the process: cancel its remaining tasks in this loop and ignore their results."""
         self.world.note("crash")
         self.world.is_alive = False
         self._count(process)
@@ -133,17 +133,17 @@ class Engine:
         while left := self.world.loop.tasks_of(self._owner):
             cancel_begun(left)
             for ended in (await asyncio.wait(left, timeout=0.001))[0]:
-                _ = ended.cancelled() or ended.exception()  # looked at
+                _ = ended.cancelled() or ended.exception()  # marks the exception as retrieved
         for backend in self._backends:
             backend.set_faults(backend.faults)
 
     async def require_rest(self) -> None:
-        """Fail unless all comes to rest; nothing is held then."""
+        """Fail unless the engine becomes idle and holds nothing."""
         await self._within(DRAIN_S, self.process.drain(), "all has come to rest")
         self.process.core.require_idle()
 
     async def require_end(self) -> None:
-        """Fail unless all comes to rest and the last process shuts down."""
+        """Fail unless the engine becomes idle and the last process shuts down."""
         process = self.process
         await self.require_rest()
         if self._peers is not None:
@@ -156,12 +156,12 @@ class Engine:
             await asyncio.wait(self._outliving, timeout=DRAIN_S)
 
     def require_nothing_false_announced(self) -> None:
-        """Fail if a chunk is announced that is gone, unless nobody reported that it left."""
+        """Fail if a chunk is still announced after its removal was reported."""
         for index, (backend, announced) in enumerate(
             zip(self._backends, self.process.core.announced, strict=True)
         ):
             if self._is_elsewhere(index):
-                continue  # what is in it is not known here
+                continue  # its contents are not visible here
             wrong = announced - backend.records.keys() - backend.unreported
             names = sorted(map(show, wrong))
             self.world.require(not wrong, f"{names} are announced to be in {backend.name}, and are not")
@@ -169,14 +169,14 @@ class Engine:
     # --- recovery --------------------------------------------------------------------------------
 
     async def require_recovery(self) -> None:
-        """Fail unless what is stored is found again in the primary tier and in every secondary tier."""
+        """Fail unless stored chunks are found again in the primary tier and in each secondary tier."""
         process = self.process
         given_alone = self._given.tier is not None
         waiting = list(range(len(self._backends[:1] if given_alone else self._backends)))
         until_s = self.world.now_s + _RECOVERY_S
         for attempt in count():
             keys = chain(f"probe{self.host}.{attempt}.", 1)
-            self.empty_backends()  # there is room
+            self.empty_backends()  # makes room
             await process.store(keys)
             await process.store(keys)  # some write policies wait for the second offer
             found = await process.find(keys)
@@ -190,7 +190,7 @@ class Engine:
             await asyncio.sleep(1.0)
 
     async def _serves(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> bool:
-        """Evict a chunk from the primary tier; return whether this tier gives it back."""
+        """Evict a chunk from the primary tier; return whether this tier returns it."""
         (key,), backend = keys, self._backends[index]
         if key not in backend.records and not self._is_elsewhere(index):
             return False
@@ -205,7 +205,7 @@ class Engine:
         return await process.find(keys) == 1 and process.core.shared.tiers[index].works
 
     def empty_backends(self) -> None:
-        """Lose all that is behind the tiers, but not what peers hold."""
+        """Lose all chunks of the backends, except those held by peers."""
         for backend in self._backends:
             backend.empty()
 
@@ -218,7 +218,7 @@ class Engine:
         self.world.require(key not in process.core.table.visible, f"{show(key)} cannot be evicted")
 
     async def _require_set_aside(self, process: Process, index: int, keys: Sequence[OffloadKey]) -> None:
-        """Damage a chunk; where the tier is asked for it, it is not found, and forgotten."""
+        """Damage a chunk; fail unless the tier misses it and forgets it."""
         backend, tier, (key,) = self._backends[index], process.tiers[index], keys
         backend.damage(share=1.0)
         before = tier.gets
@@ -233,7 +233,7 @@ class Engine:
     # --- parts -----------------------------------------------------------------------------------
 
     def _start(self, until_s: float) -> asyncio.Task[None]:
-        """Start a process; return what it does until then."""
+        """Start a process; return its task, which runs until ``until_s``."""
         self.world.start_process()
         self.world.note(f"process {self.world.process} starts")
         self._context = copy_context()
@@ -242,7 +242,7 @@ class Engine:
         return self._spawn(self.process.run(until_s))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something as the process that lives now."""
+        """Run a coroutine as a task of the current process."""
         return self.world.loop.create_task(work, context=self._context.copy())
 
     def _make_process(self) -> Process:
@@ -305,13 +305,13 @@ class Engine:
         return tiers, named
 
     def _is_elsewhere(self, index: int) -> bool:
-        """Whether a tier keeps its chunks elsewhere: an author's own may, and that of peers does."""
+        """Return whether a tier keeps its chunks outside a backend, as the peer tier does."""
         is_of_peers = self._peers is not None and self._peers[0] == index
         return is_of_peers or (index == 0 and self._given.tier is not None)
 
     @property
     def peer_tier(self) -> PeerTier:
-        """The tier of the process that lives now which reads from peers."""
+        """Return the current process's peer tier."""
         assert self._peers is not None
         return cast("PeerTier", self.process.tiers[self._peers[0]].inner)
 

@@ -1,6 +1,6 @@
-"""TieringManager as tasks of an event loop use it: they look up, load, store, hold, are cancelled, and reset.
+"""Tasks that use TieringManager: they look up, load, store, hold, reset, and are cancelled.
 
-Needs torch, which the device layer is written with; no device is used.
+Needs torch, because the device layer does, but no device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MOMENT_S = 1e-6
 
 
 class SimRegion(SimMemory):
-    """The simulated slots as a region that is backed with memory bit by bit."""
+    """The simulated slots as a region whose memory is populated in steps."""
 
     def populate(self, on_ready: Callable[[range], object]) -> None:
-        """Report the slots as ready, the first of them soon."""
+        """Report the slots as ready, the first ones soon."""
         first = max(1, self.slots // 2)
         self._world.loop.call_later(0.0, on_ready, range(first))
         if first < self.slots:
@@ -39,14 +39,14 @@ class SimRegion(SimMemory):
         self._world.loop.call_later(0.02, on_ready, range(0))
 
     def close(self) -> None:
-        """Do nothing: what touches slots later is seen by other means."""
+        """Do nothing: other checks find late access to slots."""
 
 
 class SimTransferEngine(TransferEngine):
     """Simulated copies behind the device layer's interface.
 
     Attributes:
-        blocks: what each block of the device holds.
+        blocks: contents of each block of the device.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -109,7 +109,7 @@ class SimTransferEngine(TransferEngine):
 
 
 class ManagerProcess(Process):
-    """Tasks that use a manager, each doing one thing after the other."""
+    """Tasks that use a manager, each making one call at a time."""
 
     def __init__(
         self,
@@ -151,13 +151,13 @@ class ManagerProcess(Process):
         await asyncio.sleep(max(0.0, until_s - self._world.now_s))
 
     async def _be_open(self) -> None:
-        """Open the manager and close it in one task, as it asks for."""
+        """Open and close the manager in one task, as it requires."""
         async with self._manager:
             self._open.set()
             await self._closing.wait()
 
     async def drain(self) -> None:
-        self.core.shared.gate.compute = ComputeSpeed()  # all that is there is loaded from now on
+        self.core.shared.gate.compute = ComputeSpeed()  # every chunk found is loaded from now on
         await self._manager.drain()
         while not (self.core.is_idle and self.tiers_are_idle):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -167,7 +167,7 @@ class ManagerProcess(Process):
         await self._store(keys)
 
     async def find(self, keys: Sequence[OffloadKey]) -> int:
-        """Ask; the answer is there by the deadline."""
+        """Look keys up; fail if the answer misses the deadline."""
         began_s = self._world.now_s
         found = await self._manager.lookup(keys)
         self._require_within(began_s, self._scenario.limits.request_deadline_s, "a lookup")
@@ -179,12 +179,12 @@ class ManagerProcess(Process):
             await self._host
 
     async def _work(self, until_s: float) -> None:
-        """Run some clients until then, and cancel those that have not ended."""
+        """Run some clients until ``until_s``, then cancel those still running."""
         clients = [self._spawn(self._client(until_s)) for _ in range(self._chance.randint(1, 4))]
         try:
             for client in clients:
                 await client
-        finally:  # the process may die in the midst of it
+        finally:  # the process may die meanwhile
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -216,7 +216,7 @@ class ManagerProcess(Process):
         await self._cancelled_at(call, when_s)
 
     async def _cancelled_at(self, work: Coroutine[Any, Any, object], when_s: float | None) -> None:
-        """Await something; where a time is given, cancel it then."""
+        """Await ``work``; cancel it at ``when_s`` if given."""
         task = self._spawn(work)
         if when_s is None:
             await task
@@ -232,17 +232,17 @@ class ManagerProcess(Process):
             await task
         self._require_within(began_s, self._scenario.copy_s, "a call that was cancelled")
 
-    # --- what they do ----------------------------------------------------------------------------
+    # --- calls of the clients --------------------------------------------------------------------
 
     async def _load_or_store(self, keys: Sequence[OffloadKey]) -> None:
-        """What an engine does with a prompt: load what is there, store what is not."""
+        """Handle a prompt as an engine does: load the chunks that exist, store the rest."""
         if await self._load(keys) < len(keys):
             if self._scenario.chunk_s:
                 self._manager.report_computed(len(keys), len(keys) * self._scenario.chunk_s)
             await self._store(keys)
 
     async def _load(self, keys: Sequence[OffloadKey]) -> int:
-        """Load; the bytes are right."""
+        """Load chunks, and check their bytes."""
         began_s, oldest = self._world.now_s, self._world.weights
         blocks = self._blocks(len(keys))
         try:
@@ -256,14 +256,14 @@ class ManagerProcess(Process):
         return count
 
     async def _locate(self, keys: Sequence[OffloadKey]) -> None:
-        """Ask where chunks are; the answer is there by the deadline."""
+        """Locate chunks; fail if the answer misses the deadline."""
         began_s = self._world.now_s
         found = await self._manager.locate(keys)
         self._require_within(began_s, self._scenario.limits.request_deadline_s, "a locate")
         self._world.seen["chunks located"] += sum(found)
 
     async def _hold(self, keys: Sequence[OffloadKey]) -> None:
-        """Acquire chunks for a while, and check that their bytes stay."""
+        """Acquire chunks for a while, and check that their bytes do not change."""
         oldest = self._world.weights
         async with self._manager.acquire(keys) as acquired:
             before = [bytes(view) for view in acquired.views]
@@ -273,7 +273,7 @@ class ManagerProcess(Process):
             self._world.require(before == after, f"{keys} changed while they were held")
 
     async def _store(self, keys: Sequence[OffloadKey]) -> int:
-        """Store what the weights of now have computed."""
+        """Store chunks computed with the current weights."""
         blocks = self._blocks(len(keys))
         for key, block in zip(keys, blocks, strict=True):
             self._engine.blocks[block] = content(key, self._world.weights)
@@ -287,7 +287,7 @@ class ManagerProcess(Process):
         return count
 
     async def _write(self, keys: Sequence[OffloadKey]) -> None:
-        """Store without a device, and take some time for it."""
+        """Store without a device, and take some time over it."""
         async with self._manager.write(keys) as written:
             for key, view in zip(written.keys, written.views, strict=True):
                 view[:] = content(key, self._world.weights)
@@ -295,7 +295,7 @@ class ManagerProcess(Process):
         self._world.seen["chunks written"] += len(written.keys)
 
     async def _reset(self) -> None:
-        """New weights."""
+        """Reset for new weights."""
         self._world.seen["reset"] += 1
         await self._manager.reset()
 
@@ -305,12 +305,12 @@ class ManagerProcess(Process):
 
     def _require_within(self, began_s: float, longest_s: float, what: str) -> None:
         took_s = self._world.now_s - began_s
-        # What is simulated as a thread takes its time, too.
+        # Simulated threads take time, too.
         if took_s > longest_s + _MOMENT_S:
             self._world.fail(f"{what} has taken {took_s:.4f} s, {longest_s:.4f} s at most are allowed")
 
     def _require_content(self, keys: Sequence[OffloadKey], got: Sequence[bytes], oldest: int) -> None:
-        """Fail unless all bytes are of one epoch, and of none before the call began."""
+        """Fail unless all bytes belong to one epoch, not older than the call."""
         for weights in self._world.weights_since(oldest):
             if all(one == content(key, weights) for key, one in zip(keys, got, strict=True)):
                 return

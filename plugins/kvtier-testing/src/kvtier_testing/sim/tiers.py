@@ -1,4 +1,4 @@
-"""A simulated tier: a transport without faults over a backend. ``FaultyTier`` puts them around it."""
+"""A simulated tier: a fault-free transport over a backend. ``FaultyTier`` adds faults."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SimTierConfig(TierConfig):
     """Settings of a simulated tier.
 
     Attributes:
-        complete_index: whether it knows at once what it has.
-        durable: share of puts that are there after a crash.
-        evicts: whether it makes room by itself, or refuses.
-        reports_evictions: whether it says what has left it.
-        drains: whether a call that was cancelled goes on to its end first, as threads make it.
+        complete_index: whether its index is complete.
+        durable: fraction of puts that survive a crash.
+        evicts: whether it evicts to make room, or refuses puts.
+        reports_evictions: whether it reports evicted chunks.
+        drains: whether a cancelled call still runs to its end, as one in a thread does.
     """
 
     type: str = "sim"
@@ -33,7 +33,7 @@ class SimTierConfig(TierConfig):
 
 
 class SimTier(SecondaryTier[SimTierConfig]):
-    """Keeps chunks in a backend. Its transport has no faults: they are put around it."""
+    """Keeps chunks in a backend. Its transport has no faults; a wrapper adds them."""
 
     Config = SimTierConfig
 
@@ -50,7 +50,7 @@ class SimTier(SecondaryTier[SimTierConfig]):
         self._process = self.backend.connect()
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return what is there, where there is an index."""
+        """Return the keys that are present, if there is an index."""
         if not self.config.complete_index:
             return super().known(keys)
         there = self.backend.records if self._process == self.backend.process else {}
@@ -62,12 +62,12 @@ class SimTier(SecondaryTier[SimTierConfig]):
         return Usage(len(backend.records) * CHUNK_BYTES, backend.capacity * CHUNK_BYTES)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Return what is there."""
+        """Return whether each key is present."""
         await self._pause()
         return [self.backend.read(self._process, key) is not None for key in keys]
 
     async def put(self, batch: Batch) -> Outcome:
-        """Keep chunks, one after the other."""
+        """Write chunks, one at a time."""
         resets, statuses = self._resets, list[Status]()
         for index in range(len(batch)):
             payload, trailer = bytes(batch.views[index]), batch.trailers[index]
@@ -80,13 +80,13 @@ class SimTier(SecondaryTier[SimTierConfig]):
         return Outcome(statuses, {"full": full} if full else {})
 
     async def get(self, batch: Batch) -> Outcome:
-        """Give chunks, one after the other, in two halves."""
+        """Read chunks, one at a time, in two halves."""
         statuses = [await self._get_one(batch, index) for index in range(len(batch))]
         corrupt = statuses.count(Status.CORRUPT)
         return Outcome(statuses, {"checksum": corrupt} if corrupt else {})
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Move chunks away from eviction."""
+        """Mark chunks as recently used."""
         for key in reversed(keys):
             self.backend.read(self._process, key)
 
@@ -96,13 +96,13 @@ class SimTier(SecondaryTier[SimTierConfig]):
         self.backend.forget(self._process, keys)
 
     async def reset(self) -> None:
-        """Forget everything, and what is being put as well."""
+        """Hide all chunks, including those of puts in flight."""
         self._resets += 1
         await self._pause()
         self.backend.reset(self._process)
 
     def lose(self, count: int) -> None:
-        """Evict chunks that nobody asked to evict, as another client of the backend might."""
+        """Evict chunks unprompted, as another client of the backend might."""
         self._tell(self.backend.evict(count))
 
     async def _pause(self) -> None:
@@ -124,7 +124,7 @@ class SimTier(SecondaryTier[SimTierConfig]):
         return Status.OK if kept else Status.REFUSED
 
     def _write_again(self, key: OffloadKey, payload: bytes, trailer: bytes) -> None:
-        """Put a chunk a second time, later, as a request that was repeated on its way. Not beyond a reset."""
+        """Put a chunk again later, like a request repeated in the network, but not after a reset."""
         backend, resets = self.backend, self._resets
 
         def arrive() -> None:
@@ -157,7 +157,7 @@ class SimTier(SecondaryTier[SimTierConfig]):
 
 
 class VerifyingSimTier(SimTier):
-    """A simulated tier that checks what it gives by itself, and sets aside what is no good."""
+    """A simulated tier that verifies the chunks that it returns, and sets damaged ones aside."""
 
     verifies = True
 

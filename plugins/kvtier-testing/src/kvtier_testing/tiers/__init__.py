@@ -7,8 +7,8 @@
         def settings(self, place):
             return {"type": "shelf", "path": str(place)}
 
-Each test runs on an event loop and in a thread of its own, and has a limit. Where blockbuster is installed,
-blocking calls on the event loop raise.
+Each test runs in a separate thread with its own event loop, and has a time limit. If blockbuster is
+installed, blocking calls on the event loop raise.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ class ForgetfulProxy:
     """Passes bytes between clients and a server on loopback. A context manager.
 
     Attributes:
-        port: where it listens.
-        flips: how many of the next large pieces from the server have one bit flipped.
+        port: port on which it listens.
+        flips: number of the next large pieces from the server to flip one bit in.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -26,7 +26,7 @@ class ForgetfulProxy:
         self.flips = 0
 
     def forget(self) -> None:
-        """Drop what comes over the connections of now, and tell neither side."""
+        """Drop all data of the current connections without telling either side."""
         self._forgotten.update(end for pair in self._pairs for end in pair)
 
     def __enter__(self) -> ForgetfulProxy:

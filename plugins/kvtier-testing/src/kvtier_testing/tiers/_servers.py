@@ -1,4 +1,4 @@
-"""What tests of a tier do with its server: skip where there is none, find it a port, stop it as if hung."""
+"""Helpers for a tier's server in tests: skip if it is missing, find a port, stop it like a hang."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _given: set[int] = set()
 
 
 def absent(why: str) -> NoReturn:
-    """Skip a test where something is not installed; on CI it has to be."""
+    """Skip a test whose requirement is missing; on CI, fail it."""
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(why)
     pytest.skip(why)
 
 
 def free_port(*beside: int) -> int:
-    """Return a port that is free on loopback, as are those so far above it.
+    """Return a free loopback port for which the ports at the offsets ``beside`` are free too.
 
     It is below the ephemeral ports, and was not returned before: its server may not listen yet.
     """
@@ -44,7 +44,7 @@ def free_port(*beside: int) -> int:
 
 @contextmanager
 def stopped(process: subprocess.Popen[Any], seconds: float = inf) -> Iterator[None]:
-    """Stop a process, as on a machine that hangs, until the context is left or the time is over."""
+    """Stop a process, like a hang of its machine, until the context ends or time runs out."""
     process.send_signal(signal.SIGSTOP)
     timer = threading.Timer(min(seconds, 3600.0), process.send_signal, (signal.SIGCONT,))
     timer.start()

@@ -1,4 +1,4 @@
-"""The contract of a tier, first part: one call after the other."""
+"""The contract of a tier, first part: one call at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _GRACE = 50  # times settle_s
 _USED_CHUNKS = 16
 _AGAIN = 8
 _SECRET_WORDS = {"password", "passwd", "passphrase", "secret", "token", "credential", "credentials"}
-_WHERE_WORDS = {"file", "path", "command", "env", "url"}  # says where a secret is
+_WHERE_WORDS = {"file", "path", "command", "env", "url"}  # settings that locate a secret
 _HASHES = (b"\xab", b"\xab\0", b"\0", b"\0\0", b"/", b"..", b"%2F", b"\xff" * 64, b"\xff" * 63, b"A", b"a")
 
 
 class BasicTests(TierSetup):
-    """Puts, gets and lookups, one after the other."""
+    """Puts, gets and lookups, one at a time."""
 
     def test_its_entry_point_is_found_under_its_type(self, place: Path) -> None:
         name = self.settings(place)["type"]
@@ -196,9 +196,9 @@ class BasicTests(TierSetup):
                 )
 
     async def _expect_used(self, it: TierRig, what: str) -> int | None:
-        """Wait until ``usage`` counts the chunks of a put; return the bytes, None if they are unknown."""
+        """Wait until ``usage`` counts the chunks of a put; return the bytes, or None if unknown."""
         kept_bytes, used_bytes = _USED_CHUNKS * it.chunk_bytes, it.check_usage()
-        for _ in range(_GRACE):  # a tier may ask its backend once in a while
+        for _ in range(_GRACE):  # a tier may ask its backend periodically
             if used_bytes is None or used_bytes >= kept_bytes or self.is_lossy:
                 return used_bytes
             await anyio.sleep(self.settle_s)
@@ -243,7 +243,7 @@ class BasicTests(TierSetup):
 
 
 def _may_show_secret(name: str, annotation: object) -> bool:
-    """Return whether a setting is text by a name that secrets have, and not hidden."""
+    """Return whether a setting is unhidden text with a name typical of secrets."""
     words = set(name.split("_"))
     is_named = bool(words & _SECRET_WORDS) or {"access", "key"} <= words or {"api", "key"} <= words
     return is_named and not words & _WHERE_WORDS and annotation in (str, bytes, str | None, bytes | None)

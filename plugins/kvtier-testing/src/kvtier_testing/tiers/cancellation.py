@@ -1,8 +1,8 @@
 """The contract of a tier, second part: calls that run at once, are cancelled, or cross a reset.
 
-The slots of a put or a get are given to other chunks the moment it has ended, however it ended. So each of
-these tests fills the slots with other bytes at that very moment, and checks two things afterwards: what is
-stored is a whole chunk or none, and nothing was written into the slots since.
+As soon as a put or get ends in any way, its slots are given to other chunks. So each of these tests fills
+the slots with other bytes at that very moment, and checks two things afterwards: the tier stores a whole
+chunk or none, and the slots were not written since.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CancellationTests(TierSetup):
                 for at_wait in _some(whole.waits):
                     it.expect_kept(await it.put(range(4)), f"a put before a {verb}")
                     await run_cancelled(calls[verb], way, at_wait=at_wait)
-                    await it.get(range(4))  # whatever is there yet is whole
+                    await it.get(range(4))  # checks that remaining chunks are whole
                     it.expect_kept(await it.put([1, 5]), f"a put after a {verb} that was cancelled")
                     it.expect_kept(await it.get([1, 5]), f"what was put after a {verb} that was cancelled")
             await it.tier.reset()
@@ -161,7 +161,7 @@ class CancellationTests(TierSetup):
                 await anyio.sleep(2 * self.settle_s)
                 ended = driver.ends_of(started)
                 expect(not any(ended), f"slowed() has not made transfers hang: they ended {ended} times")
-                # The executor waits for what still touches slots: the hang ends while it closes.
+                # The executor waits for calls that still touch slots: the hang ends while it closes.
                 asyncio.get_running_loop().call_later(self.settle_s, hanging.close)
         ended = driver.ends_of(started)
         expect(ended == [1, 1], f"transfers that hung ended {ended} times")
@@ -171,11 +171,11 @@ class CancellationTests(TierSetup):
     async def _reset_at_wait(self, at_wait: int, it: TierRig, batch: Batch) -> None:
         """Put, and let a reset run while the put is held at one of its waits."""
         was_reset = await held(lambda: it.tier.put(batch), at_wait, it.tier.reset, self.settle_s)
-        if not was_reset:  # this put has waited less often
+        if not was_reset:  # this put had fewer waits
             await it.tier.reset()
 
     async def _reset_after_passes(self, passes: int, it: TierRig, batch: Batch) -> None:
-        """Start puts that queue up for whatever they share, and reset after a few passes of the loop."""
+        """Start puts that contend for shared resources, and reset after a few passes of the loop."""
         async with anyio.create_task_group() as tasks:
             for index in range(len(batch)):
                 tasks.start_soon(it.tier.put, batch.part([index]))
@@ -184,7 +184,7 @@ class CancellationTests(TierSetup):
             await it.tier.reset()
 
     async def _reset_while_slow(self, it: TierRig, batch: Batch) -> None:
-        """Reset while the backend takes its time with a put."""
+        """Reset while the backend is slow with a put."""
         with self.slowed(it.tier, self.settle_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(it.tier.put, batch)
@@ -192,14 +192,14 @@ class CancellationTests(TierSetup):
                 await it.tier.reset()
 
     async def _check(self, it: TierRig, trials: _Trials) -> None:
-        """Check that whole chunks are stored or none, and that slots are left alone."""
+        """Check that each chunk is stored whole or not at all, and that slots are left alone."""
         await anyio.sleep(self.settle_s)
         for numbers in trials.stored:
             await check_whole(it, numbers, versions=_BOTH)
         trials.check_reused()
 
     async def _check_later(self, place: Path, trials: _Trials) -> None:
-        """Check the same when the tier is closed and, where chunks outlive it, open again."""
+        """Check the same after closing the tier and, if its chunks outlive it, reopening it."""
         trials.check_reused()
         if self.is_persistent:
             async with self.opened(place, chunk_bytes=_CHUNK_BYTES) as it:
@@ -208,10 +208,10 @@ class CancellationTests(TierSetup):
 
 
 class _Trials:
-    """Puts and gets that are cancelled, each of chunks and slots of its own.
+    """Cancelled puts and gets, each with separate chunks and slots.
 
     Attributes:
-        stored: the chunks of each put. Of the first two of each version 0 was there before it.
+        stored: the chunks of each put. Version 0 of the first two was stored before it.
     """
 
     def __init__(self, rig: TierRig) -> None:
@@ -265,7 +265,7 @@ def _check_cancellation(verb: str, ended: Ended, way: Way) -> None:
         ended.error is None,
         f"a {verb} that was cancelled ({way.value}) has raised {ended.error!r} in place of the cancellation",
     )
-    # A scope is level-triggered: what its owner awaits next is cancelled, too.
+    # A scope is level-triggered: the owner's next await is cancelled, too.
     expect(way is Way.SCOPE, f"a {verb} that was cancelled ({way.value}) has swallowed the cancellation")
 
 
@@ -281,7 +281,7 @@ async def _repeat(times: int, call: Callable[[], Coroutine[Any, Any, object]]) -
 
 
 def _some(waits: int, most: int = _MOST_WAITS) -> list[int]:
-    """Return waits from 1 on; of many some, evenly spread, the first and the last among them."""
+    """Return waits from 1 on; if there are many, an even selection with the first and the last."""
     if waits <= most:
         return list(range(1, waits + 1))
     return sorted({1 + round(index * (waits - 1) / (most - 1)) for index in range(most)})

@@ -1,4 +1,4 @@
-"""A tier behind kvtier's executor, for the tests of how transfers end there."""
+"""A tier behind kvtier's executor, for tests of how transfers end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Driver:
     """A tier behind kvtier's executor: seals, checks and limits as in an engine.
 
     Attributes:
-        memory: the slots; chunk ``n`` is put from and got into whichever the caller says.
-        events: what the executor has posted.
+        memory: the slots; the caller chooses the slot of each chunk.
+        events: events posted by the executor.
     """
 
     def __init__(self, rig: TierRig, slots: int) -> None:
@@ -32,13 +32,13 @@ class Driver:
         self._on_end: dict[int, list[int]] = {}
 
     def start_put(self, numbers: Sequence[int], slots: Sequence[int]) -> asyncio.Future[Event]:
-        """Put what is in the slots; they are in use again when that has ended."""
+        """Put the slots' contents; the slots are reused after the put."""
         return self._start(Put(next(self._ids), 0, keys(numbers), slots), slots)
 
     def start_fetch(
         self, numbers: Sequence[int], slots: Sequence[int], *, keep: bool = False
     ) -> asyncio.Future[Event]:
-        """Look chunks up and get the leading ones found; unless ``keep``, the slots are used again."""
+        """Look chunks up and get the leading ones found; unless ``keep``, the slots are reused."""
         fetch = Get(next(self._ids), 0, keys(numbers), slots, located=False)
         return self._start(fetch, () if keep else slots)
 
@@ -58,13 +58,13 @@ class Driver:
         return event
 
     def check_copied(self, numbers: Sequence[int], fetched: GetEnded) -> None:
-        """Check the bytes of all that a fetch into the first slots has landed."""
+        """Check the bytes of all chunks that a fetch brought into the first slots."""
         for slot, (number, answer) in enumerate(zip(numbers, fetched.answers, strict=True)):
             right = self.memory.view(slot) == self.rig.content(number)
             expect(answer != Answer.COPIED or right, f"chunk {number} was given with wrong bytes")
 
     def ends_of(self, futures: Iterable[asyncio.Future[Event]]) -> list[int]:
-        """Count, for each command that was started, the events that ended it."""
+        """Count the events that ended each started command."""
         wanted = {id(future): number for number, future in self._waiting.items()}
         numbers = [wanted[id(future)] for future in futures]
         ids = [event.id for event in self.events if isinstance(event, PutEnded | GetEnded)]

@@ -1,4 +1,4 @@
-"""The contract of a tier, third part: opening, closing, other caches, and damage."""
+"""The contract of a tier, third part: opening, closing, other caches and damage."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class LifecycleTests(TierSetup):
             fetched = await driver.fetch(range(4))
             expected = [Answer.COPIED, Answer.COPIED, Answer.MISSING, Answer.COPIED]
             answers = [Answer(answer) for answer in fetched.answers]
-            # The run of chunks that are got ends where the tier knows already that one is no good.
+            # The chunks got end before one that the tier already knows to be damaged.
             expect(
                 answers[:3] == expected[:3] and answers[3] in (Answer.COPIED, Answer.LOCATED),
                 f"with a damaged third chunk ({damage.value}) a fetch answered {[a.name for a in answers]}",
@@ -159,8 +159,8 @@ class LifecycleTests(TierSetup):
                 await check_whole(it, range(100, 132), versions=(0,))
 
     async def test_nobody_else_may_read_what_it_keeps_in_files(self, place: Path) -> None:
-        """Check the files at the place and beside it, if their names begin with the name of the place."""
-        usual = os.umask(0)  # so that nothing but the modes that the tier asks for protects them
+        """Check the files at the place and next to it whose names begin with the place's name."""
+        usual = os.umask(0)  # so that only the modes that the tier requests protect them
         try:
             async with self.opened(place) as it:
                 await it.put(range(4))

@@ -1,4 +1,4 @@
-"""The contract of a tier, fourth part: it gives back what it takes, and never blocks the event loop."""
+"""The contract of a tier, fourth part: it frees its resources, and never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier_testing.tiers.steps import Way, run_cancelled
 
 _LOOP_THREADS = ("AnyIO worker thread", "asyncio_")  # they belong to the loop and outlive a tier
 _OPEN_FILES = next((path for path in (Path("/proc/self/fd"), Path("/dev/fd")) if path.exists()), None)
-_SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds that it ran, that it wanted to run
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds that it ran, and that it waited to run
 _GRACE = 50  # times settle_s
 _ATTEMPTS = 5
 _REPEATED_CALLS = 40
@@ -32,12 +32,12 @@ _IDLE_SHARE = 0.1
 
 
 def _scheduled_s(but: Collection[int] = ()) -> dict[int, tuple[float, float]]:
-    """Return for how long each thread of this process has run, and has waited for a processor.
+    """Return the seconds that each thread of this process has run and has waited for a processor.
 
-    Those of libraries in C are included.
+    Threads of C libraries are included.
     """
     found: dict[int, tuple[float, float]] = {}
-    for folder in Path("/proc/self/task").glob("*"):  # there is none except on Linux
+    for folder in Path("/proc/self/task").glob("*"):  # exists only on Linux
         with suppress(OSError):  # it has ended meanwhile
             ran, queued = (folder / "schedstat").read_text().split()[:2]
             found[int(folder.name)] = int(ran) / 1e9, int(queued) / 1e9
@@ -45,9 +45,9 @@ def _scheduled_s(but: Collection[int] = ()) -> dict[int, tuple[float, float]]:
 
 
 def _share(passed_s: float, before: tuple[float, float], now: tuple[float, float]) -> float:
-    """Return which share of a core a thread takes where it does not have to wait for one."""
+    """Return the fraction of a core that a thread takes when it need not wait for one."""
     ran_s, queued_s = now[0] - before[0], now[1] - before[1]
-    # One that waited all but a moment in which it ran is not taken to run all the time.
+    # A thread that ran for a moment and waited the rest does not count as always running.
     return ran_s / max(passed_s - queued_s, passed_s * _IDLE_SHARE)
 
 
@@ -55,9 +55,9 @@ class ResourceTests(TierSetup):
     """Tasks, threads, open files, memory, and the event loop's time."""
 
     async def test_nothing_is_left_running_or_open_after_closing(self, place: Path) -> None:
-        # A place for each: what is kept for a place and never closed adds up.
+        # One place for each round, so that leaks per place add up.
         first, *others = (place.with_name(f"{place.name}-{number}") for number in range(3))
-        await self._open_use_and_close(first)  # now everything exists that is made once for the process
+        await self._open_use_and_close(first)  # creates everything that exists once per process
         before = _Resources()
         for other in others:
             await self._open_use_and_close(other)
@@ -68,7 +68,7 @@ class ResourceTests(TierSetup):
         await self._open_use_and_close(place)
         waits = (await self._cancel_an_opening(place, None))[1]
         before = _Resources()
-        # Their tiers stay referenced: the garbage collector must not be what closes their files.
+        # Their tiers stay referenced, so that the garbage collector cannot close their files.
         tiers = [(await self._cancel_an_opening(place, at_wait))[0] for at_wait in range(1, 1 + waits)]
         left = await before.added(_GRACE * self.settle_s)
         expect(
@@ -86,7 +86,7 @@ class ResourceTests(TierSetup):
                 if verb == "reset":
                     continue  # a tier may remember its epochs
                 objects = files = 0
-                for _ in range(_ROUNDS):  # the first ones fill caches, and a client may tidy up now and then
+                for _ in range(_ROUNDS):  # the first ones fill caches, and a client may clean up periodically
                     objects, files = await _added_by(call)
                     if max(objects, files) < _REPEATED_CALLS // 2:
                         break
@@ -98,7 +98,7 @@ class ResourceTests(TierSetup):
 
     async def test_no_call_blocks_the_event_loop(self, place: Path) -> None:
         pauses: dict[str, float] = {}
-        for _ in range(_ATTEMPTS):  # the machine may be busy with something else: the best attempt counts
+        for _ in range(_ATTEMPTS):  # other processes may keep the machine busy: the best attempt counts
             tier = self.make_tier(place)
             it = self.rig(tier, place)
 
@@ -126,7 +126,7 @@ class ResourceTests(TierSetup):
         shares: list[float] = []
         async with self.opened(place) as it:
             await it.put(range(4))
-            for _ in range(_ATTEMPTS):  # what a put has left to do may be under way yet
+            for _ in range(_ATTEMPTS):  # background work of a put may still run
                 began_s, began = time.monotonic(), _scheduled_s()
                 await anyio.sleep(_IDLE_S)
                 passed_s, now = time.monotonic() - began_s, _scheduled_s(but=others)
@@ -146,7 +146,7 @@ class ResourceTests(TierSetup):
                 await run_cancelled(calls_of(it, 8)[verb], Way.CANCEL, at_wait=1)
 
     async def _cancel_an_opening(self, place: Path, at_wait: int | None) -> tuple[object, int]:
-        """Open a tier and cancel that at one of its waits; return the tier and how often it has waited."""
+        """Open a tier, cancelled at one of its waits; return the tier and its number of waits."""
         tier = self.make_tier(place)
         context = self.rig(tier, place).context()
         ended = await run_cancelled(
@@ -167,14 +167,14 @@ class _Resources:
         self._files = _open_files()
 
     async def added(self, patience_s: float) -> list[str]:
-        """Wait a while for the end of what was not there then; return what is left."""
+        """Wait a while for newer resources to go; return those left."""
         deadline = time.monotonic() + patience_s
         while (left := self._added()) and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells of it
             await anyio.sleep(0.05)
         return left
 
     def _added(self) -> list[str]:
-        gc.collect()  # a cancelled call's traceback may be in a cycle; what a living tier holds stays
+        gc.collect()  # frees tracebacks of cancelled calls in cycles, but nothing that a live tier holds
         threads = set(threading.enumerate()) - self._threads
         files = _open_files()
         added = [repr(task) for task in asyncio.all_tasks() - self._tasks]
@@ -186,7 +186,7 @@ class _Resources:
 
 
 async def _added_by(call: Callable[[], Coroutine[Any, Any, object]]) -> tuple[int, int]:
-    """Make many calls; return how many more objects and open files there are afterwards."""
+    """Make many calls; return the numbers of objects and open files added."""
     objects, files = sys.getallocatedblocks(), len(_open_files())
     for _ in range(_REPEATED_CALLS):
         await call()
@@ -196,7 +196,7 @@ async def _added_by(call: Callable[[], Coroutine[Any, Any, object]]) -> tuple[in
 
 
 async def _longest_pause(call: Callable[[], Coroutine[Any, Any, object]]) -> float:
-    """Make a call and return for how long the loop did nothing else at most, in seconds."""
+    """Make a call and return the longest time that it kept the loop busy, in seconds."""
     longest, running = 0.0, True
 
     async def tick() -> None:
@@ -220,7 +220,7 @@ async def _longest_pause(call: Callable[[], Coroutine[Any, Any, object]]) -> flo
 
 
 def _undisturbed_s() -> float:
-    """Return the time less that in which this thread wanted to run, but others had the processors."""
+    """Return the time, less the time that this thread waited for a processor."""
     while True:
         queued_s, now_s = _queued_s(), time.perf_counter()
         if _queued_s() == queued_s:
@@ -230,19 +230,19 @@ def _undisturbed_s() -> float:
 def _queued_s() -> float:
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return 0.0
 
 
 def _open_files() -> dict[str, str]:
-    """Return the open file descriptors and what each of them is."""
+    """Return the open file descriptors and their targets."""
     if _OPEN_FILES is None:
         return {}
     found = {}
     for number in os.listdir(_OPEN_FILES):
         try:
             found[number] = os.readlink(_OPEN_FILES / number)
-        except FileNotFoundError:  # that of the listing itself
+        except FileNotFoundError:  # the listing's own descriptor
             continue
         except OSError:  # no links, as on macOS
             found[number] = number

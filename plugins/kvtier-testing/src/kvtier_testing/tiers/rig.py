@@ -1,4 +1,4 @@
-"""An open tier, chunks whose bytes are known, and slots between which nothing may be written."""
+"""An open tier, chunks with known bytes, and slots with guard slots between them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def fail(message: str) -> NoReturn:
 
 
 def key(number: int) -> OffloadKey:
-    """The offload key of chunk ``number``."""
+    """Return the offload key of chunk ``number``."""
     return pack_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), number % 3)
 
 
 def keys(numbers: Iterable[int]) -> list[OffloadKey]:
-    """The offload keys of chunks."""
+    """Return the offload keys of chunks."""
     return [key(number) for number in numbers]
 
 
@@ -67,7 +67,7 @@ PATTERNED = range(10_000, 10_000 + len(_PATTERNS))
 
 @lru_cache(maxsize=256)
 def content(number: int, chunk_bytes: int, version: int = 0) -> bytes:
-    """The bytes of chunk ``number``. Other versions differ in every part."""
+    """Return the bytes of chunk ``number``. Versions differ in every part."""
     if number in PATTERNED:
         return _PATTERNS[number - PATTERNED.start](chunk_bytes)
     return random.Random(f"{number}/{version}").randbytes(chunk_bytes)
@@ -86,17 +86,17 @@ class Slots:
         self.fill(UNUSED)
 
     def fill(self, byte: int) -> None:
-        """Give every slot this content, the unused ones too."""
+        """Fill every slot, including unused ones."""
         pattern = bytes([byte]) * self.memory.chunk_bytes
         for slot in range(self.memory.slots):
             self.memory.view(slot)[:] = pattern
 
     def reuse(self) -> None:
-        """Fill all slots with other bytes, as when other chunks have them after a transfer has ended."""
+        """Fill all slots with other bytes, as other chunks do after a transfer."""
         self.fill(REUSED)
 
     def check_unused(self, what: str) -> None:
-        """Check that nothing was written where no chunk of the batch is."""
+        """Check that nothing was written outside the slots of the batch."""
         unused = set(range(self.memory.slots)) - set(self.numbers)
         touched = changed(self.memory, UNUSED, sorted(unused))
         expect(not touched, f"{what} has written into slots that are not in its batch: {touched}")
@@ -107,7 +107,7 @@ class Slots:
 
 
 def changed(memory: HeapMemory, byte: int, slots: Iterable[int]) -> list[int]:
-    """Return the ``slots`` that have other bytes than ``byte``."""
+    """Return the ``slots`` with bytes other than ``byte``."""
     pattern = bytes([byte]) * memory.chunk_bytes
     return [slot for slot in slots if memory.view(slot) != pattern]
 
@@ -122,7 +122,7 @@ def check_reused(memory: HeapMemory, slots: Iterable[int], what: str) -> None:
 
 
 class CountedMemory:
-    """Slots that know whether anything still refers to their bytes: a view, a part of one, or an array."""
+    """Slots that can tell whether a view, part of a view, or array still refers to their bytes."""
 
     def __init__(self, slots: int, chunk_bytes: int) -> None:
         self.slots, self.chunk_bytes = slots, chunk_bytes
@@ -137,7 +137,7 @@ class CountedMemory:
         """Return whether there is a view of a slot."""
         gc.collect()  # a traceback may be in a cycle
         try:
-            self._bytes.resize(len(self._bytes))  # refused while there is one; nothing moves
+            self._bytes.resize(len(self._bytes))  # raises if there is one; the size stays
         except BufferError:
             return True
         except (OSError, SystemError, ValueError):  # not on this system
@@ -146,7 +146,7 @@ class CountedMemory:
 
 
 class TierRig:
-    """An open tier and the calls of tests. Chunk ``n`` has the key ``key(n)`` and known bytes."""
+    """An open tier, as tests call it. Chunk ``n`` has the key ``key(n)`` and known bytes."""
 
     def __init__(
         self, tier: SecondaryTier[Any], identity: Identity, chunk_bytes: int, *, is_lossy: bool = False
@@ -157,12 +157,12 @@ class TierRig:
         self._is_lossy = is_lossy
 
     def context(self, removed: Removed = ignore_removed, name: str = "tested") -> TierContext:
-        """Return what the tier is opened with."""
+        """Return the context to open the tier with."""
         return TierContext(name, self.identity, self.chunk_bytes, removed)
 
     @asynccontextmanager
     async def opened(self, removed: Removed = ignore_removed, name: str = "tested") -> AsyncIterator[TierRig]:
-        """Open the tier, and close it at the end; ``removed`` is told what leaves."""
+        """Open the tier, and close it at the end; ``removed`` is called with evicted keys."""
         await self.tier.open(self.context(removed, name))
         try:
             yield self
@@ -171,11 +171,11 @@ class TierRig:
                 await self.tier.aclose()
 
     def content(self, number: int, version: int = 0) -> bytes:
-        """The bytes of one chunk."""
+        """Return the bytes of one chunk."""
         return content(number, self.chunk_bytes, version)
 
     def filled(self, numbers: Iterable[int], version: int = 0) -> tuple[Batch, Slots]:
-        """Make a batch to be put."""
+        """Make a batch to put."""
         wanted = list(numbers)
         slots = Slots(len(wanted), self.chunk_bytes)
         for slot, number in zip(slots.numbers, wanted, strict=True):
@@ -187,7 +187,7 @@ class TierRig:
         return self.sealed(Batch(chosen, slots.numbers, slots.memory))
 
     def sealed(self, batch: Batch) -> Batch:
-        """Give a batch its trailers for a put, if the tier needs them."""
+        """Add trailers to a batch for a put, if the tier needs them."""
         if not self.tier.verifies:
             digest = self.identity.short_digest
             batch.trailers[:] = [
@@ -196,7 +196,7 @@ class TierRig:
         return batch
 
     def empty(self, numbers: Iterable[int]) -> tuple[Batch, Slots]:
-        """Make a batch to be got."""
+        """Make a batch to get."""
         wanted = keys(numbers)
         slots = Slots(len(wanted), self.chunk_bytes)
         for slot in slots.numbers:
@@ -204,7 +204,7 @@ class TierRig:
         return Batch(wanted, slots.numbers, slots.memory), slots
 
     async def put(self, numbers: Iterable[int], version: int = 0) -> list[Status]:
-        """Put chunks, and check the answer and that the slots are as they were."""
+        """Put chunks; check the answer, and that the slots are unchanged."""
         wanted = list(numbers)
         batch, slots = self.filled(wanted, version)
         outcome = await self.tier.put(batch)
@@ -222,7 +222,7 @@ class TierRig:
         Args:
             numbers: chunks to get.
             versions: versions of each chunk that may have been put.
-            may_mix: whether a chunk that does not match its trailer is a miss, as kvtier makes it one.
+            may_mix: whether a chunk that does not match its trailer counts as a miss, as in kvtier.
         """
         wanted = list(numbers)
         batch, slots = self.empty(wanted)
@@ -235,14 +235,14 @@ class TierRig:
         return list(outcome.statuses)
 
     async def outcome_of_put(self, numbers: Iterable[int]) -> Outcome:
-        """Put chunks, and check the answer; also for its reasons."""
+        """Put chunks, check the answer, and return it with its reasons."""
         batch, _ = self.filled(numbers)
         outcome = await self.tier.put(batch)
         self.check_outcome(outcome, batch, "put")
         return outcome
 
     async def outcome_of_get(self, numbers: Iterable[int]) -> Outcome:
-        """Get chunks, check the bytes of those that are there, and give the slots to other chunks."""
+        """Get chunks, check the bytes of those found, and reuse the slots."""
         wanted = list(numbers)
         batch, slots = self.empty(wanted)
         outcome = await self.tier.get(batch)
@@ -254,13 +254,13 @@ class TierRig:
     def check_given(
         self, numbers: Sequence[int], batch: Batch, outcome: Outcome, versions: Sequence[int]
     ) -> None:
-        """Check what a get gave: whole chunks of these versions, and the trailers that were put."""
+        """Check the result of a get: whole chunks of these versions, with the trailers that were put."""
         for index, (number, status) in enumerate(zip(numbers, outcome.statuses, strict=True)):
             if status == Status.OK:
                 self.check_chunk(number, batch, index, versions)
 
     def check_chunk(self, number: int, batch: Batch, index: int, versions: Iterable[int]) -> set[int]:
-        """Check one chunk that a get gave; return which of the versions its bytes are of."""
+        """Check one chunk from a get; return the versions that its bytes match."""
         view = batch.views[index]
         found = {version for version in versions if view == self.content(number, version)}
         expect(found, f"a get gave wrong bytes: {self._describe(number, view, versions)}")
@@ -289,7 +289,7 @@ class TierRig:
         )
 
     def _describe(self, number: int, view: memoryview, versions: Iterable[int]) -> str:
-        """Return where the bytes of a chunk come from, page by page."""
+        """Return the origin of a chunk's bytes, page by page."""
         sources = {f"of version {version}": self.content(number, version) for version in range(3)}
         sources["of the slot's next chunk"] = bytes([REUSED]) * self.chunk_bytes
         sources["of the empty slot"] = bytes([EMPTY]) * self.chunk_bytes
@@ -308,7 +308,7 @@ class TierRig:
         expect(set(statuses) <= allowed, f"{what}: {names_of(statuses)}")
 
     def check_usage(self) -> int | None:
-        """Check that what ``usage`` answers is well formed; return the bytes that are used, if known."""
+        """Check that ``usage`` answers in valid form; return the used bytes, if known."""
         usage = self.tier.usage()
         expect(usage is None or isinstance(usage, Usage), f"usage() answered {usage!r}, which is no Usage")
         if usage is None:
@@ -354,7 +354,7 @@ class TierRig:
         )
 
     async def contains(self, numbers: Iterable[int]) -> list[bool]:
-        """Ask the tier what it has, and check that what it knows agrees."""
+        """Ask the tier for chunks, and check that ``known`` agrees."""
         wanted = keys(numbers)
         known = self.tier.known(wanted)
         answers = await self.tier.contains(wanted)
@@ -371,13 +371,13 @@ class TierRig:
 
 
 async def check_whole(it: TierRig, numbers: Sequence[int], versions: Sequence[int]) -> None:
-    """Check that cancelled puts have left whole chunks, or none.
+    """Check that cancelled puts left whole chunks or none.
 
-    Chunks that cannot be read now, as on a busy machine, are asked for again: they say nothing of the put.
+    Chunks that cannot be read now, as on a busy machine, are read again: they prove nothing.
     """
     left = list(numbers)
     for _ in range(_READS):
-        statuses = await it.get(left, versions)  # checks the bytes of those that are there
+        statuses = await it.get(left, versions)  # checks the bytes of those found
         expect(
             Status.CORRUPT not in statuses,
             f"a put() that was cancelled has left a partial chunk: {names_of(statuses)}",
@@ -389,7 +389,7 @@ async def check_whole(it: TierRig, numbers: Sequence[int], versions: Sequence[in
 
 
 def calls_of(it: TierRig, chunks: int) -> dict[str, Callable[[], Coroutine[Any, Any, object]]]:
-    """Return a call for each verb of an open tier; all of them are of the same chunks."""
+    """Return a call for each verb of an open tier, all with the same chunks."""
     chosen = keys(range(chunks))
     filled, empty = it.filled(range(chunks))[0], it.empty(range(chunks))[0]
 
@@ -413,5 +413,5 @@ def names_of(statuses: Iterable[Status]) -> str:
 
 
 async def aside(function: Any, *arguments: object) -> Any:
-    """Call a function of the tests that may block, such as a hook, in a thread."""
+    """Call a function that may block, such as a hook, in a thread."""
     return await in_thread(function, *arguments)

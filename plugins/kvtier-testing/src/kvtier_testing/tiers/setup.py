@@ -1,4 +1,4 @@
-"""The hooks and attributes that the author of a tier gives to its conformance tests."""
+"""The hooks and attributes that a tier's author supplies to its conformance tests."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class TierSetup(LimitedSuite):
 
     Attributes:
         tier: the class that is tested.
-        is_persistent: whether chunks are there after the tier was closed and opened again.
-        is_shared: whether several tiers may be open on one place at once.
-        is_lossy: whether chunks may leave on their own, with room for all. Such a tier may answer ABSENT
-            at any time; a wrong byte it may not give either.
-        may_mix_versions: whether a get beside a discard of its chunk may answer OK with bytes of other
+        is_persistent: whether chunks survive closing and reopening the tier.
+        is_shared: whether several tiers may have one place open at once.
+        is_lossy: whether chunks may leave although there is room for all. Such a tier may answer ABSENT
+            at any time, but must never return a wrong byte.
+        may_mix_versions: whether a get during a discard of its chunk may answer OK with bytes of other
             chunks, because freed memory is reused at once. They must not match the trailer.
         chunk_bytes: length of the chunks of most tests.
-        sizes: lengths of chunks that are tried besides.
-        settle_s: seconds after which what a call has left running, such as a thread, has shown itself.
+        sizes: further lengths of chunks to test.
+        settle_s: seconds until leftovers of a call, such as a thread, become visible.
         pause_s: longest time that a call may block the event loop, in seconds.
         patience_s: seconds after which a single call has to have ended.
         limit_s: seconds after which a test has to have ended.
@@ -73,8 +73,8 @@ class TierSetup(LimitedSuite):
 
         Args:
             place: a path that does not exist yet. Tiers with the same place find each other's chunks,
-                others never do. A tier that keeps its chunks elsewhere makes a bucket or a prefix of
-                ``place.name``, which is used once.
+                others never do. A tier that keeps its chunks elsewhere uses ``place.name``, which is
+                unique, for its bucket or prefix.
 
         There must be room for 256 MiB of chunks.
         """
@@ -99,13 +99,13 @@ class TierSetup(LimitedSuite):
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> AbstractContextManager[None]:
         """Return a context that makes each put and get ``seconds`` slower at the backend. Optional.
 
-        With ``math.inf`` they hang until the context is left. How a tier is made slow is up to you: a
-        proxy that waits, a command of the server, a double of the client.
+        With ``math.inf`` they hang until the context is left. Any means will do: a proxy that waits, a
+        command of the server, a double of the client.
         """
         raise NotImplementedError
 
     def sequences(self) -> hypothesis.settings:
-        """Return how many sequences of calls are compared with a dict, and how long they are. Optional."""
+        """Return the number and length of call sequences that are compared with a dict. Optional."""
         return hypothesis.settings(
             max_examples=30,
             stateful_step_count=25,
@@ -114,13 +114,13 @@ class TierSetup(LimitedSuite):
         )
 
     def wipe(self, place: Path) -> None:
-        """Remove what is stored at a place, after a test. Optional: a directory is removed anyway."""
+        """Remove the chunks stored at a place after a test. Optional: a directory is removed anyway."""
 
-    # ------------------------------------------------------------------------- what the tests use
+    # ------------------------------------------------------------------------- used by the tests
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Iterator[Path]:
-        """Return a place that was not used before."""
+        """Return an unused place."""
         here = tmp_path / f"kvtier-{secrets.token_hex(6)}"
         yield here
         self.wipe(here)
@@ -159,7 +159,7 @@ class TierSetup(LimitedSuite):
         identity: Identity | None = None,
         chunk_bytes: int | None = None,
     ) -> TierRig:
-        """Return the rig of a tier that the caller opens and closes. Its calls are watched from now on."""
+        """Return the rig of a tier that the caller opens and closes, and watch its calls."""
         self.calls.watch(tier, VERBS, SecondaryTier)
         mine = identity or Identity.make("kvtier/conformance", {"place": place.name})
         return TierRig(tier, mine, chunk_bytes or self.chunk_bytes, is_lossy=self.is_lossy)

@@ -1,4 +1,4 @@
-"""The contract of a tier, last part: sequences of calls, as they come, against a dict."""
+"""The contract of a tier, last part: random sequences of calls, compared with a dict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GONE = -1
 
 
 class StatefulTests(TierSetup):
-    """Sequences of calls that hypothesis makes up: puts, gets, lookups, removals, resets, restarts."""
+    """Sequences of calls drawn by hypothesis: puts, gets, lookups, removals, resets, restarts."""
 
     def test_any_sequence_of_calls_agrees_with_a_dict(self, place: Path) -> None:
         places = (place.with_name(f"{place.name}-{number}") for number in itertools.count())
@@ -48,11 +48,11 @@ class StatefulTests(TierSetup):
 
 
 class TierMachine(RuleBasedStateMachine):
-    """The model is a dict: for each chunk the versions that the tier may answer with, ``GONE`` for ABSENT.
+    """The model is a dict of the versions that the tier may return for each chunk; ``GONE`` is ABSENT.
 
     Args:
-        given: what the tier's author has given.
-        place: where this sequence's chunks are.
+        given: the author's setup of the tier.
+        place: place of this sequence's chunks.
     """
 
     def __init__(self, given: TierSetup, place: Path) -> None:
@@ -66,7 +66,7 @@ class TierMachine(RuleBasedStateMachine):
         self.it = self.open()
 
     def open(self) -> TierRig:
-        """Open a tier on the place."""
+        """Open a tier at the place."""
         rig = self.given.rig(self.given.make_tier(self.place), self.place, chunk_bytes=_CHUNK_BYTES)
         self.run(rig.tier.open(rig.context()))
         return rig
@@ -75,11 +75,11 @@ class TierMachine(RuleBasedStateMachine):
         """Run a call of the tier to its end."""
         try:
             return self.runner.run(call)
-        except SystemExit as error:  # from a thread or a task of the tier's own
+        except SystemExit as error:  # from one of the tier's threads or tasks
             raise ended_process(self.given.calls.names(), error) from error
 
     def teardown(self) -> None:
-        """Close what is open."""
+        """Close the tier if it is open."""
         for tier in (*self.abandoned, self.it.tier):
             self.run(tier.aclose())
         self.runner.close()
@@ -87,7 +87,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(chosen=_numbers, version=_versions)
     def put(self, chosen: list[int], version: int) -> None:
-        """Put chunks; those that are there already may keep their bytes."""
+        """Put chunks; existing ones may keep their bytes."""
         statuses = self.run(self.it.put(chosen, version))
         for number, status in zip(chosen, statuses, strict=True):
             possible = self.possible[number]
@@ -98,7 +98,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(chosen=_numbers)
     def get(self, chosen: list[int]) -> None:
-        """Get chunks. From an answer on, the tier has to stay with it."""
+        """Get chunks. The tier must stay with each answer."""
         batch, slots = self.it.empty(chosen)
         outcome = self.run(self.it.tier.get(batch))
         self.it.check_outcome(outcome, batch, "get")
@@ -148,7 +148,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.given.is_shared or not self.given.is_persistent)
     @rule()
     def crash(self) -> None:
-        """Open the place again without having closed the tier: what was kept may be lost."""
+        """Reopen the place without closing the tier first: stored chunks may be lost."""
         self.abandoned.append(self.it.tier)
         self._open_anew()
         for possible in self.possible.values():
@@ -157,7 +157,7 @@ class TierMachine(RuleBasedStateMachine):
     def _open_anew(self) -> None:
         self.it = self.open()
         if self.was_reset or not self.given.is_persistent:
-            self._forget()  # what was put after a reset was for that opener alone
+            self._forget()  # chunks put after a reset are visible only until that close
         self.was_reset = False
 
     def _forget(self) -> None:

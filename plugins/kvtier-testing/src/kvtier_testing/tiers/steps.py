@@ -1,4 +1,4 @@
-"""Calls that are cancelled at a chosen moment, in every way in which a task can be cancelled."""
+"""Calls that are cancelled at a chosen moment, in each way that a task can be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMES = 3
 
 
 class Way(Enum):
-    """How a call is cancelled."""
+    """The way in which a call is cancelled."""
 
     CANCEL = "Task.cancel"
     AGAIN = "Task.cancel, three times"
@@ -24,13 +24,13 @@ class Way(Enum):
 
 
 class Stepped:
-    """Runs a coroutine as ``await`` does, and knows each time that it waits.
+    """Runs a coroutine as ``await`` does, and reports each of its waits.
 
     Args:
-        coroutine: what is run.
-        on_wait: called with 1, 2, ... when the coroutine is about to wait for the loop.
-        on_resume: called with the same number when the wait has ended; what it returns is awaited before
-            the coroutine goes on.
+        coroutine: coroutine to run.
+        on_wait: callback before each wait for the loop, called with 1, 2, ...
+        on_resume: callback after each wait, called with the same number; its result is awaited before
+            the coroutine continues.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call ended.
+    """The end of a call.
 
     Attributes:
-        waits: how often it waited.
+        waits: number of its waits.
         was_cancelled: whether it was cancelled before it ended.
-        raised_cancellation: whether it raised the cancellation, as it has to.
-        error: what else it raised, or None.
+        raised_cancellation: whether it raised the cancellation, as it must.
+        error: any other exception that it raised, or None.
     """
 
     waits: int
@@ -89,16 +89,16 @@ async def run_cancelled(
     after_s: float | None = None,
     then: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Make a call in a task of its own and cancel it.
+    """Make a call in a new task and cancel it.
 
     Args:
-        way: how it is cancelled; None: not at all.
-        at_wait: at which of its waits, counted from 1.
-        after_s: after how many seconds, in place of ``at_wait``.
-        then: called the moment the call has returned or raised, before anything else runs in the loop.
+        way: way to cancel it; None to let it run.
+        at_wait: number of the wait to cancel it at, counted from 1.
+        after_s: seconds until it is cancelled, instead of ``at_wait``.
+        then: callback as soon as the call has ended, before the loop runs anything else.
     """
     fired = 0
-    cancel: list[Callable[[], object]] = []  # known once it runs
+    cancel: list[Callable[[], object]] = []  # set once it runs
 
     def fire() -> None:
         nonlocal fired
@@ -125,7 +125,7 @@ async def run_cancelled(
                 if timer is not None:
                     timer.cancel()
                 then()
-        raise asyncio.CancelledError  # the scope has caught it, as its owner would see it
+        raise asyncio.CancelledError  # the scope caught it: raise it as the owner would see it
 
     task = asyncio.ensure_future(run())
     await asyncio.wait((task,))
@@ -134,15 +134,15 @@ async def run_cancelled(
 
 
 async def held(call: Call, at_wait: int, meanwhile: Call, patience_s: float) -> bool:
-    """Make a call, and do something else between one of its waits and what it does next.
+    """Make a call, and make another one between one of its waits and its next step.
 
     Args:
-        at_wait: after which of its waits it is held.
-        meanwhile: what is done then. If it has not ended after ``patience_s`` the call goes on all the
-            same: it may have to wait for the call's end.
+        at_wait: number of the wait after which it is held.
+        meanwhile: the other call. After ``patience_s`` the held call continues anyway, because the
+            other one may have to wait for its end.
 
     Returns:
-        Whether the call came to that wait.
+        Whether the call reached that wait.
     """
     others: list[asyncio.Future[object]] = []
 
