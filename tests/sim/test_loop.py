@@ -26,7 +26,7 @@ def _order(seed: int) -> list[int]:
     return simulate(run_ten, seed)
 
 
-def test_tasks_that_are_ready_together_run_in_the_order_of_the_seed() -> None:
+def test_seed_orders_tasks_ready_together() -> None:
     orders = [_order(seed) for seed in range(5)]
     assert orders == [_order(seed) for seed in range(5)]
     assert len(set(map(tuple, orders))) == 5

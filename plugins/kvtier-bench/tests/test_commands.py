@@ -149,7 +149,7 @@ def test_a_tier_that_fails_is_not_measured(
     assert words in str(result.exception)
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(
+def test_full_disk_is_refused_before_writing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8 * 2**20))

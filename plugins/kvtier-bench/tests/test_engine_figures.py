@@ -1,4 +1,4 @@
-"""What is made of the samples of real engines."""
+"""Figures from the samples of real engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
 
 
-def test_a_second_engine_is_compared_with_files_in_the_same_round() -> None:
+def test_second_engine_is_compared_with_files_per_round() -> None:
     def one(ttft_s: float, answer: int, cached: int = fleet.PROMPT_TOKENS) -> Sample:
         return Sample(ttft_s, [ttft_s], [[answer]], {"cached": cached})
 
@@ -27,7 +27,7 @@ def test_a_second_engine_is_compared_with_files_in_the_same_round() -> None:
     assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
 
 
-def test_what_an_engine_loses_is_told_by_the_stretches_before_and_after() -> None:
+def test_losses_are_measured_against_neighbouring_stretches() -> None:
     idle, slower = serving.Stretch(2.0, 1.0, 0.0, 0.0), serving.Stretch(4.0, 1.0, 0.0, 0.0)
     found = {
         serving.CONTROL: [(idle, serving.Stretch(3.0, 1.0, 0.0, 0.0), slower)],
@@ -47,7 +47,7 @@ def test_stored_tokens_count_every_prompt_and_answer() -> None:
     assert work.stored_tokens == 3 * (sum(map(len, prompts)) + answers)
 
 
-def test_phases_are_compared_with_the_control_that_got_prompts_alike() -> None:
+def test_phases_are_compared_with_the_matching_control() -> None:
     def answered(tokens: list[int], **loaded: int) -> demo.Round:
         return demo.Round([0.1], [tokens], Counter(loaded))
 
@@ -59,7 +59,7 @@ def test_phases_are_compared_with_the_control_that_got_prompts_alike() -> None:
     ]
 
 
-def test_a_measure_is_compared_within_a_round_with_kvtier_or_with_no_cache() -> None:
+def test_measures_are_compared_within_a_round() -> None:
     found = {
         speed.HOST: {LMCACHE: [20.0, 400.0, 60.0], KVTIER: [10.0, 100.0, 20.0]},
         speed.UNSEEN: {KVTIER: [1.1, 2.2, 3.3], PLAIN: [1.0, 2.0, 3.0]},
@@ -88,7 +88,7 @@ def test_a_measure_is_compared_within_a_round_with_kvtier_or_with_no_cache() -> 
         ([1, 2], [-0.5, -1.0], 0, 1),
     ],
 )
-def test_a_wrong_answer_is_seen_where_its_tokens_are_right_by_chance(
+def test_wrong_answer_with_matching_tokens_is_detected(
     tokens: list[int], logprobs: list[float], wrong: int, failed: int
 ) -> None:
     reference = {"answers": [[1, 2, 3], [5]], "logprobs": [[-0.5, -1.0, -1.5], [-2.0]]}

@@ -1,4 +1,4 @@
-"""``kvtier bench replay``: what scaling keeps, what metrics say, and a replay without a model."""
+"""``kvtier bench replay``: scaling, metrics, and a replay without a model."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def conversations(count: int, turns: int) -> list[TimedLine]:
     ]
 
 
-def test_a_part_of_a_trace_has_whole_conversations_from_all_of_its_time() -> None:
+def test_trace_sample_has_whole_conversations_over_time() -> None:
     trace = conversations(100, 5)
     scale = Scale(1.0, 32, 1)
     chosen = scale.requests(trace, 50)
@@ -140,7 +140,7 @@ vllm:external_prefix_cache_hits_total 20.0
 """
 
 
-def test_tokens_and_bytes_are_read_from_metrics_as_far_as_there_are_any() -> None:
+def test_tokens_and_bytes_come_from_available_metrics() -> None:
     nothing, now = Counters(None), Counters(PAGE)
     assert now.tokens(nothing) == {COMPUTED: 1000, DEVICE: 600, "cpu": 300, "fs": 100}
     assert set(now.tokens(now).values()) == {0}
@@ -165,7 +165,7 @@ class Service:
     """An OpenAI-compatible server without a model, in a thread.
 
     Attributes:
-        orders: what was asked for.
+        orders: the requests.
         refuses: prompts of so many tokens.
     """
 
@@ -293,9 +293,7 @@ def test_a_replay_sends_every_request_and_counts_what_fails(
 
 
 @pytest.mark.parametrize("service", [{"takes_ids": True, "has_metrics": False}], indirect=True)
-def test_requests_that_are_too_long_are_refused_with_a_scale_that_fits(
-    service: Service, tmp_path: Path
-) -> None:
+def test_too_long_requests_are_refused_with_fitting_scale(service: Service, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", conversations(1, 12))
     with pytest.raises(KVTierError, match=r"--tokens-per-chunk (\d+) or less") as caught:
         replayed(trace, "--url", service.url, "--tokens-per-chunk", "64")

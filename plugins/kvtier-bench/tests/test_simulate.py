@@ -115,7 +115,7 @@ def simulate(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output + str(result.exception or "")
 
 
-def test_the_command_reads_a_trace_and_says_how_far_a_policy_is_from_the_optimum(tmp_path: Path) -> None:
+def test_command_compares_policy_with_the_optimum(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n{"hash_ids": ["a"]}\n{"hash_ids": [1, 2]}\n')
     status, text = simulate(
@@ -133,7 +133,7 @@ def test_the_command_reads_a_trace_and_says_how_far_a_policy_is_from_the_optimum
 
 
 def refused(*arguments: str) -> str:
-    """Return the words with which the command ends; the command line shows those of a KVTierError."""
+    """Return the command's error message; the command line shows it for a KVTierError."""
     error = CliRunner().invoke(app, ["simulate", *arguments]).exception
     assert isinstance(error, KVTierError), error
     return str(error)
@@ -189,9 +189,7 @@ def test_a_policy_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--policy acme-worn: it raised LookupError: worn out" in said
 
 
-def test_what_every_request_begins_with_hits_in_the_first_cache_at_its_true_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_prefix_hits_first_cache_at_true_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 chunks of 100, of which the sample has fewer than its share."""
     monkeypatch.setattr(run, "sample", partial(sample, max_lookups=20_000))
     path, head = tmp_path / "trace.jsonl", [f"shared {number}" for number in range(20)]

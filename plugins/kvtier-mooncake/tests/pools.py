@@ -92,7 +92,7 @@ class Pool:
         assert self._client.stdout.readline() == b"0\n", (self._directory / "client.log").read_text()[-2000:]
 
     def kill_master(self) -> None:
-        """Kill the master: what the pool holds is forgotten."""
+        """Kill the master, which forgets the pool's contents."""
         _end(self._master)
 
     def kill_client(self) -> None:

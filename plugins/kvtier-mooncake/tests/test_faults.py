@@ -26,7 +26,7 @@ async def until(call: Callable[[], Awaitable[Outcome]], *statuses: Status) -> No
             await anyio.sleep(0.05)
 
 
-async def test_a_killed_master_is_a_miss_and_is_used_again_after_a_restart(own_pool: Pool) -> None:
+async def test_killed_master_misses_until_restart(own_pool: Pool) -> None:
     async with opened(own_pool) as it:
         await it.outcome_of_put(range(8))
         await to_thread.run_sync(own_pool.kill_master)
@@ -77,14 +77,14 @@ async def test_no_master_at_the_start_is_said_with_the_setting() -> None:
         await tier.open(TierContext("pool", IDENTITY, 4096))
 
 
-async def test_no_metadata_server_at_the_start_is_said_with_the_setting(pool: Pool) -> None:
+async def test_missing_metadata_server_error_names_setting(pool: Pool) -> None:
     url = f"http://127.0.0.1:{free_port()}/metadata"
     tier = MooncakeTier(MooncakeConfig(master=pool.address, metadata_server=url))
     with pytest.raises(TierError, match=r"the metadata server at http.* or correct metadata_server"):
         await tier.open(TierContext("pool", IDENTITY, 4096))
 
 
-async def test_a_pool_that_nobody_contributes_to_is_said_with_the_setting(tmp_path: Path) -> None:
+async def test_empty_pool_error_names_setting(tmp_path: Path) -> None:
     with Pool(tmp_path, 0) as pool:
         with pytest.raises(TierError, match=r"no client of the master contributes memory.*segment_bytes"):
             async with opened(pool):
@@ -94,7 +94,7 @@ async def test_a_pool_that_nobody_contributes_to_is_said_with_the_setting(tmp_pa
             assert set(await it.get(range(8))) == {Status.OK}
 
 
-async def test_a_killed_client_takes_its_chunks_along_and_the_pool_is_used_again(tmp_path: Path) -> None:
+async def test_pool_recovers_after_client_is_killed(tmp_path: Path) -> None:
     with Pool(tmp_path, 128 << 20, "--client_ttl", "5") as pool:
         async with opened(pool, segment_bytes=0) as it:
             await it.outcome_of_put(range(8))
@@ -109,7 +109,7 @@ async def test_a_killed_client_takes_its_chunks_along_and_the_pool_is_used_again
             assert set(await it.get(range(8))) == {Status.OK}
 
 
-async def test_a_full_pool_evicts_and_refuses_what_leases_leave_no_room_for(tmp_path: Path) -> None:
+async def test_full_pool_evicts_and_leases_refuse_puts(tmp_path: Path) -> None:
     with Pool(tmp_path, 32 << 20, lease="60s") as pool:
         async with opened(pool, chunk_bytes=1 << 20) as it:
             there = [
@@ -118,7 +118,7 @@ async def test_a_full_pool_evicts_and_refuses_what_leases_leave_no_room_for(tmp_
                 if (await it.outcome_of_put(range(number, number + 1))).statuses[0] is Status.OK
             ]
             assert 8 <= len(there) <= 24
-            await it.outcome_of_get(range(24))  # leases on all that is there
+            await it.outcome_of_get(range(24))  # leases on all chunks
             refused = await it.outcome_of_put(range(100, 132))
             assert Status.REFUSED in refused.statuses
             assert set(refused.reasons) == {"full"}

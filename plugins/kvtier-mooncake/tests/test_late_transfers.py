@@ -91,9 +91,7 @@ async def open_tier(lost: Callable[[str], None], **settings: Any) -> TierRig:
 @pytest.mark.parametrize("verb", ["put", "get"])
 @pytest.mark.parametrize("code", [TRANSFER, UNREACHABLE, LEASE, UNKNOWN])
 @pytest.mark.usefixtures("gives_up_at_once")
-async def test_a_transfer_that_is_given_up_is_stopped_before_its_call_ends(
-    client: StandIn, verb: str, code: int
-) -> None:
+async def test_abandoned_transfer_stops_before_call_ends(client: StandIn, verb: str, code: int) -> None:
     lost: list[str] = []
     it = await open_tier(lost.append)
     client.codes = [OK if verb == "get" else 0, code]
@@ -120,7 +118,7 @@ async def test_a_transfer_that_is_given_up_is_stopped_before_its_call_ends(
         (UNKNOWN, "tcp", True),
     ],
 )
-async def test_what_fails_in_time_closes_the_client_only_where_a_transfer_may_go_on(
+async def test_failure_closes_client_if_transfer_may_continue(
     client: StandIn, code: int, protocol: str, closes: bool
 ) -> None:
     lost: list[str] = []
@@ -132,7 +130,7 @@ async def test_what_fails_in_time_closes_the_client_only_where_a_transfer_may_go
 
 
 @pytest.mark.usefixtures("gives_up_at_once")
-async def test_chunks_that_are_not_there_close_nothing_however_long_it_takes(client: StandIn) -> None:
+async def test_slow_miss_does_not_close_client(client: StandIn) -> None:
     it = await open_tier(pytest.fail)
     client.codes = [OK, NOT_FOUND]
     outcome = await it.tier.get(it.empty(range(2))[0])
@@ -198,7 +196,7 @@ async def test_a_lookup_fails_where_the_pool_can_answer_for_no_key(
 
 
 @pytest.mark.full
-async def test_a_link_that_is_too_slow_writes_nothing_into_slots_of_others(tmp_path: Path) -> None:
+async def test_slow_link_never_writes_into_reused_slots(tmp_path: Path) -> None:
     """The client gives a transfer up after 60 s if bytes keep coming, but not all of them."""
     with Pool(tmp_path, 256 << 20) as pool:
         async with opened(pool, chunk_bytes=64 << 20) as it:

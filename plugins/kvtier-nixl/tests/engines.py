@@ -73,7 +73,7 @@ class Holder:
     """A process that serves chunks, and puts, discards or resets when it is told to.
 
     Args:
-        log: file for what it prints.
+        log: file for its output.
         settings: of its tier.
         options: ``name`` of the identity, ``chunk_bytes``, and the numbers of the ``chunks`` it puts.
     """

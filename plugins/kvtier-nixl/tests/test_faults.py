@@ -58,7 +58,7 @@ async def pair(**settings: Any) -> AsyncIterator[tuple[TierRig, TierRig]]:
 
 
 def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Awaitable[None]]) -> None:
-    """Do something each time that chunks are leased and about to be read."""
+    """Run a hook each time that chunks are leased and about to be read."""
     agent = tier_of(it)._opened
     read = agent.read
 
@@ -81,7 +81,7 @@ async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: H
 
 
 @pytest.mark.full  # as where a get waits for receiving memory
-async def test_more_chunks_than_there_is_memory_to_receive_come_one_after_the_other(holder: Holder) -> None:
+async def test_chunks_beyond_receiving_memory_come_in_turn(holder: Holder) -> None:
     async with opened(holder.address, receive_bytes=3 * CHUNK_BYTES) as it:
         await until_found(it, EIGHT)
         async with anyio.create_task_group() as tasks:
@@ -104,9 +104,7 @@ async def test_a_peer_that_has_reset_the_connection_is_not_connected() -> None:
 
 
 @pytest.mark.full  # the next two cover a loss and a return
-async def test_a_peer_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back(
-    holder: Holder, tmp_path: Path
-) -> None:
+async def test_killed_peer_misses_until_it_returns(holder: Holder, tmp_path: Path) -> None:
     async with opened(holder.address) as it:
         await it.put(range(100, 104))
         await until_found(it, EIGHT)
@@ -127,7 +125,7 @@ async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
         await it.outcome_of_get(EIGHT)
 
         async def stop() -> None:
-            holder.stop()  # so that the transfer is under way for certain when it is killed
+            holder.stop()  # so that the transfer is surely in flight at the kill
 
         before_reads(it, monkeypatch, stop)
         async with anyio.create_task_group() as tasks:
@@ -144,7 +142,7 @@ async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
     holder.kill()
 
 
-async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late_bytes_harm_nobody(
+async def test_late_bytes_of_stopped_peer_are_harmless(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: dict[str, Any] = {"deadline_s": 6.0, "answer_timeout_s": 3.0}
@@ -176,7 +174,7 @@ async def test_a_peer_that_stops_in_mid_transfer_costs_the_deadline_and_its_late
         assert set(await it.get(EIGHT)) == {Status.OK}
 
 
-async def test_a_peer_is_not_dropped_while_a_get_waits_for_receiving_memory() -> None:
+async def test_get_waiting_for_memory_keeps_peer() -> None:
     async with pair(deadline_s=6.0, answer_timeout_s=3.0, receive_bytes=2 * CHUNK_BYTES) as (_, it):
         agent = tier_of(it)._opened
         rows = await agent.take_rows(2)
@@ -206,7 +204,7 @@ async def test_a_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pyte
         await until_found(it, EIGHT)
 
 
-async def test_a_peer_that_answers_late_is_not_waited_for_where_others_have_answered(
+async def test_late_peer_is_not_awaited_after_others_answered(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = f"127.0.0.1:{free_port()}"
@@ -235,7 +233,7 @@ async def test_a_peer_that_answers_late_is_not_waited_for_where_others_have_answ
             await until_found(it, range(16))
 
 
-async def test_a_late_peer_is_not_read_from_where_another_has_the_chunks(
+async def test_late_peer_is_not_read_if_another_holds(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = f"127.0.0.1:{free_port()}"
@@ -291,10 +289,8 @@ async def test_a_stopped_peer_does_not_keep_the_tier_from_closing(
 
 
 @pytest.mark.full  # what kvtier does when a tier process ends is tested where the process is
-async def test_a_holder_serves_again_after_a_reader_was_killed_in_mid_transfer(
-    holder: Holder, tmp_path: Path
-) -> None:
-    """Where UCX emulates reads, as over TCP, it may abort the holder that answers a reader that is gone."""
+async def test_holder_survives_reader_killed_in_transfer(holder: Holder, tmp_path: Path) -> None:
+    """If UCX emulates reads, as over TCP, it may abort a holder that answers a dead reader."""
     with Holder(tmp_path / "reader.log", {"peers": [holder.address]}, chunks=0) as reader:
         reader.tell("read", holder.process.pid)  # which it stops; the read is in flight for certain
         reader.kill()
@@ -316,7 +312,7 @@ async def test_a_holder_serves_again_after_a_reader_was_killed_in_mid_transfer(
 async def test_chunks_whose_lease_ran_out_are_never_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_confirmed: bool
 ) -> None:
-    """Their memory holds other chunks by then. Where the clock says that all is well, the seal tells."""
+    """Their memory holds other chunks by then. The seal detects damage that the clock misses."""
     settings = {"lease_s": 0.05, "serve_bytes": 16 * CHUNK_BYTES}
     with Holder(tmp_path / "log", settings, chunks=16) as holder:
 
@@ -366,7 +362,7 @@ async def test_a_reader_that_is_reset_gets_nothing_of_before() -> None:
         assert set(await it.get(range(100, 104))) == {Status.OK}
 
 
-async def test_a_reset_that_is_cut_off_serves_nobody_and_can_be_repeated(
+async def test_interrupted_reset_serves_nothing_and_repeats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
@@ -436,7 +432,7 @@ async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: H
         stranger.close()
 
 
-async def test_a_nixl_thread_that_hangs_keeps_neither_a_connection_nor_the_tier_from_ending(
+async def test_hanging_nixl_thread_does_not_block_closing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_agent, "_CLOSE_S", 0.5)
@@ -474,7 +470,7 @@ async def test_those_that_prove_nothing_do_not_take_all_connections(monkeypatch:
         assert answers == 2 * [protocol.Challenge] + [protocol.Refused]
 
 
-async def test_a_peer_that_never_answers_does_not_keep_the_tier_from_opening(
+async def test_silent_peer_does_not_block_opening(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_peers, "_FIRST_TRIES_S", 0.2)

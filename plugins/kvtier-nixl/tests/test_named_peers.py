@@ -133,9 +133,7 @@ async def test_all_peers_are_asked_where_the_named_one_does_not_answer(
         ),
     ],
 )
-def test_an_engine_is_read_from_where_it_listens_unless_it_says_otherwise(
-    settings: dict[str, str], address: str | None
-) -> None:
+def test_listen_address_is_advertised_by_default(settings: dict[str, str], address: str | None) -> None:
     assert validation.build(NixlConfig, settings).peer_address() == address
 
 

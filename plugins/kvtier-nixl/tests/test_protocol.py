@@ -1,4 +1,4 @@
-"""What peers may send: frames of any bytes, proofs, and settings that are refused."""
+"""Input from peers: frames of any bytes, proofs, and refused settings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_frame_that_is_too_long_is_refused_before_it_is_read(limit_bytes
         await received(struct.pack(">I", limit_bytes + 1), limit_bytes)
 
 
-async def test_too_many_keys_are_refused_and_as_many_as_allowed_fit_into_a_frame() -> None:
+async def test_too_many_keys_are_refused_and_the_limit_fits() -> None:
     keys = tuple(bytes([1]) * 68 for _ in range(protocol.MAX_KEYS))
     assert await received(protocol.encode(protocol.Lease(keys))) == protocol.Lease(keys)
     leased = protocol.Leased(2**60, 600.0, (2**63,) * protocol.MAX_KEYS, (bytes(128),) * protocol.MAX_KEYS)
@@ -87,7 +87,7 @@ def test_a_lease_lasts_for_a_time(lasts_s: float) -> None:
         protocol.decode(protocol.encode(protocol.Leased(1, lasts_s, (), ()))[4:])
 
 
-def test_a_proof_is_of_one_side_one_secret_one_connection_and_one_cache() -> None:
+def test_proof_binds_side_secret_connection_and_cache() -> None:
     challenge = protocol.Challenge(1, b"n" * 32)
     proofs = {
         protocol.proof(secret, side, one, nonce, cache, agent)
@@ -143,7 +143,7 @@ def test_the_readme_lists_every_setting() -> None:
 
 
 class TestPool:
-    """Which chunks leave, and what leases keep."""
+    """Eviction of chunks, and chunks kept by leases."""
 
     def filled(self, rows: int = 4, lease_s: float = 10.0) -> tuple[Pool, list[Any]]:
         evicted: list[Any] = []
@@ -169,7 +169,7 @@ class TestPool:
         pool.release(number)
         assert len(pool.reserve(9, 2.0)) == 1
 
-    def test_a_lease_runs_out_and_a_discarded_chunk_keeps_its_row_until_then(self) -> None:
+    def test_discarded_chunk_keeps_row_until_lease_expires(self) -> None:
         pool, _ = self.filled()
         number, _ = pool.lease([self.key(0)], 0.0)
         pool.clear()

@@ -1,4 +1,4 @@
-"""Real servers; those of session scope are shared and must not be harmed."""
+"""Real servers; tests share those with session scope and must not disturb them."""
 
 from __future__ import annotations
 

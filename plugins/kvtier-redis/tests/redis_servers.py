@@ -161,7 +161,7 @@ class TlsServer:
         self.__enter__()
 
     def _issue(self) -> None:
-        import trustme  # which those who borrow these servers do without
+        import trustme  # not needed by other users of these servers
 
         authority = trustme.CA()
         issued = authority.issue_cert("127.0.0.1", "localhost")

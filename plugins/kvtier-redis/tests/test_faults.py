@@ -55,9 +55,7 @@ async def lookup_fails(it: TierRig, numbers: Sequence[int], reason: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
-async def test_a_hanging_server_is_a_miss_by_the_deadline_and_the_slots_are_free_then(
-    own_server: Server, verb: str
-) -> None:
+async def test_hanging_server_misses_and_frees_slots_by_deadline(own_server: Server, verb: str) -> None:
     async with opened(own_server, **HANGING) as it:
         await it.outcome_of_put(range(16))
         slots: Slots | None = None
@@ -93,7 +91,7 @@ async def test_closing_does_not_wait_for_a_hanging_server(own_server: Server) ->
         await tier.__aexit__(None, None, None)
 
 
-async def test_a_killed_server_is_a_miss_and_is_used_again_after_a_restart(own_server: Server) -> None:
+async def test_killed_server_misses_until_restart(own_server: Server) -> None:
     async with opened(own_server) as it:
         await it.outcome_of_put(range(8))
         await anyio.to_thread.run_sync(own_server.kill)
@@ -295,7 +293,7 @@ async def test_max_bytes_bounds_the_servers_of_a_cluster_together(cluster: list[
         assert (await it.outcome_of_put(range(100, 104))).reasons == {"full": 4}
 
 
-async def test_a_cluster_that_loses_a_server_serves_what_the_others_have(own_cluster: list[Server]) -> None:
+async def test_cluster_serves_remaining_servers_after_loss(own_cluster: list[Server]) -> None:
     async with opened(*own_cluster, mode="cluster") as it:
         await it.outcome_of_put(range(48))
         await anyio.to_thread.run_sync(own_cluster[1].kill)

@@ -1,4 +1,4 @@
-"""Opening: what cannot work is refused in one line that names the setting, and no secret is shown."""
+"""Opening: faults are refused in one line that names the setting and shows no secret."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_password_from_a_file_is_used_and_never_shown(
         async with opened(server, **login) as it:
             await check_put(it)
             server.kill()
-            # Such a server repeats the arguments of what it does not know, the password among them.
+            # Such a server repeats the arguments of unknown commands, including the password.
             with Server(tmp_path / "other", "--rename-command AUTH ''", port=server.port) as other:
                 assert set(await it.put(range(2))) == {Status.FAILED}
                 text = await problem(other, **login)

@@ -40,7 +40,7 @@ async def test_calls_at_once_have_a_thread_each_and_closing_ends_them() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_call_that_nobody_awaits_any_more_is_waited_for_and_its_failure_is_no_news(
+async def test_abandoned_call_is_awaited_and_its_failure_ignored(
     fails: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = WorkerThreads()

@@ -31,7 +31,7 @@ def pair() -> Iterator[Pair]:
 
 
 def send_in_pieces(theirs: socket.socket, data: bytes, size: int) -> None:
-    """Send pieces from a thread, each of which arrives by itself."""
+    """Send pieces from a thread so that each arrives separately."""
 
     def send() -> None:
         for start in range(0, len(data), size):
@@ -72,7 +72,7 @@ def test_replies_of_every_kind_in_pieces_of_any_size(pair: Pair, size: int) -> N
 
 
 @pytest.mark.parametrize("size", [1, 5, 11, 1000])
-def test_values_fill_their_buffers_and_those_of_other_lengths_are_skipped(pair: Pair, size: int) -> None:
+def test_values_of_wrong_length_are_skipped(pair: Pair, size: int) -> None:
     sock, theirs = pair
     replies = b"".join(map(bulk, [CONTENT, b"short", b"", b"much too long", b"abcdefghij"]))
     send_in_pieces(theirs, replies + b"$-1\r\n-LOADING it\r\n:7\r\n", size)

@@ -1,8 +1,8 @@
 """A proxy between the tier and the server that does what networks and overloaded servers do.
 
-It runs in a process of its own, so that it neither holds up the tested event loop nor is held up by it:
+It runs in a separate process, so that it and the tested event loop cannot delay each other:
 ``python proxy.py UPSTREAM_PORT [CERTIFICATE]`` writes the port that it listens on, then answers each line
-of JSON on its input with one line: a ``Faults`` when that holds, ``null`` with how many requests wait.
+of JSON on its input: a ``Faults`` once it is active, ``null`` with the number of waiting requests.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong.
+    """The faults to inject.
 
     Attributes:
-        delay_s: seconds before a request is passed on, whether or not its sender still waits; without end:
-            until this is changed, if its sender still waits then.
+        delay_s: seconds before a request is passed on, even if its sender has gone; if infinite, until the
+            next change, unless its sender has gone.
         refused: whether requests are answered with ``status`` and ``code``.
         status, code: see there.
-        spoiled: what becomes of an answer's body: a page in ``html``, ``zeros`` of its length, or the body
-            itself without the object's metadata (``bare``).
+        spoiled: replacement of an answer's body: a page in ``html``, ``zeros`` of its length, or the body
+            without the object's metadata (``bare``).
         cut_after: bytes of an answer's body after which the connection is cut; -1: never.
-        methods: the requests that this is about; empty: all.
-        path: those of them that this is about: with this in their path; empty: all.
-        header: those of them that this is about: with this header, in lower case; empty: all.
+        methods: methods of the affected requests; empty for all.
+        path: substring of the affected requests' path; empty for all.
+        header: header of the affected requests, in lower case; empty for all.
     """
 
     delay_s: float = 0.0

@@ -24,7 +24,7 @@ GENEROUS = {"connect_timeout_s": 30.0, "timeout_s": 30.0, "open_timeout_s": 60.0
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for something in the background, or at the proxy."""
+    """Wait for a background task or the proxy."""
     with anyio.fail_after(60):
         while not holds():  # noqa: ASYNC110 - there is no event
             await anyio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Calls cancelled while the server is slow: what may still touch slots or objects is awaited."""
+"""Calls cancelled while the server is slow: work that may still touch slots or objects is awaited."""
 
 from __future__ import annotations
 

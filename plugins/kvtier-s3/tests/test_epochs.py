@@ -62,7 +62,7 @@ async def test_each_of_many_concurrent_resets_hides_earlier_puts(place: Place) -
 async def test_a_slow_reset_hides_concurrent_puts_of_others(place: Place, proxy: Proxy) -> None:
     direct: dict[str, Any] = {"endpoint": place.server.endpoint}
     async with place.opened(timeout_s=60.0) as slow, place.opened(**direct) as quick:
-        for _ in range(6):  # which of two markers of one number is greater is random
+        for _ in range(6):  # two markers with one number have a random order
             async with anyio.create_task_group() as tasks:
                 with proxy.faulty(Faults(delay_s=inf, methods=("PUT",))):
                     tasks.start_soon(slow.tier.reset)
@@ -91,7 +91,7 @@ async def test_an_epoch_whose_marker_is_lost_does_not_come_back(place: Place) ->
 
 
 @pytest.mark.parametrize("refused", [("PUT",), ("GET",)])
-async def test_a_reset_that_cannot_be_stored_raises_and_hides_everything(
+async def test_failed_reset_raises_and_hides_everything(
     place: Place, proxy: Proxy, refused: tuple[str, ...]
 ) -> None:
     async with place.opened() as it:

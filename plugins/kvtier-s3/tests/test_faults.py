@@ -77,7 +77,7 @@ async def check_all_is_well(it: TierRig) -> None:
 
 @pytest.fixture
 def asks_for_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask whether the bucket is there whenever no chunk is found, however short ago that was last."""
+    """Check that the bucket exists after every miss, with no minimum interval."""
     monkeypatch.setattr("kvtier_s3.tier._BUCKET_EVERY_S", 0.0)
 
 
@@ -201,7 +201,7 @@ async def test_closing_does_not_wait_for_a_hanging_server(place: Place, proxy: P
         await tier.__aexit__(None, None, None)
 
 
-async def test_a_request_whose_answer_was_lost_is_repeated_without_harm(place: Place, proxy: Proxy) -> None:
+async def test_request_with_lost_answer_is_repeated(place: Place, proxy: Proxy) -> None:
     async with place.opened(**TIMES) as it:
         with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=("PUT",))):
             await put(it)  # the server gets it when the tier has given up

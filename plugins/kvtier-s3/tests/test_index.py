@@ -1,4 +1,4 @@
-"""The index of known chunks: what changes while a listing runs, and its bounds."""
+"""The index of known chunks: changes during a listing, and its bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def listed(index: ChunkIndex, numbers: range) -> list[bytes]:
     return list(index.finish_listing(listing))
 
 
-def test_puts_and_discards_during_a_listing_take_precedence_over_it() -> None:
+def test_changes_during_a_listing_take_precedence() -> None:
     index = ChunkIndex(100, None)
     listing = index.start_listing()
     listing.add(key(1), 10)
@@ -32,7 +32,7 @@ def test_puts_and_discards_during_a_listing_take_precedence_over_it() -> None:
     assert index.known(keys(range(1, 5))) == [U, P, P, U]
 
 
-def test_of_a_listing_during_a_reset_the_bytes_count_and_the_keys_do_not() -> None:
+def test_listing_across_reset_counts_bytes_only() -> None:
     index = ChunkIndex(100, 30)
     listing = index.start_listing()
     listing.add(key(1), 10)

@@ -1,4 +1,4 @@
-"""Opening: what cannot work is refused in one line that names the setting and the remedy."""
+"""Opening: faults are refused in one line that names the setting and the remedy."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_credentials_of_a_profile_are_used(
     assert "profile 'other'" in message
 
 
-async def test_the_configured_endpoint_takes_precedence_over_the_environment(
+async def test_configured_endpoint_overrides_environment(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):

@@ -1,4 +1,4 @@
-"""How many requests a call takes, what is known without one, and the content of an object."""
+"""The requests of each call, knowledge without requests, and the content of an object."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ async def test_an_object_is_the_chunk_with_the_trailer_in_its_metadata(place: Pl
     assert Path(path).name == f"{key(1)[:-4].hex()}_g1"
 
 
-async def test_each_call_takes_one_request_for_each_chunk_and_a_discard_one(
-    place: Place, proxy: Proxy
-) -> None:
+async def test_calls_take_one_request_per_chunk(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         counts = [proxy.requests()]
         for call in (it.put, it.get, it.contains, lambda numbers: it.tier.discard(keys(numbers))):
@@ -81,7 +79,7 @@ async def test_a_listing_finds_what_others_put_and_what_has_expired(place: Place
         it.expect_kept(await it.get(left), "chunks that have not expired")
 
 
-def test_the_readmes_lifecycle_rules_are_accepted_and_name_chunks_alone(place: Place) -> None:
+def test_readme_lifecycle_rules_name_only_chunks(place: Place) -> None:
     readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     (rules,) = re.findall(r'^```json\n({"Rules".*?)^```', readme, re.MULTILINE | re.DOTALL)
     server = place.server

@@ -11,7 +11,7 @@ import torch
 shims.install()
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what SGLang's modules warn of
+    warnings.simplefilter("ignore")  # warnings of SGLang's modules
     from sglang.srt.mem_cache.device_pool_info import (
         KVBufferLayout,
         KVBuffers,

@@ -44,9 +44,9 @@ class _Shim(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: every name is there when it is asked for."""
+        """Do nothing: every name is already imported."""
 
 
 def install() -> None:
-    """Make the packages importable; where a real one is installed it is used."""
+    """Make the packages importable; installed ones take precedence."""
     sys.meta_path.append(_Shim())

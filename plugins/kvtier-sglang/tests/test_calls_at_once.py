@@ -117,9 +117,7 @@ def test_pages_that_are_written_across_a_clear_are_not_stored(
     assert len(files(tmp_path / "root")) == 8
 
 
-def test_a_clear_that_is_not_confirmed_fails_and_nothing_is_served(
-    attach: Attach, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unconfirmed_clear_fails_and_serves_nothing(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = asyncio.Event()
     reset = TieringManager.reset
 
@@ -158,7 +156,7 @@ def test_a_clear_that_a_tier_has_not_seen_fails(attach: Attach, monkeypatch: pyt
         storage.clear()
 
 
-def test_a_part_that_is_late_ends_a_read_and_takes_nothing_with_it(
+def test_late_part_ends_only_its_own_read(
     attach: Attach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pool = pools.mha()

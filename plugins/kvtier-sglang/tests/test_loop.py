@@ -1,4 +1,4 @@
-"""What a call borrows from the loop: given in time or never, and given back whatever happens."""
+"""Memory that a call borrows from the loop: granted in time or never, and always returned."""
 
 from __future__ import annotations
 

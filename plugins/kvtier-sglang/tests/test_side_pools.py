@@ -1,4 +1,4 @@
-"""Pools beside the KV pool: a page of theirs that is missing shortens the hit."""
+"""Pools next to the KV pool: a missing page in one shortens the hit."""
 
 from __future__ import annotations
 

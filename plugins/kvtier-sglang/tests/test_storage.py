@@ -1,4 +1,4 @@
-"""What SGLang asks of a storage, of its own classes: nothing is given but the bytes that were stored."""
+"""SGLang's own classes use the storage, which returns only bytes that were stored."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_a_miss(attach: Attach, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chance", [1.0, 0.5])
 def test_sglangs_fault_injector(attach: Attach, chance: float) -> None:
-    pool, prompts = pools.mha(), range(50)  # at even odds nobody ever sees none of them stored and loaded
+    pool, prompts = pools.mha(), range(50)  # at even odds some of them are certainly stored and loaded
     with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(chance):
         storage = attach(pool)
     assert isinstance(storage, HiCacheStorageFailureInjector)
@@ -165,7 +165,7 @@ def test_sglangs_fault_injector(attach: Attach, chance: float) -> None:
 def test_threads_at_once(attach: Attach) -> None:
     pool = pools.mha()
     storage = attach(pool)
-    lock = threading.Lock()  # of the pages' places, of which each thread has its own
+    lock = threading.Lock()  # protects the pages' places; each thread uses separate ones
 
     def work(thread: int) -> bool:
         pages = range(thread * 4, thread * 4 + 4)
@@ -301,7 +301,7 @@ def test_another_sglang_is_refused_by_both_versions(monkeypatch: pytest.MonkeyPa
         StorageBackendFactory.create_backend("dynamic", config, None)
 
 
-def test_pages_that_a_tier_does_not_want_are_stored_in_host_memory(attach: Attach, tmp_path: Path) -> None:
+def test_pages_refused_by_a_tier_stay_in_host_memory(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
     extra = settings(tmp_path / "root")
     extra["kvtier"]["secondary_tiers"][0]["write_policy"] = "reused"  # type: ignore[index]

@@ -170,7 +170,7 @@ def run(policy: type[EvictionPolicy], test: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "test", "words"), CAUGHT, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_a_bad_policy_is_caught_by_the_test_that_names_what_is_wrong(policy, test, words):
+def test_bad_policy_fails_the_matching_test(policy, test, words):
     with pytest.raises((AssertionError, TypeError), match=words):
         run(policy, test)
 

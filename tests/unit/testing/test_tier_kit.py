@@ -48,7 +48,7 @@ class GoodTier(SecondaryTier[Config]):
     """A tier that keeps the contract: a dict for each place and identity, copied in threads."""
 
     Config = Config
-    stores: dict[tuple[str, object], Store] = {}  # what a disk or a server would be
+    stores: dict[tuple[str, object], Store] = {}  # stands for a disk or a server
     restarts = 0  # of that server
 
     async def open(self, context: TierContext) -> None:
@@ -56,7 +56,7 @@ class GoodTier(SecondaryTier[Config]):
         self.store = self.stores.setdefault((self.config.place, self.partition(context)), {})
         self.resets = 0
         self.context = context
-        self.held: list[Any] = []  # what a bug holds on to
+        self.held: list[Any] = []  # references kept by a bug
 
     def partition(self, context: TierContext) -> object:
         return context.identity.digest
@@ -106,7 +106,7 @@ class GoodTier(SecondaryTier[Config]):
         await asyncio.sleep(0)
         self.resets += 1
         self.store.clear()
-        self.store = {}  # for nobody who opens later
+        self.store = {}  # invisible to tiers opened later
 
 
 def blocking_call() -> None:
@@ -122,7 +122,7 @@ HANGING: list[type[GoodTier]] = []
 
 
 def broken(*caught: tuple[str, str], hangs: bool = False) -> Callable[[type], type]:
-    """Register a class with a bug: the tests that have to fail for it, and in which words."""
+    """Register a class with a bug, the tests that must fail for it, and their messages."""
 
     def register(tier: type) -> type:
         CAUGHT.extend((tier, test, words) for test, words in caught)
@@ -156,7 +156,7 @@ async def abandoned(function: Callable[..., Any], *arguments: Any) -> Any:
         loop.call_soon(after_passes, left - 1) if left else may_go_on.set()
 
     try:
-        # Shielded: what no thread has begun yet would never run.
+        # Shielded: otherwise work that no thread has started would never run.
         return await asyncio.shield(loop.run_in_executor(None, work))
     except asyncio.CancelledError:
         is_cancelled.set()
@@ -773,8 +773,8 @@ async def lets_others_read(self: GoodTier, batch: Batch) -> Outcome:
     return await GoodTier.put(self, batch)
 
 
-# What is drawn differs between versions of hypothesis: mostly one of the first ten sequences shows what is
-# wrong, at times the hundredth. That one is the last.
+# Draws differ between versions of hypothesis: mostly one of the first ten sequences shows the fault,
+# sometimes the hundredth. The failing sequence is the last.
 ENOUGH = 1000
 
 
@@ -841,7 +841,7 @@ def _in_lanes() -> list[Any]:
     lanes = []
     for tier, test, words in CAUGHT:
         so_far[test] += 1
-        # What counts the process's objects can miss a leak while others' are freed.
+        # A count of the process's objects can miss a leak while other objects are freed.
         is_rare = so_far[test] > 2 or tier.__name__ == "holds_a_transaction_for_each_get"
         lanes.append(pytest.param(tier, test, words, marks=pytest.mark.full if is_rare else ()))
     return lanes
@@ -850,7 +850,7 @@ def _in_lanes() -> list[Any]:
 @pytest.mark.parametrize(
     ("tier", "test", "words"), _in_lanes(), ids=lambda value: getattr(value, "__name__", "")
 )
-def test_a_bad_tier_is_caught_by_the_test_that_names_what_is_wrong(tier, test, words, tmp_path):
+def test_bad_tier_fails_the_matching_test(tier, test, words, tmp_path):
     with pytest.raises(BaseException) as caught:
         run(kit(tier), test, tmp_path)
     errors = getattr(caught.value, "exceptions", (caught.value,))
@@ -860,7 +860,7 @@ def test_a_bad_tier_is_caught_by_the_test_that_names_what_is_wrong(tier, test, w
     assert any(re.search(words, one) for one in said), said
 
 
-def test_a_get_beside_a_discard_may_mix_versions_where_the_suite_says_so(tmp_path):
+def test_get_during_discard_may_mix_versions_if_allowed(tmp_path):
     suite = kit(StoresTornValues)  # caught without it, see there
     type(suite).may_mix_versions = True
     run(suite, ONE_KEY, tmp_path)
@@ -878,7 +878,7 @@ def test_a_get_that_fails_is_no_partial_chunk(tmp_path):
     run(kit(FailsNowAndThen), AT_EACH_WAIT, tmp_path)
 
 
-def test_blocking_calls_are_refused_where_blockbuster_is_installed(tmp_path):
+def test_blocking_calls_are_refused_with_blockbuster(tmp_path):
     blockbuster = pytest.importorskip("blockbuster")
 
     class Kit(TierConformance):

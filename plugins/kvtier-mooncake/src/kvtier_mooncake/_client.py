@@ -18,15 +18,15 @@ UNREACHABLE: Final = range(-999, -899)
 
 _GIVES_UP_S = 50.0  # somewhat before the client does
 _NOTHING_BEGUN: Final = frozenset({NO_ROOM, WRONG_SIZE, *NOT_READABLE})
-# What the master answers before a transfer, and what the client says of one that has ended: the checksum is
-# wrong, or a lease ran out meanwhile.
+# The master's answers before a transfer, and the client's errors after one has ended: a wrong checksum, or a
+# lease that expired meanwhile.
 _NOTHING_RUNS: Final = _NOTHING_BEGUN | {
     *(-101, -103, -400, -601, -705, -706, LEASE_EXPIRED, -708, -801, -1010, -1011, -1700, -1701)
 }
 
 
 class Stopwatch:
-    """Measures a call, by the faster of two clocks: by which one the client waits depends on its build."""
+    """Measures a call by the faster of two clocks, because the client's clock depends on its build."""
 
     def __init__(self) -> None:
         self._begun = (time.monotonic(), time.time())
@@ -38,13 +38,13 @@ class Stopwatch:
 
 
 def may_go_on(codes: Iterable[int], seconds: float, protocol: str) -> bool:
-    """Return whether a transfer may go on after the call of the client that began it.
+    """Return whether a transfer may continue after the client's call has returned.
 
     Args:
-        codes: what the call returned for the chunks.
-        seconds: how long it took.
-        protocol: transport of the bytes. Over TCP a transfer that fails in time has ended. Of others this is
-            not known: where a device fails while a chunk is submitted, a part of the chunk is under way.
+        codes: return codes of the chunks.
+        seconds: duration of the call.
+        protocol: transport of the bytes. Over TCP a transfer that fails in time has ended. Over other
+            transports, if a device fails during a submit, part of the chunk may still be in flight.
     """
     failed = {code for code in codes if code < 0}
     if seconds >= _GIVES_UP_S:
@@ -66,7 +66,7 @@ class SharedClient:
 
     @property
     def is_usable(self) -> bool:
-        """Whether nobody has begun to close it."""
+        """Whether no close has started."""
         return not self._is_closing
 
     @contextmanager

@@ -75,7 +75,7 @@ class MooncakeConfig(TierConfig):
 
     @property
     def metadata_address(self) -> tuple[str, int] | None:
-        """Host and port of the metadata server; None where there is none."""
+        """Host and port of the metadata server; None if there is none."""
         url = urlsplit(self.metadata_server)
         return (url.hostname, url.port) if url.hostname and url.port else None
 

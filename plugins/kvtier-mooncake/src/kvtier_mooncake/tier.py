@@ -37,9 +37,9 @@ _log = GuardedLogger("kvtier.tiers.mooncake")
 class MooncakeTier(SecondaryTier[MooncakeConfig]):
     """Stores chunks in Mooncake Store, which engines on many hosts may share.
 
-    The pool evicts the chunks that were not used for longest, without a notification. A call of the client
-    cannot be interrupted: who cancels a put or a get waits until it has ended, and a master that does not
-    answer holds the slots until it does.
+    The pool evicts the least recently used chunks without a notification. A call of the client cannot be
+    interrupted: cancelling a put or a get waits for its end, and a master that does not answer holds the
+    slots until it does.
     """
 
     Config: ClassVar[type[TierConfig]] = MooncakeConfig
@@ -77,7 +77,7 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
         self._epoch = store.join()
 
     async def aclose(self) -> None:
-        """Disconnect. What this engine contributes to the pool goes with it."""
+        """Disconnect, which also withdraws this engine's contribution to the pool."""
         store, self._store, self._epoch = self._store, None, None
         if store is not None:
             with anyio.CancelScope(shield=True):
@@ -117,7 +117,7 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
         return await self._transfer(self._opened.get, names, batch)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Renew the leases of the keys, by which the pool evicts. See ``SecondaryTier.touch``."""
+        """Renew the keys' leases, which determine eviction. See ``SecondaryTier.touch``."""
         await self.contains(keys)
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:

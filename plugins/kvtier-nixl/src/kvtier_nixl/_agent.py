@@ -121,7 +121,7 @@ class Agent:
     async def aclose(self) -> None:
         """End the thread and NIXL, with the reads in flight. Afterwards nothing writes into its memory.
 
-        A thread that is stuck is abandoned after a while. It keeps the memory: what comes late harms nobody.
+        A stuck thread is abandoned after a while. It keeps the memory, so late writes are harmless.
         """
         if self._ended is None:
             return
@@ -204,7 +204,7 @@ class Agent:
             read.future.set_result(state)
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that runs in the thread. Who is cancelled does not wait for it."""
+        """Return the result of a function that runs in the thread. A cancelled caller does not wait."""
         assert self._loop is not None
         future: asyncio.Future[T] = self._loop.create_future()
 
@@ -244,7 +244,7 @@ class Agent:
         agent = new_agent(self.name, is_local=self._is_local)
         served = _register(agent, self._serving)
         _register(agent, self._receiving)
-        # Of the serving memory alone: peers have no business in the receiving memory.
+        # Only the serving memory: peers must not access the receiving memory.
         self.metadata = agent.get_partial_agent_metadata(served, inc_conn_info=True, backends=["UCX"])
         self._agent = agent
 
@@ -338,7 +338,7 @@ def _agent_that_waits(name: str) -> Any:
 
 def _ucx_settings(*, is_local: bool) -> list[str]:
     """Return settings of UCX, except those that the environment has."""
-    settings = {"TCP_TX_SEG_SIZE": "32k"}  # by default 8k, with which TCP reaches half the throughput
+    settings = {"TCP_TX_SEG_SIZE": "32k"}  # the default, 8k, halves TCP's throughput
     if is_local:
         settings["NET_DEVICES"] = "lo"
     return [f"{name}={value}" for name, value in settings.items() if f"UCX_{name}" not in os.environ]

@@ -1,4 +1,4 @@
-"""Which of several holders a chunk is read from: the one that is expected to have delivered it first."""
+"""The choice among several holders of a chunk: the one expected to deliver it first."""
 
 from __future__ import annotations
 

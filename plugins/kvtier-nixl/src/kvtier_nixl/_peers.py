@@ -31,7 +31,7 @@ _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 _FIRST_TRIES_S: Final = 5.0
 _PATIENCE: Final = 0.1
-"""Share of ``answer_timeout_s`` for which a late peer is waited for when half of them have answered."""
+"""Fraction of ``answer_timeout_s`` to wait for late peers once half of them have answered."""
 
 _ASK_ALL_EVERY_S: Final = 1.0
 """Seconds between two questions to all peers about a key whose holders a client has named."""

@@ -1,6 +1,6 @@
-"""The chunks that this engine serves: which row of the serving memory holds which, and until when.
+"""The chunks that this engine serves: their rows in the serving memory, and their leases.
 
-Rows are bookkeeping: nobody here touches their bytes. Used from the event loop alone.
+Rows are bookkeeping: this module never touches their bytes. Used only from the event loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Pool:
         self._leases: OrderedDict[int, _Lease] = OrderedDict()  # the first to expire first
         self._leased: Counter[int] = Counter()
         self._removed: set[int] = set()  # pinned rows whose chunk is gone
-        self._next_lease = secrets.randbits(48)  # unlike those of an engine that had the address before
+        self._next_lease = secrets.randbits(
+            48
+        )  # differs from the leases of an earlier engine at this address
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -137,7 +139,7 @@ class Pool:
             self.unpin(row)
 
     def discard(self, key: OffloadKey) -> None:
-        """Serve a chunk no longer. Its row is used again once nobody has it pinned."""
+        """Stop serving a chunk. Its row is reused when its last pin is released."""
         chunk = self._chunks.pop(key, None)
         if chunk is None:
             return
@@ -147,7 +149,7 @@ class Pool:
             self._free.append(chunk.row)
 
     def clear(self) -> None:
-        """Serve nothing of what is here."""
+        """Stop serving all chunks."""
         for key in list(self._chunks):
             self.discard(key)
 

@@ -21,7 +21,7 @@ from kvtier.keys import MAX_KEY_BYTES
 from kvtier.tiers import TRAILER_BYTES
 
 VERSION: Final = 2
-"""Version of the protocol and of the form in which chunks are served."""
+"""Version of the protocol and of the served chunks' format."""
 MAX_KEYS: Final = 1024
 """Keys of one request at most."""
 MAX_FRAME_BYTES: Final = 1 << 20
@@ -39,11 +39,11 @@ Keys = Annotated[
 
 
 class ProtocolError(Exception):
-    """The other side sent something that the protocol does not allow.
+    """The other side violated the protocol.
 
     Args:
-        text: what.
-        category: tells it from other kinds, where log lines are limited.
+        text: the violation.
+        category: its kind, for the limit on log lines.
     """
 
     def __init__(self, text: str, category: str = "frame") -> None:
@@ -63,7 +63,7 @@ class Challenge(Message, frozen=True, tag=1):
 
 
 class Hello(Message, frozen=True, tag=2):
-    """The client's first message: what it expects, and the proof that it knows the secret."""
+    """The client's first message: its expectations, and its proof of the secret."""
 
     version: int
     nonce: Short
@@ -73,12 +73,12 @@ class Hello(Message, frozen=True, tag=2):
 
 
 class Welcome(Message, frozen=True, tag=3):
-    """The server's proof, and how its memory is read.
+    """The server's proof, and access to its memory.
 
     Attributes:
-        proof: that it knows the secret, and that the rest of this message is its own.
+        proof: proof that it knows the secret and that the rest of this message is its own.
         agent: name of its NIXL agent.
-        metadata: with which an agent reads from it.
+        metadata: NIXL metadata that an agent needs to read from it.
     """
 
     proof: Short
@@ -111,10 +111,10 @@ class Lease(Message, frozen=True, tag=7):
 
 
 class Leased(Message, frozen=True, tag=8):
-    """Where the chunks of a lease are; address 0 and no trailer for those that are not leased.
+    """The addresses of a lease's chunks; address 0 and no trailer for chunks that are not leased.
 
     Attributes:
-        lasts_s: seconds that they stay there at least, from when the request was sent, unless it is released.
+        lasts_s: seconds that they stay at least, counted from the request, unless the lease is released.
     """
 
     lease: int
@@ -179,7 +179,7 @@ async def expect(reader: asyncio.StreamReader, wanted: type[MessageT], limit_byt
     if isinstance(message, wanted):
         return message
     if isinstance(message, Refused):
-        raise ProtocolError(f"it refuses: {message.why!r}")  # nobody has proved anything yet
+        raise ProtocolError(f"it refuses: {message.why!r}")  # neither side is authenticated yet
     raise ProtocolError(f"it sent {type(message).__name__} where {wanted.__name__} was due")
 
 
@@ -191,7 +191,7 @@ def proof(
     identity: bytes,
     agent: bytes = b"",
 ) -> bytes:
-    """Return the proof of one side that it knows the secret, for one connection.
+    """Return one side's proof, for one connection, that it knows the secret.
 
     Args:
         secret: the shared secret.
@@ -199,7 +199,7 @@ def proof(
         challenge: the server's first message.
         hello_nonce: the client's nonce.
         identity: digest of the cache that the client asks for.
-        agent: ``agent_digest`` of what the server answers.
+        agent: ``agent_digest`` of the server's answer.
     """
     version = str(challenge.version).encode()
     parts = (b"kvtier-nixl", side, version, challenge.nonce, hello_nonce, identity, agent)

@@ -18,14 +18,14 @@ Arg = bytes | int
 
 _IOV_MAX = 1024
 _READ_BYTES = 64 * 1024
-_HEADER_BYTES = 16  # no longer than the shortest value with its header: what is read beyond it is copied
+_HEADER_BYTES = 16  # at most the shortest value with its header, because bytes read beyond it are copied
 _MAX_LINE_BYTES = 2 * _READ_BYTES
 _NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
 _SCRATCH_BYTES = 1024 * 1024
 
 
 class ProtocolError(ConnectionError):
-    """The server sent something that is not the expected reply; the connection must be closed."""
+    """The server sent an unexpected reply; the connection must be closed."""
 
 
 class ErrorReply(str):

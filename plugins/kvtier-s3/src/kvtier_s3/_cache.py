@@ -2,7 +2,7 @@
 
 **Epochs.** The chunks of an epoch have a prefix of their own, and an empty marker object records the epoch.
 A tier that opens joins the greatest marker. A reset writes a greater one, for tiers that open later, and
-continues in an epoch without a marker, which nobody else finds. Tiers that were open before keep their epoch.
+continues in an epoch without a marker, which no other tier finds. Tiers already open keep their epoch.
 
 Each marker has a random part: two are never equal, with or without conditional puts, and an epoch whose
 marker was deleted by hand never comes back. The greatest wins, so the order of events does not matter; a
@@ -28,7 +28,7 @@ _log = GuardedLogger("kvtier.tiers.s3")
 
 
 class JoinedCache(NamedTuple):
-    """What ``Cache.join`` found.
+    """The result of ``Cache.join``.
 
     Attributes:
         chunks: prefix of the epoch's chunks.

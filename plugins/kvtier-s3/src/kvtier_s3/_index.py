@@ -1,8 +1,8 @@
-"""The chunks and bytes that are known to be in the bucket without a request.
+"""The chunks and bytes known to be in the bucket without a request.
 
-A listing returns what was there while it ran. What this tier puts and discards meanwhile and afterwards is
-applied to it; what others put and what a lifecycle rule removes is learned at the next one. So the keys are a
-lower bound that may contain expired chunks, and the bytes are approximate.
+A listing returns the objects present while it ran. This tier's own puts and discards since then are applied
+to it. Other tiers' puts and removals by a lifecycle rule are learned at the next one. So the keys are a lower
+bound that may contain expired chunks, and the bytes are approximate.
 
 Changed on the event loop only; any thread may read the keys.
 """
@@ -19,7 +19,7 @@ from kvtier.tiers import Knowledge, Usage
 
 @dataclass(eq=False)
 class Listing:
-    """What a listing has returned so far, and what has changed since it began.
+    """The results of a listing so far, and the changes since it began.
 
     Attributes:
         keys: chunks it returned.
@@ -27,7 +27,7 @@ class Listing:
         put: chunks put or seen meanwhile.
         gone: chunks discarded meanwhile.
         added_bytes: bytes added less bytes removed meanwhile; the listing may include some of them.
-        is_of_before: whether the keys were cleared meanwhile: those that it returns are of no use.
+        is_of_before: whether the keys were cleared meanwhile, so that the returned keys are useless.
     """
 
     max_keys: int
@@ -73,7 +73,7 @@ class ChunkIndex:
         return len(self._keys)
 
     def known(self, keys: Sequence[OffloadKey]) -> list[Knowledge]:
-        """Return which keys are known to be there. Any thread may call it."""
+        """Return which keys are known to be present. Any thread may call it."""
         present = self._keys
         return [Knowledge.PRESENT if key in present else Knowledge.UNKNOWN for key in keys]
 
@@ -102,7 +102,7 @@ class ChunkIndex:
             self._count(nbytes)
 
     def add(self, key: OffloadKey) -> None:
-        """Record that a chunk is there."""
+        """Record that a chunk is present."""
         if len(self._keys) < self._max_keys:
             self._keys.add(key)
         if self._listing is not None:
@@ -120,7 +120,7 @@ class ChunkIndex:
         return gone
 
     def clear(self) -> None:
-        """Forget all keys, and those of a listing in progress. The bytes remain."""
+        """Forget all keys, including keys of a listing in progress. The bytes remain."""
         self._keys = set()
         if self._listing is not None:
             self._listing.is_of_before = True

@@ -4,7 +4,7 @@
     <prefix>/caches/<namespace>/epochs/<number>-<token>         one empty marker for each epoch
     <prefix>/chunks/<namespace>/<number>-<token>/<hash>_g<group>  the chunks of one epoch
 
-Chunks have a branch of their own, so that a lifecycle rule can expire them and nothing else.
+Chunks have a separate branch, so that a lifecycle rule can expire them alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARKER: Final = re.compile(r"(\d{10})-([0-9a-f]{16})")
 
 
 class Layout:
-    """Where the objects of one cache are.
+    """The names of one cache's objects.
 
     Attributes:
         manifest: the object that holds the cache's identity.

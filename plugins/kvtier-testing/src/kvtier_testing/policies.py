@@ -109,7 +109,7 @@ class PolicyConformance(LimitedSuite):
     def test_a_call_takes_no_longer_with_more_candidates(self) -> None:
         few = min(self._seconds_of_calls(_FEW) for _ in range(_ATTEMPTS))
         many = math.inf
-        for _ in range(_ATTEMPTS):  # other processes may evict the processor's caches: the best attempt counts
+        for _ in range(_ATTEMPTS):  # other processes may evict CPU caches: the best attempt counts
             many = min(many, self._seconds_of_calls(_MANY))
             if many < _MOST_TIMES_AS_LONG * few:
                 break

@@ -31,7 +31,7 @@ class Copies:
         self._until_s = until_s
         self._longest_s = longest_s
         self._chance = world.chance(f"device/{world.process}")
-        self._under_way: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by the callback that ends the copy
+        self._under_way: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by ending callback
 
     @property
     def under_way(self) -> int:

@@ -293,7 +293,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
     def _require_usable(self, verb: str) -> None:
         require, name = self._world.require, self._backend.name
         require(self._is_opened, f"{name}: {verb} before it is open, or after it was closed")
-        if verb in ("put", "known"):  # the first calls of a command, whose later ones may end after a close
+        if verb in ("put", "known"):  # the first calls of a command; later ones may overlap a reset
             require(not self.running["reset"], f"{name}: {verb} while a reset is under way")
             require(not self._is_reset_failed, f"{name}: {verb} after a reset that has failed")
 

@@ -64,7 +64,7 @@ class SimLoop(asyncio.BaseEventLoop):
         scale: approximate number of simulated processes; the limit on callbacks grows with it.
 
     Attributes:
-        network: the network in which connections and servers are created.
+        network: the network of its connections and servers.
     """
 
     network: Network
@@ -186,7 +186,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _shuffle(self) -> None:
         """Shuffle the ready tasks. Each is queued at most once, so its own steps keep their order.
 
-        They are sorted first, because a set may have determined the order in which they were woken.
+        They are sorted first, because the order of their wake-ups may come from a set.
         """
         batch = list(self._ready)
         numbers = [_number_of(handle) for handle in batch]

@@ -74,7 +74,7 @@ class SimNixl:
     ) -> None:
         self.owner = _require_owner()
         self.is_closed = False
-        self._memory = memory  # None once reads from it are refused
+        self._memory = memory  # stays referenced while peers may read from it
         self._fabric = fabric
         self._on_end = on_end
         self._written: set[int] = set()  # addresses that reads in flight write to

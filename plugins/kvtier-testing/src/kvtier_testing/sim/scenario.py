@@ -44,8 +44,8 @@ class TierScenario:
         checks_damage: whether the run ends with a check that a damaged chunk is set aside.
         fault_schedule: start times and faults; no faults before the first entry or after the last.
         preloaded: for each prompt, the number of chunks that an earlier engine stored there.
-        corrupts_at_s: times at which some of its chunks are damaged.
-        loses_at_s: times at which it evicts some chunks on its own.
+        corrupts_at_s: times when some of its chunks are damaged.
+        loses_at_s: times when it evicts some chunks unprompted.
         shared_at_s: prompt whose chunks another engine stores there, and the time for each chunk.
     """
 
@@ -74,7 +74,7 @@ class Scenario:
         faults_end_s: end of the last fault.
         step_s: approximate duration of an engine's step, or of a task's pause.
         requests: number of requests per process.
-        resets: fraction of steps in which the engine gets new weights.
+        resets: fraction of steps that give the engine new weights.
         copy_failures: fraction of device copies that fail.
         copy_s: longest duration of a device copy.
         prompts: prompts; each request asks for the beginning of one.
@@ -252,7 +252,7 @@ def peer_tier(settings: dict[str, object], faults_end_s: float) -> TierScenario:
 
 
 def peer_addresses(count: int) -> tuple[str, ...]:
-    """Return the addresses on which ``count`` engines listen."""
+    """Return the listen addresses of ``count`` engines."""
     return tuple(f"{host(number)}:{_PORT}" for number in range(count))
 
 
@@ -343,7 +343,7 @@ def _times(chance: Random, faults_end_s: float, share: float) -> tuple[float, ..
 
 
 def _shared(chance: Random, faults_end_s: float) -> tuple[int, tuple[float, ...]]:
-    """Draw the times at which another engine stores the chunks of a prompt, mostly in order."""
+    """Draw times for another engine to store the chunks of a prompt, mostly in order."""
     begin_s, chunk_s = chance.random() * faults_end_s, chance.choice((0.0, 0.01, 0.1))
     times = tuple(begin_s + chunk_s * index for index in range(chance.choice((2, 20))))
     return chance.randrange(_MOST_PROMPTS), times if chance.random() < 0.8 else times[::-1]
@@ -381,7 +381,7 @@ def _process_ends(chance: Random, faults_end_s: float) -> tuple[tuple[float, End
 
 
 def _prompts(chance: Random, *, windowed: bool) -> tuple[tuple[OffloadKey, ...], ...]:
-    """Draw prompts, some of which share a beginning."""
+    """Draw prompts; some share a beginning."""
     shared = chain("s", chance.randint(1, 5))
     prompts = [(*shared, *chain(name, chance.randint(1, 6))) for name in "abc"[: chance.randint(0, 3)]]
     prompts += [chain(name, chance.randint(1, 8)) for name in "def"[: chance.randint(1, 3)]]

@@ -27,7 +27,7 @@ def absent(why: str) -> NoReturn:
 
 
 def free_port(*beside: int) -> int:
-    """Return a free loopback port for which the ports at the offsets ``beside`` are free too.
+    """Return a free loopback port; the ports at the offsets ``beside`` are free too.
 
     It is below the ephemeral ports, and was not returned before: its server may not listen yet.
     """
