@@ -162,7 +162,7 @@ async def test_late_bytes_of_stopped_peer_are_harmless(
         assert not first_peer(it).is_connected
         agent = tier_of(it)._opened
         assert agent._reads  # the transfer itself goes on
-        assert lost  # and holds all receiving memory: kvtier would open the tier anew
+        assert lost  # and holds all receiving memory: kvtier would reopen the tier
         assert set(await it.get(EIGHT)) == {Status.ABSENT}
         monkeypatch.undo()
         holder.resume()

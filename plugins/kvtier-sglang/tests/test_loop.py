@@ -1,4 +1,4 @@
-"""Memory that a call borrows from the loop: granted in time or never, and always returned."""
+"""Resources that a call borrows from the loop: granted in time or never, and always returned."""
 
 from __future__ import annotations
 
