@@ -1,7 +1,7 @@
 """The core against a plain model: random owners, tiers that answer late or wrongly, resets at any time.
 
-The model knows what bytes are in each slot (a key and the epoch in which it was stored) and who reads
-or writes it now. What the core says is held against that after every step.
+The model knows the bytes in each slot (a key and the epoch of its store) and the current readers and
+writers. After every step the core's answers are compared with it.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ steps_s = st.sampled_from([0.0, 0.0, 0.1, 0.1, 0.5, 1.0, 4.0])
 filters = st.sampled_from(
     [None, None, None, frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})]
 )
-# What an answer says of its tier; mostly nothing bad, or breakers would be open most of the time.
+# The health that an answer reports; mostly good, or breakers would be open most of the time.
 healths = st.sampled_from(
     [TransferHealth.NONE, *[TransferHealth.GOOD] * 6, TransferHealth.BAD, TransferHealth.LATE]
 )
 # How long a tier says that it has taken.
 tooks_s = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
-# What a tier answers, key by key, where it has the chunk: everything, or anything.
+# A tier's answer for each key that it has: always copied, or any answer.
 wishes = st.integers(0, 30).map(_wishes)
 limits = st.builds(
     Limits,
@@ -112,12 +112,12 @@ class Asker:
     """A request as the model sees it.
 
     Attributes:
-        keys: what it asks for, in the order of the prompt.
-        backwards: whether it asks for the last key first, as for a sliding window.
-        scan: the answers of this round, in the order of the questions; None where it was not asked.
-        since_s: when something first stayed pending.
+        keys: the keys to look up, in prompt order.
+        backwards: whether the last key is looked up first, as for a sliding window.
+        scan: this round's answers in lookup order; None if there was no lookup.
+        since_s: time when a key first stayed pending.
         expired: whether only final answers are allowed from now on.
-        patience_s: how long something may stay pending.
+        patience_s: longest time that a key may stay pending.
     """
 
     keys: list[OffloadKey]
@@ -131,9 +131,9 @@ class Asker:
 
 @dataclass(eq=False)
 class Job:
-    """A command that a tier has taken, when, and with what epoch and which chunks in the tier then.
+    """A command that a tier accepted, with its time, and the tier's epoch and chunks at that time.
 
-    ``is_written`` says that the tier has what was put, though the put has not ended.
+    ``is_written`` is true if the tier has the chunks although the put has not ended.
     """
 
     command: Put | Get
@@ -163,7 +163,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.stored: list[set[OffloadKey]] = []
         self.confirmed: set[OffloadKey] = set()  # a tier has said in this epoch that it has them
         self.announced: set[OffloadKey] = set()
-        self.believed: list[set[OffloadKey]] = []  # what a router believes of each tier
+        self.believed: list[set[OffloadKey]] = []  # a router's view of each tier
         self.untold: list[set[OffloadKey]] = []  # chunks that have left a tier, which does not say so yet
 
     @initialize(
@@ -275,7 +275,7 @@ class CoreMachine(RuleBasedStateMachine):
     def scan_in_the_midst_of_which_a_tier_answers(
         self, pick: int, number: int, answers: list[Answer]
     ) -> None:
-        """What a tier has answered is taken in at the next question, whichever that is."""
+        """Queue a tier's answer, which the core processes at its next call."""
         fetches = [job for job in self.jobs if isinstance(job.command, Get)]
         self._scan(_pick(self.askers, pick), {number: (_pick(fetches, pick), answers)})
 
@@ -298,7 +298,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(asker.scan for asker in self.askers))
     @rule(pick=picks, alone=st.booleans())
     def acquire(self, pick: int, alone: bool) -> None:
-        """Whatever happened since in this round, what was a HIT in it can be had."""
+        """Acquire a key that was a HIT in this round, regardless of later events."""
         self._acquire(_pick([asker for asker in self.askers if asker.scan], pick), alone)
 
     def _acquire(self, asker: Asker, alone: bool) -> None:
@@ -337,7 +337,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.askers)
     @rule(pick=picks)
     def preempt(self, pick: int) -> None:
-        """The request is looked up anew; what it was told in this round still holds."""
+        """Look the request up again; hits reported in this round stay valid."""
         asker = _pick(self.askers, pick)
         self.core.restart(asker.request)
         asker.since_s, asker.expired = None, False

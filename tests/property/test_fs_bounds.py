@@ -57,7 +57,7 @@ class Machine:
         return FileSystem(TOTAL, used, TOTAL - used)
 
     def interrupt(self) -> None:
-        """Have something happen that other threads do while this one asks."""
+        """Run an action of other threads while this one asks."""
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
@@ -125,7 +125,7 @@ class Writer:
 
 @dataclass
 class Removal:
-    """What a writer removes for long, tells of now and then, and has not told yet."""
+    """A long removal: what the writer has removed, has reported so far, and has yet to report."""
 
     writer: Writer
     since: str
@@ -153,7 +153,7 @@ class BoundsMachine(RuleBasedStateMachine):
         self.writers: list[Writer] = []
         self.removals: list[Removal] = []
         self.slack = max(0, foreign + held - (TOTAL - MIN_FREE))
-        self.lost = 0  # what living writers had leased from ledgers that were lost
+        self.lost = 0  # bytes that living writers had leased from lost ledgers
         self.open_writer()
         self.open_writer()
         if counted:
@@ -241,7 +241,7 @@ class BoundsMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3), other=st.integers(0, 3), share=shares, seen=shares, missed=shares)
     def count(self, which: int, other: int, share: float, seen: float, missed: float) -> None:
-        """Something is written and something removed while the root is counted."""
+        """Write and remove chunks while the root is counted."""
         machine, busy = self.machine, self.pick(other)
 
         def add_up() -> int:
@@ -263,12 +263,12 @@ class BoundsMachine(RuleBasedStateMachine):
 
     @rule(share=shares)
     def a_quota_begins_to_hold(self, share: float) -> None:
-        """Of what the root holds, or less: then each write is refused."""
+        """Set a quota at or below the root's contents, so that each write is refused."""
         self.machine.quota = int(self.machine.root_bytes * (0.5 + share))
 
     @rule(which=st.integers(0, 3))
     def a_doubted_ledger_is_right_after_a_count(self, which: int) -> None:
-        """Whatever was removed or lost, a count that meets no failure says what is there."""
+        """Check that a count without failures is exact, regardless of removals and losses."""
         writer, machine = self.pick(which), self.machine
         machine.write_fails, machine.meanwhile = False, None
         writer.quota.refresh()
@@ -285,7 +285,7 @@ class BoundsMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_ledger(self) -> None:
-        """What was leased from it is written past the new one, until its writers ask again."""
+        """Lose the ledger: writers spend its leases past the new one until they ask again."""
         if self.machine.accounts is not None:
             leases = self.machine.accounts.leases
             self.lost += sum(leases.get(writer.name, 0) for writer in self.writers)
@@ -397,7 +397,7 @@ def test_a_plan_frees_enough_by_least_density_and_not_a_cell_too_many(
     if gone:
         last = max(gone, key=rank)
         assert sum(gone.values()) - gone[last] < need
-        # A sample leaves cells out, and what is in them leaves with the others.
+        # A sample skips cells, whose chunks are evicted with the others.
         wrong = [cell for cell in range(CLASSES * BUCKETS) if leaving[cell] != (rank(cell) <= rank(last))]
         assert wrong == []
     else:

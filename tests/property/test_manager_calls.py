@@ -70,7 +70,7 @@ async def _call(manager: TieringManager, name: str, arguments: list[Any]) -> Non
 
 
 def _in_thread(work: Callable[[], object]) -> list[BaseException]:
-    """Run something in a thread of its own; return what it has raised. A hang fails."""
+    """Run ``work`` in a new thread; return its exceptions. A hang fails the test."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -13,7 +13,7 @@ from kvtier.errors import TransferError
 from tests.unit.test_manager import AnyTier, World, dummy, files, prompt
 
 KEYS = prompt(1, 6)
-BESIDE = 3072 + 960  # a slot has more bytes than a chunk, which nobody audits
+BESIDE = 3072 + 960  # a slot has more bytes than a chunk; the extra ones are not audited
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ async def test_slots_that_a_tier_was_lent_are_not_held_against_what_they_held_be
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold
         assert it.slot_checksums is not None
-        it.slot_checksums.rate = 0.0  # of what is brought it will not be
+        it.slot_checksums.rate = 0.0  # it is not kept for promoted chunks
         assert await it.load(KEYS) == 6
         assert it.failures == {}
         assert it.manager.statistics().counts["loaded", it.names[0]] == 6

@@ -29,7 +29,7 @@ class TimesOut(DummyTier):
 
 
 class Begun(DummyTier):
-    """Says when a put or a get is under way."""
+    """Signals that a put or a get is in flight."""
 
     def __init__(self, config: DummyConfig) -> None:
         super().__init__(config)

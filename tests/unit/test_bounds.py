@@ -1,4 +1,4 @@
-"""Sizes and durations: what is accepted, and that nothing absurd is, in any setting of any tier."""
+"""Sizes and durations: accepted forms, and the rejection of absurd values in every setting."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_no_duration_is_refused_with_what_to_write(text: str) -> None:
 
 
 def models() -> Iterator[tuple[type[BaseModel], dict[str, Any]]]:
-    """Yield the model of all settings and that of each installed tier, with the least that it needs."""
+    """Yield the settings model and each installed tier's model, with their minimal settings."""
     needed = {"root_dir": "/chunks", "bucket": "b", "addresses": ["localhost"], "path": "/chunks.db"}
     yield TieringConfig, {"cpu_bytes_to_use": "1GiB"}
     for name in sorted({info.name for info in registry.installed()}):

@@ -1,4 +1,4 @@
-"""What the documentation shows is true: its Python runs, its JSON is accepted, and the names in it exist."""
+"""The documentation is true: its Python runs, its JSON is accepted, and its names exist."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the number of its first line, what follows the fence, and its text."""
+    """A fenced block: its page, first line number, info string and text."""
 
     page: Path
     line: int
@@ -190,7 +190,7 @@ def code_of(page: Path) -> str:
 
 
 def module_exists(dotted: str) -> bool:
-    """Whether a dotted name is a module of ours, or something that one defines. Imports nothing."""
+    """Return whether a dotted name is one of our modules or defined in one. Imports nothing."""
     package, *names = dotted.split(".")
     place = _SOURCES.get(package)
     if place is None:

@@ -52,7 +52,7 @@ def dummy(**settings: object) -> DummyTier:
 
 
 class Gated(DummyTier):
-    """Its puts and gets wait until they are let through, and what they do is noted."""
+    """Holds puts and gets until the test releases them, and records them."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(DummyConfig.model_validate(settings))
@@ -71,7 +71,7 @@ class Gated(DummyTier):
         outcome = await self._through("put", self.puts_open, partial(super().put, batch))
         if resets == self.begun.count("reset"):
             return outcome
-        await super().discard(batch.keys)  # it was begun in an epoch that is over
+        await super().discard(batch.keys)  # it began in an earlier epoch
         return Outcome.all(Status.REFUSED, len(batch), "reset")
 
     async def get(self, batch: Batch) -> Outcome:
@@ -211,7 +211,7 @@ async def test_a_reset_between_the_seal_and_the_put_is_seen() -> None:
         assert tier.known(keys([1])) == [Knowledge.ABSENT]
 
 
-# --- tiers that have to be opened anew -----------------------------------------------------------
+# --- tiers that must be reopened -----------------------------------------------------------------
 
 
 class Losing(Gated):
@@ -277,7 +277,7 @@ async def test_that_a_tier_is_down_is_sent_before_it_closes_which_may_stop_the_l
 
 
 async def test_a_tier_that_was_reset_and_is_opened_anew_is_reset_again() -> None:
-    """Who opens it joins what others use, and these need not have been reset."""
+    """Reopening joins a cache that other engines use, and they may not have reset it."""
     tier = Losing()
     tier.open_all()
     async with world(tier) as it:
@@ -342,7 +342,7 @@ class SlowReset(DummyTier):
 
 
 class Panic(BaseException):
-    """What extensions written in Rust raise where they have panicked: no ``Exception``."""
+    """Raised by Rust extensions that panic; not an ``Exception``."""
 
 
 class Unspeakable(Exception):
@@ -572,7 +572,7 @@ async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
             while activity.usage != Usage(2, 9):
                 seen.append(activity.usage)
                 await anyio.sleep(0.001)
-    assert seen[-1] is None  # what was known before is not told any more
+    assert seen[-1] is None  # an earlier result is not reported any more
 
 
 async def test_what_leaves_a_tier_by_itself_is_told_from_any_thread_in_few_events() -> None:
@@ -595,7 +595,7 @@ async def test_what_leaves_a_tier_by_itself_is_told_from_any_thread_in_few_event
         await it.until(lambda: removed_of(it.events) == keys([1, 2, *range(10, 300)]))
         told = [event for event in it.events if isinstance(event, Removed)]
         assert {event.tier for event in told} == {1}
-    context[0].removed([key(5)])  # after the end nobody listens, and nothing happens
+    context[0].removed([key(5)])  # after the end the call has no listener and no effect
 
 
 def removed_of(events: Iterable[Event]) -> list[OffloadKey]:
@@ -632,7 +632,7 @@ MakeHarness = Callable[..., Harness]
 
 @pytest.fixture
 def launch() -> Iterator[MakeHarness]:
-    """Make started executors beside this thread: in a thread, or in a process."""
+    """Make executors that run in another thread or in a process."""
     made: list[Harness] = []
 
     def make(*tiers: AnyTier, where: str = "thread") -> Harness:
@@ -648,7 +648,7 @@ def launch() -> Iterator[MakeHarness]:
 
 @pytest.fixture(params=["thread", "process"])
 def beside(request: pytest.FixtureRequest) -> str:
-    """Where the executor runs, beside its owner's thread."""
+    """The executor's place: a thread or a process."""
     return str(request.param)
 
 

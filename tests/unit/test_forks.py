@@ -1,4 +1,4 @@
-"""What a forked child may not keep alive: locks, leases, shared memory and sockets of its parent."""
+"""A forked child keeps none of its parent's locks, leases, shared memory or sockets alive."""
 
 from __future__ import annotations
 

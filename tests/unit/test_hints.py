@@ -1,4 +1,4 @@
-"""Hints in ``kv_transfer_params``: what is wrong is ignored with one warning, what is right counts."""
+"""Hints in ``kv_transfer_params``: valid ones count, invalid ones are ignored with one warning."""
 
 from __future__ import annotations
 

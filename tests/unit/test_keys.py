@@ -1,4 +1,4 @@
-"""Offload keys: packing, unpacking and what cannot be packed."""
+"""Offload keys: packing, unpacking and unpackable values."""
 
 from __future__ import annotations
 

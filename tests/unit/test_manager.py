@@ -1,4 +1,4 @@
-"""The asyncio face, with real copies and real tiers: what is loaded is what was stored, byte for byte."""
+"""The asyncio face, with real copies and tiers: loads return the stored bytes exactly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.common import PATIENCE_S
 from tests.unit.test_executor import SlowReset
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})
-PAGES = (3072, 960)  # nearly all of a slot: a wrong byte seldom falls beside them
+PAGES = (3072, 960)  # nearly all of a slot: a wrong byte seldom falls outside them
 AnyTier = SecondaryTier[Any]
 
 
@@ -62,7 +62,7 @@ def files(root: Path, **settings: object) -> FsTier:
 
 
 class Device:
-    """The engine's tensors. What a chunk holds follows from its key and a version, for each page."""
+    """The engine's tensors. A chunk's content follows from its key and a version, for each page."""
 
     def __init__(self, groups: int = 1, blocks_per_chunk: int = 1, blocks: int = 128) -> None:
         self.blocks = blocks
@@ -147,7 +147,7 @@ class World:
         )
 
     async def store(self, keys: Sequence[OffloadKey], first: int = 0, version: int = 0) -> int:
-        """Fill blocks from ``first`` on with what ``keys`` stand for, and store them."""
+        """Fill blocks from ``first`` on with the content of ``keys``, and store them."""
         blocks = range(first, first + len(keys) * self.device.blocks_per_chunk)
         self.device.fill(keys, blocks, version)
         return await self.manager.store(keys, blocks)
@@ -656,7 +656,7 @@ async def test_a_call_cancelled_anywhere_leaves_nothing_behind(
             with anyio.fail_after(PATIENCE_S):
                 cancelled = await cancelled_at(work(it), number, kind)
             it.check()
-            # Every slot is used anew at once: nothing of the cancelled call may still write to it.
+            # Every slot is reused at once: the cancelled call must not write to it any more.
             await it.store(prompt(6, 6), 40)
             stored = await it.store(prompt(7, 6), 50)
             assert stored >= 3  # the others are pinned by the put before it and by a fetch
@@ -666,7 +666,7 @@ async def test_a_call_cancelled_anywhere_leaves_nothing_behind(
             await it.check_idle()
         if not cancelled:
             break
-    assert number > 0 or work is _lookup  # of what is in the primary tier
+    assert number > 0 or work is _lookup  # a lookup of chunks in the primary tier never waits
 
 
 @pytest.mark.parametrize("kind", ["task", "scope"])

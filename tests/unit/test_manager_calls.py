@@ -67,7 +67,7 @@ CALLS: dict[str, Call] = {
 
 
 def elsewhere(work: Callable[[], object]) -> BaseException | None:
-    """Run something in a thread of its own; return what it has raised. It may hang."""
+    """Run ``work`` in a new thread; return its exception. It may hang."""
     raised: list[BaseException | None] = []
 
     def run() -> None:

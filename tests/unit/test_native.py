@@ -1,4 +1,4 @@
-"""The native library and what copies and computes checksums where it is missing: the same results."""
+"""The native library and its fallback give the same copies and checksums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_library = pytest.mark.skipif(native.library is None, reason="the native li
 
 
 def load_from(folder: Path) -> Any:
-    """Import a second copy of the module, beside whatever library is in ``folder``."""
+    """Import a second copy of the module, with the library in ``folder``, if any."""
     return load_file("second_native", folder / "__init__.py")
 
 
@@ -179,7 +179,7 @@ def test_without_a_compiler_building_says_so(source_folder, monkeypatch):
 
 
 class Application:
-    """What hatchling gives a hook to speak through."""
+    """The application object that hatchling gives a hook for its output."""
 
     def __init__(self):
         self.warnings = []

@@ -1,4 +1,4 @@
-"""Whether the device may hold blocks from before a reset, from what vLLM tells. Needs no vLLM."""
+"""Whether the device may hold blocks from before a reset, by vLLM's reports. Needs no vLLM."""
 
 from __future__ import annotations
 

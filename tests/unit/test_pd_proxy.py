@@ -25,14 +25,14 @@ proxy.CONNECT_S = proxy.HEALTH_S = PATIENCE_S  # an engine that is slow on a bus
 
 
 class Engine:
-    """Answers three pieces, each when it is told to.
+    """An engine that answers in three pieces, each on command.
 
     Attributes:
-        asked: the bodies of the requests that have come.
-        arrived: set when one has come.
-        aborted: set when one has left before its end.
-        goes_on: while it is clear the next piece of every answer is held back, and so is an error.
-        breaks_off: when it is set an answer ends after its first piece, with the connection; None for never.
+        asked: bodies of the received requests.
+        arrived: set when a request arrives.
+        aborted: set when a client leaves early.
+        goes_on: while clear, the next piece of every answer is held back, and so is an error.
+        breaks_off: when set, an answer and its connection end after the first piece; None for never.
         crashes: whether connections end without an answer.
     """
 
@@ -134,7 +134,7 @@ class World:
             await asyncio.sleep(0.01)
 
 
-DEAD = "http://127.0.0.1:9"  # discard: nobody listens there
+DEAD = "http://127.0.0.1:9"  # the discard port: no server listens there
 
 
 @asynccontextmanager
@@ -318,10 +318,10 @@ async def test_what_is_no_object_is_refused() -> None:
 
 @pytest.mark.anyio
 async def test_however_deep_a_body_is_it_is_answered_or_refused() -> None:
-    """One level less than what cannot be decoded may be what cannot be encoded for an engine."""
+    """A body one level below the decoder's limit may exceed the encoder's."""
     statuses = []
     async with world(ready(), ready()) as it:
-        for depth in (1, *range(900, 1000)):  # where the limit is depends on how deep the stack is already
+        for depth in (1, *range(900, 1000)):  # the limit depends on the current depth of the stack
             body = '{"x": ' + "[" * depth + "]" * depth + "}"
             async with it.session.post(it.url + "/v1/completions", data=body) as answer:
                 statuses.append(answer.status)

@@ -1,4 +1,4 @@
-"""Eviction policies of other distributions, and what is wrong with them, as it is with tiers."""
+"""Eviction policies of other distributions, and their errors, which read like those of tiers."""
 
 from __future__ import annotations
 

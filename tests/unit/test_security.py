@@ -1,4 +1,4 @@
-"""What docs/security.md says of files' modes and of secrets."""
+"""The promises of docs/security.md on file modes and secrets."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SecretConfig(DummyConfig):
 
 
 class SecretTier(Scripted):
-    """A tier with a password, whose client repeats it whenever something goes wrong."""
+    """A tier with a password, which its client repeats in every error."""
 
     Config = SecretConfig  # type: ignore[assignment]
     verifies = False

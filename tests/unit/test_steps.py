@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def chunk_s(self) -> float:
-        """What the core takes a chunk to cost."""
+        """Return the core's estimate of a chunk's computing time."""
         return self.core.shared.gate.compute.seconds(1)
 
     @property
@@ -114,7 +114,7 @@ def test_what_the_engine_had_in_its_own_cache_does_not_count() -> None:
 
 
 def test_the_chunk_that_a_hit_has_left_does_not_count() -> None:
-    """vLLM computes the last one of a prompt anew where a model has sliding windows: a step's overhead."""
+    """vLLM recomputes a prompt's last chunk for sliding-window models: a step's overhead."""
     it = Engine()
     it.step(20.5 * CHUNK_S, ("a", 0, 20))
     for req_id in "bcdef":

@@ -1,4 +1,4 @@
-"""The range of vLLM versions is the same wherever it is told, and what is too old is refused in words."""
+"""The range of vLLM versions is stated consistently, and older ones are refused with a reason."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CHUNK_BYTES = 16384
 
 @dataclass(frozen=True)
 class Said:
-    """What a command has said, and its exit status."""
+    """A command's output and exit status."""
 
     status: int
     out: str
@@ -76,7 +76,7 @@ class Cache:
         return self._world.namespace
 
     def file(self, number: int, epoch: int = 0) -> Path:
-        """Where a chunk is documented to be."""
+        """Return the documented path of a chunk."""
         return self._world.file(number, data_dir(self.name, epoch))
 
     def batch(self, numbers: Iterable[int]) -> Batch:

@@ -1,4 +1,4 @@
-"""What holds for every command: the options that all have, and no traceback, whatever interrupts it."""
+"""Conventions of every command: common options, and no traceback on any interruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP = typer.main.get_command(cli.app)
 
 
 def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield all commands, those of other distributions and of groups too, with the words that name them."""
+    """Yield all commands with their words, including subcommands and other distributions' commands."""
     context = typer.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -53,7 +53,7 @@ def test_every_command_has_the_common_flags(words: tuple[str, ...], flag: str) -
 
 
 def arguments(words: tuple[str, ...], root: Path) -> list[str]:
-    """Return arguments with which a command of kvtier's own has something to do."""
+    """Return arguments that give one of kvtier's own commands work to do."""
     (cache, *_) = [manifest.parent.name for manifest in root.glob("*/config.json")] or [""]
     given = {
         "compare": [str(root), cache, cache],

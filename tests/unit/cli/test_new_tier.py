@@ -1,4 +1,4 @@
-"""A new tier is made from the example, installs beside kvtier, is listed, and keeps the contract."""
+"""A new tier made from the example installs, is listed, and passes the conformance suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tools for roots: what they say is so, what they repair is well, and what is not kvtier's stays."""
+"""The tools for roots: accurate reports, correct repairs, and foreign files left alone."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_ls_tells_chunks_of_old_epochs_apart(kvtier, cache) -> None:
     cache.put(range(4))
     cache.put(range(4, 7), resets=1)
     found = one(kvtier("ls", cache.root, "--json"))
-    assert found["epoch"] == 2  # whoever opens it now starts anew
+    assert found["epoch"] == 2  # the next engine to open it starts empty
     assert (found["chunks"], found["old_chunks"]) == (0, found["bytes"] // FILE_BYTES)
 
 
@@ -458,7 +458,7 @@ def test_gc_removes_leftovers_and_never_what_is_not_kvtiers(kvtier, cache, kille
 
 
 def test_gc_beside_a_living_engine_keeps_what_it_is_at(kvtier, cache, living) -> None:
-    cache.put([5], resets=1)  # what the living one uses is an old epoch now
+    cache.put([5], resets=1)  # the living engine's epoch is old now
     assert kvtier("gc", cache.root).status == 0
     assert cache.file(0).exists()
     living.communicate(timeout=30)
@@ -523,7 +523,7 @@ def test_the_documented_copy_is_proven_and_given_to_an_engine(cache, tmp_path: P
         text=True,
     )
     assert copied.returncode == 0, copied.stderr
-    assert "20" in copied.stdout  # what verify has found sound
+    assert "20" in copied.stdout  # the chunks that verify found sound
     assert there.had(range(20)) == list(range(20))
     assert type(cache)(there.root, "org/Other-7B").had(range(3)) == (
         [] if which == "one cache" else [0, 1, 2]

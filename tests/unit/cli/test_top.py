@@ -1,4 +1,4 @@
-"""``kvtier top``: what it makes of an engine's metrics."""
+"""``kvtier top``: its display of an engine's metrics."""
 
 from __future__ import annotations
 

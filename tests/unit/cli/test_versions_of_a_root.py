@@ -41,10 +41,10 @@ print(json.dumps([cache.name, had, cache.had(range(16))]))
 
 
 def other_version(number: int, root: Path, puts: Iterable[int] = ()) -> tuple[str, list[int], list[int]]:
-    """Have another version open the same cache, put chunks and close it, in a process of its own.
+    """Let another version open the same cache, put chunks and close it, in a separate process.
 
     Returns:
-        What it calls the cache, and the chunks that it had before and after.
+        Its name for the cache, and the chunks in it before and after.
     """
     argument = json.dumps([number, str(root), list(puts)])
     done = subprocess.run(

@@ -121,7 +121,7 @@ def test_after_its_time_it_is_a_miss_and_the_deadline_of_tiers_counts_from_there
 
 @pytest.mark.parametrize("news_s", [0.0, 3.0])
 def test_a_pause_is_a_small_share_of_the_time_since_the_last_arrival(news_s: float) -> None:
-    """So an arrival is noticed late by a small share of what it took to come."""
+    """Notice an arrival late by at most a small share of its travel time."""
     core, request, now_s = make(), waiting(), news_s
     begin(core, request, PROMPT, *[MISSING] * 4)
     step_as_vllm(core, request, PROMPT, 0.0)
@@ -269,7 +269,7 @@ def test_it_ends_at_once(how: str) -> None:
 
 
 def test_after_a_reset_nobody_waits() -> None:
-    """What other engines store from then on is not for this one."""
+    """Later stores of other engines belong to an epoch that this one does not read."""
     core, request = make(), waiting()
     core.reset()
     taken(core)
@@ -289,7 +289,7 @@ def test_a_request_without_a_hint_does_not_wait_with_one_that_shares_its_get() -
 
 
 def test_models_with_windows_do_not_wait() -> None:
-    """Of a window's chunks only some are ever stored."""
+    """Only some of a window's chunks are ever stored."""
     core, request = make(windowed=frozenset({1})), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     assert ask(core, request, PROMPT) == [MISS]
@@ -335,7 +335,7 @@ def test_tiers_are_told_what_all_say_who_begin_to_wait_for_a_chunk() -> None:
 
 
 def settle_until(core: Tiering, now_s: float) -> tuple[float, Get]:
-    """Go on in steps in which nobody is asked for until a tier is asked; return when, and the get."""
+    """Step without lookups until a tier is asked; return the time and the get."""
     while True:
         now_s += STEP_S
         core.settle(now_s)

@@ -133,7 +133,7 @@ def test_a_reused_prefix_outlives_the_tail_behind_it(
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**32))
 def test_no_life_leaves_a_tail_without_its_front(policy: type[EvictionPolicy], seed: int) -> None:
-    """Requests run beside each other, share prefixes, and their puts end in any order."""
+    """Requests run concurrently, share prefixes, and their puts end in any order."""
     random = Random(seed)
     core = make(random.randint(6, 24), 2, policy())
     invariants.watch_evictions(core)  # which fails if a front goes before its tail

@@ -1,4 +1,4 @@
-"""A tier that an audit has found a damaged chunk of is not used any more: what follows in the core."""
+"""The core disables a tier after an audit finds a damaged chunk of it."""
 
 from __future__ import annotations
 

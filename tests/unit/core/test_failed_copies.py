@@ -1,4 +1,4 @@
-"""Copies that failed: what is dropped, what stays, and what a request is told afterwards."""
+"""Failed copies: dropped chunks, kept chunks, and later lookup results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load or compute: the estimates, the rule with numbers at hand, and what the core does with it."""
+"""Load or compute: the estimates, the rule for given numbers, and the core's use of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the core records of the lookups of a request that is to be explained."""
+"""The core's records of the lookups of an explained request."""
 
 from __future__ import annotations
 

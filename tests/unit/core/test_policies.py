@@ -1,4 +1,4 @@
-"""kvtier's own eviction policies: the contract of all, what each adds to it, and keys by age."""
+"""kvtier's own eviction policies: the common contract, each policy's additions, and keys by age."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestLHD(PolicyConformance):
 
 class TestAuto(PolicyConformance):
     policy = Auto
-    remembered_bytes = 2000  # four caches of all keys, where there are as few slots
+    remembered_bytes = 2000  # four caches of all keys when there are so few slots
 
 
 def use(policy: EvictionPolicy, key: OffloadKey) -> bool:
@@ -97,7 +97,7 @@ def test_a_pinned_chunk_is_no_candidate_and_comes_back_to_its_list(used: bool) -
     assert read[0] not in policy
     policy.add([read[0]], used=False)
     policy.add([once[0]], used=used)
-    # What was seen once goes before what was read, unless it was read meanwhile.
+    # Keys that were seen once go before keys that were read, unless read meanwhile.
     assert set(policy.evict(2)) == ({once[1], read[1]} if used else set(once))
 
 
@@ -131,7 +131,7 @@ def test_ghosts_recall_the_last_record_or_none(remembered: list[tuple[int, int]]
 
 
 def test_a_ghost_counts_its_earlier_uses() -> None:
-    """What returns is kept before what is new, although it was evicted meanwhile."""
+    """A returning key outranks a new one although it was evicted meanwhile."""
     policy = LHD(100)
     returning, new = keys("returning", 4), keys("new", 4)
     policy.add(returning, used=False)
@@ -146,13 +146,13 @@ def test_a_chunk_that_ghosts_forgot_counts_like_the_one_behind_it() -> None:
     prompt, new = keys("prompt", 3), keys("new", 3)
     policy.add(prompt[2:], used=False)
     policy.evict(1)
-    policy.add(prompt, used=False)  # of which only the last is remembered
+    policy.add(prompt, used=False)  # the policy remembers only the last of them
     policy.add(new, used=False)
     assert set(policy.evict(3)) == set(new)
 
 
 def test_what_never_returns_is_worth_less_the_older_it_is_and_a_loop_more() -> None:
-    """Hit density: of what comes back after a fixed time it grows until then, else it falls."""
+    """Hit density of keys that return after a fixed time grows until then; otherwise it falls."""
     model = ReuseModel()
     for _ in range(40):
         model.used[0] += 100
@@ -172,7 +172,7 @@ def loops() -> Iterator[int]:
 
 
 def windows() -> Iterator[int]:
-    """Use everything twice, soon: LRU hits all, and what was used twice is in the way of the others."""
+    """Use every key twice in quick succession: LRU hits all; keys used twice block the rest."""
     for index in range(15_000):
         yield index
         if index >= 450:

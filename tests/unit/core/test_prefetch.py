@@ -1,4 +1,4 @@
-"""Announced chunks are in the primary tier when they are needed again, at nobody's expense."""
+"""Announced chunks return to the primary tier in time, at no request's expense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients want kept stays in the primary tier, within its budget."""
+"""Chunks that clients retain stay in the primary tier, within its budget."""
 
 from __future__ import annotations
 

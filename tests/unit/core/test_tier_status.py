@@ -1,4 +1,4 @@
-"""What the core does with a tier that fails, is late, is slow, comes back: breakers and back-pressure."""
+"""Breakers and back-pressure: tiers that fail, are late, are slow, or recover."""
 
 from __future__ import annotations
 

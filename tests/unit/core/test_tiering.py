@@ -1,4 +1,4 @@
-"""Stores, cascades, loads, resets, and what is told about them."""
+"""Stores, cascades, loads, resets, and their events."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_removals_beyond_the_bound_withdraw_all_of_the_tier() -> None:
 def test_what_a_fetch_finds_is_announced_as_found_and_what_it_misses_is_removed() -> None:
     core, prompt = make(), keys("a", 3)
     (command,) = step(core, Request(), prompt)
-    (again,) = answer(core, command, [COPIED, LOCATED, MISSING])  # for what was located
+    (again,) = answer(core, command, [COPIED, LOCATED, MISSING])  # for the located chunk
     assert core.take_kv_events() == [
         KVEvent((prompt[0],), None, removed=False, found=True),
         KVEvent(tuple(prompt[:2]), 0, removed=False, found=True),

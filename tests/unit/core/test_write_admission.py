@@ -1,4 +1,4 @@
-"""What a tier is given: everything, or what was asked for more than once."""
+"""Write policies: put every chunk, or only chunks requested more than once."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Engine:
         self.now_s = 0.0
 
     def serve(self, chunks: list[OffloadKey]) -> None:
-        """Load what is there, and compute and store what is not."""
+        """Load the chunks that hit; compute and store the rest."""
         core, request = self.core, Request()
         self.now_s += 1.0
         world.ask(core, request, chunks)

@@ -109,7 +109,7 @@ class PlayedStream:
 
 
 class PlayedTorch:
-    """What the backends use of ``torch.cuda`` and ``torch.xpu``, over host memory."""
+    """The part of ``torch.cuda`` and ``torch.xpu`` that the backends use, over host memory."""
 
     Event = PlayedEvent
     Stream = PlayedStream

@@ -41,7 +41,7 @@ def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class LoadsAlike(CpuRuntime):
-    """Makes each attempt of a load in one way, in which audits do not copy."""
+    """Copies every load attempt by one method, which audits do not use."""
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> HostStream:
         return super().open_stream(queue, plain=plain and queue is CopyQueue.STORE)
@@ -103,14 +103,14 @@ def test_chunks_that_are_loaded_in_part_are_audited_too() -> None:
         it.load(2, SLOTS[1:3], Blocks.make([40, 41, 42], (3,), (5,)))
         it.check()
         assert it.engine.audits == Audits(len(SLOTS) + 2, 0)
-        flip(it, SLOTS[1], 0)  # of the block that is not loaded: the slot is not what it was all the same
+        flip(it, SLOTS[1], 0)  # the bytes of a block that is not loaded: the slot has changed nevertheless
         it.engine.submit_load(3, SLOTS[1:3], Blocks.make([40, 41, 42], (3,), (5,)))
         it.engine.drain()
         assert isinstance(it.engine.finished()[-1].error, DamagedSlotError)
 
 
 class Rewriting:
-    """Copies beside an engine that writes to a block of the store, at one of three moments."""
+    """Copies while an engine writes to a block of the store, at one of three moments."""
 
     def __init__(self, *, before: bool = False, within: bool = False, after: bool = False) -> None:
         self.rewrite: Callable[[], object] = bool

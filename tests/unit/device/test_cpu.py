@@ -1,4 +1,4 @@
-"""The CPU backend: the contract, with the native helper and without, and what it does beyond it."""
+"""The CPU backend: the contract, with and without the native helper, and its additions."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_failing_wakeup_does_not_stop_the_copies(caplog: pytest.LogCaptureFixt
         it.store(2, one(2), [2])
         it.check()
         woken = threading.Event()
-        it.engine.set_wakeup(woken.set)  # set late, it hears of what ended before
+        it.engine.set_wakeup(woken.set)  # set late, it is called for transfers that ended before
         assert woken.is_set()
         assert [end.transfer_id for end in it.engine.finished()] == [1, 2]
     assert "Event loop is closed" in caplog.text

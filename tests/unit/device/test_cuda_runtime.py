@@ -152,7 +152,7 @@ def test_a_torch_without_the_library_is_named(tmp_path: Path) -> None:
 
 
 def copy_like_vllm(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor) -> None:
-    """What an engine's own operation does, over host memory."""
+    """Copy as an engine's own operation does, over host memory."""
     for numbers in (src, dst, sizes):
         assert (numbers.dtype, numbers.device.type, numbers.ndim) == (torch.int64, "cpu", 1)
     for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):

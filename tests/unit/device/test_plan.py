@@ -1,4 +1,4 @@
-"""Plans: neighbours are joined, and what comes out is what the pages need."""
+"""Plans: neighbours are joined, and the copies cover exactly the pages."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_only_chunks_without_holes_are_stored(
         ([(4, 2), (3, 0)], (2, 1), 3, [False, True, True]),
         ([(1, 5)], (1,), 3, [False]),
         ([(0, 0), (3, 9), (0, 4)], (0, 1), 3, [True]),
-        ([(5, 0)], (2,), 3, [False, False]),  # one block is missing, and nobody says of which chunk
+        ([(5, 0)], (2,), 3, [False, False]),  # one block is missing, of an unknown chunk
         ([(3, 1)], (2,), 3, [False, False]),
         ([(3, 0)], (2,), 3, [False, False]),
         ([(3, 0), (2, 0)], (1, 1), 3, [True, False]),

@@ -53,7 +53,7 @@ class PlayedEvent:
 
 
 class PlayedStream:
-    """A thread that does what it is given in order; who gives it more does not wait."""
+    """A thread that runs its work in order; its callers do not wait."""
 
     def __init__(self, device: PlayedDevice) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class PlayedStream:
 
     def wait(self, event: Any) -> None:
         self._device.require_attached()
-        self.run(event.reached.result)  # of what it was recorded for by now
+        self.run(event.reached.result)  # wait for the work it was recorded for so far
 
     def record(self) -> PlayedEvent:
         return PlayedEvent(self._work.submit(time.perf_counter))
@@ -94,11 +94,11 @@ class PlayedDevice(Runtime):
 
     Attributes:
         compute: the stream that the engine computes on.
-        pieces: (address, bytes) of what is pinned, in order.
-        unpinned: addresses that have been unpinned, in order.
-        unmapped: those of them that were not mapped any more by then.
-        sources: where the copies are from that it was given, in order.
-        refused: which of the copies it is given are refused, by number.
+        pieces: (address, bytes) of the pinned pieces, in order.
+        unpinned: unpinned addresses, in order.
+        unmapped: addresses that were unmapped before they were unpinned.
+        sources: source addresses of the submitted copies, in order.
+        refused: numbers of the copies to refuse.
         before_copy: called in a stream's thread before each copy, with its destination.
         before_pinning: called in the pinning thread before each piece, with the number of those before.
     """
@@ -159,7 +159,7 @@ class PlayedDevice(Runtime):
             self.unmapped.append(address)
 
     def refuses(self, dst: int, src: int, size: int) -> bool:
-        """Return whether the copy is refused: it was chosen, or it is partly in a piece that is pinned."""
+        """Return whether the copy is refused: it was chosen, or a pinned piece holds part of it."""
         self.sources.append(src)
         return self.copies - 1 in self.refused or any(
             start < piece + length and piece < start + size

@@ -26,12 +26,12 @@ IDENTITY = Identity.make("model", {"dtype": "int8"})
 CHUNK_BYTES = 4096
 SLOTS = 64
 PATIENCE_S = 60.0
-CLOSE_S = 9.0  # a third of it is for the end of a process that was killed
+CLOSE_S = 9.0  # one third is reserved for the exit of a killed process
 
 SWIFT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
 """Restarts come soon; nothing is taken for silent, however busy the machine is."""
 STRICT = SupervisorTimes(heartbeat_s=0.1, silent_timeout_s=5.0, first_pause_s=0.05, longest_pause_s=0.2)
-"""For what is silent on purpose: nothing else may be taken for it, however busy the machine is."""
+"""For deliberately silent tiers: a busy machine must not make other tiers look silent."""
 
 RECKLESS = """
 import asyncio
@@ -149,7 +149,7 @@ def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
 
 
 MUCH = {"min_free_bytes": 0, "max_bytes": 2**50, "deadline_s": PATIENCE_S}
-"""Of a file tier: it is slow at most. Without a bound a full disk has no room before the root was counted."""
+"""Settings of a file tier that is slow at worst. Without a bound a full disk offers no room before the first count."""
 
 
 def files(root: Path) -> SecondaryTier[Any]:
@@ -169,7 +169,7 @@ def content(number: int) -> bytes:
 
 
 class Harness:
-    """An executor beside its owner, in a process or a thread. Chunk ``n`` has the bytes ``content(n)``."""
+    """An executor in a process or a thread, with its owner. Chunk ``n`` has the bytes ``content(n)``."""
 
     def __init__(
         self,

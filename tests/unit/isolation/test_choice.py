@@ -1,4 +1,4 @@
-"""Where the tiers run: as configured, or in a thread with a warning where no process can be started."""
+"""The choice of isolation: as configured, or a thread with a warning if no process can start."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_without_tiers_there_is_no_process(begin: Begin) -> None:
 def test_auto_falls_back_to_a_thread_with_one_warning(
     begin: Begin, caplog: pytest.LogCaptureFixture, nowhere: str
 ) -> None:
-    begin(isolation="thread")  # what comes with the first thread
+    begin(isolation="thread")  # objects that come with the first thread
     before = resources()
     executor = begin(isolation="auto")
     assert isinstance(executor, ExecutorThread)
@@ -128,7 +128,7 @@ def test_a_process_that_cannot_be_started_is_an_error(begin: Begin, caplog: pyte
     before = resources()
     with pytest.raises(IsolationError, match="set isolation to 'thread'"):
         begin(isolation="process")
-    until_no_more_than(before)  # those of the test before may be in it
+    until_no_more_than(before)  # it may count leftovers of the previous test
     assert not caplog.records
 
 

@@ -236,7 +236,7 @@ def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> No
 
 async def test_what_fails_at_one_event_does_not_hold_up_the_next() -> None:
     class Silent:
-        """A process from which nothing comes but what the test gives."""
+        """A process that sends only the messages given by the test."""
 
         def __init__(self, notify: Callable[[], None]) -> None:
             self.events: deque[Any] = deque()

@@ -248,10 +248,10 @@ def test_without_a_process_commands_fail_at_once_and_tiers_are_down(launch: Laun
 def test_a_command_submitted_while_the_process_dies_is_answered(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor answers what it finds; what the owner adds a moment later the owner answers."""
+    """The supervisor answers the calls that it finds; the owner answers those it adds later."""
 
     class Slow(Link):
-        """Dies, and is buried, when it is about to be given something."""
+        """Dies, and is cleaned up, just before it gets a message."""
 
         dies = False
 
@@ -522,7 +522,7 @@ def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: 
     activity = it.process.activity[0]
     it.until(lambda: activity.puts.running, "the put")
     os.kill(pid, signal.SIGSTOP)
-    close_s = 4.5  # a third of it is for the end of a process that is killed
+    close_s = 4.5  # one third is reserved for the exit of a killed process
     if how != "stopped":
         monkeypatch.setattr(Link, "is_gone", lambda *_: False)
         close_s = 1.5
@@ -536,7 +536,7 @@ def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: 
         os.waitpid(pid, 0)
     it.region.close()
     del it
-    gc.collect()  # what was given up with the process
+    gc.collect()  # objects abandoned with the process
 
 
 def test_close_does_not_wait_for_a_restart(launch: Launch) -> None:
@@ -615,5 +615,5 @@ def resources() -> dict[str, int]:
 
 
 def until_no_more_than(before: Mapping[str, int]) -> None:
-    """Wait for the end of what is there for a moment still, such as a joined thread."""
+    """Wait until leftovers, such as a joined thread, are gone."""
     wait_while(lambda: {name: count for name, count in resources().items() if count > before[name]})

@@ -130,7 +130,7 @@ NAMES = [OffloadKey(b"k1"), OffloadKey(b"k2")]
 
 
 class FakeLink:
-    """What is in flight, without a process."""
+    """A link without a process that keeps the messages in flight."""
 
     def __init__(self) -> None:
         self.in_flight: dict[int, Put | Get] = {
@@ -209,7 +209,7 @@ def test_a_command_ends_once(decoder: MessageDecoder) -> None:
 
 
 def test_a_tier_that_comes_up_shows_that_the_event_loop_runs(decoder: MessageDecoder) -> None:
-    """What held the loop up for long is over, and is not judged by the limit for tiers that are up."""
+    """A long delay at opening is not judged by the limit for open tiers."""
     link = FakeLink()
     assert not decoder.are_all_up
     assert not decode(decoder, link, wire.Started(), wire.log_line(30, "kvtier", "it imports"))

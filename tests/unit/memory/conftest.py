@@ -72,7 +72,7 @@ class Holder:
         return self.process.stdout.readline().strip()
 
     def tell(self, command: str) -> str:
-        """Have it do something and return its answer."""
+        """Send a command and return the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
@@ -105,7 +105,7 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture
 def holding(shm: Path) -> Holding:
-    """What starts processes that hold regions in ``shm``."""
+    """A starter of processes that hold regions in ``shm``."""
 
     def hold(name: str, slots: int = 4) -> AbstractContextManager[Holder]:
         return _running(Holder(shm, name, slots, PAGE))
@@ -129,5 +129,5 @@ Mounted = Callable[[str], AbstractContextManager[Path]]
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Mounted:
-    """What mounts file systems in memory, with the given options, for a while."""
+    """A context that mounts an in-memory file system with the given options."""
     return partial(mounted_tmpfs, tmp_path)

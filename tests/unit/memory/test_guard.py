@@ -30,7 +30,7 @@ def guards(folder: Path) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """What whoever kills a tree of processes finds below one of them."""
+    """Return the descendants of a process, as a killer of process trees finds them."""
     return [one for child in children(pid) for one in (child, *descendants(child))]
 
 

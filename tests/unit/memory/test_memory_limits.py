@@ -21,7 +21,7 @@ MEMINFO = "MemTotal: 8192 kB\nMemAvailable: 2048 kB\nHugePages_Total: 0\n"
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A ``/proc`` in which the machine has 8 MiB, 6 of them in use."""
+    """A ``/proc`` of a machine with 8 MiB, 6 MiB of it in use."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
     return tmp_path / "proc"

@@ -260,7 +260,7 @@ def test_memory_that_a_thread_still_populates_is_not_unmapped(
 
 
 def mapped(folder: Path) -> list[str]:
-    """What this process has mapped of the files in a folder."""
+    """Return the files of a folder that this process has mapped."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 

@@ -1,4 +1,4 @@
-"""Slot checksums: set by what fills a slot, valid until it is filled again, compared by what reads it."""
+"""Slot checksums: set when a slot is filled, valid until it is refilled, compared by its readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table: what workers tell is read as it was meant, and each reads only its own."""
+"""The status table: workers' entries are read back unchanged, each by its own reader only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line that explains a request: what is written can be read, whatever a log puts around it."""
+"""The line that explains a request: it parses back from any log format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPLANATIONS = st.builds(
 
 
 def explained(**fields: Any) -> Explanation:
-    """Return an explanation that says nothing but what is given."""
+    """Return an explanation with only the given fields set."""
     nothing: dict[str, Any] = {"tokens": {}, "prefix_end": None, "reason": None, "tiers": {}, "waited_s": 0.0}
     return Explanation(request="a", **{**nothing, **fields})
 
@@ -124,7 +124,7 @@ def test_a_log_is_counted_line_by_line() -> None:
 
 @pytest.fixture
 def bare_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """A logger as in a process where nobody has configured logging."""
+    """A logger as in a process without a logging configuration."""
     logger = logging.Logger("kvtier.explain")  # it has no parent, and so none of pytest's handlers
     monkeypatch.setattr(explanation.logger, "logger", logger)
     yield logger

@@ -1,4 +1,4 @@
-"""What comes often is told now and then."""
+"""Frequent messages are logged at a limited rate."""
 
 from __future__ import annotations
 

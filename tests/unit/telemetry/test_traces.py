@@ -1,4 +1,4 @@
-"""Spans of what a core does: with the requests' ids, and none where nobody wants them."""
+"""Spans of the core's work: with the requests' ids, and none if tracing is off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = GuardedLogger("kvtier.tests")
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """What a provider that the program has configured has exported."""
+    """The exporter of a provider that the program configured."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)

@@ -1,4 +1,4 @@
-"""Calls in threads: who is cancelled waits for the end of what has begun, and begins nothing."""
+"""Calls in threads: a cancelled caller waits for its started calls, and starts no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dummy tier: what an author's tier does, and faults on demand."""
+"""The dummy tier: a complete tier with faults on demand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def to_put(numbers: range | list[int]) -> Batch:
 
 
 def to_get(numbers: range | list[int]) -> Batch:
-    """A batch whose slots, in another order than those of the put, hold other bytes."""
+    """Return a batch whose slots differ in order and bytes from the put's."""
     return Batch([KEYS[number] for number in numbers], [19 - number for number in numbers], slots())
 
 

@@ -68,7 +68,7 @@ def test_missing_type(raw):
 def refusal(**settings):
     with pytest.raises(ConfigError) as caught:
         registry.validate({"type": "acme", **settings}, "secondary_tiers[1]")
-    # What a log would show: neither the cause nor the context may bring the secret back.
+    # A log also shows the cause and the context: neither may contain the secret.
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
     return str(caught.value)

@@ -39,7 +39,7 @@ class JumpingSelector(selectors.DefaultSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop in which seconds cost nothing. Nothing in these tests runs in a thread."""
+    """An event loop that skips waiting time. No code of these tests runs in a thread."""
 
     def __init__(self) -> None:
         self._jumping = JumpingSelector()

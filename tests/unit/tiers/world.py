@@ -37,8 +37,8 @@ class World:
     """An executor and its events. Chunk ``n`` has the bytes ``content(n)``; puts use slot ``n``.
 
     Attributes:
-        events: what has happened.
-        times: when, on the loop's clock.
+        events: events so far.
+        times: times of the events, on the loop's clock.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class World:
         return self.submitted
 
     async def until(self, holds: Callable[[], object]) -> None:
-        """Wait for something that an event comes with."""
+        """Wait for events until the condition holds."""
         with anyio.fail_after(PATIENCE_S):
             while not holds():
                 await self._arrived.wait()
@@ -130,11 +130,10 @@ async def world(*tiers: AnyTier | NamedTier, **settings: Any) -> AsyncIterator[W
 
 
 class Scripted(DummyTier):
-    """For each call of a verb does what its script says next, and what a dummy does when that is over.
+    """A dummy tier whose verbs follow scripts first.
 
-    A script is a list of acts, or one act for all calls. What an act returns, or the coroutine that it
-    returns, is the verb's result; after None the dummy goes on. It proves nothing and is taken at its word,
-    so that no thread is needed to check it.
+    A script is a list of acts, or one act for all calls. The verb returns the act's result, awaited if it
+    is a coroutine; after None the dummy's verb runs. The tier supplies no proofs, so no thread checks them.
     """
 
     verifies = True

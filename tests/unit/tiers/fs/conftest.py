@@ -31,7 +31,7 @@ AT_FDCWD = -100
 
 
 class World:
-    """One root directory and what tests do with it. Chunk ``n`` has the bytes ``content(n)``."""
+    """One root directory with test helpers. Chunk ``n`` has the bytes ``content(n)``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -81,7 +81,7 @@ class World:
         return Batch(self.keys(wanted), range(len(wanted)), memory)
 
     def to_get(self, numbers: Iterable[int]) -> Batch:
-        """Empty slots, in an order that is not that of the chunks."""
+        """Return a batch of empty slots, whose order differs from the chunks'."""
         wanted = list(numbers)
         memory = HeapMemory(max(SLOTS, len(wanted)), self.chunk_bytes)
         return Batch(self.keys(wanted), range(len(wanted) - 1, -1, -1), memory)
@@ -93,7 +93,7 @@ class World:
         return await tier.put(self.to_put(numbers))
 
     async def get(self, tier: FsTier, numbers: Iterable[int]) -> Outcome:
-        """Get chunks, and check the bytes of those that are said to be there."""
+        """Get chunks, and check the bytes of those reported as copied."""
         wanted = list(numbers)
         batch = self.to_get(wanted)
         outcome = await tier.get(batch)
@@ -112,7 +112,7 @@ class World:
         return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
     async def eventually(self, condition: Callable[[], object]) -> None:
-        """Wait for what is done in the background."""
+        """Wait for background work until the condition holds."""
         with anyio.fail_after(30):
             while not condition():  # noqa: ASYNC110 - nobody tells when the background is done
                 await anyio.sleep(0.005)
@@ -157,7 +157,7 @@ def gate(world: World) -> Iterator[Gate]:
 
 @pytest.fixture
 def hung_count(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """A gate before counts, as on a file system that does not answer. Nobody waits for the first one."""
+    """A gate before counts, as on a hung file system. The test does not wait for the first count."""
     monkeypatch.setattr(session_module, "_FIRST_COUNT_PATIENCE_S", 0.0)
     patch_library(monkeypatch, gate, "kvt_tree_bytes")
     return gate

@@ -12,7 +12,7 @@ import pytest
 
 GOING_DOWN = 0x8004587D  # of xfs, and of ext4 as well
 WITHOUT_FLUSHING = 2
-IMAGE_BYTES = 320 * 2**20  # the least that mkfs.xfs makes; a hole but for what is written
+IMAGE_BYTES = 320 * 2**20  # the minimum of mkfs.xfs; a sparse file
 _QUIET = {"ext4": ["-q", "-E", "lazy_itable_init=1,nodiscard"], "xfs": ["-q", "-K"], "btrfs": ["-q", "-K"]}
 
 

@@ -1,4 +1,4 @@
-"""The native library with something done before each call of some of its functions: the seam of the tests."""
+"""The native library with hooks before calls of some of its functions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Gate:
         self._open.set()
 
     def close(self) -> None:
-        """Hold up those who come from now on."""
+        """Hold up later callers."""
         while self.entered.acquire(blocking=False):
             pass
         self._open.clear()

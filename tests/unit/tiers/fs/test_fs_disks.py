@@ -1,8 +1,8 @@
 """Real disks that lose power under a tier, with every durability.
 
-The kernel itself takes the disk away: a file system in an image is shut down by the call that testers of
-file systems use. What was not flushed is lost, what is asked afterwards fails, and when the image is
-mounted again there is what a power cut would have left.
+The kernel itself takes the disk away: the ioctl that file system testers use shuts down a file system in
+an image. Unflushed data is lost and later calls fail. The image, mounted again, has the contents that a
+power cut would have left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OK, ABSENT, REFUSED, FAILED, CORRUPT = (
     Status.FAILED,
     Status.CORRUPT,
 )
-LOST = {"eio", "erofs"}  # what file systems say that were shut down
+LOST = {"eio", "erofs"}  # errors of file systems that were shut down
 MAX_CHUNKS = 5000  # chunks, more than are put until a busy machine takes the disk away, and less than fill it
 
 

@@ -1,4 +1,4 @@
-"""Making room: what leaves first, what never does, and who does it."""
+"""Making room: the order of eviction, its exceptions, and which process evicts."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def left(world, count):
 
 async def test_what_was_used_again_counts_from_then_and_the_others_as_older(world, evictor):
     ages = [
-        (9 * HOUR, 2.5 * HOUR),  # used again: as old as what was written 1.7 hours ago
+        (9 * HOUR, 2.5 * HOUR),  # used again: as old as a chunk written 1.7 hours ago
         (2 * HOUR, None),
         (1 * HOUR, None),
-        (9 * HOUR, 5 * HOUR),  # as old as what was written 3.5 hours ago
+        (9 * HOUR, 5 * HOUR),  # as old as a chunk written 3.5 hours ago
     ]
     await filled(world, ages)
     one = world.file(0).stat().st_blocks * 512
@@ -114,7 +114,7 @@ async def test_orphans_old_epochs_and_the_quarantine_go_before_any_chunk(world, 
 
 
 async def test_where_two_remove_the_same_each_byte_is_counted_by_one(world):
-    """As a sweep and an eviction do with an old epoch. What both say is gone would be room that is none."""
+    """A sweep and an eviction may remove the same old epoch. Bytes counted twice would be false room."""
     tree = world.root / "tree"
     for number in range(600):
         folder = tree / f"{number % 30:03x}" / f"{number % 7:02x}_g0"
@@ -283,7 +283,7 @@ async def test_a_burst_into_a_small_root_is_taken_and_the_last_of_it_is_kept(wor
 
 @pytest.mark.parametrize("who", ["the same engine", "after a restart", "another engine"])
 async def test_chunks_that_are_there_need_no_room_and_drive_none_out(world, monkeypatch, who):
-    """Room that is reserved for what will not be written is room that others leave for."""
+    """Reserving room for chunks that are not written would evict other chunks."""
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
     settings = {"max_bytes": 14 * (world.chunk_bytes + 4 * 4096)}
     tier = await world.open(**settings)
@@ -415,7 +415,7 @@ async def test_reading_a_chunk_is_no_use_until_it_is_published(world, monkeypatc
 
 
 class Clock:
-    """Time in seconds, in which chunks are used."""
+    """A clock in seconds for uses of chunks."""
 
     def __init__(self) -> None:
         self.now = 1000.0

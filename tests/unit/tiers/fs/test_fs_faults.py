@@ -72,10 +72,10 @@ async def test_a_full_file_system_at_the_start_is_read(world, mounted):
 
 
 async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, monkeypatch):
-    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # nobody puts a ledger into what is being removed
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # no ledger is written during the removal
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, range(4))
-    await world.until_listed(tier)  # what opening has begun is over
+    await world.until_listed(tier)  # the work started by opening is over
     shutil.rmtree(world.root)
     assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
     outcome = await world.put(tier, range(4))

@@ -1,4 +1,4 @@
-"""The index: what is known without asking, how it is found again, and that it may be wrong."""
+"""The index: lookups without I/O, recovery, and stale entries."""
 
 from __future__ import annotations
 

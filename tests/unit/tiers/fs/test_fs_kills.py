@@ -22,7 +22,7 @@ KILLS = effort(25, 110)
 AT_ONCE = 5
 CHUNK_BYTES = 16_384
 NUMBERS = 400
-MAX_BYTES = 3_000_000  # less than half of what the writers have, so that they evict as well
+MAX_BYTES = 3_000_000  # less than half of the writers' chunks, so that they also evict
 
 # One process without threads forks writers and kills them: none of them imports anything again.
 DRIVER = """
@@ -108,7 +108,7 @@ print(most)
 
 
 def check_well(root):
-    """Have ``kvtier verify`` find all that is there sound."""
+    """Check that ``kvtier verify`` finds every chunk sound."""
     (found,) = verify(root, repair=False, threads=2).namespaces
     assert found.is_healthy, found
     assert found.sound == found.chunks - found.gone > 50, found

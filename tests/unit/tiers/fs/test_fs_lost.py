@@ -1,4 +1,4 @@
-"""A root at whose path there is another directory by now: the tier asks to be opened anew, and only then."""
+"""A root whose path now names another directory: only then the tier asks to be reopened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OK = Status.OK
 
 @pytest.fixture
 def told():
-    """What tiers have said of their roots."""
+    """The reports of tiers about their roots."""
     return []
 
 
@@ -75,7 +75,7 @@ async def test_a_root_that_is_removed_is_told_of_and_made_anew(world, tier, told
 
 @pytest.mark.parametrize("eviction", ["reuse", "none"])
 async def test_what_was_removed_by_hand_takes_no_room(world, tier, told, eviction):
-    """``rm -rf ROOT/*`` leaves the ledger; fresh chunks must not be evicted for what it says."""
+    """``rm -rf ROOT/*`` leaves the ledger; its stale numbers must not evict fresh chunks."""
     await tier.aclose()
     settings = {"max_bytes": 40 * 20_480, "eviction": eviction}
     tier = await world.open(**settings)
@@ -103,7 +103,7 @@ async def test_a_cache_that_is_removed_under_its_engine_is_made_anew(world, tier
 
 
 async def test_a_root_that_another_host_has_removed_is_told_of(world, tier, told, monkeypatch):
-    """A network file system has no inode any more of what it removed on another client."""
+    """A network file system drops the inode of a directory removed by another client."""
     root_fd, fstat = tier._session.namespace.root_fd, os.fstat
 
     def stale(fd):

@@ -1,4 +1,4 @@
-"""Opening: identity, roots that are no good, epochs, and what others left behind."""
+"""Opening: identity, unusable roots, epochs, and leftovers of other engines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_root_that_can_only_be_read_is_read(world, mounted, caplog):
 
 @pytest.fixture
 def frozen_ledger(world):
-    """A root with chunk 1, of which only the ledger's directory cannot be written."""
+    """A root with chunk 1, in which only the ledger's directory is read-only."""
     point = world.root / ".kvtier"
     world.root.mkdir()
     point.mkdir()
@@ -108,7 +108,7 @@ async def test_a_root_whose_ledger_cannot_be_written_is_read_until_it_can_be(
         return try_to_write(*args)
 
     monkeypatch.setattr(Namespace, "try_to_write", counted)
-    for _ in range(2):  # it is opened again and again while something else is wrong
+    for _ in range(2):  # it is reopened repeatedly while another problem lasts
         tier = await world.open(lost=lost.append)
         assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)
         outcome = await world.put(tier, [2])
@@ -297,7 +297,7 @@ def test_directory_names_of_other_namespaces_are_not_taken_for_epochs():
 
 @pytest.mark.parametrize("trace", ["epoch", "users.e999999999999999.lock", "data"])
 async def test_behind_the_last_epoch_a_reset_or_an_opening_is_refused_by_name(world, trace):
-    """A forged number at the bound: what follows it would have no name, and so old chunks might be given."""
+    """A forged number at the bound: the next epoch would have no name, so old chunks might be served."""
     await (await world.open()).aclose()
     if trace == "data":
         (world.root / f"{world.identity.namespace}_r0.e{10**15 - 1}").mkdir()

@@ -1,4 +1,4 @@
-"""The native library's threads: who takes what, and how one learns of the end."""
+"""The native library's threads: assignment of work and completion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pool:
         assert not self.holding.kvt_pool_submit(self.address, pointer, None, chunks, part, reading, token)
 
     def wait_for(self, holds):
-        """Wait until something holds of the names of what has begun."""
+        """Wait until the condition holds for the names of started calls."""
         with self._lock:
             assert self._lock.wait_for(lambda: holds(self.names()), 20), self.begun
 

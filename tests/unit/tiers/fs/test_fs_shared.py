@@ -146,8 +146,8 @@ async def until_idle(tiers):
 
 @pytest.mark.parametrize("how", ["swept", "evicted", "discarded"])
 async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bound(world, monkeypatch, how):
-    """Between a removal and its telling the root is counted, which is without these bytes already."""
-    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # which would have it counted once more
+    """A count between a removal and its report already excludes these bytes."""
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # a tick would count it again
     one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
     await until_idle([one, other])
     monkeypatch.setattr(maintenance.Maintenance, "_do_slow_work", lambda *_: None)  # as would this
@@ -168,7 +168,7 @@ async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bo
     monkeypatch.setattr(Quota, "removed", removed_late)
     if how == "swept":
         await one.reset()
-        await other.reset()  # nobody uses the epoch any more
+        await other.reset()  # no engine uses the epoch any more
         await anyio.to_thread.run_sync(one._session.maintenance._sweep)
     elif how == "evicted":
         freed = await anyio.to_thread.run_sync(one._session.maintenance._count_freed)

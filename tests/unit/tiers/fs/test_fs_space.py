@@ -73,7 +73,7 @@ def test_before_the_first_count_the_root_is_taken_to_hold_all_there_is():
 
 @pytest.mark.parametrize("held", [0, 1000, 4000])
 def test_the_default_bound_holds_before_the_count_too(held):
-    """80 % of what is free and what the root holds, whatever it turns out to hold."""
+    """The bound is 80 % of the free space plus the root's contents, however large these are."""
     disk = Disk(used=4000, free=6000)
     space = disk.space()
     before, reason = put(disk, space, 1000)
@@ -150,7 +150,7 @@ def test_a_refused_write_lowers_the_limit_and_probes_raise_it(monkeypatch):
     assert space.lower_limit()
     assert (space.limit, space.excess) == (64_000, 4480)
     space.removed(4480, space.mark())
-    assert not space.lower_limit()  # what fails while chunks leave says nothing new
+    assert not space.lower_limit()  # a failure during an eviction is no new evidence
     assert space.limit == 64_000
     clock[0] += 61
     space.refresh()

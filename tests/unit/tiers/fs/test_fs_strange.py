@@ -1,4 +1,4 @@
-"""What is no file where a file should be: whoever can write below a root can cause misses, and no more."""
+"""Non-files in place of files: a process that can write below a root can only cause misses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def link_to_itself(path: Path) -> None:
 
 @pytest.fixture(params=[os.mkfifo, os.mkdir, link_to_nothing, link_to_itself], ids=lambda make: make.__name__)
 def replace(request) -> Callable[[Path], None]:
-    """Puts something else in the place of a file."""
+    """A function that replaces a file by a non-file."""
 
     def put(path: Path) -> None:
         if path.is_dir():

@@ -70,7 +70,7 @@ def root(place: Path) -> Path:
 def test_users_of_one_group_share_a_root(root):
     run_as(12_001, root, 0, 8)
     run_as(12_002, root, 8, 40)  # the same epoch, and then a reset
-    run_as(12_003, root, 0, 40)  # what the others left is evicted
+    run_as(12_003, root, 0, 40)  # the other users' chunks are evicted
     wrong = [
         (path, oct(mode))
         for path in root.rglob("*")

@@ -44,10 +44,10 @@ async def test_puts_go_on_after_a_flush_has_failed(world, monkeypatch):
     tier = await world.open(max_bytes=2**50)
     monkeypatch.setattr(Quota, "flush", fail)
     number = 10
-    while not failed.is_set():  # what a tick has reported meanwhile is not flushed
+    while not failed.is_set():  # reports of a tick meanwhile are not flushed
         assert (await world.put(tier, [number := number + 1])).statuses == (Status.OK,)
         await anyio.sleep(0.01)
-    # What is leased ahead is given back: the next put asks the thread.
+    # The lease ahead is given back: the next put asks the thread.
     await anyio.to_thread.run_sync(tier._session.quota.refresh)
     assert (await world.put(tier, [2])).statuses == (Status.OK,)
     monkeypatch.undo()
@@ -70,7 +70,7 @@ async def test_a_log_handler_that_fails_does_not_end_the_ticks(world, monkeypatc
 
 
 async def test_nothing_more_is_evicted_while_the_ledger_cannot_be_told(world, monkeypatch):
-    """What it said last may be an hour old where a process that was stopped holds its lock."""
+    """The last known numbers may be an hour old if a stopped process holds the ledger's lock."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     tier = await world.open()
     await world.put(tier, range(16))
