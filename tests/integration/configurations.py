@@ -74,7 +74,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def make_model(directory: Path, name: str = "llama", **fields: object) -> Path:
-    """Write what a configuration is made of: ``config.json``, and a file of weights that nobody loads."""
+    """Write the files of a configuration: ``config.json`` and a weights file that is never loaded."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps({**_SIZES, **MODELS[name], **fields}))
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()

@@ -22,7 +22,7 @@ ENVIRONMENT = {
 }
 
 LLAMA = dict(MODELS["tiny"])
-"""A model one block of which takes 128 KiB in float32. Its answers depend on the whole prompt."""
+"""A model whose blocks take 128 KiB in float32. Its answers depend on the whole prompt."""
 
 
 def from_vllm(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
@@ -92,7 +92,7 @@ def llama(make_llama: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def reference_engine(launcher: Launcher, llama: Path) -> Iterator[Engine]:
-    """An engine that computes every prompt anew: no connector, no prefix cache."""
+    """An engine that computes every prompt in full: no connector, no prefix cache."""
     with launcher.start(llama, enable_prefix_caching=False) as engine:
         yield engine
 

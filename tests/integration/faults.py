@@ -30,10 +30,10 @@ def fail(llm: Any, **counts: int) -> dict[str, Any]:
 
 
 class Faults:
-    """How many more copies fail. Shared by this process and those that it starts from now on.
+    """Number of copies still to fail. Shared by this process and the processes that it starts later.
 
     Args:
-        path: a file to make, for the numbers; None for that of the process that started this one.
+        path: a file to create for the numbers; None for the file of the parent process.
     """
 
     def __init__(self, path: str | None = None) -> None:

@@ -28,19 +28,19 @@ BALLAST_BYTES = 2**20
 
 
 class Backend(ABC):
-    """One tier and its backend. A fault may be begun again while it lasts; one at a time.
+    """One tier and its backend. Faults come one at a time; a fault may be started again while it lasts.
 
     Args:
-        directory: for all that it needs.
-        stack: is left when nobody needs the backend any more.
+        directory: directory for its files.
+        stack: exit stack that closes when the backend is no longer needed.
 
     Attributes:
-        tier: what it is called in metrics.
-        counted: reasons, one of which at least is counted for the tier while a fault lasts; none where it
-            need not cost a chunk.
-        more: settings of the engine.
-        settings: of the tier.
-        launch: arguments of ``Launcher.start``.
+        tier: the tier's name in metrics.
+        counted: reasons; a fault counts at least one of them for the tier. Empty if a fault need not
+            cost a chunk.
+        more: extra settings of the engine.
+        settings: settings of the tier.
+        launch: extra arguments of ``Launcher.start``.
     """
 
     tier: ClassVar[str]
@@ -135,7 +135,7 @@ class Files(Backend):
         if not self._root.is_mount():
             self._mount()
         if self._hanging is not None:
-            with self._hanging as mute:  # with which all that waits for it ends
+            with self._hanging as mute:  # closing it ends all its waiting callers
                 mute.kill()
             self._hanging = None
             _unmount(self._mute)
@@ -148,7 +148,7 @@ class InEngine(Files):
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         super().__init__(directory, stack)
-        # What a process preloads it does when it is started: a fork of the launcher's is none of those.
+        # A process preloads libraries when it is started; a fork of the launcher would not.
         spawned = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         self.launch["environment"] |= spawned
 

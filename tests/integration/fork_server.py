@@ -1,8 +1,8 @@
 """A process that has imported the engine and forks a new one on request.
 
-Importing vLLM takes ten seconds and more, starting an engine two or three. Forked children share the
-import and nothing else: each has its own environment, metrics and log, and can be killed. The parent
-starts no engine itself, so nothing of an engine is inherited.
+Importing vLLM takes ten seconds or more, starting an engine two or three. Forked children share only the
+import: each has its own environment, metrics and log, and can be killed. The parent starts no engine, so
+children inherit no engine state.
 
 Run as ``python -m tests.integration.fork_server``; standard input is a socket. A request comes with two file
 descriptors, the child's own socket and its log; the answer is the child's process id.
@@ -66,7 +66,7 @@ def _run_child(environment: dict[str, str], channel_fd: int, log_fd: int) -> Non
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # the exit handlers are those of the parent's imports
+        os._exit(status)  # skip the exit handlers of the parent's imports
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ Config = Mapping[str, Any]
 
 
 def vllm_release() -> tuple[int, int]:
-    """Return major and minor of the vLLM that is found first, without importing it.
+    """Return major and minor of the first vLLM on the path, without importing it.
 
-    The one place where a test learns of a version: what a release lacks is said where it is asked for.
+    Tests learn versions only here; the callers say what a release lacks.
     """
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
@@ -108,7 +108,7 @@ class Metrics:
     samples: Sequence[tuple[str, Mapping[str, str], float]]
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum over all samples of a counter or gauge that have these labels; 0 where none has."""
+        """Return the sum of a counter's or gauge's samples with these labels; 0 if there are none."""
         names = {name, f"{name}_total"}
         return sum(
             value
@@ -139,15 +139,15 @@ class Metrics:
 
 
 class Launcher:
-    """The process that engines are forked from. A context manager.
+    """The process from which engines are forked. A context manager.
 
     Args:
-        directory: for logs.
-        environment: what differs from this process's environment.
-        python: the interpreter, of another environment where another version of the engine is meant.
+        directory: directory for logs.
+        environment: differences from this process's environment.
+        python: the interpreter; another environment's for another version of the engine.
 
     Attributes:
-        engines: all that were started, in this order.
+        engines: all started engines, in order.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str], python: str = sys.executable) -> None:
@@ -259,14 +259,14 @@ class Launcher:
 
 
 class Engine(Channel):
-    """One engine in a process of its own. A context manager that stops it.
+    """One engine in its own process. A context manager that stops it.
 
-    What vLLM itself leaves in shared memory is removed at its end; what kvtier leaves is not.
+    Its exit removes vLLM's leftovers in shared memory, but not kvtier's.
 
     Attributes:
-        pid: its process, which leads a session that all its processes are in.
+        pid: its process, the leader of a session with all its processes.
         has_kvtier: whether it runs with kvtier.
-        last: the metrics that it has told last.
+        last: its latest metrics.
     """
 
     patience_s = ANSWER_S
@@ -328,7 +328,7 @@ class Engine(Channel):
         return self.last
 
     def step(self) -> None:
-        """Have the engine do some steps that store nothing: what has ended meanwhile is taken in."""
+        """Run some steps that store nothing, so that the engine processes ended transfers."""
         self.generate([2, 3], output_tokens=4)
 
     def until(self, condition: Callable[[Metrics], bool], what: str, patience_s: float = UNTIL_S) -> Metrics:
@@ -385,7 +385,7 @@ class Engine(Channel):
 
     @property
     def tiers_process(self) -> int | None:
-        """The process that its tiers run in; None where they run in its own."""
+        """Return the pid of the tiers' process; None if they run in the engine's own."""
         found = [pid for pid in self.processes if b"kvtier._isolation.child" in _command_of(pid)]
         assert len(found) <= 1, found
         return found[0] if found else None
@@ -511,7 +511,7 @@ def _patient_tier(tier: Any) -> Any:
 
 
 def primary_tier(engine: Engine) -> tuple[int, int, Path]:
-    """Return the bytes of the primary tier's slots, those of one slot, and the file that they are in."""
+    """Return the primary tier's slot bytes in all, the bytes of one slot, and its file."""
     metrics = engine.metrics()
     nbytes = int(metrics.value("kvtier_tier_capacity_bytes", tier="cpu"))
     (region,) = engine.regions
@@ -532,7 +532,7 @@ def misplace_chunks(engine: Engine) -> None:
 
 
 def redis_servers() -> Any:
-    """Return the module with which the tests of the Redis tier start servers."""
+    """Return the Redis tests' module that starts servers."""
     return load_file("kvtier_redis_tests_servers", PROJECT / "plugins/kvtier-redis/tests/redis_servers.py")
 
 

@@ -1,4 +1,4 @@
-"""What prefill and decode engines do in their own processes. See ``Engine.call`` in ``harness``."""
+"""The actions of prefill and decode engines in their own processes. See ``Engine.call`` in ``harness``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _put_chunks(llm: Any) -> int:
 
 
 def _end_stores(llm: Any) -> list[Any]:
-    """Do steps that schedule no tokens until no copy and no put is under way; return their outputs."""
+    """Run steps without tokens until no copy and no put is in flight; return their outputs."""
     scheduler, core = _scheduler(llm), _core(llm)
     step_tokens, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 0
     outputs: list[Any] = []
@@ -130,12 +130,12 @@ def respond(llm: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, An
 def beside(
     llm: Any, prompt: list[int], params: dict[str, Any], others: list[list[int]], output_tokens: int
 ) -> dict[str, Any]:
-    """Answer a prompt that waits for what does not come, and others that come after it.
+    """Answer a prompt that waits for chunks that never come, and later prompts.
 
-    Its time ends when the others are answered.
+    Its time ends when the later prompts are answered.
 
     Returns:
-        ``order``: which ended first; ``answers``: of the others, then of the one that waits.
+        ``order``: the order of the ends; ``answers``: the later prompts' answers, then the waiting one's.
     """
     waiting = _add(llm, prompt, output_tokens, params)
     names = [*(_add(llm, other, output_tokens, {}) for other in others), waiting]

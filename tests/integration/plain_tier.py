@@ -1,6 +1,6 @@
-"""A tier as a third party may write it, which knows of no deadline, no fault and no checksum.
+"""A tier as a third party may write it, without deadlines, faults or checksums.
 
-What it is told to suffer is in a file, so that a test can change it while an engine runs.
+A file names the fault to inject, so that a test can change it while an engine runs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PlainTier(SecondaryTier[PlainConfig]):
         self._chunks.clear()
 
     async def _suffer(self) -> str:
-        """Let a call suffer; return the fault, for what depends on the call."""
+        """Inject the current fault into a call; return it for call-specific effects."""
         fault = self._fault()
         if fault == "slow":
             await anyio.sleep(_DELAY_S)

@@ -34,10 +34,10 @@ class SharedTier:
 
 @contextmanager
 def shared_tier(name: str, directory: Path) -> Iterator[SharedTier]:
-    """Start what the tier of this name needs. Skip where it is not installed.
+    """Start the servers of the named tier. Skip the test if it is not installed.
 
     Args:
-        directory: for what it keeps and logs.
+        directory: directory for its data and logs.
     """
     with _TIERS[name](directory) as shared:
         yield shared
@@ -78,7 +78,7 @@ def _nixl(directory: Path) -> Iterator[SharedTier]:
 
 
 def mooncake_pools() -> Any:
-    """Return the module with which the tests of the Mooncake tier start pools."""
+    """Return the Mooncake tests' module that starts pools."""
     if importlib.util.find_spec("kvtier_mooncake") is None:
         absent("kvtier-mooncake is not installed: pip install -e plugins/kvtier-mooncake")
     return load_file("kvtier_mooncake_tests_pools", PROJECT / "plugins/kvtier-mooncake/tests/pools.py")

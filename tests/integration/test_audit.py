@@ -1,4 +1,4 @@
-"""Audits in the real engine: what no seal sees is found, no wrong token is said, and it is not used again."""
+"""Audits in the real engine find damage that seals miss: no wrong token, and no second use."""
 
 from __future__ import annotations
 

@@ -464,7 +464,7 @@ def test_what_is_not_stored_any_more_is_counted(make: Make, refusal: str) -> Non
 @pytest.mark.skipif(REPORTS_RESET_FLUSH, reason="this vLLM says when workers are through")
 @pytest.mark.parametrize("steps_ahead", [2, 5])
 def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, steps_ahead: int) -> None:
-    """A pipeline of stages has as many steps under way: their copies end later."""
+    """A pipeline has one step in flight per stage, so copies end later."""
     it = make(slots=8, steps_ahead=steps_ahead)
     output = it.manager.prepare_store(prompt(1, 8), it.request("a"))
     assert output is not None
@@ -666,7 +666,7 @@ class Scheduler:
         return [job.name for job in running]
 
     def _schedule(self, job: Job) -> bool:
-        """Look a waiting request up; load what is there and let it run."""
+        """Look a waiting request up, load its hits and let it run."""
         found, wait = self.it.scan(job.keys, job.context)
         self._breathe()
         if wait or self.chance.random() < 0.1:  # it waits, or there are no blocks for it
@@ -731,9 +731,9 @@ class Scheduler:
             self.it.manager.on_reset_flushed()
 
     def _reset(self) -> None:
-        """New weights: vLLM preempts all that runs and forgets the copies under way.
+        """Load new weights: vLLM preempts all running requests and forgets the copies in flight.
 
-        While a request loads it refuses, unless it is not to preempt. Then its own reset fails.
+        While a request loads, the reset is refused, or without preemption vLLM's own reset fails.
         """
         is_loading = any(job.state == "loading" for job in self.jobs)
         self.it.manager.reset_cache()

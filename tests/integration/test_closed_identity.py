@@ -50,7 +50,7 @@ def is_shared(model: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> 
     return identity_of(configure(model, **one)).digest == identity_of(configure(model, **other)).digest
 
 
-# --- what splits a cache, and what does not ----------------------------------------------------------
+# --- settings that split a cache, and settings that do not -------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_workers_that_arrange_pages_otherwise_share_nothing(models: Callable[[st
 
 @dataclasses.dataclass
 class Layer:
-    """What is known of a layer in a worker."""
+    """A layer as the worker sees it."""
 
     backend: str
     kv_cache: object
@@ -288,7 +288,7 @@ def test_a_change_of_any_field_changes_the_digest_or_the_field_is_on_the_list(
 
 
 def _without_that(config: VllmConfig, path: str) -> object:
-    if path == "ModelConfig.hf_config":  # what is derived from it cannot be worked out any more
+    if path == "ModelConfig.hf_config":  # values derived from it cannot be computed any more
         return "changed"
     return canonical_settings(config, is_reviewed=True)
 
@@ -313,7 +313,7 @@ def test_a_change_of_any_value_in_the_models_configuration_changes_the_digest(
         config.model_config.hf_config = changed
         if canonical_settings(config, is_reviewed=True) == before:
             unseen.append(key)
-    # "kind" tells the model type; what is called output_attentions is another attribute, which vLLM ignores.
+    # "kind" is the model type; "output_attentions" is an attribute that vLLM ignores.
     without = {"_name_or_path", "transformers_version", "dtype", "model_type", "output_attentions"}
     assert set(unseen) <= without
 
@@ -347,7 +347,7 @@ def test_layers_that_differ_count() -> None:
 
 
 def test_no_supported_engine_works_out_kv_scales_from_its_first_batch() -> None:
-    # They would be others after a restart, and what was stored with the old ones would be read with them.
+    # They would differ after a restart and then be applied to chunks stored with the old ones.
     names = {field.name for field in dataclasses.fields(VllmConfig)}
     assert "cache_config" in names
     cache = {field.name for field in dataclasses.fields(VllmConfig().cache_config)}

@@ -1,4 +1,4 @@
-"""Where block hashes name something else than content, no other start of an engine finds the chunks."""
+"""If block hashes do not name content, no other run of an engine finds the chunks."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _failed(engine: Engine) -> dict[tuple[str, str], float]:
 
 
 class Counted:
-    """What was counted of failed copies since this was made."""
+    """Counts of failed copies since this object was made."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -144,7 +144,7 @@ def test_with_the_connector_the_engine_outlives_a_lost_device(recomputing: Engin
     metrics = recomputing.settled()
 
     assert answers == again == reference(*prompts)
-    assert passed_s < 60  # on a busy machine; nobody waits for copies
+    assert passed_s < 60  # on a busy machine; no request waits for copies
     assert metrics.value("kvtier_device_up", worker="0") == 0
     assert metrics.value("kvtier_misses", reason="device_lost") >= 1
     assert sum(counted().values()) >= 5
@@ -160,7 +160,7 @@ def test_a_failure_of_one_worker_of_two_is_one_of_all(
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
-        "start_s": 200.0,  # both workers import all anew
+        "start_s": 200.0,  # both workers repeat all imports
         "kv_transfer_config": {
             **RECOMPUTING,
             "kv_connector_module_path": "tests.integration.faulty_connector",

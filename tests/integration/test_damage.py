@@ -39,7 +39,7 @@ DAMAGES: Mapping[Callable[[Path], None], str] = {
     _exchange: "foreign",
     Path.unlink: "",
 }
-"""What is done to a file, and the reason that is counted; none for a chunk that is simply not there."""
+"""Damage to a file, and the reason counted for it; None for a missing chunk."""
 
 PROMPTS = [prompt(seed) for seed in range(len(DAMAGES))]
 EXPLAINED = {"kvtier": {"explain": True}}
@@ -88,4 +88,4 @@ def test_damaged_files_are_recomputed_counted_and_set_aside(
     assert metrics.value("kvtier_absent_chunks", tier="fs") == 1
     expected = {f"{chunk.stem}_g0.{why}" for chunk, why in zip(chunks, DAMAGES.values(), strict=True) if why}
     assert {aside.name.rpartition(".")[0] for aside in tmp_path.glob("*/quarantine/*")} == expected
-    assert [chunk.read_bytes() for chunk in chunks] == good  # computed and put anew
+    assert [chunk.read_bytes() for chunk in chunks] == good  # recomputed and put again

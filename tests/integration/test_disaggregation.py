@@ -81,7 +81,7 @@ def prefill(launcher: Launcher, llama: Path, shared: SharedTier) -> Iterator[Eng
 
 
 class Counts:
-    """What a decode engine has counted since."""
+    """A decode engine's counts since this object was made."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -112,7 +112,7 @@ def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its
 
 
 def check_a_wait(decode: Engine, prefill: Engine, asked: Tokens, reference: Ask, folder: Path) -> None:
-    """Let a decode engine wait for a prompt, of which it has some before the prefill engine goes on."""
+    """Let a decode engine wait for a prompt that it has in part before the prefill engine continues."""
     counts = Counts(decode)
     waits, has_some = folder / "waits", folder / "has_some"
     with ThreadPoolExecutor() as threads:

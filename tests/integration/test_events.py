@@ -1,4 +1,4 @@
-"""KV events: a router that follows them knows what is in which tier, and never believes in more."""
+"""KV events: a router that follows them knows each tier's blocks, and never assumes more."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Place = tuple[str, str | None]
 class Router:
     """Follows the events that an engine publishes, as a router does.
 
-    What is published before it has joined is lost to it.
+    It misses events from before it joined.
 
     Attributes:
-        endpoint: where the engine is to publish.
-        events: those that concern kvtier's tiers.
-        belief: the hashes of the blocks that it believes to be in each place.
-        cleared: how often everything was cleared.
+        endpoint: the endpoint for the engine's events.
+        events: the events of kvtier's tiers.
+        belief: the hashes of the blocks that it assumes in each place.
+        cleared: number of events that cleared everything.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -1,8 +1,8 @@
-"""A subscriber that loses messages, and one whose engine restarts, never believes in more than is there.
+"""A subscriber that loses messages or whose engine restarts never assumes blocks that do not exist.
 
-vLLM's own publisher sends the manager's events; a scheduler at random evicts, resets and fails. The
-subscriber does what docs/vllm.md asks of one: it has missed batches sent again, forgets all where they cannot
-be, and forgets all where the connection is lost.
+vLLM's own publisher sends the manager's events; a random scheduler evicts, resets and fails. The
+subscriber follows docs/vllm.md: it requests missed batches again, and forgets everything if they are
+unavailable or the connection is lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ zmq = pytest.importorskip("zmq")
 
 TRAILER_BYTES = 128
 PLENTY, FEW = 100_000, 2
-"""Batches that the publisher keeps for those who ask again."""
+"""Batches that the publisher keeps for replays."""
 
 Place = tuple[str, str | None]
 Belief = defaultdict[Place, set[bytes]]
@@ -92,7 +92,7 @@ class Subscriber:
         self._connect()
 
     def _connect(self) -> None:
-        """Join anew: a new socket has nothing from an earlier engine in its queue."""
+        """Join with a new socket, whose queue has no messages of an earlier engine."""
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
@@ -106,7 +106,7 @@ class Subscriber:
         self._socket.close(linger=0)
 
     def catch_up(self, feed: Feed) -> None:
-        """Take in all that was sent; what is lost at the end shows with the next message."""
+        """Process all sent messages; losses at the end show with the next message."""
         target, deadline = feed.sent - 1, time.monotonic() + PATIENCE_S
         while self._last < target:
             assert time.monotonic() < deadline, (self._last, target)
@@ -175,11 +175,11 @@ class Engine(Scheduler):
 
     @property
     def heard(self) -> dict[tuple[Medium, str | None], set[OffloadKey]]:
-        """What one believes who has heard everything."""
+        """Return the belief of a subscriber that missed no message."""
         return {place: set(blocks) for place, blocks in self.belief.items()}  # type: ignore[misc]
 
     def settle(self) -> None:
-        """Have everything under way end and be published."""
+        """Let everything in flight end and be published."""
         self.end()
         self.it.settle()
         self._follow(self.it.manager.take_events())

@@ -73,7 +73,7 @@ class Engine(World):
             self.manager.complete_load(set(found), context)
 
     def serves(self, name: str, keys: list[OffloadKey], params: Any = ASKED) -> None:
-        """Look a request up, load what is there, schedule it, store it and end it."""
+        """Look a request up, load its hits, schedule it, store it and end it."""
         context = self.arrives(name, keys, params)
         self.loads(keys, context)
         self.step(new=[name])
@@ -232,7 +232,7 @@ LAST_FROM = {"dummy0": {"cpu": 16, "dummy0": 24}, "cpu": {"cpu": 40}}
 def test_a_token_of_several_groups_counts_once_and_a_chunk_filled_in_part_counts_in_part(
     make: Make, last_from: str
 ) -> None:
-    """Two groups: full attention, and recurrent state, of which the last two chunks are there."""
+    """Two groups: full attention, and recurrent state with only its last two chunks stored."""
     it = make(dummy())
     it.explainer = Explainer(["dummy0"], {0: CHUNK_TOKENS, 1: CHUNK_TOKENS})
     context = ReqContext(req_id="hybrid", kv_transfer_params=ASKED)
@@ -317,7 +317,7 @@ def test_what_is_unknown_does_not_hide_what_is_known(make: Make, lines: Lines) -
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """What a provider that the engine has configured has exported."""
+    """The exporter of a provider that the engine configured."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)

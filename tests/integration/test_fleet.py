@@ -1,4 +1,4 @@
-"""Engines that share a tier: what one has computed no other one computes, unless it must not have it."""
+"""Engines that share a tier reuse each other's chunks, except when they must not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ONCE = len(FAMILIES) * (STEM + len(FAMILIES[0]) * (OWN + TAIL))
 
 @contextmanager
 def started(launcher: Launcher, llama: Path, shared: SharedTier, *numbers: int) -> Iterator[list[Engine]]:
-    """Start engines, each of which has been served what the first one has put."""
+    """Start engines, each already served with the first one's chunks."""
     with ExitStack() as stack:
         engines = []
         for number in numbers:

@@ -49,7 +49,7 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Launche
 def test_every_version_reads_what_every_other_has_written(
     launchers: list[Launcher], make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """One root; each version writes prompts of its own and reads those of all, itself after a restart too."""
+    """Let each version write its own prompts to one root and read all of them, also after a restart."""
     model = make_llama()
     root = tmp_path / "root"
     settings = {

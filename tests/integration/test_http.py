@@ -79,7 +79,7 @@ class Server(ApiServer):
         return self
 
     def complete(self, tokens: Sequence[int], output_tokens: int = OUTPUT_TOKENS) -> list[Tokens]:
-        """Send a prompt; return the tokens that came, by the pieces in which they were streamed."""
+        """Send a prompt; return the received tokens, grouped by streamed piece."""
         order = {"model": "tiny", "prompt": list(tokens), "max_tokens": output_tokens, "temperature": 0}
         order |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         pieces: list[Tokens] = []
@@ -125,15 +125,15 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class FirstRun:
-    """What the first server has said.
+    """Results of the first server.
 
     Attributes:
         root: directory of the file tier.
-        answers: to the prompt, when nothing was there and when the primary tier had it; in pieces.
-        metrics: the metrics after all.
-        alerts: name, tier and state of the alerts then, when each panel of the dashboard that can has data.
-        top: what ``kvtier top`` made of the metrics.
-        replayed: what ``kvtier bench replay`` measured after that.
+        answers: answers to the prompt, first computed, then from the primary tier; in pieces.
+        metrics: the final metrics.
+        alerts: name, tier and state of the alerts, once each panel that can has data.
+        top: output of ``kvtier top`` for the metrics.
+        replayed: later measurements of ``kvtier bench replay``.
     """
 
     root: Path
@@ -241,7 +241,7 @@ def _has_settled(metrics: Metrics) -> bool:
 
 def test_tokens_are_streamed_and_right(first_run: FirstRun, reference: Ask) -> None:
     assert [_joined(pieces) for pieces in first_run.answers] == reference(PROMPT) * 2
-    assert max(map(len, first_run.answers)) > 1  # what is not sent on at once goes with the next piece
+    assert max(map(len, first_run.answers)) > 1  # tokens that are held back arrive with the next piece
 
 
 def test_every_metric_is_there_and_no_other(first_run: FirstRun) -> None:
@@ -357,8 +357,8 @@ def test_two_api_servers_after_a_restart_and_a_reset(
 def _has_told_the_restart(metrics: Metrics) -> bool:
     """Return whether all that the engine did after the restart is counted.
 
-    It tells each thing to one of the API servers, and each counts in its own time: what happened first may
-    be the last to be seen.
+    It reports each event to one of the API servers, which count at their own pace: the first event may
+    show last.
     """
     value = metrics.value
     hits = PROMPT_CHUNKS * BLOCK_TOKENS if vllm_release() >= (0, 32) else 0  # which asks where hits are from

@@ -1,4 +1,4 @@
-"""What a client wants kept is in host memory when it comes back, whatever others have asked for since."""
+"""A client's retained chunks stay in host memory, regardless of other clients' later requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The layouts that vLLM lays KV caches out in, on any platform: what was stored comes back byte for byte.
+"""vLLM's KV cache layouts of all platforms: stored chunks load back byte for byte.
 
-vLLM's own code places the layers in one allocation, makes the tensors that a connector is given, and
-tells the worker of them; here they are of the CPU, whatever platform uses them so.
+vLLM's own code places the layers in one allocation, makes the connector's tensors and registers them
+with the worker. Here they are CPU tensors, regardless of the layout's platform.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _each_layer(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 
 def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
-    """Make what vLLM's code asks of its configuration here, and nothing else."""
+    """Make the part of vLLM's configuration that its code reads here."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id=f"layouts-{uuid.uuid4()}",
@@ -265,7 +265,7 @@ def _same(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool
 
 
 def _owned(cache: Cache, group: int, blocks: Sequence[int], case: Case) -> torch.Tensor:
-    """Return the mask of what may change: pages, and of a packed allocation whole blocks."""
+    """Return the mask of bytes that may change: pages, or whole blocks of a packed allocation."""
     if not case.layout.is_block_outermost:
         return cache.pages_of(group, blocks)
     mask = torch.zeros((NUM_BLOCKS, cache.nbytes // NUM_BLOCKS), dtype=torch.bool)
@@ -287,8 +287,8 @@ def test_a_layout_that_vllm_tells_only_a_part_of_is_refused() -> None:
     ("size", "first", "kept"),
     [
         (6, 0, [True, True]),
-        (4, 2, [False, True]),  # a window begins inside of its first chunk
-        (5, 0, [False, False]),  # a block is missing, and it is not said which
+        (4, 2, [False, True]),  # a window begins inside its first chunk
+        (5, 0, [False, False]),  # an unknown block is missing
         (3, 0, [False, False]),  # a block of each chunk is missing
     ],
 )

@@ -110,7 +110,7 @@ def test_preempted_requests_are_loaded_again_and_not_computed(
     assert metrics.is_idle
 
 
-# --- resets beside running requests -----------------------------------------------------------------
+# --- resets during running requests -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preempts", [False, True])
@@ -174,7 +174,7 @@ def test_new_weights_never_meet_old_chunks(
         engine.served(*PROMPTS)
         if told_by == "sleep":
             engine.sleep(weights=trained)
-        else:  # what an operator does where vLLM's own way to new weights tells no connector
+        else:  # the operator's way if vLLM's own weight update does not notify connectors
             engine.call("reload", weights=str(trained))
             engine.reset()
         after = engine.served(*PROMPTS)
@@ -195,7 +195,7 @@ def test_new_weights_never_meet_old_chunks(
 def test_what_was_confirmed_before_a_shutdown_is_served_after_it(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
-    """Stores that the workers had not reported by then are lost: nobody can say whether they were made."""
+    """Stores not yet reported by the workers are lost: their outcome is unknown."""
     stored = "kvtier_stored_chunks"
     with launcher.start(llama, {**settings, "drain_on_shutdown_s": PATIENCE_S}) as engine:
         engine.generate(*PROMPTS, *OTHERS, together=True)
@@ -223,7 +223,7 @@ def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_put
     assert f"tier dummy: {CHUNKS} of {CHUNKS} chunks in flight at the shutdown were not written" in log
     with launcher.start(llama, settings) as engine:
         assert engine.served(*PROMPTS) == (reference(*PROMPTS), {"fs": CHUNKS})
-    assert 3.0 <= took_s < UNTIL_S  # the drain, and the end of the engine; what hangs does so for good
+    assert 3.0 <= took_s < UNTIL_S  # the drain and the engine's exit; a hang would last forever
 
 
 @pytest.mark.full

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.full
 DEADLINE_S = 1.0
 PAUSE_S = 0.25
 COMPUTING_S = 4.0
-"""What a busy machine may add to a wait, beside four times what the same requests wait without kvtier."""
+"""Allowance for a busy machine, added to four times the same requests' wait without kvtier."""
 
 LASTS_S = 1.5
 ROUNDS = 3
@@ -56,7 +56,7 @@ class Row:
     """One engine over one tier, under load.
 
     Attributes:
-        answered: the prompts that were asked, with how each ended: tokens, reason, seconds to the first one.
+        answered: the prompts sent, each with its tokens, finish reason and seconds to the first token.
     """
 
     def __init__(self, backend: Backend, engine: Engine) -> None:
@@ -67,8 +67,8 @@ class Row:
         self.answered: list[tuple[Tokens, Tokens, str, float]] = []
 
     def tell(self, new: int) -> None:
-        """Send three of the prompts that are asked again and again, and some new ones."""
-        self.engine.reset(connector=False)  # what the device has is not asked of tiers
+        """Send three of the recurring prompts and some new ones."""
+        self.engine.reset(connector=False)  # prompts in the device's cache would not reach the tiers
         self._prompts = [next(self._kept) for _ in range(3)] + [prompt(next(self._new)) for _ in range(new)]
         self.engine.tell("call", **sent(self._prompts))
 
@@ -96,10 +96,10 @@ class Row:
             served = self.count("kvtier_loaded_chunks") - before
 
     def suffer(self, fault: str) -> set[str]:
-        """Ask while the fault lasts; return the reasons that were counted for chunks meanwhile."""
+        """Send prompts while the fault lasts; return the reasons counted for chunks meanwhile."""
         before = self.engine.metrics()
         self.tell(2)
-        time.sleep(MIDST_S)  # gets and puts are under way
+        time.sleep(MIDST_S)  # gets and puts are in flight
         begun = time.monotonic()
         wanted = self.backend.counted[fault]
         for round_ in itertools.count(1):

@@ -39,7 +39,7 @@ GEMMA = {
 }
 GEMMA4 = {
     **GEMMA,
-    "global_head_dim": 128,  # of full attention: its pages are larger than those of windows
+    "global_head_dim": 128,  # full attention: its pages are larger than a window's
     "num_kv_shared_layers": 2,
     "vocab_size_per_layer_input": 1024,
     "hidden_size_per_layer_input": 32,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.releases
 
 PROMPTS = [prompt(1), *ALL[1:]]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-PIECES = 3 * BLOCK_TOKENS  # no prompt's length is a multiple, nor is a chunk's
+PIECES = 3 * BLOCK_TOKENS  # no multiple of it is a prompt's or a chunk's length
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_the_same_tokens_from_every_tier(
     assert loaded_restarted["fs"] == chunks
     if arguments.get("enable_prefix_caching", True):
         assert loaded_again == {"cpu": chunks}
-    else:  # what prompts share is loaded for each
+    else:  # shared prefixes are loaded for each prompt
         assert loaded_again["cpu"] > chunks
     assert loaded_at_once["cpu"] > chunks
     assert bool(drafted) is ("speculative_config" in arguments)
 
 
 def _whole_chunks(chunk_tokens: int) -> int:
-    """Count the chunks of the prompts; what they share is one."""
+    """Count the distinct chunks of the prompts."""
     ends = range(chunk_tokens, 1000, chunk_tokens)
     return len({tuple(one[:end]) for one in PROMPTS for end in ends if end <= len(one)})
 

@@ -1,4 +1,4 @@
-"""kvtier in ``MultiConnector``, beside a connector that receives into blocks which kvtier stores from."""
+"""kvtier in ``MultiConnector``, with a connector that receives into blocks that kvtier stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.releases
 
 MODULE = "tests.integration.transport"
 TRANSPORT = {"kv_connector": "Transport", "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
-BLOCKS = 20  # one prompt has nearly all of them: the next one gets those of the last
+BLOCKS = 20  # one prompt takes nearly all of them: the next prompt reuses its blocks
 ENDS = 512 - OUTPUT_TOKENS + 1  # tokens of a prompt whose last chunk is complete with its last token
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 PLAIN = {"kv_connector": "OffloadingConnector"}
@@ -50,14 +50,14 @@ def start_small(launcher: Launcher, llama: Path, *children: Mapping[str, Any]) -
 
 
 def texts(engine: Engine, how: str) -> list[Tokens]:
-    """Have prompts answered, each followed by one that is received; return them with what continues them."""
+    """Answer prompts, each followed by a received one; return the prompts with their continuations."""
     asked = [prompt(seed, ENDS) for seed in range(6)]
     received = [prompt((100 if how == "sync" else 200) + seed, ENDS) for seed in range(6)]
     mixed = [one for pair in zip(asked, received, strict=True) for one in pair]
     told = engine.call(
         "serve", module=MODULE, prompts=mixed, output_tokens=OUTPUT_TOKENS, how=[None, how] * len(asked)
     )
-    answers = told["answers"][how == "sync" :: 2]  # what fails is computed
+    answers = told["answers"][how == "sync" :: 2]  # failed prompts are computed
     chosen = received if how == "sync" else asked
     return [[*text, *answer, 5, 6, 7] for text, answer in zip(chosen, answers, strict=True)]
 

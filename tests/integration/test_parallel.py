@@ -1,4 +1,4 @@
-"""Engines of several workers: who shares what with whom, and right tokens wherever something is shared."""
+"""Engines of several workers: the sharing of chunks between splits, with correct tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, namespace
 
 FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
 CHUNKS = len(FIRST) * PROMPT_CHUNKS
-# Of a layer, canonical: tokens, heads, keys and values, numbers, their bytes.
+# A layer's canonical shape: tokens, heads, keys and values, numbers, their bytes.
 PAGE_BYTES = 32 * 2 * 2 * 64 * 4
 ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200, "start_s": 300}
 
@@ -45,7 +45,7 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 
 
 def swap_heads(engine: Engine) -> None:
-    """Exchange the two halves of every canonical page in the primary tier: what each rank wrote."""
+    """Swap the ranks' halves of every canonical page in the primary tier."""
     nbytes, _, region = primary_tier(engine)
     with region.open("r+b") as file:
         held = np.frombuffer(file.read(nbytes), np.uint8)

@@ -36,7 +36,7 @@ STEMS = [prompt(seed, 400) for seed in range(3)]
 PROMPTS = [prompt(100 + seed, 600, shared=STEMS[seed % 3]) for seed in range(200)]
 CALM, ROUGH = PROMPTS[:50], PROMPTS[50:]
 ABORTED = set(range(3, len(ROUGH), 5))
-"""Of the rough ones, those whose client leaves after the first token."""
+"""Numbers of the rough prompts whose client leaves after the first token."""
 
 
 class Server(ApiServer):
@@ -176,6 +176,6 @@ def test_answers_are_those_of_a_single_engine_whatever_becomes_of_a_prefill_engi
         assert said, number
     fleet.until_idle()
 
-    fleet.prefill[1].kill()  # nobody is left to compute prompts elsewhere
+    fleet.prefill[1].kill()  # no prefill engine is left
     last = [prompt(400), prompt(401)]
     assert [fleet.ask(tokens) for tokens in last] == reference(*last)

@@ -39,7 +39,7 @@ with Region.open(name, *sizes, metadata_bytes=int(metadata_bytes), contents=cont
 
 
 def _open(config: VllmConfig) -> tuple[Region, str]:
-    """Return the region that a process of this engine opens, and what all of them agree on."""
+    """Return the region opened by a process of this engine, and the name that all its processes share."""
     engine = engine_of(config)
     with providing_engine(engine):
         spec = KVTierOffloadingSpec(build_offloading_config(config, engine.kv_cache_config))

@@ -71,7 +71,7 @@ def test_served_after_a_restart_with_an_empty_primary_tier_and_not_after_a_reset
 def test_an_engine_is_served_from_the_memory_of_another_one_and_goes_on_when_that_is_killed(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
-    # Nobody but the first engine has memory.
+    # Only the first engine has memory.
     with mooncake_pools().Pool(tmp_path / "pool", segment_bytes=0) as pool:
         tier = {"type": "mooncake", "master": pool.address}
         contributing = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{**tier, "segment_bytes": "64MiB"}]}

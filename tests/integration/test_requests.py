@@ -1,6 +1,6 @@
-"""What one request may ask for itself: what is stored of it, where it is loaded from, whose it is.
+"""A request's own settings: the stored part, the tiers to load from, and the owner.
 
-And requests that end early leave no pin and no slot behind.
+Requests that end early leave no pin and no slot behind.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_a_request_is_loaded_from_the_tiers_that_it_allows(
     assert [loaded for _, loaded in served] == [loaded for _, loaded in FILTERS]
     assert skipped.value("kvtier_skipped_chunks", tier="near", reason="filter") >= 2 * PROMPT_CHUNKS
     assert skipped.value("kvtier_misses", reason="filter") > 0
-    # The primary tier is not filtered: what is there is there for every request.
+    # The primary tier is not filtered: every request sees all its chunks.
     assert again == [([answer], {"cpu": PROMPT_CHUNKS}) for answer in expected]
 
 

@@ -40,7 +40,7 @@ COMPUTED = "decided by vLLM"
 
 
 def _configurations(kind: type, seen: set[type]) -> Iterator[type]:
-    """Yield a configuration's class and those of its fields that count."""
+    """Yield a configuration's class and the classes of its relevant fields."""
     if kind in seen:
         return
     seen.add(kind)
@@ -73,7 +73,7 @@ def counted_defaults() -> Mapping[str, object]:
 
 
 def _specs() -> list[type]:
-    """Return the kinds of KV cache groups, whose fields count as those of configurations do."""
+    """Return the kinds of KV cache groups, whose fields are reviewed like configurations'."""
     found = vars(kv_cache_interface).values()
     return [one for one in found if isinstance(one, type) and issubclass(one, KVCacheSpec)]
 

@@ -1,4 +1,4 @@
-"""What of a KV cache group's layout tells caches apart: all that vLLM says of it."""
+"""Every field of a KV cache group's layout in vLLM tells caches apart."""
 
 from __future__ import annotations
 

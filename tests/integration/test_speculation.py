@@ -42,8 +42,8 @@ def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
         maker.call(function, module="tests.integration.drafters", **arguments)
 
 
-# A chunk is one block where a draft model drafts for a hybrid one: on the CPU vLLM's numbers depend there on
-# where a hit ends, so it has to end where the engine's own does. (Without any cache, too, vLLM gives other
+# A chunk is one block if a draft model drafts for a hybrid one: on the CPU vLLM's numbers then depend on
+# the end of a hit, which must match the engine's own cache. (Without any cache, too, vLLM gives other
 # tokens with that draft model than without it.)
 @pytest.mark.parametrize(
     ("model", "drafter", "settings"),

@@ -231,7 +231,7 @@ def _blocks(model: Model, group: int, ids: Sequence[int], first: int) -> Blocks:
 
 
 def passes(model: Model, writing: int, reading: int) -> None:
-    """Have the ranks of one split store blocks of each group, and those of another load them."""
+    """Let one split's ranks store blocks of each group, and another split's ranks load them."""
     writers, readers = ranks(model, writing), ranks(model, reading)
     for group, layers in enumerate(model.groups):
         sources, targets = (_blocks(model, group, ids, first) for ids, first in ((SOURCES, 0), (TARGETS, 1)))

@@ -1,6 +1,6 @@
-"""The main job: what was computed is served from the primary tier, and after a restart from files.
+"""The main job: serve computed chunks from the primary tier, and from files after a restart.
 
-After a reset nothing that was stored before is given back, in no tier and after no restart.
+After a reset, no tier returns older chunks, not even after a restart.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_a_reset_or_a_sleep_hides_everything_for_ever_and_gives_every_slot_back(
     with launcher.start(llama, settings) as engine:
         for _ in range(3):
             engine.generate(*PROMPTS, together=True)
-            engine.reset()  # with stores and puts under way
+            engine.reset()  # with stores and puts in flight
         after_reset, loaded_after_reset = engine.served(*PROMPTS)
         metrics = engine.settled()
         engine.generate(*OTHERS)

@@ -1,4 +1,4 @@
-"""Sessions with streamed input: what is stored of them is right for every later prompt."""
+"""Requests with streamed input: their stored chunks are right for every later prompt."""
 
 from __future__ import annotations
 

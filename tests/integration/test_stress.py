@@ -24,8 +24,8 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_model_len": 1024, 
     [
         (LLAMA_MODEL, {"block_size": 64}, {}),
         (GEMMA_MODEL, {"block_size": 64, "offload_prompt_only": False}, {}),
-        # Steps shorter than chunks, and so few blocks that those of a chunk's beginning are given on
-        # before its end is there: vLLM leaves them out of what it stores.
+        # Steps shorter than chunks, and so few blocks that vLLM reuses a chunk's first blocks
+        # before its end exists: it then does not store them.
         (GEMMA_MODEL, {"blocks_per_chunk": 8}, {"num_gpu_blocks_override": 60, "max_num_batched_tokens": 64}),
     ],
     ids=["full attention", "sliding windows, answers too", "chunks larger than windows"],

@@ -1,4 +1,4 @@
-"""The worker's side without an engine: what becomes of copies that fail, and what the scheduler learns."""
+"""The worker's side without an engine: failed copies and the reports to the scheduler."""
 
 from __future__ import annotations
 

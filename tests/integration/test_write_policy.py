@@ -1,4 +1,4 @@
-"""What is asked for once is not written; what is asked for twice is there after a restart."""
+"""Prompts requested once are not written; prompts requested twice survive a restart."""
 
 from __future__ import annotations
 

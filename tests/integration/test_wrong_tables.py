@@ -59,7 +59,7 @@ class Engine:
         return sum(len(job.src_spec.block_ids) for job in meta.store_jobs.values())
 
     def say(self, count: int) -> None:
-        """Give the request so many tokens more, all of which may be stored."""
+        """Append ``count`` tokens to the request, all of them storable."""
         for token in range(count):
             self.request.append_output_token_ids(token)
         self.request.num_prompt_tokens = self.request.num_tokens
@@ -99,7 +99,7 @@ def test_a_request_that_ends_while_preempted_stores_nothing(engine: Engine, resu
         engine.scheduler._req_status["a"].transfer_jobs.clear()
         engine.scheduler.get_num_new_matched_tokens(engine.request, 0)
         engine.step([9, 10, 11, 12, 13, 14, 15], TOKENS, resumed={"a"})
-    engine.say(2 * BLOCK_TOKENS)  # what was under way when it was preempted
+    engine.say(2 * BLOCK_TOKENS)  # the tokens in flight at the preemption
     engine.request.status = RequestStatus.FINISHED_STOPPED
     engine.scheduler.request_finished(engine.request)
     stored = engine.step(finished={"a"})

@@ -1,4 +1,4 @@
-"""What is done in an engine's own process for tests. See ``Engine.call`` in ``harness``."""
+"""Functions that tests run in an engine's own process. See ``Engine.call`` in ``harness``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def find(llm: Any, directory: str) -> dict[str, Any]:
 
 
 def die_at(llm: Any, root: str, chunks: int, prompts: list[list[int]]) -> NoReturn:
-    """Send prompts all at once, and have the engine killed when so many chunks are below a root.
+    """Send prompts all at once; the engine kills itself when ``chunks`` chunks are below a root.
 
-    By itself: whoever watches it from elsewhere may be late, and find it through with its work. Answers may
-    be there before the chunks are: the prompts are sent again until it is killed.
+    A watcher in another process could be too late. Answers may come before the chunks: the prompts are
+    repeated until the kill.
     """
     from tests.integration.harness import chunks_in
 
@@ -53,14 +53,14 @@ def requests(
 
     Args:
         llm: the engine.
-        prompts: token ids of each.
-        output_tokens: tokens generated for each.
-        aborts: of some prompts, by number, the step after which they are aborted.
-        reset_at: tokens that each has got when everything is reset, once.
-        preempts: whether vLLM preempts running requests for that.
+        prompts: token ids of each prompt.
+        output_tokens: tokens to generate for each prompt.
+        aborts: step after which a prompt is aborted, by prompt number.
+        reset_at: tokens that each prompt has when the one reset happens.
+        preempts: whether vLLM preempts running requests for the reset.
 
     Returns:
-        ``answers``: the tokens that each has got; ``ends``: why it ended, None where it was aborted;
+        ``answers``: the tokens of each prompt; ``ends``: its finish reason, None if aborted;
         ``waits``: seconds until its first token; ``is_reset``: whether vLLM has reset its own cache.
     """
     engine, number = llm.llm_engine, next(_NUMBERS)

@@ -1,4 +1,4 @@
-"""A connector that receives KV beside kvtier's in ``MultiConnector``, as a prefill/decode transport does.
+"""A connector in ``MultiConnector`` with kvtier that receives KV, like a prefill/decode transport.
 
 It receives noise, so a store of it shows. See ``Engine.call`` in ``harness`` for the function.
 """

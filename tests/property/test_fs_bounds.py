@@ -125,7 +125,7 @@ class Writer:
 
 @dataclass
 class Removal:
-    """A long removal: what the writer has removed, has reported so far, and has yet to report."""
+    """A writer's long removal: bytes removed, reported from time to time, and not yet reported."""
 
     writer: Writer
     since: str

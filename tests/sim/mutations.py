@@ -1,6 +1,6 @@
-"""Bugs to be planted: each is a line or two of kvtier replaced by what somebody might have written instead.
+"""Bugs to plant: each replaces a line or two of kvtier with a plausible mistake.
 
-A mutation names the code that it replaces, so it cannot outlive it unseen.
+A mutation quotes the code that it replaces, so it fails when that code changes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Mutation:
     """A bug.
 
     Attributes:
-        name: what would be wrong.
-        where: the function: module, colon, name.
-        replace: pieces of its source, and what is there instead.
+        name: the wrong behaviour.
+        where: the function, as module:name.
+        replace: pieces of its source and their replacements.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The simulation is worth something: bugs that are planted in kvtier are found."""
+"""The simulation finds bugs planted in kvtier."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_seed_gives_the_same_run_in_another_process() -> None:
 
 @pytest.fixture(scope="module")
 def seen() -> Counter[str]:
-    """What some runs have shown."""
+    """Counts of events over some runs."""
     total: Counter[str] = Counter()
     for seed in SEEDS:
         total += run(seed).seen
@@ -82,13 +82,13 @@ SHOWN = (
 
 @pytest.mark.full
 def test_each_of_these_happens(seen: Counter[str]) -> None:
-    """A simulation in which something never happens says nothing about it."""
+    """An event that never happens in the simulation is not tested by it."""
     assert [what for what in SHOWN if not seen[what]] == []
 
 
 @pytest.mark.full
 def test_most_of_what_is_stored_is_of_use(seen: Counter[str]) -> None:
-    """A world in which nearly nothing goes well would show no wrong bytes either."""
+    """A world in which nearly everything fails would show no wrong bytes either."""
     assert seen["chunks loaded"] > seen["chunks stored"] / 10
     assert seen["core loaded"] > seen["core loaded cpu"] / 20
 
@@ -110,7 +110,7 @@ def test_each_of_these_happens_among_peers() -> None:
 
 @pytest.mark.parametrize("trailer", [b"", b"trailer"])
 def test_damage_is_never_none(trailer: bytes) -> None:
-    """A chunk that ends as what is torn ends is torn at its end as well."""
+    """A chunk that ends like a torn one must still change when torn."""
     for payload in (GARBAGE[:-1] + b"x", b"x" + GARBAGE[1:], b"x" * (len(GARBAGE) - 1) + GARBAGE[-1:]):
         for seed in range(1000):
             assert corrupt(Random(seed), payload, trailer) != (payload, trailer)

@@ -131,7 +131,7 @@ async def test_slots_that_a_tier_was_lent_are_not_held_against_what_they_held_be
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold
         assert it.slot_checksums is not None
-        it.slot_checksums.rate = 0.0  # it is not kept for promoted chunks
+        it.slot_checksums.rate = 0.0  # promoted chunks get no checksums
         assert await it.load(KEYS) == 6
         assert it.failures == {}
         assert it.manager.statistics().counts["loaded", it.names[0]] == 6

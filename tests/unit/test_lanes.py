@@ -17,7 +17,7 @@ from tests.common import load_file
 
 SOURCE = Path(__file__).parents[2] / ".ci/lanes.py"
 
-# What a session does is its name; where its environment is, it makes it and says who was there before.
+# A session acts by its name. It makes its environment and reports the sessions that used it before.
 NOX = """
 import json, os, pathlib, sys, time
 
@@ -64,7 +64,7 @@ def lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def run(lanes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run sessions, given with whose environment each uses; return results and what is printed."""
+    """Run sessions, mapped to the owners of their environments; return results and output."""
 
     def run(sessions: Mapping[str, str], limit_s: float = 60.0) -> tuple[list[str], str]:
         logs = tmp_path / "logs"

@@ -1,4 +1,4 @@
-"""Several processes: who lives keeps its region, who is dead leaves none."""
+"""Several processes: living ones keep their regions, dead ones leave none."""
 
 from __future__ import annotations
 
