@@ -297,7 +297,7 @@ def test_a_store_may_be_the_first_call_of_an_engine(make: Make) -> None:
     assert it.find(prompt(1, 4), it.request("b")) == 4
 
 
-def test_chunks_that_a_worker_did_not_fill_are_misses_and_the_others_hits(make: Make) -> None:
+def test_unfilled_chunks_miss_and_others_hit(make: Make) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 2))), slots=8, workers=2)
     it = make(slots=8, workers=status_table)
     context = it.request("a")
@@ -315,7 +315,7 @@ def test_chunks_that_a_worker_did_not_fill_are_misses_and_the_others_hits(make: 
 
 
 @pytest.mark.parametrize("why", [Unfilled.FAILED, Unfilled.CHANGED])
-def test_audits_blame_no_copy_whose_blocks_the_engine_has_changed(make: Make, why: Unfilled) -> None:
+def test_audits_ignore_blocks_the_engine_changed(make: Make, why: Unfilled) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
     it = make(slots=8, workers=status_table)
     context = it.request("a")
@@ -354,9 +354,7 @@ def test_workers_are_told_how_many_chunks_each_group_has(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_into_them(
-    make: Make, is_lost: bool, is_reset: bool
-) -> None:
+def test_failed_store_frees_slots_once_device_is_done(make: Make, is_lost: bool, is_reset: bool) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
     it = make(dummy(), slots=8, workers=status_table)
     context = it.request("a")
@@ -375,7 +373,7 @@ def test_slots_of_a_failed_store_are_given_on_unless_the_device_may_still_write_
     assert it.core.shared.counts["dropped", "store", "failed"] == 8
 
 
-def test_a_request_shows_all_that_it_uses_where_something_has_the_lowest_priority(make: Make) -> None:
+def test_lowest_priority_requests_show_all_uses(make: Make) -> None:
     """The device may have the front of its prompt, and vLLM offers that only where it is asked to."""
     it = make(slots=8)
     low = ReqContext(req_id="low", kv_transfer_params={"kvtier": {"priority": 0}})
@@ -393,7 +391,7 @@ def test_a_request_shows_all_that_it_uses_where_something_has_the_lowest_priorit
 PREFILL = {"do_remote_decode": True}
 
 
-def test_a_decode_engine_is_told_to_wait_as_long_as_puts_may_take(make: Make) -> None:
+def test_decode_wait_covers_the_put_deadline(make: Make) -> None:
     it = make(dummy(), slots=8, limits=Limits(max_wait_s=3600.0))
     (tier,) = it.core.shared.tiers
     told = it.manager.response_params("a", PREFILL)
@@ -415,7 +413,7 @@ def test_a_decode_engine_is_told_where_to_ask_and_its_tiers_are(make: Make) -> N
 
 
 @pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled"])
-def test_a_decode_engine_is_not_told_to_wait_for_what_no_tier_gets(make: Make, how: str) -> None:
+def test_decode_does_not_wait_for_unput_chunks(make: Make, how: str) -> None:
     it = make(dummy(), slots=8)
     if how == "reset":
         it.manager.reset_cache()
@@ -430,7 +428,7 @@ def test_a_decode_engine_is_not_told_to_wait_for_what_no_tier_gets(make: Make, h
     assert it.manager.response_params("a", PREFILL) is None
 
 
-def test_nothing_is_stored_after_a_reset_that_running_requests_outlive(make: Make) -> None:
+def test_surviving_requests_store_nothing_after_reset(make: Make) -> None:
     """Their blocks are of the old weights, and the device's prefix cache gives them to other requests."""
     it = make(slots=32)
     before = it.request("before")
@@ -478,7 +476,7 @@ def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, ste
 
 
 @pytest.mark.parametrize("self_describing", [False, True])
-def test_what_a_fetch_has_found_is_told_when_vllm_can_describe_it(
+def test_fetched_chunks_are_announced_once_describable(
     make: Make, tmp_path: Path, self_describing: bool
 ) -> None:
     before = make(files(tmp_path))
@@ -754,7 +752,7 @@ class Scheduler:
 
 @pytest.mark.parametrize("version", ["0.33"] if REPORTS_RESET_FLUSH else ["0.32", "0.33"])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_when_no_call_raises_and_no_byte_is_wrong(
+def test_random_calls_raise_nothing_and_corrupt_nothing(
     make: Make, version: str, seed: int, tmp_path: Path
 ) -> None:
     faults = {"failure_rate": 0.1, "corruption_rate": 0.1, "complete_index": seed % 2 == 0, "seed": seed}

@@ -64,13 +64,13 @@ def is_shared(model: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> 
         ("llama4", 32768, 32769, False),
     ],
 )
-def test_the_length_of_requests_counts_where_the_model_computes_with_it(
+def test_used_request_length_changes_identity(
     models: Callable[[str], Path], model: str, short: int, long: int, shared: bool
 ) -> None:
     assert is_shared(models(model), {"max_model_len": short}, {"max_model_len": long}) is shared
 
 
-def test_the_length_of_requests_counts_in_a_version_that_nobody_has_looked_at(
+def test_request_length_counts_in_unknown_versions(
     models: Callable[[str], Path],
 ) -> None:
     short, long = (configure(models("llama"), max_model_len=tokens) for tokens in (1024, 4096))
@@ -104,7 +104,7 @@ class Layer:
         return SimpleNamespace(get_name=lambda: self.backend)
 
 
-def test_the_format_of_pages_is_that_of_backends_and_their_blocks(models: Callable[[str], Path]) -> None:
+def test_page_format_follows_backend_and_blocks(models: Callable[[str], Path]) -> None:
     config = configure(models("llama"))
     engine = engine_of(config)
     offloading = build_offloading_config(config, engine.kv_cache_config)
@@ -125,7 +125,7 @@ def test_the_format_of_pages_is_that_of_backends_and_their_blocks(models: Callab
 
 
 @pytest.mark.parametrize("line", ["flags\t: sse amx_tile avx\n", "Features\t: fp i8mm\n"])
-def test_processors_whose_instructions_need_other_pages_share_nothing(tmp_path: Path, line: str) -> None:
+def test_processors_with_different_pages_share_nothing(tmp_path: Path, line: str) -> None:
     plain, other = tmp_path / "plain", tmp_path / "other"
     plain.write_text("processor: 0\nflags\t: sse avx\n")
     other.write_text(line)
@@ -261,9 +261,7 @@ def _reasons(config: VllmConfig) -> Mapping[int, bool]:
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_a_change_of_any_field_changes_the_digest_or_the_field_is_on_the_list(
-    models: Callable[[str], Path], kind: str
-) -> None:
+def test_changed_field_changes_digest_or_is_listed(models: Callable[[str], Path], kind: str) -> None:
     model, arguments = ARGUMENTS[kind]
     config = configure(models(model), **arguments)
     left = _reasons(config)
@@ -299,9 +297,7 @@ def _is_conditional(path: str, config: VllmConfig) -> bool:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_change_of_any_value_in_the_models_configuration_changes_the_digest(
-    models: Callable[[str], Path], model: str
-) -> None:
+def test_changed_model_value_changes_digest(models: Callable[[str], Path], model: str) -> None:
     config = configure(models(model))
     hf_config = config.model_config.hf_config
     before = canonical_settings(config, is_reviewed=True)
@@ -346,7 +342,7 @@ def test_layers_that_differ_count() -> None:
     assert values[0] == values[1] != values[2]
 
 
-def test_no_supported_engine_works_out_kv_scales_from_its_first_batch() -> None:
+def test_no_engine_derives_kv_scales_from_first_batch() -> None:
     # They would differ after a restart and then be applied to chunks stored with the old ones.
     names = {field.name for field in dataclasses.fields(VllmConfig)}
     assert "cache_config" in names
@@ -375,7 +371,7 @@ class _Talkative(_WithState):
         return f"<talkative at {id(self):#014x}>"
 
 
-def test_an_object_is_represented_by_its_type_and_state_and_never_by_its_address() -> None:
+def test_objects_are_represented_without_address() -> None:
     for kind in (_WithState, _Talkative):
         one, same, other = kind(1), kind(1), kind(2)
         assert canonical_value(one) == canonical_value(same) != canonical_value(other)
@@ -437,7 +433,7 @@ def test_a_name_on_a_hub_has_none() -> None:
     assert weights_fingerprint(Path("organisation/model")) is None
 
 
-def test_weights_of_which_only_a_name_is_known_are_refused_without_a_namespace(
+def test_weights_known_by_name_need_a_namespace(
     models: Callable[[str], Path],
 ) -> None:
     config = configure(models("llama"))

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.releases
         ("0.1.0.dev5+g1a2b3c4d5", None, False, False),
     ],
 )
-def test_a_version_that_is_not_tested_is_warned_of_and_one_that_is_not_known_kept_apart(
+def test_untested_version_warns_and_unknown_is_separate(
     caplog: pytest.LogCaptureFixture,
     version: str,
     number: tuple[int, int] | None,
@@ -85,7 +85,7 @@ def test_a_connector_gives_the_engine_to_its_spec() -> None:
         (False, True, [16, 64], object(), False),
     ],
 )
-def test_which_engines_write_blocks_before_their_stores_have_to_end(
+def test_engines_that_write_before_stores_end(
     second_runner: bool, zeroes: bool, lengths: list[int], sparse: object, late: bool
 ) -> None:
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=length)) for length in lengths]
@@ -96,7 +96,7 @@ def test_which_engines_write_blocks_before_their_stores_have_to_end(
     assert EngineContext(vllm, cache).flushes_late is late
 
 
-def test_the_engine_of_vllms_own_connector_is_found_among_the_callers() -> None:
+def test_vllm_connector_engine_is_found_among_callers() -> None:
     found: list[EngineContext] = []
 
     def connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

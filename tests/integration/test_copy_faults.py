@@ -90,9 +90,7 @@ def test_chunks_whose_store_failed_are_never_read(recomputing: Engine, reference
     assert recomputing.metrics().value("kvtier_dropped_chunks", verb="store") - dropped == PROMPT_CHUNKS
 
 
-def test_a_request_whose_load_failed_is_computed_and_not_loaded_again(
-    recomputing: Engine, reference: Ask
-) -> None:
+def test_request_with_failed_load_is_computed(recomputing: Engine, reference: Ask) -> None:
     others = [prompt(seed) for seed in (2, 3)]
     recomputing.served(prompt(1), *others)
     recomputing.reset(connector=False)

@@ -105,7 +105,7 @@ class Counts:
         return {reason: count for reason, count in by.items() if count}
 
 
-def test_a_decode_engine_waits_for_a_prefill_and_has_its_first_chunks_before_its_last_is_computed(
+def test_decode_loads_first_chunks_during_prefill(
     decode: Engine, prefill: Engine, reference: Ask, tmp_path: Path
 ) -> None:
     check_a_wait(decode, prefill, prompt(1), reference, tmp_path)
@@ -137,7 +137,7 @@ def check_a_wait(decode: Engine, prefill: Engine, asked: Tokens, reference: Ask,
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(len(CORES) < 2, reason="the prefill engine would starve beside workers that spin")
-def test_a_decode_engine_of_two_ranks_waits_for_a_prefill_engine_of_one(
+def test_two_rank_decode_waits_for_one_rank_prefill(
     launcher: Launcher, llama: Path, shared: SharedTier, reference: Ask, tmp_path: Path
 ) -> None:
     if shared.name not in ("fs", "redis"):

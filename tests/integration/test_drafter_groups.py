@@ -129,9 +129,7 @@ def engine(request: pytest.FixtureRequest, blocks_per_chunk: int) -> Iterator[En
     engine.close()
 
 
-def test_a_prompt_comes_back_but_for_the_last_chunk_of_the_drafter(
-    engine: Engine, blocks_per_chunk: int
-) -> None:
+def test_prompt_returns_except_drafters_last_chunk(engine: Engine, blocks_per_chunk: int) -> None:
     first = engine.request("first")
     assert engine.hit(first) == 0
     theirs = [

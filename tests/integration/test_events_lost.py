@@ -221,7 +221,7 @@ def subscriber(tmp_path: Path) -> Iterator[Subscriber]:
 
 
 @pytest.mark.parametrize("kept", [PLENTY, FEW])
-def test_lost_messages_and_restarts_never_make_it_believe_too_much(
+def test_losses_and_restarts_never_overstate_belief(
     tmp_path: Path, subscriber: Subscriber, kept: int
 ) -> None:
     believed = 0

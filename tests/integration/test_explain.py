@@ -174,7 +174,7 @@ def test_a_prompt_that_is_all_there_has_no_reason(make: Make, lines: Lines) -> N
     assert (warm.tokens, warm.prefix_end, warm.reason) == ({"cpu": 64}, _end(64), None)
 
 
-def test_a_load_that_failed_is_the_reason_and_its_tokens_do_not_count(make: Make, lines: Lines) -> None:
+def test_failed_load_is_the_reason_without_tokens(make: Make, lines: Lines) -> None:
     it, keys = make(), prompt(1, 4)
     it.serves("cold", keys, None)
     context = it.arrives("a", keys)
@@ -229,9 +229,7 @@ LAST_FROM = {"dummy0": {"cpu": 16, "dummy0": 24}, "cpu": {"cpu": 40}}
 
 @pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
 @pytest.mark.parametrize("last_from", LAST_FROM)
-def test_a_token_of_several_groups_counts_once_and_a_chunk_filled_in_part_counts_in_part(
-    make: Make, last_from: str
-) -> None:
+def test_shared_tokens_count_once_and_partial_chunks_in_part(make: Make, last_from: str) -> None:
     """Two groups: full attention, and recurrent state with only its last two chunks stored."""
     it = make(dummy())
     it.explainer = Explainer(["dummy0"], {0: CHUNK_TOKENS, 1: CHUNK_TOKENS})
@@ -251,7 +249,7 @@ def test_a_token_of_several_groups_counts_once_and_a_chunk_filled_in_part_counts
 
 
 @pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
-def test_what_a_group_with_longer_chunks_has_beyond_the_others_does_not_count(make: Make) -> None:
+def test_excess_of_longer_chunks_does_not_count(make: Make) -> None:
     it = make()
     it.explainer = Explainer([], {0: CHUNK_TOKENS, 1: 4 * CHUNK_TOKENS})
     context = ReqContext(req_id="mixed", kv_transfer_params=ASKED)
@@ -264,7 +262,7 @@ def test_what_a_group_with_longer_chunks_has_beyond_the_others_does_not_count(ma
     assert (tracked.tokens, tracked.end) == ({"cpu": 48}, 48)
 
 
-def test_a_request_is_explained_once_however_often_it_is_preempted(make: Make, lines: Lines) -> None:
+def test_preempted_request_is_explained_once(make: Make, lines: Lines) -> None:
     it, keys = make(dummy()), prompt(1, 2)
     context = it.arrives("a", keys)
     it.loads(keys, context)

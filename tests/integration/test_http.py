@@ -258,7 +258,7 @@ def test_every_metric_is_there_and_no_other(first_run: FirstRun) -> None:
                 assert labels["reason"] in metric.reasons.keys() | FsTier.reasons.keys()
 
 
-def test_what_was_found_and_moved_is_counted_and_what_is_used_is_told(first_run: FirstRun) -> None:
+def test_finds_and_moves_are_counted_and_usage_reported(first_run: FirstRun) -> None:
     value, nbytes = first_run.metrics.value, STORED * CHUNK_BYTES
     assert first_run.metrics.loaded() == {"cpu": PROMPT_CHUNKS}
     assert value("kvtier_misses") == value("kvtier_misses", reason="absent") >= 1 + len(OTHERS)
@@ -300,7 +300,7 @@ def test_what_did_not_get_into_a_tier_is_counted_by_cause(first_run: FirstRun) -
         assert value("kvtier_tier_up", tier=tier) == 1
 
 
-def test_prometheus_has_data_for_the_dashboard_and_alerts_of_the_tier_that_hangs(first_run: FirstRun) -> None:
+def test_prometheus_shows_the_hanging_tier(first_run: FirstRun) -> None:
     shown = [panel for panel, expression in panels().items() if _has_samples(first_run.metrics, expression)]
     assert len(shown) >= 15  # the others show gets and failures that there were none of
     may_be_seen = {"KvtierTierFull", "KvtierTierTakesNothing", "KvtierPutsDropped"}

@@ -31,7 +31,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_killed_or_stopped_while_requests_run_it_costs_misses_and_comes_back(
+def test_dead_tier_process_costs_misses_and_returns(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:

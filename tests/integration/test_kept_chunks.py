@@ -23,9 +23,7 @@ def _kept(engine: Engine) -> float:
     return engine.settled().value("kvtier_kept_bytes")
 
 
-def test_a_session_is_kept_until_it_is_released_or_its_time_is_over(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
+def test_kept_until_released_or_expired(launcher: Launcher, llama: Path, reference: Ask) -> None:
     (right,) = reference(SESSION)
     with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
         engine.generate(SESSION, **_hints(pin="agent-7"))
@@ -55,7 +53,7 @@ def test_a_session_is_kept_until_it_is_released_or_its_time_is_over(
         assert engine.served(SESSION) == ([right], {})
 
 
-def test_a_session_is_back_in_host_memory_when_its_client_comes_back(
+def test_kept_chunks_are_in_memory_on_return(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     (right,) = reference(SESSION)
@@ -78,9 +76,7 @@ def test_a_session_is_back_in_host_memory_when_its_client_comes_back(
         assert engine.settled().value("kvtier_fetched_chunks") == fetched, "nothing had to be fetched for it"
 
 
-def test_a_high_priority_survives_a_flood_and_a_flood_of_the_lowest_evicts_nobody(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
+def test_priorities_decide_survival_of_floods(launcher: Launcher, llama: Path, reference: Ask) -> None:
     high, default = reference(SESSION, STRANGER)
     with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
         engine.generate(SESSION, **_hints(priority=2))
@@ -105,7 +101,7 @@ def _release(engine: Engine, chunks: int, **how: Any) -> None:
     engine.reset(connector=False)
 
 
-def test_a_released_prompt_leaves_host_memory_after_its_put_and_is_served_from_the_tier(
+def test_released_prompt_moves_to_the_tier(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     right, other = reference(SESSION, STRANGER)

@@ -362,5 +362,5 @@ def test_a_chunk_size_that_is_set_is_kept() -> None:
     assert chunk_size(blocks_of(1), {"block_size": 32}) == 2
 
 
-def test_checkpoints_at_intervals_of_the_users_choice_are_not_coarsened() -> None:
+def test_chosen_checkpoint_intervals_are_not_coarsened() -> None:
     assert chunk_size(CASES["groups over the same tensors"], {}, retention=32) == 1

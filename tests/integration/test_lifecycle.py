@@ -36,7 +36,7 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_tiers_are_asked_in_their_order_and_what_the_second_gives_goes_to_the_first(
+def test_second_tiers_chunks_go_to_the_first(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     first, second = _fs(tmp_path / "first", name="first"), _fs(tmp_path / "second", name="second")
@@ -114,7 +114,7 @@ def test_preempted_requests_are_loaded_again_and_not_computed(
 
 
 @pytest.mark.parametrize("preempts", [False, True])
-def test_what_is_computed_from_blocks_of_before_a_reset_is_not_stored(
+def test_results_of_pre_reset_blocks_are_not_stored(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], preempts: bool
 ) -> None:
     """vLLM resets the connector even where running requests keep their blocks, and does not say so."""
@@ -208,7 +208,7 @@ def test_what_was_confirmed_before_a_shutdown_is_served_after_it(
 
 
 @pytest.mark.full
-def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_puts(
+def test_hung_tier_delays_neither_shutdown_nor_other_puts(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     hanging = {"type": "dummy", "hang_rate": 1.0}
@@ -227,7 +227,7 @@ def test_a_tier_that_hangs_holds_up_neither_the_shutdown_nor_the_other_tiers_put
 
 
 @pytest.mark.full
-def test_a_file_system_that_hangs_holds_up_no_shutdown_and_leaves_no_memory(
+def test_hung_file_system_delays_no_shutdown(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     """vLLM kills an engine that takes longer than 5 s to stop. The tier process hangs on in the kernel."""

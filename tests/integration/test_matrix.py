@@ -156,7 +156,7 @@ def row(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_tier_costs_no_token_no_request_and_no_time_beyond_the_deadline_and_recovers(
+def test_faulty_tier_costs_only_bounded_time(
     row: Row, reference_engine: Engine, reference: Ask, fault: str
 ) -> None:
     row.answered.clear()

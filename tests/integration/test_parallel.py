@@ -82,7 +82,7 @@ def test_two_ranks_and_one_worker_share_what_is_canonical(
 
 
 @pytest.mark.full
-def test_two_ranks_share_with_their_like_alone_what_is_not_canonical(
+def test_ranks_share_noncanonical_chunks_only_with_equals(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with launcher.start(llama, settings, **TWO_RANKS) as engine:

@@ -50,7 +50,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedTie
 
 
 @pytest.mark.parametrize("shared", ["redis", "s3", "mooncake"], indirect=True)
-def test_served_after_a_restart_with_an_empty_primary_tier_and_not_after_a_reset(
+def test_served_after_restart_but_not_after_reset(
     launcher: Launcher, llama: Path, reference: Ask, shared: SharedTier
 ) -> None:
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [shared.of(0)]}
@@ -68,7 +68,7 @@ def test_served_after_a_restart_with_an_empty_primary_tier_and_not_after_a_reset
     assert metrics.value("kvtier_get_failed_chunks") == metrics.value("kvtier_put_failed_chunks") == 0
 
 
-def test_an_engine_is_served_from_the_memory_of_another_one_and_goes_on_when_that_is_killed(
+def test_peer_memory_serves_until_peer_is_killed(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     # Only the first engine has memory.
@@ -88,7 +88,7 @@ def test_an_engine_is_served_from_the_memory_of_another_one_and_goes_on_when_tha
     assert alone == (answers[2:], {})
 
 
-def test_an_engine_is_served_from_the_host_memory_of_another_one_by_nixl_and_goes_on_when_that_is_killed(
+def test_nixl_peer_serves_until_it_is_killed(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     def start(shared: SharedTier, number: int) -> Engine:
@@ -109,7 +109,7 @@ def test_an_engine_is_served_from_the_host_memory_of_another_one_by_nixl_and_goe
 
 
 @pytest.mark.full
-def test_an_engine_goes_on_without_its_bucket_and_its_log_shows_no_secret(
+def test_lost_bucket_is_survived_without_leaking_secrets(
     launcher: Launcher, llama: Path, reference: Ask, s3: SharedTier
 ) -> None:
     tier, keys = s3.of(0), s3.environment

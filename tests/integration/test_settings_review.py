@@ -124,7 +124,7 @@ def test_no_default_of_a_setting_that_counts_has_changed(
     assert not changed, f"vLLM {vllm.__version__} has other defaults:\n" + "\n".join(changed)
 
 
-def test_every_model_that_names_the_length_of_requests_was_looked_at(reviewed: Mapping[str, Any]) -> None:
+def test_models_naming_request_length_were_reviewed(reviewed: Mapping[str, Any]) -> None:
     new = sorted(files_with_length() - set(reviewed["files"]))
     assert not new, f"vLLM {vllm.__version__} names max_model_len in files that nobody has looked at: {new}"
 

@@ -283,7 +283,7 @@ def test_padding_is_no_part_of_a_canonical_page() -> None:
 # --- what cannot be proven ----------------------------------------------------------------------------
 
 
-def test_pages_that_vllm_has_no_mapping_for_are_refused_by_the_worker() -> None:
+def test_worker_refuses_pages_without_mapping() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
     caches = rank.caches()
     caches.group_data_refs[0][1].mapping = None
@@ -291,14 +291,14 @@ def test_pages_that_vllm_has_no_mapping_for_are_refused_by_the_worker() -> None:
         as_kv_caches(caches, canonical=True)
 
 
-def test_pages_whose_mapping_holds_for_one_layout_alone_are_refused_by_the_worker() -> None:
+def test_worker_refuses_single_layout_mappings() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
     rank.views = [view.contiguous().flatten(1) for view in rank.views]  # of a shape that vLLM does not know
     with pytest.raises(ConfigError, match=r"canonical_layout.*remove canonical_layout"):
         as_kv_caches(rank.caches(), canonical=True)
 
 
-def test_tensors_that_are_not_what_the_engine_says_are_refused_by_the_worker() -> None:
+def test_worker_refuses_unexpected_tensors() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
     for shape in (rank.shape, replace(rank.shape, areas=2)):  # of two tensor-parallel workers
         with pytest.raises(RegionError, match="64 bytes of a slot, but the engine says 256"):

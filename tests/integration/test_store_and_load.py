@@ -43,7 +43,7 @@ def test_served_from_memory_and_after_a_restart_from_files(
     assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
 
 
-def test_a_reset_or_a_sleep_hides_everything_for_ever_and_gives_every_slot_back(
+def test_reset_or_sleep_hides_chunks_and_frees_slots(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
@@ -69,7 +69,7 @@ def test_a_reset_or_a_sleep_hides_everything_for_ever_and_gives_every_slot_back(
 
 @pytest.mark.full
 @pytest.mark.parametrize("plugins", ["", "kvtier"])
-def test_found_by_module_path_without_the_plugin_and_by_name_with_it(
+def test_found_by_path_and_by_plugin_name(
     launcher: Launcher, llama: Path, settings: dict[str, Any], plugins: str
 ) -> None:
     path = {} if plugins else {"spec_module_path": "kvtier.adapters.vllm.spec"}

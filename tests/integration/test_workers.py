@@ -144,7 +144,7 @@ def test_a_load_that_nobody_can_be_told_of_is_staged_or_raises(it: Bench) -> Non
         it.finish()
 
 
-def test_a_load_that_a_running_request_waits_for_is_never_reported_too_late(it: Bench) -> None:
+def test_awaited_load_is_never_reported_late(it: Bench) -> None:
     it.worker.report_failed_loads()
     it.failures = 3
     it.load(1, expedited=True)
@@ -153,7 +153,7 @@ def test_a_load_that_a_running_request_waits_for_is_never_reported_too_late(it: 
     assert it.worker.take_failed_requests() == set()
 
 
-def test_a_store_that_does_not_end_is_dropped_and_the_device_with_it(impatient: Bench) -> None:
+def test_endless_store_drops_it_and_the_device(impatient: Bench) -> None:
     impatient.store(2, 3)
     impatient.store(4)
     assert impatient.finish() == [True, True]
@@ -162,9 +162,7 @@ def test_a_store_that_does_not_end_is_dropped_and_the_device_with_it(impatient: 
 
 
 @pytest.mark.parametrize("can_tell", [False, True])
-def test_a_load_that_does_not_end_is_an_error_while_its_blocks_may_still_be_written_to(
-    impatient: Bench, can_tell: bool
-) -> None:
+def test_endless_load_is_an_error_while_blocks_are_at_risk(impatient: Bench, can_tell: bool) -> None:
     if can_tell:
         impatient.worker.report_failed_loads()
     impatient.load(1, request="stuck")
@@ -177,7 +175,7 @@ def test_a_load_that_does_not_end_is_an_error_while_its_blocks_may_still_be_writ
     assert impatient.worker.take_failed_requests() == set()
 
 
-def test_waiting_for_other_copies_says_nothing_of_one_that_does_not_end(impatient: Bench) -> None:
+def test_waiting_for_other_copies_hides_no_hang(impatient: Bench) -> None:
     impatient.load(1)
     impatient.store(5)
     impatient.worker.wait({2})
@@ -193,7 +191,7 @@ class Closing:
         return True
 
 
-def test_the_drain_of_a_shutdown_counts_from_the_end_of_the_workers() -> None:
+def test_shutdown_drain_starts_when_workers_end() -> None:
     """vLLM waits for its workers first, and its limit for both is 5 s."""
     bench = Bench()
     executor: Any = Closing()

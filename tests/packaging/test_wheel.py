@@ -89,7 +89,7 @@ def test_a_chunk_survives_a_restart_natively(run: Run, tmp_path: Path) -> None:
     run("python", "-c", STORY, "get", tmp_path)
 
 
-def test_doctor_refuses_the_file_tier_alone_without_the_native_library(run: Run, tmp_path: Path) -> None:
+def test_doctor_refuses_only_fs_without_native_library(run: Run, tmp_path: Path) -> None:
     tier = json.dumps({"type": "fs", "root_dir": str(tmp_path / "root")})
     without = {"KVTIER_NATIVE": "0"}
     assert json.loads(run("kvtier", "doctor", "--json", "--tier", tier))["not_well"] == []

@@ -372,7 +372,7 @@ lessons = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.integers(0, 47), st
 
 @settings(deadline=None)
 @given(files, lessons, st.integers(1, 10**8), st.sampled_from([0.0, 20.0, 300.0]))
-def test_a_plan_frees_enough_by_least_density_and_not_a_cell_too_many(
+def test_plan_frees_enough_by_least_density(
     found: list[tuple[int, int, int]], lessons: list[tuple[int, int, int]], need: int, lag_s: float
 ) -> None:
     histogram, model = new_histogram(), new_model()

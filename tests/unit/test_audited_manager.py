@@ -67,7 +67,7 @@ async def test_whatever_way_a_chunk_goes_its_audits_hold(kind: str, tmp_path: Pa
         await it.check_idle()
 
 
-async def test_what_changes_in_the_primary_tier_ends_all_that_goes_through_it() -> None:
+async def test_changed_primary_tier_ends_all_traffic() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.manager.drain()
@@ -78,7 +78,7 @@ async def test_what_changes_in_the_primary_tier_ends_all_that_goes_through_it() 
         await it.check_that_nothing_is_copied()
 
 
-async def test_what_changes_after_a_tier_has_brought_it_is_laid_to_the_tier(tmp_path: Path) -> None:
+async def test_change_after_promotion_is_blamed_on_the_tier(tmp_path: Path) -> None:
     async with opened(files(tmp_path / "root"), dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()
@@ -109,7 +109,7 @@ async def test_what_changes_before_it_is_put_is_not_put() -> None:
         await it.check_that_nothing_is_copied()
 
 
-async def test_slots_that_a_caller_writes_are_not_held_against_what_they_held_before() -> None:
+async def test_caller_written_slots_drop_old_expectations() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold
@@ -126,7 +126,7 @@ async def test_slots_that_a_caller_writes_are_not_held_against_what_they_held_be
         await it.check_idle()
 
 
-async def test_slots_that_a_tier_was_lent_are_not_held_against_what_they_held_before() -> None:
+async def test_lent_slots_drop_old_expectations() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold

@@ -108,13 +108,13 @@ def test_no_tier_may_count_as_the_primary_one():
 
 
 @pytest.mark.parametrize("paths", ["", "/a\0b"])
-def test_a_root_without_a_name_is_refused_and_not_the_working_directory(paths):
+def test_unnamed_root_is_not_the_working_directory(paths):
     message = refusal(secondary_tiers=[{"type": "fs", "root_dir": paths}])
     assert "secondary_tiers[0]." in message
     assert "name a directory" in message
 
 
-def test_all_that_is_wrong_is_told_at_once_of_the_tiers_and_beside_them(install_distribution):
+def test_all_errors_are_reported_at_once(install_distribution):
     install_distribution("acme-broken", "1 / 0", {"broken": "Tier"})
     tiers = [
         {"type": "dumny"},
@@ -146,7 +146,7 @@ def test_all_that_is_wrong_is_told_at_once_of_the_tiers_and_beside_them(install_
         ["/", "/a"],
     ],
 )
-def test_two_tiers_on_one_root_or_one_inside_the_other_are_refused(roots):
+def test_tiers_with_overlapping_roots_are_refused(roots):
     tiers = [{"type": "fs", "root_dir": root} for root in roots]
     message = refusal(secondary_tiers=tiers)
     assert "secondary_tiers: fs (/" in message

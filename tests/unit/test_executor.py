@@ -140,7 +140,7 @@ async def test_a_fetch_brings_the_run_from_the_front(
 # --- touches -------------------------------------------------------------------------------------
 
 
-async def test_what_gathers_while_a_tier_is_told_what_was_used_is_told_at_once() -> None:
+async def test_uses_gathered_during_a_report_are_sent_together() -> None:
     opened = anyio.Event()
     tier = Scripted(touch=[opened.wait])
     async with world(tier) as it:
@@ -231,7 +231,7 @@ class Losing(Gated):
         await self.until(lambda: self.begun.count("open") == times)
 
 
-async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_is_under_way() -> None:
+async def test_lost_tier_reopens_once_idle() -> None:
     tier = Losing()
     async with world(tier) as it:
         putting = it.put([1])
@@ -250,7 +250,7 @@ async def test_a_tier_that_has_lost_what_it_opened_is_opened_anew_when_nothing_i
     assert it.bytes_in(11) == content(1)
 
 
-async def test_that_a_tier_is_down_is_sent_before_it_closes_which_may_stop_the_loop() -> None:
+async def test_down_is_sent_before_the_tier_closes() -> None:
     sent: list[Event] = []
     at_close: list[Event] = []
 
@@ -402,7 +402,7 @@ async def test_a_question_that_goes_wrong_is_answered_once(verb: str, act: Calla
 @pytest.mark.parametrize(
     "error", [TierError("no directory"), OSError("refused"), asyncio.CancelledError(), Panic("no arena")]
 )
-async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error: BaseException) -> None:
+async def test_unopenable_tier_is_down_and_others_are_not(error: BaseException) -> None:
     closed: list[str] = []
     tier = Scripted(open=raises(error), aclose=lambda: closed.append("closed"))
     async with world(tier, dummy()) as it:
@@ -422,7 +422,7 @@ async def test_a_tier_that_cannot_be_opened_is_down_and_the_others_are_not(error
 @pytest.mark.parametrize(
     "error", [OSError("no"), SystemExit(1), asyncio.CancelledError(), Panic("no"), Unspeakable()]
 )
-async def test_a_tier_that_fails_to_close_does_not_keep_the_next_one_open(error: BaseException) -> None:
+async def test_failing_close_does_not_keep_next_open(error: BaseException) -> None:
     closed: list[str] = []
     first, second = Scripted(aclose=raises(error)), Scripted(aclose=lambda: closed.append("second"))
     async with world(first, second) as it:
@@ -575,7 +575,7 @@ async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
     assert seen[-1] is None  # an earlier result is not reported any more
 
 
-async def test_what_leaves_a_tier_by_itself_is_told_from_any_thread_in_few_events() -> None:
+async def test_removals_are_reported_in_few_events() -> None:
     context: list[TierContext] = []
 
     def tell() -> None:
@@ -605,7 +605,7 @@ def removed_of(events: Iterable[Event]) -> list[OffloadKey]:
 # --- the end -------------------------------------------------------------------------------------
 
 
-async def test_what_is_under_way_at_the_end_is_cancelled_and_answered_once() -> None:
+async def test_in_flight_commands_are_cancelled_once_at_end() -> None:
     tier = Gated(max_concurrency=2)
     async with world(tier) as it:
         ids = [it.put([number, number + 1]) for number in range(0, 20, 2)]
@@ -784,7 +784,7 @@ print(thread.close(0.1), time.monotonic() - begin < 40, *names, flush=True)
 """
 
 
-def test_a_tier_that_hangs_for_good_holds_up_neither_close_nor_the_process() -> None:
+def test_hung_tier_delays_neither_close_nor_exit() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", HANGING], capture_output=True, text=True, timeout=60
     )

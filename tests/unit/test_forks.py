@@ -88,9 +88,7 @@ def is_free(lock: Path) -> bool:
     return False
 
 
-def test_a_forked_child_holds_no_lock_no_memory_and_no_socket_of_its_parent(
-    child: tuple[int, list[str]], tmp_path: Path
-) -> None:
+def test_forked_child_keeps_no_parent_resources(child: tuple[int, list[str]], tmp_path: Path) -> None:
     pid, sockets = child
     locks = [path for path in (tmp_path / "root").rglob("*.lock*") if path.is_file()]
     assert any(path.parent.name == ".kvtier" for path in locks)

@@ -99,7 +99,7 @@ def test_an_ordinary_request_is_no_prefill(params: Any):
     assert not is_prefill(params)
 
 
-def test_what_a_prefill_returns_is_a_hint_for_the_engine_that_decodes(reader: HintReader):
+def test_prefill_result_is_a_hint_for_decode(reader: HintReader):
     assert is_prefill({"do_remote_decode": True, "kvtier": {"explain": True}})
     assert reader.read("a", {"kvtier": {"wait_s": 5.0, "explained": {"tokens": {}}}}) == Hints(wait_s=5.0)
     told = {"wait_s": 5.0, "from": ["10.0.0.1:18570"]}
@@ -130,7 +130,7 @@ class Session:
         return len(self.core.retention.pinned)
 
 
-def test_the_time_of_a_name_does_not_end_while_one_of_its_requests_waits_or_runs():
+def test_name_expires_only_without_active_requests():
     session = Session()
     session.begin("first")
     session.offer("first")
@@ -159,7 +159,7 @@ def test_a_request_that_begins_twice_keeps_its_chunks_no_longer():
     assert session.core.retention.is_empty
 
 
-def test_chunks_of_an_announced_prompt_are_in_its_order_and_its_pin_alone_keeps_nothing():
+def test_announced_chunks_keep_order_and_pin_keeps_nothing():
     core = world.make(16, 1, pin_budget=0.5)
     now_s = 0.0
     hints = ClientHints(core.retention, core.prefetches, lambda: now_s)

@@ -77,7 +77,7 @@ def run(lanes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_each_result_is_in_the_table_and_what_failed_is_named_last(run: Run) -> None:
+def test_table_has_each_result_with_failures_last(run: Run) -> None:
     results, said = run({"passes": "passes", "fails": "fails", "skipped": "skipped"})
     assert results == ["passed", "FAILED (1)", "skipped"]
     table = said[said.index("==== sessions ====") :]

@@ -293,7 +293,7 @@ async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
         await it.check_idle()
 
 
-async def test_a_slow_tier_is_not_waited_for_once_computing_is_known_to_be_quicker() -> None:
+async def test_slow_tier_is_skipped_if_computing_is_quicker() -> None:
     async with opened(dummy(get_latency_s=0.05), slots=64, limits=Limits(load_gate="latency")) as it:
         keys = prompt(1, 8)
         await it.store(keys)
@@ -346,7 +346,7 @@ class Deaf(DummyTier):
 # --- one waits for the other ---------------------------------------------------------------------
 
 
-async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> None:
+async def test_endless_stores_slots_are_never_reused() -> None:
     gate = Gate()
     async with opened(copy=gate, copy_deadline_s=0.2, limits=Limits(request_deadline_s=0.2)) as it:
         free = it.manager.statistics().free_slots
@@ -361,7 +361,7 @@ async def test_the_slots_of_a_store_that_does_not_end_are_given_to_nobody() -> N
     gate.opened.set()
 
 
-async def test_so_are_those_of_a_cancelled_one_but_not_those_that_the_caller_fills() -> None:
+async def test_cancelled_stores_slots_are_kept_unless_caller_filled() -> None:
     gate, keys = Gate(), prompt(1, 2)
     # Before its time is over it has to be cancelled, on a busy machine too.
     async with opened(copy=gate, copy_deadline_s=2.0, limits=Limits(request_deadline_s=0.2)) as it:
@@ -477,7 +477,7 @@ async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert it.manager.statistics().pinned_chunks == 0
 
 
-async def test_a_tier_that_cannot_be_stopped_is_left_behind_and_its_memory_stays(
+async def test_unstoppable_tier_is_abandoned_with_its_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     deaf, tasks = Deaf(DummyConfig(deadline_s=600)), asyncio.all_tasks()
@@ -509,7 +509,7 @@ async def test_a_shutdown_that_drops_puts_says_how_many_and_why(caplog: pytest.L
     )
 
 
-async def test_a_copy_under_way_when_the_drain_time_is_over_ends_all_the_same() -> None:
+async def test_copy_in_flight_outlives_drain_time() -> None:
     gate = Gate()
     with anyio.fail_after(PATIENCE_S):
         async with opened(dummy(), copy=gate, drain_s=0) as it:
@@ -671,9 +671,7 @@ async def test_a_call_cancelled_anywhere_leaves_nothing_behind(
 
 @pytest.mark.parametrize("kind", ["task", "scope"])
 @pytest.mark.parametrize("verb", ["store", "load"])
-async def test_a_call_cancelled_while_bytes_move_holds_its_slots_until_they_stop(
-    verb: str, kind: str
-) -> None:
+async def test_cancelled_call_holds_slots_while_bytes_move(verb: str, kind: str) -> None:
     gate = Gate()
     gate.opened.set()
     async with opened(copy=gate, slots=4) as it:
@@ -697,7 +695,7 @@ async def test_a_call_cancelled_while_bytes_move_holds_its_slots_until_they_stop
         await it.check_idle()
 
 
-async def test_a_second_and_third_cancellation_do_not_cut_the_wait_short() -> None:
+async def test_repeated_cancellation_does_not_cut_the_wait() -> None:
     gate = Gate()
     async with opened(copy=gate) as it:
         store = asyncio.ensure_future(it.store(prompt(1, 4)))

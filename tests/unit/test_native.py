@@ -145,7 +145,7 @@ def test_a_library_of_another_version_is_not_used(source_folder, caplog, monkeyp
         ("kvtier_native.c", "int64_t failed; ", "int32_t failed; ", "tree_sums"),
     ],
 )
-def test_a_library_that_lays_out_a_structure_otherwise_is_not_used(
+def test_library_with_other_layout_is_not_used(
     source_folder, caplog, monkeypatch, file, before, after, struct
 ):
     monkeypatch.setenv("KVTIER_NATIVE", "1")

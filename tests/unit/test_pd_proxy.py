@@ -161,7 +161,7 @@ ALL = "data: one\n\ndata: two\n\ndata: [DONE]\n\n"
 
 
 @pytest.mark.anyio
-async def test_both_are_asked_at_once_and_the_answer_is_passed_on_as_it_comes() -> None:
+async def test_both_engines_are_asked_and_the_answer_streamed() -> None:
     (prefill,), (decode,) = [Engine()], [Engine()]
     async with world([prefill], [decode]) as it, asyncio.TaskGroup() as tasks:
         answering = tasks.create_task(it.text({**BODY, "min_tokens": 3, "kv_transfer_params": {"x": 1}}))
@@ -214,7 +214,7 @@ async def test_another_prefill_engine_is_asked_where_one_fails(how: str) -> None
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
-async def test_where_a_prefill_fails_the_prompt_is_computed_where_it_is_decoded(status: int) -> None:
+async def test_failed_prefill_is_computed_by_decode(status: int) -> None:
     """A request that waits for a prefill that fails does not wait on."""
     prefill, decode = Engine(status), Engine()
     async with world([prefill], [decode]) as it, asyncio.TaskGroup() as tasks:

@@ -177,7 +177,7 @@ def test_a_secret_that_a_client_repeats_is_not_shown_by_doctor(
     assert SECRET not in repr(checks)
 
 
-def test_a_secret_that_a_client_repeats_is_not_shown_by_bench_tier(
+def test_bench_tier_hides_a_clients_secret(
     secret_tier: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(SecretTier, "fails", ("open",))

@@ -88,7 +88,7 @@ def test_the_return_on_writes_is_read_from_an_engines_metrics(run, tmp_path):
         ({"capacity_bytes": 100}, "put", "full: the tier has no room", "more room"),
     ],
 )
-def test_what_is_wrong_is_found_by_a_real_put_and_get_and_has_a_remedy(run, settings, step, result, remedy):
+def test_real_put_and_get_find_faults_with_remedies(run, settings, step, result, remedy):
     done = run("--tier", tier(**settings), "--json")
     assert done.exit_code == 1
     row = ill_step(done)
@@ -111,9 +111,7 @@ def test_what_is_wrong_is_found_by_a_real_put_and_get_and_has_a_remedy(run, sett
         (RuntimeError("odd"), "RuntimeError: odd", "backend's own log"),
     ],
 )
-def test_a_tier_that_does_not_open_is_told_and_nothing_more_is_asked_of_it(
-    run, monkeypatch, error, result, remedy
-):
+def test_unopenable_tier_is_reported_and_not_probed(run, monkeypatch, error, result, remedy):
     async def fails(self, context):
         raise error
 
@@ -126,7 +124,7 @@ def test_a_tier_that_does_not_open_is_told_and_nothing_more_is_asked_of_it(
     assert len(checks(done)) == 1
 
 
-def test_a_tier_that_loses_chunks_and_one_that_keeps_them_for_ever_are_ill(run, monkeypatch):
+def test_losing_and_never_deleting_tiers_are_ill(run, monkeypatch):
     async def nothing(self, keys):
         return None
 
@@ -289,7 +287,7 @@ def test_roots_that_are_one_by_a_link_are_refused(run, tmp_path: Path):
     assert below(tmp_path / "real") == []
 
 
-def test_a_root_that_cannot_be_looked_at_is_told_in_the_table_and_in_json(run, tmp_path: Path, monkeypatch):
+def test_unreadable_root_is_reported_in_both_formats(run, tmp_path: Path, monkeypatch):
     def refusing(function):
         def call(path, *rest, **more):
             if isinstance(path, str | os.PathLike) and str(path).startswith(str(tmp_path / "locked")):
@@ -316,7 +314,7 @@ def test_only_a_lack_of_room_is_answered_with_more_room(word):
     assert ("more room" in remedy) == is_room
 
 
-def test_what_fails_in_the_background_is_not_well_and_no_traceback(run, monkeypatch):
+def test_background_failure_is_reported_without_traceback(run, monkeypatch):
     async def put(self, batch):
         try:
             raise OverflowError("too far")

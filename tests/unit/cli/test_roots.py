@@ -126,9 +126,7 @@ def test_ls_sees_the_living_and_does_not_disturb_them(kvtier, cache, living) -> 
     assert one(kvtier("ls", cache.root, "--json"))["in_use"] is False
 
 
-def test_where_there_are_no_locks_it_is_not_known_who_uses_a_cache(
-    kvtier, cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_users_of_a_cache_are_unknown_without_locks(kvtier, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put([0])
 
     def refuse(fd: int, operation: int) -> None:
@@ -212,7 +210,7 @@ def test_verify_proves_every_chunk_and_changes_nothing(kvtier, cache) -> None:
     assert after == before  # to be read by this tool is no use: eviction goes by it
 
 
-def test_verify_finds_every_kind_of_illness_and_repair_sets_it_aside(kvtier, cache) -> None:
+def test_verify_finds_all_damage_and_repair_moves_it(kvtier, cache) -> None:
     cache.put(range(30))
     damage(cache.file(1), "checksum")
     damage(cache.file(2), "torn")
@@ -246,7 +244,7 @@ def test_a_chunk_of_another_cache_is_foreign(kvtier, cache, tmp_path: Path) -> N
     assert one(kvtier("verify", cache.root, "--namespace", other.name, "--json"))["sound"] == 1
 
 
-def test_verify_beside_a_process_that_writes_and_removes_finds_nothing_ill(kvtier, cache) -> None:
+def test_verify_finds_nothing_ill_beside_a_writer(kvtier, cache) -> None:
     cache.put(range(200))
     churn = """
             for number in range(1000, 1000000):
@@ -385,7 +383,7 @@ def test_a_dry_run_tells_what_is_too_old_from_what_makes_room(kvtier, cache) -> 
     assert cache.had(range(20)) == list(range(20))
 
 
-def test_gc_removes_orphans_which_an_engine_leaves_while_there_is_room(kvtier, cache) -> None:
+def test_gc_removes_orphans_that_engines_leave(kvtier, cache) -> None:
     orphan = cache.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
     orphan.parent.mkdir(parents=True)
     orphan.write_bytes(bytes(FILE_BYTES))
@@ -488,7 +486,7 @@ def test_gc_refuses_an_absurd_limit_and_removes_nothing(kvtier, cache, option: s
     assert cache.file(0).exists()
 
 
-def test_a_namespace_that_is_not_there_is_refused_with_those_that_are(kvtier, cache) -> None:
+def test_unknown_namespace_error_lists_known_ones(kvtier, cache) -> None:
     cache.put([0])
     for command in ("gc", "verify"):
         said = kvtier(command, cache.root, "--namespace", "x")
@@ -572,9 +570,7 @@ def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, c
 
 
 @pytest.mark.parametrize("command", ["verify", "gc", "du"])
-def test_files_without_a_cache_are_no_clean_root_and_a_new_disk_is_one(
-    kvtier, tmp_path: Path, command: str
-) -> None:
+def test_foreign_files_are_no_clean_root(kvtier, tmp_path: Path, command: str) -> None:
     assert kvtier(command, tmp_path).status == kvtier("ls", tmp_path).status == 0
     (tmp_path / "lost+found").mkdir()
     assert kvtier(command, tmp_path).status == 0

@@ -161,7 +161,7 @@ def test_engines_are_asked_at_once(kvtier, monkeypatch):
     assert (said.status, "cannot be read" in said.out) == (0, False)
 
 
-def test_an_engine_that_does_not_answer_does_not_hold_up_an_interrupt():
+def test_silent_engine_does_not_delay_interrupts():
     code = (
         "import signal; from kvtier._cli import top; from kvtier.__main__ import main; top._TIMEOUT_S = 600; "
         # Whoever runs the tests in the background may have it ignored.
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_said_and_ends_with_status_1(kvtier, tmp_path):
     assert "missing: cannot be read: " in said.out
 
 
-def test_a_server_that_dribbles_or_never_ends_does_not_hold_up_the_others(kvtier, serve, monkeypatch):
+def test_slow_server_does_not_delay_others(kvtier, serve, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("kvtier._cli.top._MAX_PAGE_BYTES", len(FIRST) - 1)
         said = kvtier("top", serve(FIRST), "--once")

@@ -66,9 +66,7 @@ def files_of(root: Path, name: str) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_an_upgrade_starts_anew_and_a_rollback_finds_all_as_it_was(
-    kvtier: Kvtier, cache: Cache, other: int
-) -> None:
+def test_upgrade_starts_empty_and_rollback_finds_all(kvtier: Kvtier, cache: Cache, other: int) -> None:
     cache.put(range(4))
     ours = files_of(cache.root, cache.name)
 
@@ -104,7 +102,7 @@ def _check_tools(kvtier: Kvtier, cache: Cache, name: str, other: int) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-async def test_a_version_that_comes_while_another_runs_does_not_disturb_it(cache: Cache, other: int) -> None:
+async def test_new_version_does_not_disturb_a_running_one(cache: Cache, other: int) -> None:
     tier = await cache.open()
     try:
         assert set((await tier.put(cache.batch(range(4)))).statuses) == {Status.OK}
@@ -116,7 +114,7 @@ async def test_a_version_that_comes_while_another_runs_does_not_disturb_it(cache
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_manifest_of_another_version_in_its_place_is_refused_in_words(cache: Cache, other: int) -> None:
+def test_other_versions_manifest_is_refused(cache: Cache, other: int) -> None:
     cache.put(range(2))
     file = cache.home / "config.json"
     fields: dict[str, Any] = {**json.loads(file.read_text()), "kvtier_format": other}
@@ -128,7 +126,7 @@ def test_a_manifest_of_another_version_in_its_place_is_refused_in_words(cache: C
 
 
 @pytest.mark.parametrize("other", [_seal.VERSION - 1, _seal.VERSION + 1])
-def test_a_chunk_with_a_trailer_of_another_version_is_set_aside_and_not_served(
+def test_chunk_with_other_versions_trailer_is_set_aside(
     cache: Cache, other: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version that changes the trailer changes the format's number, too. Here it has not."""

@@ -85,7 +85,7 @@ def waits(core: Tiering) -> dict[str, float]:
     return {count[1]: number for count, number in core.take_counts().items() if count[0] == "waits"}
 
 
-def test_what_no_tier_has_yet_is_asked_for_again_in_one_get_and_loaded_when_it_is_there() -> None:
+def test_missing_chunks_are_polled_in_one_get_and_loaded() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     assert ask(core, request, PROMPT) == [RETRY] * 4
@@ -102,7 +102,7 @@ def test_what_no_tier_has_yet_is_asked_for_again_in_one_get_and_loaded_when_it_i
     assert waits(core) == {"arrived": 1}
 
 
-def test_after_its_time_it_is_a_miss_and_the_deadline_of_tiers_counts_from_there() -> None:
+def test_expired_wait_is_a_miss_and_starts_deadline() -> None:
     core, request = make(request_deadline_s=5.0), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     assert request.deadline_s == WAIT_S + 5.0
@@ -120,7 +120,7 @@ def test_after_its_time_it_is_a_miss_and_the_deadline_of_tiers_counts_from_there
 
 
 @pytest.mark.parametrize("news_s", [0.0, 3.0])
-def test_a_pause_is_a_small_share_of_the_time_since_the_last_arrival(news_s: float) -> None:
+def test_pause_is_a_small_share_of_arrival_time(news_s: float) -> None:
     """Notice an arrival late by at most a small share of its travel time."""
     core, request, now_s = make(), waiting(), news_s
     begin(core, request, PROMPT, *[MISSING] * 4)
@@ -199,7 +199,7 @@ def test_what_arrives_early_is_promoted_and_not_held() -> None:
     assert core.table.evictable == 3
 
 
-def test_what_was_evicted_meanwhile_is_promoted_again_only_when_all_the_rest_is_there() -> None:
+def test_evicted_chunk_is_repromoted_after_the_rest() -> None:
     core, request, now_s = make(slots=4, budget=1.0), waiting(), 0.0
     begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
     step_as_vllm(core, request, PROMPT, now_s)
@@ -277,7 +277,7 @@ def test_after_a_reset_nobody_waits() -> None:
     assert ask(core, request, PROMPT) == [MISS]
 
 
-def test_a_request_without_a_hint_does_not_wait_with_one_that_shares_its_get() -> None:
+def test_request_without_hint_does_not_wait() -> None:
     core, request, other = make(), waiting(), Request()
     ask(core, request, PROMPT)
     ask(core, other, PROMPT[:2])
@@ -300,7 +300,7 @@ def test_models_with_windows_do_not_wait() -> None:
 THERE = ("10.0.0.1:18570",)
 
 
-def test_tiers_are_told_where_the_chunks_are_until_the_last_question() -> None:
+def test_tiers_know_locations_until_the_last_question() -> None:
     core, request = make(), Request("decode", wait=Wait(WAIT_S), addresses=THERE)
     (get,) = step(core, request, PROMPT)
     assert get.addresses == THERE
@@ -316,7 +316,7 @@ def test_tiers_are_told_where_the_chunks_are_until_the_last_question() -> None:
     assert last.addresses == (), "all are asked"
 
 
-def test_tiers_are_told_what_all_say_who_begin_to_wait_for_a_chunk() -> None:
+def test_tiers_hear_all_hints_of_new_waiters() -> None:
     core = make(tiers=[TierStatus("t0", 60.0), TierStatus("t1", 60.0)])
     one, same, other = (Request(addresses=it) for it in (THERE, THERE, ("10.0.0.2:18570",)))
     for index, (request, of_next) in enumerate([(same, THERE), (other, ()), (Request(), ())]):
@@ -344,7 +344,7 @@ def settle_until(core: Tiering, now_s: float) -> tuple[float, Get]:
             return now_s, get
 
 
-def test_tiers_are_asked_for_a_request_that_a_full_engine_does_not_ask_for() -> None:
+def test_full_engine_still_polls_for_waiting_requests() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     now_s, get = settle_until(core, 0.0)
@@ -358,7 +358,7 @@ def test_tiers_are_asked_for_a_request_that_a_full_engine_does_not_ask_for() -> 
     assert waits(core) == {"arrived": 1}
 
 
-def test_an_engine_that_slept_beyond_the_time_gets_a_last_question() -> None:
+def test_overslept_engine_gets_a_last_question() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     now_s = WAIT_S + LAST_S / 2
@@ -369,7 +369,7 @@ def test_an_engine_that_slept_beyond_the_time_gets_a_last_question() -> None:
     assert ask(core, request, PROMPT) == [HIT] * 4
 
 
-def test_chunks_of_the_last_answer_are_loaded_up_to_the_first_that_is_missing() -> None:
+def test_last_answer_loads_up_to_first_missing_chunk() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     _, (last,) = step_as_vllm(core, request, PROMPT, WAIT_S)
@@ -396,7 +396,7 @@ def test_it_ends_where_no_tier_can_be_asked_for_the_last_time() -> None:
     assert ask(core, request, PROMPT) == [MISS]
 
 
-def test_an_owner_that_sleeps_until_the_next_deadline_never_finds_it_passed() -> None:
+def test_sleeping_owner_never_misses_a_deadline() -> None:
     core, requests, now_s = make(), [waiting() for _ in range(MOST_POLLS + 2)], 0.0
     for index, request in enumerate(requests):
         begin(core, request, keys(f"a{index}", 2), MISSING, MISSING)
@@ -449,7 +449,7 @@ def test_requests_that_await_the_same_chunks_share_a_poll() -> None:
     assert not core.holds.awaiting, "all of them have heard of it"
 
 
-def test_polls_count_what_they_find_and_what_is_absent_is_counted_once() -> None:
+def test_polls_count_finds_and_absence_once() -> None:
     core, request, now_s = make(), waiting(), 0.0
     begin(core, request, PROMPT, *[MISSING] * 4)
     for _ in range(30):
@@ -462,7 +462,7 @@ def test_polls_count_what_they_find_and_what_is_absent_is_counted_once() -> None
 
 
 @pytest.mark.parametrize("how", ["arrived", "reset", "failure"])
-def test_a_request_that_awaits_no_more_has_the_deadline_of_any_other(how: str) -> None:
+def test_finished_wait_has_the_usual_deadline(how: str) -> None:
     core, request = make(request_deadline_s=5.0), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     now_s, get = poll(core, request, PROMPT, 0.0)
@@ -479,7 +479,7 @@ def test_a_request_that_awaits_no_more_has_the_deadline_of_any_other(how: str) -
     assert core.holds.first is request
 
 
-def test_what_arrives_early_evicts_nothing_and_leaves_the_reserve() -> None:
+def test_early_arrivals_evict_nothing_and_leave_the_reserve() -> None:
     core, request = make(slots=8, reserve=0.25, budget=1.0), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     store(core, keys("b", 5))
@@ -492,7 +492,7 @@ def test_what_arrives_early_evicts_nothing_and_leaves_the_reserve() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_tier_that_fails_ends_the_wait_whatever_the_other_one_says(failing: int) -> None:
+def test_failing_tier_ends_the_wait(failing: int) -> None:
     core, request = make(tiers=2), waiting()
     (get,) = step(core, request, PROMPT)
     (get,) = answer(core, get, [MISSING] * 4)
@@ -520,7 +520,7 @@ def test_a_poll_past_its_deadline_ends_the_wait() -> None:
     assert waits(core) == {"gave_up": 1}
 
 
-def test_the_place_of_what_is_awaited_is_known_while_what_is_before_it_is_not_held() -> None:
+def test_awaited_location_is_known_before_its_prefix() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
     ask(core, request, PROMPT)
@@ -545,7 +545,7 @@ def test_a_wait_that_load_gate_ends_is_not_in_vain() -> None:
     assert core.take_counts() == {("miss", "gate"): 1, ("waits", "gave_up"): 1}
 
 
-def test_nothing_is_held_for_a_wait_that_begins_since_the_tier_that_has_the_rest_may_not_be_asked() -> None:
+def test_new_wait_holds_nothing_while_its_tier_may_be_idle() -> None:
     core, first, request = make(tiers=2, budget=0.125), Request("first"), waiting()
     step(core, first, keys("b", 1))
     store(core, PROMPT[:1])

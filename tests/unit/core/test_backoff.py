@@ -20,9 +20,7 @@ def test_pauses_double_up_to_the_longest_and_begin_anew() -> None:
     longest_s=st.floats(0.01, 1000),
     chances=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=40),
 )
-def test_no_pause_is_shorter_than_three_quarters_of_the_first_or_far_beyond_the_longest(
-    first_s: float, longest_s: float, chances: list[float]
-) -> None:
+def test_pauses_stay_within_jitter_bounds(first_s: float, longest_s: float, chances: list[float]) -> None:
     drawn = iter(chances)
     backoff = Backoff(first_s, longest_s, lambda: next(drawn))
     for _ in chances:

@@ -53,7 +53,7 @@ def test_it_opens_at_a_share_of_failures_once_enough_is_known() -> None:
     assert breaker.ends(*[GOOD, GOOD, BAD] * 20) == [None] * 60
 
 
-def test_it_opens_at_once_when_one_is_overdue_and_gets_no_probe_while_that_has_not_ended() -> None:
+def test_overdue_call_opens_it_and_blocks_probes() -> None:
     breaker = Breaker()
     breaker.begin(1)
     assert breaker.late(1, 3.0) == "overdue"
@@ -73,7 +73,7 @@ def test_after_a_pause_one_probe_is_let_through_and_closes_it() -> None:
     assert breaker.ends(BAD, BAD, BAD, BAD, now_s=9.0) == [None] * 4, "old failures are forgotten"
 
 
-def test_pauses_grow_while_probes_fail_and_not_beyond_the_longest() -> None:
+def test_pauses_grow_up_to_the_longest() -> None:
     breaker = opened()
     now_s, pauses = 0.0, []
     for _ in range(8):
@@ -84,7 +84,7 @@ def test_pauses_grow_while_probes_fail_and_not_beyond_the_longest() -> None:
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
-def test_a_relapse_soon_after_a_recovery_goes_on_with_longer_pauses() -> None:
+def test_early_relapse_continues_longer_pauses() -> None:
     breaker = opened()
     assert breaker.ends(GOOD, now_s=1.0) == ["closed"]
     assert breaker.ends(*[BAD] * 5, now_s=4.0)[-1] == "failures"
@@ -108,7 +108,7 @@ def test_a_probe_that_shows_nothing_makes_the_next_one_a_probe() -> None:
 
 
 @pytest.mark.parametrize("health", [GOOD, BAD])
-def test_what_was_begun_before_it_opened_neither_closes_it_nor_counts(health: TransferHealth) -> None:
+def test_calls_begun_before_opening_do_not_count(health: TransferHealth) -> None:
     breaker = Driven()
     breaker.begin(100)
     breaker.begin(101)

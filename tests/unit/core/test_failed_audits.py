@@ -82,7 +82,7 @@ def test_what_a_tier_gave_is_dropped_and_what_others_gave_stays() -> None:
     assert {key for change in changes if change.tier == 1 for key in change.keys} >= {*OTHERS, *KEYS[:2]}
 
 
-def test_it_gets_no_work_any_more_and_says_why_even_when_it_comes_up() -> None:
+def test_failed_tier_gets_no_work_and_says_why() -> None:
     core = make()
     core.disable_after_audit(0, "somewhere")
     core.on_event(TierUp(0, 0), 0.0)
@@ -117,7 +117,7 @@ def test_what_it_is_about_to_bring_does_not_land() -> None:
     assert other.tier == 1  # the next one is asked
 
 
-def test_where_the_primary_tier_is_damaged_nothing_is_there_and_nothing_comes() -> None:
+def test_damaged_primary_tier_has_and_takes_nothing() -> None:
     core, waiting, served = make(), Request(), Request()
     store(core, OTHERS)
     promote(core, served, KEYS[:1], tier=0)

@@ -59,7 +59,7 @@ def test_a_copy_that_never_ends_keeps_its_slots_and_not_its_keys() -> None:
     assert len(core.table.free) == 4
 
 
-def test_a_request_whose_load_failed_is_told_miss_for_ever_and_others_are_not() -> None:
+def test_only_the_failed_loads_request_misses_forever() -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
     store(core, KEYS)
     request = Request("a")
@@ -77,7 +77,7 @@ def test_a_request_whose_load_failed_is_told_miss_for_ever_and_others_are_not() 
     invariants.check(core)
 
 
-def test_a_request_that_is_asked_about_in_the_round_in_which_its_load_fails() -> None:
+def test_lookup_in_the_round_of_a_failed_load() -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
     store(core, KEYS)
     request = Request("a")

@@ -214,7 +214,7 @@ def test_a_slow_tier_is_a_miss() -> None:
     assert core.take_counts()["miss", "gate"] == 1
 
 
-def test_what_is_far_back_in_a_prompt_is_loaded_where_computing_gets_slower() -> None:
+def test_late_chunks_are_loaded_if_computing_slows() -> None:
     core = make()
     know(core, 2 * CHUNK_S)
     for _ in range(2):
@@ -237,7 +237,7 @@ def test_a_get_in_flight_is_joined() -> None:
     assert world.ask(core, second, chunks) == [HIT] * 8
 
 
-def test_the_rest_of_a_prompt_is_computed_if_its_front_has_come_slowly() -> None:
+def test_slow_front_makes_the_rest_computed() -> None:
     core = make()
     world.store(core, keys("other", 60))
     request, chunks = Request(), keys("a", 8)
@@ -335,7 +335,7 @@ def test_of_many_that_wait_a_few_at_a_time_are_computed() -> None:
     assert [get.keys for get in world.fetches(core)] == [requests[request] for request in last]
 
 
-def test_a_get_that_has_to_find_out_what_there_is_costs_its_latency_twice() -> None:
+def test_get_that_must_locate_costs_double_latency() -> None:
     """Slots are freed only for chunks that were found: the first get finds them, a second one copies them."""
     for stored, is_got in ((0, True), (64, False)):
         core = make()
@@ -413,7 +413,7 @@ def test_who_only_locates_is_told_of_a_slow_tier() -> None:
     assert not request.gated
 
 
-def test_who_locates_goes_on_to_a_tier_that_is_too_slow_for_who_loads() -> None:
+def test_locating_continues_to_tiers_too_slow_to_load() -> None:
     core, loading, locating, chunks = make(tiers=2), Request(), Request(locates=True), keys("a", 4)
     know(core, FAST_S)
     know(core, SLOW_S, tier=1)
@@ -523,7 +523,7 @@ def test_where_all_groups_are_windows_everything_is_loaded() -> None:
     assert len(world.step(core, Request(), keys("a", 8, group=1))) == 1
 
 
-def test_two_groups_of_full_attention_are_got_and_only_one_is_computed() -> None:
+def test_two_full_groups_are_got_but_one_computed() -> None:
     for chunk_s, is_got in ((0.4 * CHUNK_S, True), (0.6 * CHUNK_S, False)):
         core = make()
         know(core, chunk_s)

@@ -41,7 +41,7 @@ def why(core: Tiering, request: Request, prompt: list[OffloadKey]) -> Found:
     return dict(record.misses), record.refusals.get(missed, {})
 
 
-def test_the_tier_that_lacks_the_first_missing_chunk_is_named_with_the_reason() -> None:
+def test_tier_lacking_first_missing_chunk_is_named() -> None:
     core, (request, _), prompt = make(tiers=2), recorded(), keys("a", 4)
     (first,) = step(core, request, prompt)
     (second,) = answer(core, first, [COPIED, MISSING, MISSING, MISSING], checksum=1)
@@ -68,9 +68,7 @@ def test_chunks_without_a_slot_cannot_have_failed() -> None:
         ([COPIED, COPIED, MISSING, LOCATED], ["torn"]),
     ],
 )
-def test_a_chunk_that_may_have_failed_or_be_absent_has_both_words(
-    answers: list[Answer], expected: list[str]
-) -> None:
+def test_failed_or_absent_chunk_has_both_reasons(answers: list[Answer], expected: list[str]) -> None:
     core, (request, record), prompt = make(), recorded(), keys("a", 4)
     (fetch,) = step(core, request, prompt)
     answer(core, fetch, answers, torn=1)
@@ -93,14 +91,14 @@ def test_a_tier_that_answers_too_late_is_named() -> None:
     assert why(core, request, prompt) == ({prompt[0]: "absent"}, {"t0": "timeout"})
 
 
-def test_the_tier_that_was_waited_for_at_the_request_s_deadline_is_named() -> None:
+def test_tier_awaited_at_the_deadline_is_named() -> None:
     core, (request, _), prompt = make(request_deadline_s=1.0), recorded(), keys("a", 2)
     step(core, request, prompt)
     core.settle(1.5)
     assert why(core, request, prompt) == ({prompt[0]: "deadline"}, {"t0": "deadline"})
 
 
-def test_a_tier_that_was_given_up_keeps_its_reason_at_the_request_s_deadline() -> None:
+def test_abandoned_tier_keeps_its_reason_at_the_deadline() -> None:
     core, (request, _), prompt = make(tiers=2, request_deadline_s=5.0), recorded(), keys("a", 2)
     step(core, request, prompt)
     core.settle(3.5)  # past the first tier's deadline
@@ -109,7 +107,7 @@ def test_a_tier_that_was_given_up_keeps_its_reason_at_the_request_s_deadline() -
     assert why(core, request, prompt)[1] == {"t0": "timeout", "t1": "deadline"}
 
 
-def test_chunks_that_do_not_fit_the_budget_are_missed_for_that_reason() -> None:
+def test_chunks_beyond_the_budget_miss_for_that_reason() -> None:
     core, (request, _), prompt = make(slots=16, budget=0.25), recorded(), keys("a", 8)
     (fetch,) = step(core, request, prompt)
     answer(core, fetch, [COPIED] * 4 + [LOCATED] * 4)
@@ -130,7 +128,7 @@ def test_a_reset_and_a_failed_audit_are_reasons() -> None:
     assert why(core, request, prompt)[1] == {"t0": "audit"}
 
 
-def test_only_the_last_scan_counts_and_only_of_requests_with_a_record() -> None:
+def test_only_last_scans_of_recorded_requests_count() -> None:
     core, (request, record), (other, nothing) = make(tiers=0), recorded(), (Request(), keys("b", 1))
     prompt = keys("a", 3)
     store(core, prompt[:1])

@@ -87,7 +87,7 @@ def test_the_return_of_what_was_evicted_too_soon_moves_the_room() -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_a_pinned_chunk_is_no_candidate_and_comes_back_to_its_list(used: bool) -> None:
+def test_pinned_chunk_is_skipped_and_returns_to_its_list(used: bool) -> None:
     policy = ARC(10)
     once, read = keys("once", 1) + keys("x", 1), keys("read", 2)
     policy.add(read, used=True)
@@ -141,7 +141,7 @@ def test_a_ghost_counts_its_earlier_uses() -> None:
     assert set(policy.evict(4)) == set(new)
 
 
-def test_a_chunk_that_ghosts_forgot_counts_like_the_one_behind_it() -> None:
+def test_chunk_without_ghost_counts_like_the_next() -> None:
     policy = LHD(100)
     prompt, new = keys("prompt", 3), keys("new", 3)
     policy.add(prompt[2:], used=False)
@@ -151,7 +151,7 @@ def test_a_chunk_that_ghosts_forgot_counts_like_the_one_behind_it() -> None:
     assert set(policy.evict(3)) == set(new)
 
 
-def test_what_never_returns_is_worth_less_the_older_it_is_and_a_loop_more() -> None:
+def test_value_falls_with_age_except_in_loops() -> None:
     """Hit density of keys that return after a fixed time grows until then; otherwise it falls."""
     model = ReuseModel()
     for _ in range(40):

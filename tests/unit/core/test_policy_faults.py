@@ -81,7 +81,7 @@ def make() -> tuple[Tiering, Wild]:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_policy_that_chooses_wrongly_is_replaced_and_room_is_made_all_the_same(choice: str) -> None:
+def test_wrong_policy_is_replaced_and_room_is_made(choice: str) -> None:
     core, policy = make()
     policy.act, reason = CHOICES[choice]
     reservation = reserve(core, keys("new", 3))
@@ -123,7 +123,7 @@ def test_the_tail_goes_first_after_a_policy_was_replaced() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_a_policy_does_at_random_the_core_stays_consistent(seed: int) -> None:
+def test_random_policies_leave_the_core_consistent(seed: int) -> None:
     chance = Random(seed)
     core, policy = make()
     policy.act = lambda chosen, count: chance.choice([act for act, _ in CHOICES.values()])(chosen, count)

@@ -53,7 +53,7 @@ def long_prompt_begun() -> tuple[Tiering, list[OffloadKey], Get]:
     return core, prompt, get
 
 
-def test_chunks_are_promoted_when_their_time_comes_and_kept_until_it_is_over():
+def test_chunks_are_promoted_on_time_and_kept():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=10.0, until_s=30.0)
     assert due(core, 9.0) == []
@@ -109,7 +109,7 @@ def test_it_begins_when_no_request_waits():
     assert due(core, 1.0) != []
 
 
-def test_a_request_that_comes_meanwhile_gets_the_slots_that_the_prefetch_holds():
+def test_request_takes_slots_from_prefetch():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     (get,) = due(core, 1.0)
@@ -157,7 +157,7 @@ def test_nothing_is_left_of_what_is_released_or_reset(when: str, how: str):
     assert not core.holds.pending
 
 
-def test_a_later_announcement_under_the_same_name_replaces_the_earlier_one():
+def test_later_announcement_replaces_same_name():
     core = evicted_core()
     core.prefetches.announce("agent", keys("b", 3), from_s=1.0, until_s=30.0)
     core.prefetches.announce("agent", PROMPT, from_s=5.0, until_s=30.0)
@@ -189,7 +189,7 @@ def test_a_long_prompt_is_looked_up_in_pieces():
     assert world.there(core, prompt) == prompt
 
 
-def test_a_cancelled_announcement_promotes_no_more_and_what_was_promoted_is_kept():
+def test_cancelled_announcement_keeps_promoted_chunks():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     run(core, 1.0)
@@ -197,7 +197,7 @@ def test_a_cancelled_announcement_promotes_no_more_and_what_was_promoted_is_kept
     assert set(core.retention.pinned) == set(PROMPT), "the conversation is back, and waits for its turn"
 
 
-def test_a_request_that_is_computed_sooner_than_loaded_does_not_wait_for_a_prefetch():
+def test_quickly_computed_request_skips_prefetch_wait():
     core = world.make(slots=16, budget=1.0, pin_budget=0.5, load_gate="latency")  # type: ignore[arg-type]
     first = Request("first")
     (get,) = step(core, first, keys("first", 2))
@@ -212,7 +212,7 @@ def test_a_request_that_is_computed_sooner_than_loaded_does_not_wait_for_a_prefe
     assert world.ask(core, client, PROMPT) == [world.MISS]
 
 
-def test_a_prefetch_that_waits_for_a_requests_get_asks_no_tier_by_itself():
+def test_prefetch_waiting_for_a_get_asks_no_tier():
     core = world.make(tiers=2, pin_budget=0.5, load_gate="latency")  # type: ignore[arg-type]
     core.note_computed(0, 1, 10.0)
     core.prefetches.announce("agent", PROMPT[:1], from_s=1.0, until_s=30.0)
@@ -226,7 +226,7 @@ def test_a_prefetch_that_waits_for_a_requests_get_asks_no_tier_by_itself():
     assert world.there(core, PROMPT[:1]) == PROMPT[:1]
 
 
-def test_what_no_tier_has_is_not_asked_for_again_when_a_request_has_stored_what_comes_before_it():
+def test_absent_chunks_are_not_asked_for_after_stores():
     core = world.make(budget=1.0, pin_budget=0.5)
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     client = Request("client")
@@ -259,7 +259,7 @@ def test_what_is_kept_already_needs_no_room():
     assert set(core.retention.pinned) == set(PROMPT[:4])
 
 
-def test_only_tiers_that_the_request_may_be_served_from_are_asked():
+def test_only_permitted_tiers_are_asked():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0, tiers=frozenset())
     assert run(core, 1.0) == 0

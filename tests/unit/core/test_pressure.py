@@ -47,7 +47,7 @@ def test_gets_as_usual_and_puts_let_it_recover() -> None:
         assert pressure.share == 1.0
 
 
-def test_a_tier_whose_gets_are_slow_without_puts_is_no_reason_to_drop_any() -> None:
+def test_slow_gets_without_puts_drop_none() -> None:
     pressure = PutPressure(2.0, 4)
     pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
     for now_s in range(2, 60):

@@ -127,7 +127,7 @@ def test_of_one_priority_the_least_recently_used_loses_it() -> None:
     assert core.take_counts()["keep_refused", "budget"] == 4
 
 
-def test_beyond_the_budget_a_priority_is_the_default_one_not_the_lowest() -> None:
+def test_over_budget_priority_becomes_default() -> None:
     core = make()
     store(core, A)
     store(core, B, 3)
@@ -217,7 +217,7 @@ class Greedy(LRU):
         return [*self.choice] or super().evict(count)
 
 
-def test_a_policy_has_no_say_in_what_has_a_priority_and_priorities_outlive_it() -> None:
+def test_priorities_override_and_outlive_the_policy() -> None:
     policy = Greedy()
     core = make(policy)
     store(core, A, 3)
@@ -232,7 +232,7 @@ def test_a_policy_has_no_say_in_what_has_a_priority_and_priorities_outlive_it() 
 # --- release -------------------------------------------------------------------------------------
 
 
-def test_chunks_leave_when_their_request_has_ended_and_a_tier_has_them() -> None:
+def test_chunks_leave_after_request_end_and_put() -> None:
     core, request = make(tiers=1), releasing()
     (put,) = begin(core, A, request)
     core.close(request)
@@ -275,7 +275,7 @@ def test_chunks_that_have_come_from_a_tier_leave_too() -> None:
     assert there(core, A) == []
 
 
-def test_chunks_leave_when_the_last_put_has_ended_whatever_came_of_it() -> None:
+def test_chunks_leave_after_last_put_however_it_ends() -> None:
     core, request = make(tiers=2), releasing()
     first, second = begin(core, A, request)
     core.close(request)

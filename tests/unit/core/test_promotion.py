@@ -63,7 +63,7 @@ def test_the_next_tier_closes_a_gap_or_does_not(second: Answer, expected: list[i
     assert sorted(prompt.index(key) for fetch in begun for key in fetch.keys) == expected
 
 
-def test_what_another_request_has_asked_for_in_vain_is_got_from_where_it_was_located() -> None:
+def test_located_chunk_is_got_despite_another_requests_miss() -> None:
     core, prompt = make(slots=8, tiers=2, budget=1.0), keys("a", 4)
     store(core, keys("old", 8))
     one, two, three = Request(), Request(), Request()
@@ -80,7 +80,7 @@ def test_what_another_request_has_asked_for_in_vain_is_got_from_where_it_was_loc
     assert (fetch.tier, list(fetch.keys), fetch.located) == (1, prompt[2:], True)
 
 
-def test_a_suffix_behind_another_request_s_fetch_evicts_nothing_until_that_is_there() -> None:
+def test_suffix_evicts_nothing_until_prefix_arrives() -> None:
     core, prompt = make(slots=8, budget=1.0), keys("a", 4)
     store(core, keys("old", 8))
     one, two = Request(), Request()
@@ -132,7 +132,7 @@ def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
     assert list(turn.keys) == other[:4], "the budget is free again"
 
 
-def test_the_budget_that_others_fill_makes_way_for_the_first_in_line() -> None:
+def test_full_budget_makes_way_for_first_in_line() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     mine, other = keys("mine", 4), keys("other", 4)
     store(core, keys("old", 16))
@@ -163,7 +163,7 @@ def test_slots_that_others_hold_make_way_for_the_first_in_line() -> None:
     assert ask(core, third, keys("old", 4)) == [HIT, RETRY, RETRY, RETRY]
 
 
-def test_what_a_waiting_request_does_not_ask_for_any_more_is_given_back() -> None:
+def test_chunks_no_longer_wanted_are_released() -> None:
     """Its engine has the first chunks by now: another request of the same prefix has run."""
     core, request, there, wanted = make(slots=8), Request(), keys("there", 2), keys("wanted", 2)
     store(core, there)
@@ -178,7 +178,7 @@ def test_what_a_waiting_request_does_not_ask_for_any_more_is_given_back() -> Non
     assert [core.table.visible[key].pins for key in there] == [0, 1], "two questions stand for all"
 
 
-def test_what_is_held_stays_held_when_a_tier_answers_in_the_midst_of_a_repeated_scan() -> None:
+def test_holds_survive_answers_during_repeated_scan() -> None:
     core, request, there, wanted = make(slots=8), Request(), keys("there", 2), keys("wanted", 2)
     store(core, there)
     (fetch,) = step(core, request, [*there, *wanted])
@@ -256,7 +256,7 @@ def test_a_transfer_and_a_request_end_once() -> None:
 # --- which tiers may be asked for a request --------------------------------------------------------
 
 
-def test_only_the_tiers_of_the_filter_are_asked_and_the_others_are_counted() -> None:
+def test_only_filtered_tiers_are_asked_and_others_counted() -> None:
     core, request, prompt = make(tiers=3), Request("r", frozenset({1})), keys("a", 2)
     (fetch,) = step(core, request, prompt)
     assert fetch.tier == 1
@@ -269,7 +269,7 @@ def test_only_the_tiers_of_the_filter_are_asked_and_the_others_are_counted() -> 
     }
 
 
-def test_requests_with_different_filters_do_not_wait_for_each_others_tiers() -> None:
+def test_different_filters_do_not_wait_for_each_other() -> None:
     core, prompt = make(tiers=2), keys("a", 2)
     first, second = Request("first"), Request("second", frozenset({1}))
     (slow,) = step(core, first, prompt)
@@ -300,7 +300,7 @@ def test_a_preempted_request_is_looked_up_anew() -> None:
     assert ask(core, request, prompt) == [RETRY] * 2, "what was not there then may be there now"
 
 
-def test_a_request_preempted_in_the_round_that_asks_for_it_keeps_what_it_was_told() -> None:
+def test_preempted_request_keeps_hits_of_its_round() -> None:
     core, request, prompt = make(slots=4), Request(), keys("a", 3)
     store(core, prompt[:2])
     assert ask(core, request, prompt) == [HIT, HIT, RETRY]
@@ -351,7 +351,7 @@ def test_a_request_that_only_locates_brings_nothing() -> None:
     invariants.check(core)
 
 
-def test_who_locates_waits_for_what_is_on_its_way_and_takes_no_turn() -> None:
+def test_locating_waits_for_arrivals_and_takes_no_turn() -> None:
     core, loading, locating, prompt = make(), Request(), Request(locates=True), keys("a", 2)
     (fetch,) = step(core, loading, prompt)
     assert step_over(core, locating, prompt) == []

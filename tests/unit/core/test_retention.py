@@ -58,7 +58,7 @@ def test_a_chunk_that_two_keep_is_kept_until_both_have_ended():
     assert core.retention.pinned == {}
 
 
-def test_what_is_beyond_the_budget_is_refused_tail_first_and_counted():
+def test_excess_is_refused_tail_first_and_counted():
     core = kept_core()
     world.store(core, keys("a", 6))
     core.retention.keep("session", keys("a", 6))
@@ -108,7 +108,7 @@ def test_chunks_promoted_for_others_are_paid_for_once():
     assert len(get.slots) == 4, "the promotion budget is there again"
 
 
-def test_chunks_of_names_are_bounded_however_many_names_share_them():
+def test_chunks_of_names_are_bounded_in_total():
     core = kept_core()
     world.store(core, keys("a", 4))
     for index in range(100):

@@ -62,7 +62,7 @@ class World:
         return [(f"{notice.subject}: {notice.text}", notice.is_good) for notice in self.core.take_notices()]
 
 
-def test_puts_that_fail_close_the_tier_to_puts_alone_until_one_goes_well() -> None:
+def test_failing_puts_close_puts_until_one_succeeds() -> None:
     it = World()
     it.puts_end(*[BAD] * 5)
     assert it.statuses[0].puts.state is BreakerState.OPEN
@@ -80,7 +80,7 @@ def test_puts_that_fail_close_the_tier_to_puts_alone_until_one_goes_well() -> No
     assert counts["breaker_closed", "t0", "put"] == 1
 
 
-def test_gets_that_fail_close_the_tier_to_gets_alone_until_one_goes_well() -> None:
+def test_failing_gets_close_gets_until_one_succeeds() -> None:
     it = World(tiers=2)
     for number in range(5):
         fetch, *_ = it.ask(keys(f"a{number}"))
@@ -101,7 +101,7 @@ def test_gets_that_fail_close_the_tier_to_gets_alone_until_one_goes_well() -> No
     assert counts["breaker_closed", "t0", "get"] == 1
 
 
-def test_what_was_located_in_a_tier_whose_gets_fail_now_is_looked_for_in_the_next() -> None:
+def test_located_chunks_move_on_when_gets_fail() -> None:
     it = World(tiers=2, slots=64)
     for put in it.store(64):
         it.end(put, GOOD)
@@ -115,7 +115,7 @@ def test_what_was_located_in_a_tier_whose_gets_fail_now_is_looked_for_in_the_nex
     assert it.core.take_counts()["skipped", "t0", "breaker_open"] == 2
 
 
-def test_lookups_that_are_nearly_too_late_open_the_breaker_and_do_not_close_it() -> None:
+def test_nearly_late_lookups_open_the_breaker() -> None:
     it = World()
     for number in range(5):
         (fetch,) = it.ask(keys(f"a{number}"))
@@ -133,7 +133,7 @@ def test_lookups_that_are_nearly_too_late_open_the_breaker_and_do_not_close_it()
     assert it.core.take_counts()["get_seconds", "t0"] == 0.0, "it has copied nothing"
 
 
-def test_gets_that_are_nearly_too_late_count_as_failures_and_slow_puts_do_not() -> None:
+def test_nearly_late_gets_fail_but_slow_puts_do_not() -> None:
     it = World()
     for number in range(5):
         (fetch,) = it.ask(keys(f"a{number}"))
@@ -148,7 +148,7 @@ def test_gets_that_are_nearly_too_late_count_as_failures_and_slow_puts_do_not() 
     assert it.statuses[0].works
 
 
-def test_a_tier_that_says_it_was_late_before_the_core_sees_it_is_late_all_the_same() -> None:
+def test_self_reported_lateness_counts_as_late() -> None:
     """An engine that sleeps settles nothing; the tier's own clock has cut the put off."""
     it = World()
     (put,) = it.store()

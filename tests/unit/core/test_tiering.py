@@ -40,7 +40,7 @@ def test_a_store_ends_once(end: str) -> None:
         core.commit(reservation, 0.0) if end == "commit" else core.abort(reservation)
 
 
-def test_room_that_is_short_because_memory_still_comes_has_a_reason_of_its_own() -> None:
+def test_room_short_while_memory_comes_has_its_reason() -> None:
     core = Tiering(LRU(), [], Limits(promotion_reserve=0.0))
     assert core.reserve(keys("a", 3)) is None
     core.on_event(SlotsReady(range(2), is_last=False), 0.0)
@@ -87,7 +87,7 @@ def test_what_is_offered_again_for_want_of_room_is_one_offer() -> None:
 # --- loads ---------------------------------------------------------------------------------------
 
 
-def test_what_is_not_ready_cannot_be_acquired_and_then_nothing_is() -> None:
+def test_unready_chunk_makes_acquire_fail_entirely() -> None:
     core = make(8, 0)
     store(core, keys("a", 1))
     reserve(core, keys("b", 1))
@@ -101,7 +101,7 @@ def test_what_is_not_ready_cannot_be_acquired_and_then_nothing_is() -> None:
 # --- the cascade ---------------------------------------------------------------------------------
 
 
-def test_a_stored_chunk_goes_to_every_tier_and_is_pinned_until_all_have_it() -> None:
+def test_stored_chunk_is_pinned_until_every_tier_has_it() -> None:
     core, prompt = make(2, 2, put_backlog=1.0), keys("a", 2)
     first, second = puts(core, prompt)
     assert [first.tier, second.tier] == [0, 1]
@@ -183,7 +183,7 @@ def test_a_request_s_id_does_not_forge_lines_of_the_log():
         request.move(RequestEvent.ENDED)
 
 
-def test_a_preempted_request_stores_nothing_until_it_is_looked_up() -> None:
+def test_preempted_request_stores_nothing_until_lookup() -> None:
     core, request = make(4), Request("a")
     core.restart(request)
     assert request.no_store is None, "it never had blocks"

@@ -49,7 +49,7 @@ class TestReused:
         core.settle(0.0)
         assert put_keys(core) == keys("a", 2)
 
-    def test_a_chunk_of_the_primary_tier_is_put_when_it_is_offered_again(self):
+    def test_primary_chunk_is_put_when_offered_again(self):
         core = core_with("reused")
         world.store(core, keys("a", 3))
         core.abort(world.reserve(core, keys("a", 2)))
@@ -59,7 +59,7 @@ class TestReused:
         core.settle(0.0)
         assert put_keys(core) == [], "they have been put"
 
-    def test_a_chunk_that_there_was_no_room_for_is_put_at_its_next_use(self):
+    def test_chunk_without_room_is_put_at_next_use(self):
         core = core_with("reused")
         world.store(core, keys("a", 1))
         core.shared.tiers[0].down = "gone"
@@ -170,7 +170,7 @@ def prompt(name: int) -> list[OffloadKey]:
     return [pack_key(f"{name}/".encode() + bytes([index, (index + name) % 256])) for index in range(16)]
 
 
-def test_where_nothing_is_asked_for_again_adaptive_puts_less_than_a_tenth():
+def test_adaptive_puts_under_a_tenth_without_reuse():
     engine = Engine("adaptive")
     for name in range(600):
         engine.serve(prompt(name))
@@ -228,7 +228,7 @@ class TestBudget:
         assert 1200 <= put <= 2400
         assert writes.choose(self.chunks("late", 500), 86_399.0, reused=True)[1]["write_budget"] >= 400
 
-    def test_the_last_half_of_an_hours_share_is_kept_for_what_is_reused(self):
+    def test_half_of_hourly_share_is_kept_for_reuse(self):
         writes = WriteAdmission("all", chunks_per_day=2400)
         assert self.put(writes, self.chunks("a", 500), 0.0) == 50
         assert self.put(writes, self.chunks("a", 500), 0.0) == 50, "those that were skipped come first"

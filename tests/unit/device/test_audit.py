@@ -167,7 +167,7 @@ def test_any_byte_that_changes_in_a_workers_area_is_found_by_it(shape: Shape, da
         assert bool(slot_checksums.take_fault(slot)) == concerned
 
 
-def test_a_changed_slot_is_named_and_both_sides_are_kept_and_it_is_not_copied_again(evidence: Path) -> None:
+def test_changed_slot_is_reported_and_not_copied_again(evidence: Path) -> None:
     copies = Crooked()
     with audited(PLAIN, copies) as (it, slot_checksums):
         store(it)
@@ -185,7 +185,7 @@ def test_a_changed_slot_is_named_and_both_sides_are_kept_and_it_is_not_copied_ag
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wrong", [1, 2], ids=["store", "load"])
-def test_a_copy_that_goes_to_wrong_places_is_repeated_and_reported(shape: Shape, wrong: int) -> None:
+def test_misplaced_copy_is_repeated_and_reported(shape: Shape, wrong: int) -> None:
     with audited(shape, Crooked(wrong)) as (it, slot_checksums):
         ends = [store(it)]
         it.load(2, SLOTS, LOADED[len(it.caches.groups)])
@@ -196,7 +196,7 @@ def test_a_copy_that_goes_to_wrong_places_is_repeated_and_reported(shape: Shape,
         assert any(slot_checksums.take_fault(slot) & Fault.COPY for slot in SLOTS)
 
 
-def test_loads_that_always_go_to_wrong_places_fail_and_the_device_is_not_lost() -> None:
+def test_misplaced_loads_fail_without_losing_device() -> None:
     with audited(PLAIN, Crooked(*range(2, 100))) as (it, _):
         it.engine.stages_loads = False
         store(it)
@@ -205,7 +205,7 @@ def test_loads_that_always_go_to_wrong_places_fail_and_the_device_is_not_lost() 
             assert type(error) is AuditError
 
 
-def test_what_a_slot_held_before_is_not_expected_of_what_comes_next() -> None:
+def test_reused_slot_drops_old_expectations() -> None:
     with audited(PLAIN) as (it, slot_checksums):
         store(it)
         slot_checksums.rate = 0.0

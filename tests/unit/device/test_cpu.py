@@ -72,7 +72,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("error", [OSError("no"), SystemExit("no")])
-def test_a_copy_that_fails_twice_is_reported_and_the_next_one_works(error: BaseException) -> None:
+def test_copy_failing_twice_is_reported_and_next_works(error: BaseException) -> None:
     with rig(with_copy(Faulty(2, error))) as it:
         it.engine.submit_store(1, one(3), [2])
         it.store(2, one(3), [2])
@@ -81,9 +81,7 @@ def test_a_copy_that_fails_twice_is_reported_and_the_next_one_works(error: BaseE
 
 
 @pytest.mark.parametrize(("expedited", "attempt"), [(False, Attempt.RETRY), (True, Attempt.STAGED)])
-def test_only_an_awaited_load_is_staged_where_the_caller_has_a_better_way(
-    expedited: bool, attempt: Attempt
-) -> None:
+def test_only_awaited_loads_are_staged(expedited: bool, attempt: Attempt) -> None:
     with rig(with_copy(Faulty(2, OSError("no")))) as it:
         it.engine.stages_loads = False
         it.engine.submit_load(1, [2], one(3), expedited=expedited)
@@ -92,7 +90,7 @@ def test_only_an_awaited_load_is_staged_where_the_caller_has_a_better_way(
         assert (end.error is None, end.attempt) == (expedited, attempt)
 
 
-def test_after_failures_in_a_row_the_device_is_lost_and_nothing_is_tried_any_more(
+def test_repeated_failures_lose_the_device(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     faulty = Faulty(2 * (LOST_AFTER - 1), OSError("no"))

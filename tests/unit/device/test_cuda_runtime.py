@@ -89,7 +89,7 @@ def test_a_call_that_fails_is_an_error_that_does_not_stay(library: RuntimeLibrar
     assert stub.call("peek_error") == 0
 
 
-def test_errors_after_which_a_process_must_start_anew_mean_a_lost_device(library: RuntimeLibrary) -> None:
+def test_fatal_errors_mean_a_lost_device(library: RuntimeLibrary) -> None:
     with pytest.raises(DeviceLostError):
         library.check("MemcpyAsync", 719)
     with pytest.raises(TransferError) as error:

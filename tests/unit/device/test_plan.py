@@ -214,7 +214,7 @@ def test_a_chunk_of_states_needs_its_last_block_alone() -> None:
 
 
 @pytest.mark.parametrize(("size", "first"), [(3, 1), (3, 0), (1, 3), (4, 2)])
-def test_a_store_that_leaves_bytes_of_a_chunk_unwritten_is_refused(size: int, first: int) -> None:
+def test_store_leaving_unwritten_bytes_is_refused(size: int, first: int) -> None:
     plans, ids = planner((1024,), 4), blocks(range(size), first)
     slots = range(sum(ids.slots_needed(4)))
     assert plans.load(slots, ids).nbytes == size * 1024

@@ -265,7 +265,7 @@ def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice)
         it.check()
 
 
-def test_a_refused_copy_is_repeated_on_a_fresh_stream_which_is_kept(device: PlayedDevice) -> None:
+def test_refused_copy_is_repeated_on_a_fresh_stream(device: PlayedDevice) -> None:
     device.before_copy = lambda dst: time.sleep(0.01)
     device.refused = {5}
     with rig(engine_on(device)) as it:
@@ -294,7 +294,7 @@ def test_a_failing_log_handler_does_not_end_the_copies(device: PlayedDevice) -> 
     assert any("repeating it" in line for line in lines)
 
 
-def test_the_next_transfer_is_given_before_the_last_one_has_ended(device: PlayedDevice) -> None:
+def test_next_transfer_is_submitted_before_last_ends(device: PlayedDevice) -> None:
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
     with rig(engine_on(device)) as it:
@@ -323,7 +323,7 @@ def test_transfers_keep_their_order_when_one_is_repeated(device: PlayedDevice, r
         assert [(end.transfer_id, end.error) for end in ends] == [(number, None) for number in range(5)]
 
 
-def test_of_two_transfers_that_are_given_both_may_still_move_when_the_first_hangs(
+def test_both_transfers_may_move_if_the_first_hangs(
     device: PlayedDevice,
 ) -> None:
     gate = threading.Event()
@@ -354,7 +354,7 @@ def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice)
     gate.set()
 
 
-def test_a_load_that_fails_twice_is_staged_copy_by_copy_outside_of_the_slots(device: PlayedDevice) -> None:
+def test_load_failing_twice_is_staged_by_copy(device: PlayedDevice) -> None:
     blocks = Blocks.make(range(0, 16, 2), (8,), (0,))
     with rig(engine_on(device, pinned=True)) as it:
         it.store(1, blocks, range(8))
@@ -370,7 +370,7 @@ def test_a_load_that_fails_twice_is_staged_copy_by_copy_outside_of_the_slots(dev
         assert not any(source in slots for source in device.sources[first:])
 
 
-def test_a_device_that_fails_the_submission_fails_the_transfer_alone(
+def test_failed_submission_fails_only_the_transfer(
     device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> PlayedEvent:
@@ -436,7 +436,7 @@ def test_slots_stay_pinned_while_they_are_copied(device: PlayedDevice) -> None:
         assert len(device.unpinned) == 1
 
 
-def test_a_piece_that_cannot_be_unpinned_does_not_keep_the_others(
+def test_unpin_failure_does_not_keep_other_pieces(
     device: PlayedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unregister = device.host_unregister
@@ -453,7 +453,7 @@ def test_a_piece_that_cannot_be_unpinned_does_not_keep_the_others(
     assert "cannot be unpinned" in caplog.text
 
 
-def test_pinned_slots_stay_mapped_when_the_region_is_closed_first(device: PlayedDevice) -> None:
+def test_pinned_slots_outlive_region_close(device: PlayedDevice) -> None:
     it = Rig(engine_on(device, pinned=True), Shape())
     it.region.close()
     it.engine.submit_store(1, one(1), [1])

@@ -36,9 +36,7 @@ class TestOverHostMemory(DeviceConformance):
         return lambda deadline_s: engine_on(played_torch, 2000, deadline_s)
 
 
-def test_a_buffer_is_filled_again_only_when_the_device_is_through_with_it(
-    played_torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffer_is_refilled_only_after_the_device(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of each buffer in turn: the host may write to it only after its last event was waited for.
     order: list[tuple[str, object]] = []
     fill, synchronize = torch.Tensor.copy_, played_torch.Event.synchronize

@@ -149,7 +149,7 @@ def make_tier(type_: str, **settings: object) -> SecondaryTier[Any]:
 
 
 MUCH = {"min_free_bytes": 0, "max_bytes": 2**50, "deadline_s": PATIENCE_S}
-"""For a file tier that is slow at worst. Without a bound a full disk offers no room before the first count."""
+"""For a file tier that is slow at worst. Without a bound a full disk has no room before the first count."""
 
 
 def files(root: Path) -> SecondaryTier[Any]:

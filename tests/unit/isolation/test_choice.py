@@ -132,9 +132,7 @@ def test_a_process_that_cannot_be_started_is_an_error(begin: Begin, caplog: pyte
     assert not caplog.records
 
 
-def test_a_tier_that_cannot_be_sent_runs_in_a_thread_or_is_refused(
-    begin: Begin, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsendable_tier_runs_in_thread_or_is_refused(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     class Homemade(DummyTier):
         pass
 
@@ -149,7 +147,7 @@ def test_a_tier_that_cannot_be_sent_runs_in_a_thread_or_is_refused(
 @pytest.mark.parametrize(
     "act", [pytest.param("crash_when_loaded", marks=pytest.mark.full), "crash_when_opened"]
 )
-def test_a_tier_that_crashes_at_once_does_not_move_into_the_engine(
+def test_crashing_tier_does_not_move_into_engine(
     launch: Launch, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_TEST_CRASH", act)

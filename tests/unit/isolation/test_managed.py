@@ -103,9 +103,7 @@ def processes_of_tiers() -> Sequence[int]:
 
 
 @pytest.mark.parametrize("audit_rate", [0, 1])
-async def test_what_was_stored_is_loaded_from_files_and_by_the_next_manager(
-    tmp_path: Path, audit_rate: float
-) -> None:
+async def test_stored_chunks_load_from_files_and_next_manager(tmp_path: Path, audit_rate: float) -> None:
     async with opened(tmp_path, audit_rate=audit_rate) as it:
         await it.store(1, 4)
         await it.forget_primary()
@@ -117,7 +115,7 @@ async def test_what_was_stored_is_loaded_from_files_and_by_the_next_manager(
         assert it.ended == 0
 
 
-async def test_killed_while_a_lookup_waits_it_is_a_miss_and_found_by_the_next_process(tmp_path: Path) -> None:
+async def test_kill_during_lookup_is_a_miss_and_found_later(tmp_path: Path) -> None:
     async with opened(tmp_path) as it:
         await it.store(1, 4)
         await it.forget_primary()

@@ -97,7 +97,7 @@ class Tier(DummyTier):
 """
 
 
-def test_settings_that_change_when_they_are_read_again_are_refused(install_distribution: Any) -> None:
+def test_settings_that_change_on_reading_are_refused(install_distribution: Any) -> None:
     install_distribution("acme-odd", ODD_TIER, {"acme-odd": "Tier"})
     with pytest.raises(ConfigError, match=r"tier odd cannot run .* differ when they are read again"):
         TierSettings.of(NamedTier("odd", make_tier("acme-odd", word="y")))
@@ -119,7 +119,7 @@ def frame(number: int, size: int) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def test_what_does_not_fit_into_the_socket_waits_and_goes_out_in_order(pair: Any) -> None:
+def test_socket_overflow_waits_and_is_sent_in_order(pair: Any) -> None:
     ours, theirs = pair
     full: list[None] = []
     channel = Channel(ours, lambda: full.append(None))
@@ -136,7 +136,7 @@ def test_what_does_not_fit_into_the_socket_waits_and_goes_out_in_order(pair: Any
     assert not channel.is_full
 
 
-def test_frames_of_many_threads_come_whole_and_each_threads_in_order(pair: Any) -> None:
+def test_threads_frames_stay_whole_and_ordered(pair: Any) -> None:
     ours, theirs = pair
     channel = Channel(ours, lambda: None)
 
@@ -194,7 +194,7 @@ def beats_until_silent(heartbeat: Heartbeat, clock: Clock, step_s: float = 1.0) 
     raise AssertionError("never")
 
 
-def test_who_does_not_answer_is_found_silent_and_who_starts_is_given_more_time(clock: Clock) -> None:
+def test_silence_is_detected_with_more_time_at_start(clock: Clock) -> None:
     asked: list[float] = []
     tiers_up: list[bool] = []
     heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s), lambda: any(tiers_up))

@@ -109,7 +109,7 @@ def test_a_failing_callback_is_called_again(launch: Launch, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("what", ["the callback", "the log"])
-def test_whatever_fails_at_its_end_a_process_is_gone_before_the_next_one(
+def test_process_is_gone_before_the_next_starts(
     what: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_armed, is_killed = threading.Event(), threading.Event()
@@ -200,9 +200,7 @@ def test_it_may_use_every_cpu_that_a_thread_of_the_engine_may(launch: Launch) ->
 # --- crashes, hangs and kills --------------------------------------------------------------------
 
 
-def test_after_a_kill_each_command_ends_once_and_files_are_found_again(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_killed_commands_end_once_and_files_remain(launch: Launch, tmp_path: Path) -> None:
     it = launch(files(tmp_path), make_tier("dummy", put_latency_s=600, deadline_s=600))
     it.hold([1, 2, 3])
     ids = [it.put([4], tier=1), it.put([5], tier=1)]
@@ -224,7 +222,7 @@ def test_after_a_kill_each_command_ends_once_and_files_are_found_again(
     assert sorted(ended) == list(range(1, it.submitted + 1))
 
 
-def test_without_a_process_commands_fail_at_once_and_tiers_are_down(launch: Launch) -> None:
+def test_no_process_means_failed_commands_and_down_tiers(launch: Launch) -> None:
     it = launch(
         make_tier("dummy"),
         times=replace(SWIFT, first_pause_s=600, longest_pause_s=600),
@@ -403,7 +401,7 @@ def test_a_process_that_hangs_at_its_start_is_killed(
 
 
 @pytest.mark.usefixtures("reckless")
-def test_a_tier_may_hold_the_interpreter_lock_for_long_while_it_opens(launch: Launch, tmp_path: Path) -> None:
+def test_opening_tier_may_hold_the_gil_long(launch: Launch, tmp_path: Path) -> None:
     """As importing a large client library does."""
     it = launch_opening(launch, tmp_path, seconds=3, times=replace(STRICT, silent_timeout_s=0.5))
     it.until(lambda: TierUp(0, 0) in it.received, "the tier")

@@ -63,7 +63,7 @@ time.sleep(1000)
 """
 
 
-def test_while_the_borrower_of_a_killed_engine_lives_nobody_can_claim_its_region(tmp_path: Path) -> None:
+def test_region_is_unclaimable_while_borrower_lives(tmp_path: Path) -> None:
     """It could still write there, if only for a moment."""
     engine = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), BORROWER],

@@ -42,7 +42,7 @@ def engine(holding: Holding) -> Iterator[Holder]:
         yield holder
 
 
-def test_an_engine_that_is_killed_with_all_its_descendants_leaves_no_file(shm: Path, engine: Holder) -> None:
+def test_killed_process_tree_leaves_no_file(shm: Path, engine: Holder) -> None:
     assert os.listdir(shm) == ["kvtier_engine"]
     for pid in [*descendants(engine.process.pid), engine.process.pid]:
         os.kill(pid, signal.SIGKILL)
@@ -51,7 +51,7 @@ def test_an_engine_that_is_killed_with_all_its_descendants_leaves_no_file(shm: P
     wait_until(lambda: guards(shm) == [])
 
 
-def test_a_worker_that_does_not_end_keeps_its_memory_but_not_the_file(shm: Path, engine: Holder) -> None:
+def test_stuck_worker_keeps_memory_but_not_file(shm: Path, engine: Holder) -> None:
     """It may hang in the kernel for as long as a disk does."""
     with Region.open("engine", 4, PAGE, shm) as worker:
         engine.kill()
@@ -68,7 +68,7 @@ def test_a_guard_ends_when_the_region_is_closed_in_order(shm: Path, engine: Hold
     wait_until(lambda: guards(shm) == [])
 
 
-def test_where_no_guard_can_be_started_the_region_is_used_all_the_same(
+def test_region_works_without_a_guard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))

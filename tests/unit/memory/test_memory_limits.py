@@ -121,7 +121,7 @@ with Region.open("limits", 256, 2**20, Path(sys.argv[2])) as region:
 """
 
 
-def test_a_container_below_the_primary_tier_does_not_kill_the_engine(container: Path, shm: Path) -> None:
+def test_small_container_does_not_kill_the_engine(container: Path, shm: Path) -> None:
     command = [sys.executable, "-c", _ENGINE, str(container), str(shm)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr

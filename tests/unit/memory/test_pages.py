@@ -53,7 +53,7 @@ def test_huge_pages_are_used_where_they_are_granted_and_told_of(
 
 
 @pytest.mark.parametrize(("setting", "granted"), [("advise", True), ("never", False), ("deny", False)])
-def test_huge_pages_of_memory_without_a_name_depend_on_the_setting_for_shared_memory(
+def test_anonymous_huge_pages_depend_on_shmem_setting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str, granted: bool
 ) -> None:
     (tmp_path / "enabled").write_text("[madvise] never")

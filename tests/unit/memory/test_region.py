@@ -161,7 +161,7 @@ def test_close_removes_no_file_but_its_own(shm: Path) -> None:
         assert (shm / "kvtier_a").stat().st_size == 2 * PAGE
 
 
-def test_a_region_whose_last_holder_died_since_the_sweep_is_not_joined(shm: Path) -> None:
+def test_region_orphaned_since_sweep_is_not_joined(shm: Path) -> None:
     path = shm / "kvtier_a"
     path.write_bytes(b"g" * PAGE)
     file = _locked_file.create_or_join(path, PAGE)
@@ -283,7 +283,7 @@ def test_the_end_of_population_is_told_once(fails: bool, shm: Path, monkeypatch:
     assert not ended.acquire(blocking=False)
 
 
-def test_a_failing_log_handler_does_not_hide_the_end_of_population(shm: Path) -> None:
+def test_failing_log_handler_does_not_hide_population_end(shm: Path) -> None:
     ended = threading.Semaphore(0)
     with failing_log_handler(logging.INFO), Region.open("a", 3, PIECE_BYTES, shm) as region:
         region.populate(lambda piece: None if piece else ended.release(), threads=1)

@@ -38,7 +38,7 @@ def make(rate: float = 1.0) -> SlotChecksums:
     )
 
 
-def test_what_an_area_must_hold_is_known_until_it_is_filled_again() -> None:
+def test_expected_content_is_known_until_refill() -> None:
     slot_checksums = make()
     for area in range(AREAS):
         slot_checksums.expect(2, area, 0xFFFFFFFF - area)
@@ -73,7 +73,7 @@ def test_every_area_of_a_slot_that_was_taken_over_is_compared(tmp_path: Path) ->
     assert len(list((tmp_path / "kvtier" / "evidence").glob("*.json"))) == AREAS
 
 
-def test_workers_choose_the_same_chunks_and_about_as_many_as_they_are_told_to() -> None:
+def test_workers_choose_the_same_share_of_chunks() -> None:
     slots = list(range(1000))
     one, other = make(0.05), make(0.05)
     chosen = [one.chosen(job, slots) for job in range(100)]
@@ -84,7 +84,7 @@ def test_workers_choose_the_same_chunks_and_about_as_many_as_they_are_told_to() 
     assert make(0.0).chosen(7, slots) == []
 
 
-def test_what_was_found_is_told_once_and_outlives_that_the_slot_is_filled_anew() -> None:
+def test_finding_is_reported_once_and_outlives_refill() -> None:
     slot_checksums = make()
     chunks = [Chunk(slot) for slot in range(SLOTS)]
     for chunk in chunks:

@@ -58,7 +58,7 @@ def test_there_are_not_too_many_files_and_none_is_too_long(
 
 
 @pytest.mark.parametrize("home", ["a file", "none"])
-def test_without_a_home_that_can_be_written_it_is_kept_among_temporary_files(
+def test_unwritable_home_falls_back_to_temporary_files(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def homeless(path: Path) -> Path:

@@ -87,7 +87,7 @@ NAMES = ["kvtier.explain: x", "kvtier.explain: {", "}", line_of(explained(prefix
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_request_s_id_damages_nothing_and_is_never_taken_for_a_line(name: str) -> None:
+def test_request_id_is_escaped_and_no_line(name: str) -> None:
     line = line_of(msgspec.structs.replace(explained(), request=name))
     (one,) = read([line.encode()])
     assert isinstance(one, Explanation)
@@ -140,7 +140,7 @@ def test_lines_are_seen_where_nobody_has_configured_logging(
     assert capsys.readouterr().err.count("kvtier.explain: {") == 1
 
 
-def test_an_application_that_configures_logging_later_sees_each_line_once(
+def test_late_logging_setup_sees_each_line_once(
     bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     explanation.enable()
@@ -158,7 +158,7 @@ def test_a_level_that_somebody_has_set_is_kept(bare_logger: logging.Logger) -> N
 
 
 @pytest.mark.parametrize(("level", "is_seen"), [(logging.ERROR, False), (logging.NOTSET, True)])
-def test_a_level_of_all_of_kvtier_counts_and_that_of_the_root_does_not(
+def test_kvtier_log_level_counts_and_root_does_not(
     bare_logger: logging.Logger, level: int, is_seen: bool
 ) -> None:
     bare_logger.parent = logging.Logger("kvtier", level)

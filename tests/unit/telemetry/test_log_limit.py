@@ -11,7 +11,7 @@ from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit, NoticeLog
 
 
-def test_the_first_line_is_let_through_and_the_next_after_a_while_with_the_number_of_those_between() -> None:
+def test_next_line_counts_the_suppressed_ones() -> None:
     seldom = LogLimit(10.0)
     assert seldom.allow("a", 100.0) == ""
     assert [seldom.allow("a", 100.0 + step) for step in range(1, 10)] == [None] * 9

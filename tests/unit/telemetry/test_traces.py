@@ -153,7 +153,7 @@ async def test_a_put_that_a_closed_manager_left_behind_has_failed(exporter: InMe
     await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory
 
 
-def test_nothing_is_traced_where_nobody_has_configured_a_provider() -> None:
+def test_no_traces_without_a_provider() -> None:
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
     _, driver, _ = driven()
     assert driver.traces is None

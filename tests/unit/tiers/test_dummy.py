@@ -52,7 +52,7 @@ async def test_without_an_index_nothing_is_known_until_asked():
 ROOM = CHUNK_BYTES + TRAILER_BYTES
 
 
-async def test_chunk_larger_than_the_tier_is_refused_and_drives_nothing_out():
+async def test_oversized_chunk_is_refused_and_evicts_nothing():
     tier = make_tier(capacity_bytes=ROOM - 1)
     assert await tier.put(to_put([0])) == Outcome([Status.REFUSED], {"full": 1})
     unsealed = Batch([KEYS[1]], [1], slots())

@@ -9,9 +9,7 @@ from kvtier.tiers._retry import RetryBudget
 
 
 @given(share=st.floats(0, 1), wanted=st.lists(st.booleans(), max_size=300))
-def test_there_are_no_more_second_attempts_than_the_share_and_what_was_kept(
-    share: float, wanted: list[bool]
-) -> None:
+def test_retries_are_limited_to_share_and_savings(share: float, wanted: list[bool]) -> None:
     budget, taken = RetryBudget(share), 0
     for first, wants in enumerate(wanted, start=1):
         budget.earn()

@@ -73,7 +73,7 @@ def returns(*statuses: Status, **reasons: int) -> Act:
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "contains"])
-async def test_what_hangs_is_cut_off_at_its_deadline_and_the_next_goes_well(verb: str) -> None:
+async def test_hung_call_is_cut_off_and_the_next_succeeds(verb: str) -> None:
     tier = Scripted(DummyConfig(deadline_s=3.0, complete_index=False), **{verb: [hangs]})
     async with world(tier) as it:
         event = await it.ended(it.put([1]) if verb == "put" else it.fetch([1], located=verb == "get"))
@@ -83,7 +83,7 @@ async def test_what_hangs_is_cut_off_at_its_deadline_and_the_next_goes_well(verb
         assert (await it.ended(it.fetch([1]))).answers == [Answer.COPIED]
 
 
-async def test_slots_are_not_given_back_before_a_tier_that_can_not_be_stopped_has_ended() -> None:
+async def test_slots_wait_for_an_unstoppable_tier() -> None:
     async def stubborn() -> Outcome:
         return await until_done(asyncio.ensure_future(takes(10.0, Outcome((Status.OK,)))()))
 
@@ -94,7 +94,7 @@ async def test_slots_are_not_given_back_before_a_tier_that_can_not_be_stopped_ha
         assert (event.kept, event.health) == ([False], TransferHealth.LATE)
 
 
-async def test_what_waits_for_its_turn_beyond_its_deadline_is_not_begun() -> None:
+async def test_call_queued_past_its_deadline_never_begins() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0, max_concurrency=2), put=[hangs] * 9)
     async with world(tier) as it:
         first, second = it.put([1]), it.put([2])
@@ -130,7 +130,7 @@ async def test_a_touch_that_hangs_does_not_end_all_others() -> None:
         assert tier.of("touch") == [0.0, 5.0]
 
 
-async def test_a_reset_before_a_tier_is_open_does_not_have_it_touched_before() -> None:
+async def test_reset_before_opening_leaves_tier_untouched() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), open=[takes(1.0)])
     async with world(tier) as it:
         it.executor.submit([Touch(0, [key(1)])])
@@ -206,7 +206,7 @@ def answers_none(reason: str) -> Act:
 
 
 @pytest.mark.parametrize("reason", ["timeout", "busy", "sad"])
-async def test_a_lookup_without_an_answer_fails_for_the_reason_that_the_tier_gives(reason: str) -> None:
+async def test_unanswered_lookup_fails_with_the_tiers_reason(reason: str) -> None:
     tier = Scripted(contains=[answers_none(reason)])
     async with world(tier) as it:
         event = await it.ended(it.fetch([1]))
@@ -264,7 +264,7 @@ async def test_only_the_chunks_that_failed_are_tried_again() -> None:
         assert event.reasons == {"full": 1}
 
 
-async def test_there_is_no_second_attempt_where_there_is_no_time_for_it() -> None:
+async def test_no_retry_without_time_for_it() -> None:
     tier = Scripted(
         DummyConfig(deadline_s=2.0, complete_index=False),
         get=[takes(1.2, Outcome((Status.FAILED,), {"connection": 1}))],
@@ -313,7 +313,7 @@ async def test_what_the_index_alone_has_answered_says_nothing() -> None:
 # --- a tier that does not open, or does not reset --------------------------------------------------
 
 
-async def test_a_tier_that_fails_to_open_is_tried_again_with_growing_pauses_and_joins() -> None:
+async def test_failed_opening_is_retried_with_growing_pauses() -> None:
     tier = Scripted(open=[raises(ConnectionRefusedError())] * 4)
     async with world(tier) as it:
         await anyio.sleep(5.0)

@@ -42,9 +42,7 @@ async def _start(world, gate, verb):
 
 @pytest.mark.parametrize("verb", ["put", "get"])
 @pytest.mark.parametrize("times", [1, 3])
-async def test_a_cancelled_transfer_ends_after_its_jobs_and_leaves_what_was_not_begun(
-    world, gated, verb, times
-):
+async def test_cancelled_transfer_ends_after_started_jobs(world, gated, verb, times):
     _, batch, task = await _start(world, gated, verb)
     for _ in range(times):
         task.cancel()

@@ -77,7 +77,7 @@ def left(world, count):
     return [number for number in range(count) if world.file(number).exists()]
 
 
-async def test_what_was_used_again_counts_from_then_and_the_others_as_older(world, evictor):
+async def test_reused_chunks_count_from_their_last_use(world, evictor):
     ages = [
         (9 * HOUR, 2.5 * HOUR),  # used again: as old as a chunk written 1.7 hours ago
         (2 * HOUR, None),
@@ -91,7 +91,7 @@ async def test_what_was_used_again_counts_from_then_and_the_others_as_older(worl
         assert left(world, 4) == expected
 
 
-async def test_orphans_old_epochs_and_the_quarantine_go_before_any_chunk(world, evictor):
+async def test_orphans_and_old_epochs_go_before_chunks(world, evictor):
     tier = await filled(world, [(HOUR, None)] * 4)
     await world.until_listed(tier)  # so it has swept, and does no more
     orphan = world.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
@@ -138,7 +138,7 @@ async def test_where_two_remove_the_same_each_byte_is_counted_by_one(world):
     assert sum(removed) == held
 
 
-async def test_what_cannot_be_removed_is_counted_and_younger_chunks_leave_in_its_place(world, evictor):
+async def test_unremovable_chunks_are_counted_and_replaced(world, evictor):
     await filled(world, [(HOUR * (number + 1), None) for number in range(10)])
     one = world.file(0).stat().st_blocks * 512
     stuck = [str(world.file(number)) for number in (7, 8, 9)]
@@ -264,7 +264,7 @@ async def put_batches(world, tier, first, count, batch, outcomes):
 
 
 @pytest.mark.parametrize(("engines", "puts_at_once"), [(1, 4), (3, 2)])
-async def test_a_burst_into_a_small_root_is_taken_and_the_last_of_it_is_kept(world, engines, puts_at_once):
+async def test_burst_into_a_small_root_keeps_the_last(world, engines, puts_at_once):
     """A put that finds no room waits for it, for a part of its deadline, wherever room is made."""
     chunks, file_bytes = 24, world.chunk_bytes + 4 * 4096
     settings = {"max_bytes": chunks * file_bytes, "deadline_s": 100.0}  # a machine may be busy
@@ -309,7 +309,7 @@ async def test_a_put_waits_for_no_room_where_none_can_be_made(world):
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
-async def test_what_puts_add_and_evictions_remove_is_what_the_disk_says(world, is_on_disk, tmp_path):
+async def test_puts_and_evictions_match_the_disk(world, is_on_disk, tmp_path):
     """On each kind of file system: in some a small directory takes a block, in others none."""
     if is_on_disk:
         world.root = tmp_path / "root"
@@ -347,7 +347,7 @@ async def test_with_an_endless_ttl_no_chunk_is_too_old(world, evictor, ttl_s):
     assert list((await world.get(tier, range(3))).statuses) == [OK] * 3
 
 
-async def test_what_a_wrong_clock_dated_ahead_is_not_kept_beyond_its_ttl(world, evictor):
+async def test_future_dates_do_not_outlive_the_ttl(world, evictor):
     tier = await times_that_no_clock_shows(world)
     await anyio.to_thread.run_sync(evictor.expire, HOUR)
     assert list((await world.get(tier, range(3))).statuses) == [ABSENT] * 3
@@ -376,7 +376,7 @@ async def test_after_a_clock_was_set_back_there_is_room_for_new_chunks(world, mo
     assert (await world.get(tier, range(100, 104))).statuses == (OK,) * 4
 
 
-async def test_gets_and_touches_are_told_to_all_processes_through_the_files(world, monkeypatch):
+async def test_gets_and_touches_are_shared_through_files(world, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tier = await filled(world, [(HOUR, None)] * 4)
     written = [world.file(number).stat().st_mtime_ns for number in range(4)]
@@ -388,7 +388,7 @@ async def test_gets_and_touches_are_told_to_all_processes_through_the_files(worl
     assert [world.file(number).stat().st_mtime_ns for number in range(4)] == written
 
 
-async def test_a_file_says_how_often_its_chunk_was_used_and_never_less_than_before(world):
+async def test_files_use_count_never_falls(world):
     tier = await filled(world, [(HOUR, None)] * 5)
     place = tier._session.epoch.place
     for classes, expected in (
@@ -438,7 +438,7 @@ def test_within_a_short_ttl_a_use_is_published_several_times():
         clock.now += 5.0
 
 
-def test_a_use_is_published_once_in_a_while_and_memory_is_bounded():
+def test_uses_are_published_rarely_in_bounded_memory():
     clock = Clock()
     seen = uses.Uses(clock)
     a, b, c = map(chunk, range(3))
@@ -502,7 +502,7 @@ def rank_of(seen, class_, age_s):
     return model.density[class_][model.bin_of(age_s)]
 
 
-def test_what_is_used_in_a_loop_is_kept_until_it_is_due_and_what_never_returns_is_not():
+def test_looped_chunks_are_kept_until_due():
     clock = Clock()
     seen = uses.Uses(clock)
     loop = list(map(chunk, range(300)))
@@ -523,7 +523,7 @@ def worth_at(seen, class_, age_s):
     return seen.worth()[class_][seen.model.bin_of(age_s)]
 
 
-def test_the_hottest_chunks_stay_however_old_their_files_say_they_are():
+def test_hottest_chunks_stay_whatever_their_age():
     """A file says when its chunk was used first in an interval, and it is used every 10 s."""
     clock = Clock()
     seen = uses.Uses(clock)
@@ -543,7 +543,7 @@ def test_the_hottest_chunks_stay_however_old_their_files_say_they_are():
             assert min(worth_at(seen, 4, age_s) for age_s in (1, 60, 200)) > worth_at(seen, 0, 300)
 
 
-def test_after_a_restart_what_was_used_often_is_worth_more_until_more_is_known():
+def test_often_used_chunks_are_worth_more_after_restart():
     clock = Clock()
     seen = uses.Uses(clock)
     seen.room = 10_000
@@ -569,7 +569,7 @@ def test_what_is_no_longer_used_leaves_however_often_it_was():
 
 
 @pytest.mark.parametrize("room", [10**6, 10**7])
-def test_of_a_large_root_a_sample_is_remembered_and_prompts_are_known_by_it(room):
+def test_large_roots_are_sampled_by_prompt(room):
     clock = Clock()
     seen = uses.Uses(clock)
     seen.room = room
@@ -619,7 +619,7 @@ async def test_an_old_epoch_frees_its_bytes_in_pieces(world, monkeypatch):
     assert 0 < sum(world.file(number).exists() for number in range(40)) <= 20
 
 
-async def test_a_root_full_of_what_may_not_leave_is_not_searched_again_and_again(world, monkeypatch, caplog):
+async def test_unevictable_root_is_not_searched_repeatedly(world, monkeypatch, caplog):
     monkeypatch.setattr(maintenance, "EVICTION_PAUSE_S", (0.01, 0.04))
     searched: list[int] = []
     make_room = Evictor.make_room

@@ -85,7 +85,7 @@ async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, mon
     assert not any(await tier.contains(world.keys(range(4))))
 
 
-async def test_a_lookup_that_the_file_system_fails_is_a_failure_and_no_miss(world):
+async def test_failed_lookup_is_a_failure_and_no_miss(world):
     tier = await world.open()
     data = world.root / tier._session.epoch.place.data_dir
     data.symlink_to(data.name)  # ELOOP for each file, as EIO and EACCES of a disk that fails

@@ -28,7 +28,7 @@ def fingerprint(key):
     return function(key, len(key))
 
 
-def test_keys_that_differ_in_hash_or_group_have_other_fingerprints():
+def test_different_keys_have_different_fingerprints():
     chosen = random.Random(2)
     keys = {pack_key(chosen.randbytes(32), group) for _ in range(3000) for group in (0, 1, 7)}
     keys |= {pack_key(number.to_bytes(32, order)) for number in range(1, 3000) for order in ("big", "little")}
@@ -114,7 +114,7 @@ async def test_a_put_of_before_a_reset_that_ends_after_it_is_not_known(world, ga
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
-async def test_an_old_epoch_that_is_listed_late_is_not_taken_for_the_new_one(world, gate, monkeypatch):
+async def test_old_epoch_listed_late_is_not_the_new_one(world, gate, monkeypatch):
     await put_before(world, range(4))
     patch_library(monkeypatch, gate, "kvt_chunks_list")
     tier = await world.open()

@@ -85,7 +85,7 @@ def fs_lines(caplog):
     return [record.message for record in caplog.records if record.name == "kvtier.tiers.fs"]
 
 
-async def test_directories_and_fifos_in_chunks_places_do_not_fill_the_quarantine_or_the_log(world, caplog):
+async def test_non_files_do_not_fill_quarantine_or_log(world, caplog):
     tier = await world.open()
     await world.put(tier, range(150))
     for _ in range(2):
@@ -102,7 +102,7 @@ async def test_directories_and_fifos_in_chunks_places_do_not_fill_the_quarantine
     assert len(fs_lines(caplog)) <= 4
 
 
-async def test_where_the_quarantine_is_full_of_what_stays_nothing_more_is_moved(world, caplog):
+async def test_full_quarantine_moves_nothing_more(world, caplog):
     tier = await world.open()
     (world.namespace / "quarantine").mkdir()
     for number in range(128):

@@ -116,7 +116,7 @@ async def test_a_root_that_another_host_has_removed_is_told_of(world, tier, told
     await world.eventually(lambda: told)
 
 
-async def test_a_root_that_is_removed_while_it_is_unmounted_is_not_made_anew(world, told, looks, mounted):
+async def test_root_removed_while_unmounted_is_not_recreated(world, told, looks, mounted):
     world.root = mounted / "root"
     tier = await world.open(lost=told.append, max_bytes=2**50)
     await world.until_listed(tier)
@@ -167,7 +167,7 @@ async def test_an_attempt_that_fails_halfway_leaves_nothing(world, told, looks, 
     assert [path.name for path in (world.namespace / ".tmp").iterdir()] == []
 
 
-async def test_a_root_that_is_moved_away_is_not_told_of_and_is_of_use_where_it_is(world, tier, told, looks):
+async def test_moved_root_stays_usable_and_unreported(world, tier, told, looks):
     world.root.rename(world.root.with_name("before"))
     await looks()
     assert (await world.put(tier, range(4))).statuses == (OK,) * 4

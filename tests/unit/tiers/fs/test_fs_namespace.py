@@ -90,9 +90,7 @@ def frozen_ledger(world):
     subprocess.run(["umount", "--lazy", str(point)], check=False, capture_output=True)
 
 
-async def test_a_root_whose_ledger_cannot_be_written_is_read_until_it_can_be(
-    world, frozen_ledger, monkeypatch, caplog
-):
+async def test_root_with_read_only_ledger_is_read(world, frozen_ledger, monkeypatch, caplog):
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     monkeypatch.setattr(_namespace, "_FIRST_TRY_PAUSE_S", 0.0)
     tier = await world.open()
@@ -228,7 +226,7 @@ async def test_a_reset_that_cannot_be_stored_leaves_nothing_visible(world):
     assert (await world.put(tier, [1])).statuses == (OK,)
 
 
-async def test_a_reset_that_cannot_be_stored_holds_after_opening_again_too(world):
+async def test_unstored_reset_survives_reopening(world):
     tier = await world.open()
     await world.put(tier, [1])
     for writer in (world.namespace / ".tmp").iterdir():
@@ -248,7 +246,7 @@ async def test_a_reset_that_cannot_be_stored_holds_after_opening_again_too(world
 
 @pytest.mark.parametrize("times", [1, 100])
 @pytest.mark.parametrize("is_over", [False, True], ids=["under way", "over"])
-async def test_a_new_writer_that_a_sweep_takes_for_a_dead_one_tries_again(world, monkeypatch, times, is_over):
+async def test_new_writer_swept_as_dead_tries_again(world, monkeypatch, times, is_over):
     """Between the making of its lock file and the locking another engine's sweep can get the lock."""
     swept: list[int] = []
 
@@ -287,7 +285,7 @@ async def test_an_open_that_fails_leaves_no_thread_and_no_writer(world):
     assert world.writers() == []
 
 
-def test_directory_names_of_other_namespaces_are_not_taken_for_epochs():
+def test_other_namespaces_names_are_not_epochs():
     name = "m_0123456789abcdef"
     assert layout.parse_data_dir(f"{name}_r0") == (name, 0)
     assert layout.parse_data_dir(f"{name}_r0.e12") == (name, 12)
@@ -296,7 +294,7 @@ def test_directory_names_of_other_namespaces_are_not_taken_for_epochs():
 
 
 @pytest.mark.parametrize("trace", ["epoch", "users.e999999999999999.lock", "data"])
-async def test_behind_the_last_epoch_a_reset_or_an_opening_is_refused_by_name(world, trace):
+async def test_reset_after_the_last_epoch_is_refused(world, trace):
     """A forged number at the bound: the next epoch would have no name, so old chunks might be served."""
     await (await world.open()).aclose()
     if trace == "data":

@@ -92,7 +92,7 @@ def make_pool():
         pool.close()
 
 
-def test_every_chunk_is_done_once_and_the_end_is_told_with_the_sum(make_pool):
+def test_every_chunk_is_done_once_and_summed(make_pool):
     pool = make_pool(2, 2)
     pool.submit("a", reading=True, chunks=10, part=3, token=7)
     assert pool.ended(1) == [(7, 10)]

@@ -48,7 +48,7 @@ async def put_many(world, tier, first, outcomes):
         outcomes.append(await world.put(tier, range(start, start + 8)))
 
 
-async def test_several_engines_have_one_bound_and_can_use_nearly_all_of_it(world):
+async def test_engines_share_one_bound_and_can_fill_it(world):
     tiers = [await world.open(max_bytes=2_000_000, eviction="none") for _ in range(4)]
     outcomes: list[Outcome] = []
     async with anyio.create_task_group() as tasks:
@@ -60,7 +60,7 @@ async def test_several_engines_have_one_bound_and_can_use_nearly_all_of_it(world
     assert sum(outcome.reasons.get("max_bytes", 0) for outcome in outcomes) == refused
 
 
-async def test_a_restart_knows_from_the_first_put_on_what_the_root_holds(world, hung_count):
+async def test_restart_knows_the_roots_size_at_first_put(world, hung_count):
     hung_count.open()
     tier = await world.open(max_bytes=400_000, eviction="none")
     await world.put(tier, range(60))
@@ -80,9 +80,7 @@ def sealed_ledger(body):
 
 
 @pytest.mark.parametrize("loss", ["deleted", "garbage", "empty", "torn", "numbers", "another boot"])
-async def test_without_its_ledger_a_root_is_counted_again_and_never_passes_the_bound(
-    world, hung_count, monkeypatch, tmp_path, loss
-):
+async def test_lost_ledger_is_recounted_within_the_bound(world, hung_count, monkeypatch, tmp_path, loss):
     world.root = tmp_path / "root"  # on a disk, which holds more than the limit
     hung_count.open()
     tier = await world.open(max_bytes=400_000, eviction="none")
@@ -145,7 +143,7 @@ async def until_idle(tiers):
 
 
 @pytest.mark.parametrize("how", ["swept", "evicted", "discarded"])
-async def test_what_another_has_counted_when_it_is_told_leaves_no_hole_in_the_bound(world, monkeypatch, how):
+async def test_concurrent_count_leaves_no_hole_in_the_bound(world, monkeypatch, how):
     """A count between a removal and its report already excludes these bytes."""
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # a tick would count it again
     one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
@@ -196,7 +194,7 @@ def die_with_a_lease(world, nbytes):
 
 
 @pytest.mark.parametrize("ends_meanwhile", [False, True], ids=["found at the start", "found by a tick"])
-async def test_nothing_is_evicted_for_what_dead_writers_may_have_written(world, monkeypatch, ends_meanwhile):
+async def test_dead_writers_leases_evict_nothing(world, monkeypatch, ends_meanwhile):
     """As engines leave it that crash again and again, each with the lease of a batch."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.05)
     tier = await world.open(max_bytes=1_000_000)
@@ -213,7 +211,7 @@ async def test_nothing_is_evicted_for_what_dead_writers_may_have_written(world, 
     assert tier.statistics().evicted_chunks == 0
 
 
-async def test_a_lock_that_a_stopped_process_holds_fails_puts_and_hangs_nothing(world, monkeypatch):
+async def test_stopped_lock_holder_fails_puts_without_hang(world, monkeypatch):
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
     await world.eventually(lambda: not tier._session.quota.has_news)  # nothing is leased ahead any more

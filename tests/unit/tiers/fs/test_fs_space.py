@@ -61,7 +61,7 @@ def test_max_bytes_holds_to_the_byte():
     assert space.used_bytes == 950
 
 
-def test_before_the_first_count_the_root_is_taken_to_hold_all_there_is():
+def test_uncounted_root_is_assumed_to_hold_everything():
     disk = Disk(used=700)
     space = disk.space(max_bytes=1000)
     assert space.used_bytes is None
@@ -173,7 +173,7 @@ def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, files
     assert (stat_file_system(0).free > 0) == is_free
 
 
-def test_more_is_asked_to_leave_only_above_the_high_watermark_or_where_a_put_was_refused():
+def test_eviction_needs_high_watermark_or_refused_put():
     disk = Disk(free=10**6)
     space = disk.space(max_bytes=10_000, high_watermark=0.9, low_watermark=0.8)
     space.count(lambda: 8900)
@@ -187,7 +187,7 @@ def test_more_is_asked_to_leave_only_above_the_high_watermark_or_where_a_put_was
     assert space.excess == 2000
 
 
-def test_nothing_is_asked_to_leave_before_the_root_was_counted_or_where_nothing_may():
+def test_eviction_needs_a_count_and_evictable_chunks():
     full = Disk(used=9_999, free=1)
     assert full.space(max_bytes=100).excess == 0
     disk = Disk()
@@ -224,7 +224,7 @@ def test_who_is_refused_leases_nothing_ahead():
     assert not space.accounts.leased
 
 
-def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change_alone(tmp_path, monkeypatch):
+def test_vanishing_folder_fails_only_one_change(tmp_path, monkeypatch):
     root_fd = os.open(tmp_path, os.O_RDONLY)
     shared = ledger.SharedLedger(root_fd, Disk().look)
 
@@ -254,7 +254,7 @@ def test_a_folder_that_vanishes_while_a_writer_takes_a_new_name_fails_one_change
 # ------------------------------------------------------------------------------ in the tier
 
 
-async def test_a_file_system_that_cannot_be_asked_is_a_failure_of_the_put(world, monkeypatch):
+async def test_unanswered_space_query_fails_the_put(world, monkeypatch):
     tier = await world.open()
 
     def fail(fd):

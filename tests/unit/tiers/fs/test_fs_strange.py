@@ -57,7 +57,7 @@ async def test_in_the_manifests_place_it_is_refused(world, replace):
         await world.open()
 
 
-async def test_in_the_epochs_place_nothing_of_before_is_there_or_it_is_refused(world, replace):
+async def test_foreign_object_at_epoch_hides_or_refuses(world, replace):
     tier = await world.open()
     await world.put(tier, [1])
     await tier.aclose()

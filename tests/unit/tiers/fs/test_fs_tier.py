@@ -48,7 +48,7 @@ async def test_short_hashes_have_files_too(world):
     assert (folder / "abc" / "d0_g4294967295" / "abcd.bin").exists()
 
 
-async def test_what_was_put_got_or_found_is_known_and_nothing_is_known_to_be_absent(world):
+async def test_index_knows_presence_but_never_absence(world):
     tier, other = await world.open(), await world.open()
     await world.put(tier, [1, 2, 3])
     unknown, present = Knowledge.UNKNOWN, Knowledge.PRESENT
