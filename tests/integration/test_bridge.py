@@ -401,7 +401,7 @@ def test_decode_wait_covers_the_put_deadline(make: Make) -> None:
     assert make(slots=8).manager.response_params("a", PREFILL) is None, "there is no tier"
 
 
-def test_a_decode_engine_is_told_where_to_ask_and_its_tiers_are(make: Make) -> None:
+def test_decode_tiers_get_the_prefill_address(make: Make) -> None:
     it = make(dummy(), dummy(), slots=8, limits=Limits(max_wait_s=3600.0), addresses={1: "10.0.0.1:18570"})
     told = it.manager.response_params("a", PREFILL)
     assert told is not None
@@ -461,7 +461,7 @@ def test_what_is_not_stored_any_more_is_counted(make: Make, refusal: str) -> Non
 
 @pytest.mark.skipif(REPORTS_RESET_FLUSH, reason="this vLLM says when workers are through")
 @pytest.mark.parametrize("steps_ahead", [2, 5])
-def test_slots_stay_held_as_long_as_steps_can_be_scheduled_ahead(make: Make, steps_ahead: int) -> None:
+def test_slots_stay_held_for_steps_ahead(make: Make, steps_ahead: int) -> None:
     """A pipeline has one step in flight per stage, so copies end later."""
     it = make(slots=8, steps_ahead=steps_ahead)
     output = it.manager.prepare_store(prompt(1, 8), it.request("a"))

@@ -386,7 +386,7 @@ def test_an_object_that_holds_itself_ends() -> None:
     assert "around" in json.dumps(canonical_value(one))
 
 
-def test_an_object_that_cannot_be_told_from_others_is_refused() -> None:
+def test_indistinguishable_object_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         canonical_value({"knob": _Opaque()}, "VllmConfig.additional_config")
     words = ["VllmConfig.additional_config.knob", "_Opaque", "secondary_tiers"]
@@ -413,7 +413,7 @@ WEIGHTS = bytes(range(256)) * 4096
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.pt", "model.pth", "model.gguf"])
-def test_other_bytes_of_the_same_length_have_another_fingerprint(tmp_path: Path, name: str) -> None:
+def test_fingerprint_depends_on_bytes(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(WEIGHTS)
     before = weights_fingerprint(tmp_path)
     assert before == weights_fingerprint(tmp_path)

@@ -55,9 +55,7 @@ def test_text_models_need_no_media_hashes(model: Path) -> None:
     assert is_found_again(configure(model, enable_prefix_caching=False))
 
 
-def test_adapters_are_found_again_if_their_paths_are_immutable(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_adapters_at_immutable_paths_are_found(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configure(model, enable_lora=True)
     assert not is_found_again(config)
     assert "set immutable_adapters" in caplog.text

@@ -117,7 +117,7 @@ def test_request_with_failed_load_is_computed(recomputing: Engine, reference: As
     assert stored_anew == (answers, {"cpu": PROMPT_CHUNKS})
 
 
-def test_without_the_connector_a_load_that_fails_twice_is_staged(plain: Engine, reference: Ask) -> None:
+def test_without_connector_failed_load_is_staged(plain: Engine, reference: Ask) -> None:
     plain.served(prompt(1))
     plain.reset(connector=False)
     counted = Counted(plain)

@@ -192,7 +192,7 @@ def test_a_response_explains_what_was_found_of_its_prompt(prefill: Engine) -> No
     assert told["kvtier"]["explained"]["tokens"] == {"cpu": PROMPT_CHUNKS * BLOCK_TOKENS}
 
 
-def test_a_prompt_that_nobody_computes_is_a_miss_after_its_time(decode: Engine, reference: Ask) -> None:
+def test_uncomputed_prompt_misses_in_time(decode: Engine, reference: Ask) -> None:
     """A hint that is wrong or stale costs its own request that time. Others are answered meanwhile."""
     stale, others, counts = prompt(3), [prompt(4), prompt(5)], Counts(decode)
     hint = {"kvtier": {"wait_s": WAIT_S}}

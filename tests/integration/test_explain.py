@@ -185,7 +185,7 @@ def test_failed_load_is_the_reason_without_tokens(make: Make, lines: Lines) -> N
     assert (line.tokens, line.prefix_end, line.reason) == ({}, _end(0), "load_failed")
 
 
-def test_misses_of_a_scan_before_the_last_one_are_not_the_reason(make: Make, lines: Lines) -> None:
+def test_only_the_last_scan_gives_the_reason(make: Make, lines: Lines) -> None:
     it, keys = make(), prompt(1, 4)
     there, own = it.arrives("there", keys), it.arrives("own", keys)
     for context in (there, own):
@@ -332,9 +332,7 @@ def test_a_refused_lookup_has_a_span(make: Make, exporter: InMemorySpanExporter)
     assert (span.name, (span.attributes or {})["kvtier.reason"]) == ("kvtier.lookup", "device_lost")
 
 
-def test_a_load_that_has_not_ended_at_the_shutdown_has_a_span(
-    make: Make, exporter: InMemorySpanExporter
-) -> None:
+def test_unfinished_load_has_a_span(make: Make, exporter: InMemorySpanExporter) -> None:
     it, keys = make(), prompt(1, 2)
     it.serves("cold", keys, None)
     it.manager.prepare_load(keys[: it.find(keys, context := it.arrives("warm", keys, None))], context)

@@ -325,7 +325,7 @@ def test_top_shows_every_tier_of_a_real_engine(first_run: FirstRun) -> None:
     assert tiers["fs"]["read_per_written"] == 0.0
 
 
-def test_a_replay_finds_in_a_tier_what_the_device_has_forgotten(first_run: FirstRun) -> None:
+def test_replay_finds_chunks_lost_by_the_device(first_run: FirstRun) -> None:
     (served,), (work,) = first_run.replayed["Served"], first_run.replayed["Workload"]
     assert (served["sent"], served["failed"], served["prompts"]) == (20, "0", "token ids")
     assert served["left_out"] is None

@@ -95,9 +95,7 @@ def test_the_size_may_come_from_vllms_own_option(
 # --- preemption -----------------------------------------------------------------------------------
 
 
-def test_preempted_requests_are_loaded_again_and_not_computed(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
+def test_preempted_requests_are_reloaded(launcher: Launcher, llama: Path, reference: Ask) -> None:
     prompts = [prompt(seed, 130) for seed in range(6)]
     settings = {"cpu_bytes_to_use": "64MiB", "offload_prompt_only": False}
     with launcher.start(llama, settings, num_gpu_blocks_override=26, max_model_len=512) as engine:
@@ -192,7 +190,7 @@ def test_new_weights_never_meet_old_chunks(
 # --- shutdown -------------------------------------------------------------------------------------
 
 
-def test_what_was_confirmed_before_a_shutdown_is_served_after_it(
+def test_confirmed_chunks_survive_shutdown(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     """Stores not yet reported by the workers are lost: their outcome is unknown."""

@@ -55,9 +55,7 @@ def _start(model: Path) -> VllmConfig:
     return config
 
 
-def test_a_worker_that_outlives_its_engine_keeps_the_old_region(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_surviving_worker_keeps_the_old_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     model = make_model(tmp_path / "model")
     scheduler, contents = _open(_start(model))

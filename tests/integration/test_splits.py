@@ -323,7 +323,7 @@ def test_an_engine_that_cannot_be_undone_is_refused_in_words(change: dict[str, A
 # --- stages -------------------------------------------------------------------------------------------
 
 
-def test_an_area_holds_the_pages_of_the_stage_with_most_layers() -> None:
+def test_area_fits_the_largest_stage() -> None:
     model = Model(KINDS["packed, tokens inside"], 2)
     page = TOKENS * 4 * SIZE * 2
     for held in (1, 2, 3):  # three stages of four layers: 1, 2, 1

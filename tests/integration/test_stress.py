@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_model_len": 1024, 
     ],
     ids=["full attention", "sliding windows, answers too", "chunks larger than windows"],
 )
-def test_every_answer_is_that_of_an_engine_that_reuses_nothing(
+def test_answers_match_an_engine_without_reuse(
     launcher: Launcher,
     tmp_path: Path,
     model: tuple[str, str, dict[str, Any]],

@@ -133,7 +133,7 @@ def test_a_failed_load_is_told_of_once_and_by_request(it: Bench, caplog: pytest.
     assert it.counts() == {("copy_failed", "load", "recomputed"): 1}
 
 
-def test_a_load_that_nobody_can_be_told_of_is_staged_or_raises(it: Bench) -> None:
+def test_unreportable_load_is_staged_or_raises(it: Bench) -> None:
     it.failures = 2
     it.load(1)
     assert it.finish() == [True]

@@ -81,7 +81,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine.scheduler.shutdown()
 
 
-def test_a_continued_session_stores_only_from_a_replaced_table(engine: Engine) -> None:
+def test_continuation_needs_a_replaced_table(engine: Engine) -> None:
     assert engine.step([1, 2, 3, 4, 5], TOKENS) > 0
     engine.say(3 * BLOCK_TOKENS)
     stored = engine.step([1, 2, 3, 4, 5, 6, 7, 8], 3 * BLOCK_TOKENS)

@@ -338,9 +338,7 @@ def test_what_is_no_ledger_is_none(text: bytes) -> None:
     st.integers(0),
     st.integers(0, 255),
 )
-def test_a_ledger_is_read_as_it_was_written_and_damage_is_seen(
-    accounts: Accounts, where: int, value: int
-) -> None:
+def test_ledger_round_trips_and_shows_damage(accounts: Accounts, where: int, value: int) -> None:
     text = _encode(accounts)
     assert _parse(text) == accounts
     damaged = bytearray(text)

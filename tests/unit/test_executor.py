@@ -276,7 +276,7 @@ async def test_down_is_sent_before_the_tier_closes() -> None:
     assert isinstance(at_close[-1], TierDown)
 
 
-async def test_a_tier_that_was_reset_and_is_opened_anew_is_reset_again() -> None:
+async def test_reopened_tier_is_reset_again() -> None:
     """Reopening joins a cache that other engines use, and they may not have reset it."""
     tier = Losing()
     tier.open_all()
@@ -291,9 +291,7 @@ async def test_a_tier_that_was_reset_and_is_opened_anew_is_reset_again() -> None
 
 
 @pytest.mark.parametrize("step", ["open", "aclose"])
-async def test_a_shutdown_is_no_failure_of_the_step_that_it_interrupts(
-    step: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_shutdown_does_not_fail_the_step(step: str, caplog: pytest.LogCaptureFixture) -> None:
     begun = anyio.Event()
 
     class Slow(Losing):
@@ -525,7 +523,7 @@ async def test_a_chunk_that_is_sound_when_read_again_is_a_hit(caplog: pytest.Log
     assert "sound when read again, so others keep it; check this host" in caplog.text
 
 
-async def test_a_bad_reader_discards_nothing_and_skips_what_it_read() -> None:
+async def test_bad_reader_discards_nothing() -> None:
     tier = ReadsBadly(DummyConfig())
     tier.bad_rereads = True
     async with world(tier) as it:
@@ -551,7 +549,7 @@ async def test_few_chunks_an_hour_are_discarded() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("busy"), SystemExit(1), Panic("poisoned"), Unspeakable()])
-async def test_how_full_a_tier_is_is_asked_again_after_any_failure(
+async def test_usage_is_asked_again_after_failure(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runners, "_USAGE_EVERY_S", 0.01)
@@ -720,7 +718,7 @@ def test_a_failing_log_handler_does_not_end_the_thread() -> None:
     assert any("unplugged" in line for line in written)
 
 
-def test_a_thread_that_dies_answers_what_it_has_and_what_comes() -> None:
+def test_dying_thread_answers_all_commands() -> None:
     class Dies(Executor):
         def submit(self, commands: Any) -> None:
             super().submit(commands)

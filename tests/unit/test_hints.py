@@ -27,9 +27,7 @@ def test_without_hints_nothing_is_said(reader: HintReader, params: Any, caplog: 
     assert caplog.text == ""
 
 
-def test_a_failing_log_handler_costs_the_warning_and_no_request(
-    reader: HintReader, capsys: pytest.CaptureFixture[str]
-):
+def test_failing_log_handler_costs_no_request(reader: HintReader, capsys: pytest.CaptureFixture[str]):
     with failing_log_handler() as lines:
         assert reader.read("a", {"kvtier": 7}) == NO_HINTS
     assert len(lines) == 1

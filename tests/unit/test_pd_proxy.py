@@ -273,7 +273,7 @@ async def test_what_is_no_stream_breaks_off_with_the_engine() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_request_that_crashes_engines_is_sent_to_two_of_them() -> None:
+async def test_crashing_request_goes_to_two_engines() -> None:
     decode = ready(4)
     for engine in decode:
         engine.crashes = True

@@ -168,9 +168,7 @@ async def use(config: TieringConfig) -> None:
 
 
 @pytest.mark.parametrize("verb", ["open", "put", "get", "discard", "aclose"])
-def test_a_secret_that_a_client_repeats_is_not_shown_by_doctor(
-    verb: str, secret_tier: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_hides_a_clients_secret(verb: str, secret_tier: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SecretTier, "fails", ("contains" if verb == "get" else verb,))
     checks = doctor.run(None, [json.dumps(SETTINGS)], 4096)
     assert any("unknown command 'AUTH', with args beginning with: '*" in check.result for check in checks)
@@ -199,9 +197,7 @@ def test_a_secret_of_four_characters_is_hidden() -> None:
     assert hide("AUTH 'pass'", config) == "AUTH '**********'"
 
 
-def test_a_secret_is_not_shown_of_a_plug_in_that_cannot_be_made(
-    secret_tier: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_plug_in_hides_its_secret(secret_tier: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(self: SecretTier, config: SecretConfig) -> None:
         raise RuntimeError(f"no {config.password.get_secret_value()}")
 

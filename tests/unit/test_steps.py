@@ -163,7 +163,7 @@ def test_generated_chunks_do_not_count() -> None:
     assert it.chunk_s == pytest.approx(CHUNK_S)
 
 
-def test_an_engine_that_asks_for_no_statistics_measures_nothing() -> None:
+def test_no_statistics_means_no_measuring() -> None:
     it = Engine()
     for number in range(100):
         it.schedule((f"{number}", 0, 10))

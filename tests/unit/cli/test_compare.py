@@ -48,7 +48,7 @@ def test_what_differs_is_named_with_both_values(kvtier, root: Path) -> None:
     assert [word for word in words if word not in shown.out] == []
 
 
-def test_a_cache_that_is_not_there_is_named_with_those_that_are(kvtier, root: Path) -> None:
+def test_unknown_cache_error_lists_known_ones(kvtier, root: Path) -> None:
     name = make(root, ENGINE)
     said = kvtier("compare", root, name, "nobody")
     assert said.status == 2

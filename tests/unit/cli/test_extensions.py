@@ -86,7 +86,7 @@ def test_a_command_that_is_run_imports_no_other(run: Run, install_distribution: 
 @pytest.mark.parametrize(
     "arguments", [["bench"], ["bench", "core", "--json", "x"], ["demo", "--help"], ["simulate", "x"]]
 )
-def test_a_command_that_is_not_installed_names_its_distribution(
+def test_missing_command_names_its_distribution(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     monkeypatch.setattr("kvtier._cli.extensions.plugins.installed", lambda group: [])

@@ -82,7 +82,7 @@ for words in (["tiers"], ["schema"], ["verify", {str(cache.root)!r}]):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_command_that_is_asked_to_end_removes_what_it_has_made(tmp_path: Path, number: int) -> None:
+def test_terminated_command_cleans_up(tmp_path: Path, number: int) -> None:
     code = """
 import signal, sys, tempfile, time
 from kvtier._cli import main

@@ -371,7 +371,7 @@ def test_gc_makes_room_from_the_oldest_on(kvtier, cache) -> None:
     assert len(left) == 40 - done.json["evicted_files"] >= 20
 
 
-def test_a_dry_run_tells_what_is_too_old_from_what_makes_room(kvtier, cache) -> None:
+def test_dry_run_separates_expired_from_evicted(kvtier, cache) -> None:
     cache.put(range(20))
     age(cache, range(8), 3600)
     limit = kvtier("gc", cache.root, "--dry-run", "--json").json["bytes_before"] - 12 * FILE_BYTES
@@ -433,7 +433,7 @@ def test_gc_of_one_cache_leaves_the_others(kvtier, cache) -> None:
     assert (cache.had(range(5)), other.had(range(5))) == ([], list(range(5)))
 
 
-def test_gc_removes_leftovers_and_never_what_is_not_kvtiers(kvtier, cache, killed) -> None:
+def test_gc_removes_only_kvtiers_leftovers(kvtier, cache, killed) -> None:
     cache.put([1])
     cache.put([2], resets=1)
     foreign = cache.root / "models_0123456789abcdef_r0" / "weights"
@@ -498,7 +498,7 @@ def test_unknown_namespace_error_lists_known_ones(kvtier, cache) -> None:
 
 
 @pytest.mark.parametrize("which", ["a whole root", "one cache"])
-def test_the_documented_copy_is_proven_and_given_to_an_engine(cache, tmp_path: Path, which: str) -> None:
+def test_documented_copy_works_in_an_engine(cache, tmp_path: Path, which: str) -> None:
     cache.put(range(20))
     other = type(cache)(cache.root, "org/Other-7B")
     other.put(range(3))
@@ -561,7 +561,7 @@ def test_no_tool_hangs_or_breaks_at_what_is_no_file(
 
 
 @pytest.mark.parametrize("command", ["verify", "gc", "du"])
-def test_a_directory_below_a_root_is_refused_and_the_root_named(kvtier, cache, command: str) -> None:
+def test_directory_below_a_root_is_refused(kvtier, cache, command: str) -> None:
     cache.put(range(3))
     for inside in (cache.home, cache.file(0).parent):
         said = kvtier(command, inside)

@@ -74,7 +74,7 @@ def serve() -> Iterator[Callable[..., str]]:
         server.server_close()
 
 
-def test_two_samples_give_shares_and_rates_of_the_time_between(kvtier, serve):
+def test_two_samples_give_shares_and_rates(kvtier, serve):
     said = kvtier("top", serve(FIRST, SECOND), "--once", "--interval", 0.1, "--json")
     (view,) = said.json["engines"]
     assert said.status == 0
@@ -178,7 +178,7 @@ def test_silent_engine_does_not_delay_interrupts():
                 process.kill()
 
 
-def test_ranks_on_one_port_are_joined_by_what_each_metric_means():
+def test_ranks_on_one_port_are_joined_per_metric():
     page = "".join(
         f'kvtier_breaker_state{{engine="{rank}",tier="fs",verb="get"}} 2\n'
         f'kvtier_tier_up{{engine="{rank}",tier="fs"}} {rank}\n'

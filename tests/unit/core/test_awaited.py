@@ -382,7 +382,7 @@ def test_last_answer_loads_up_to_first_missing_chunk() -> None:
     assert core.take_counts() == {("miss", "not_arrived"): 1}
 
 
-def test_it_ends_where_no_tier_can_be_asked_for_the_last_time() -> None:
+def test_it_ends_without_a_tier_to_ask() -> None:
     core, request, others = make(), waiting(), [waiting() for _ in range(MOST_POLLS)]
     begin(core, request, PROMPT, *[MISSING] * 4)
     for index, other in enumerate(others):
@@ -421,7 +421,7 @@ def polls(core: Tiering) -> int:
     return sum(transfer.is_poll for transfer in core.shared.running)
 
 
-def test_few_polls_are_in_flight_and_each_request_has_its_turn() -> None:
+def test_polls_are_few_and_fair() -> None:
     core, now_s = make(tiers=[TierStatus("t0", 60.0)]), 0.0
     asked: set[OffloadKey] = set()
     prompts = {f"a{index}": keys(f"a{index}", 2) for index in range(20)}

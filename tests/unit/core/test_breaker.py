@@ -45,7 +45,7 @@ def test_it_opens_when_so_many_in_a_row_have_failed() -> None:
     assert (breaker.state, breaker.refusal(0.5)) == (OPEN, "breaker_open")
 
 
-def test_it_opens_at_a_share_of_failures_once_enough_is_known() -> None:
+def test_it_opens_at_a_share_of_failures() -> None:
     breaker = Driven(failures=10)
     assert breaker.ends(*[BAD] * 9, GOOD) == [None] * 10, "the last of them has not failed"
     assert breaker.ends(BAD) == ["failure_rate"]

@@ -44,7 +44,7 @@ def test_chunks_that_a_store_did_not_fill_are_never_seen(unfilled: list[int]) ->
     assert ask_all(core, Request("a"), KEYS[:1]) == [HIT if KEYS[0] in whole else RETRY]
 
 
-def test_a_copy_that_never_ends_keeps_its_slots_and_not_its_keys() -> None:
+def test_endless_copy_keeps_slots_but_not_keys() -> None:
     core = make(8, 0)
     stuck = reserve(core, KEYS)
     core.drop_unfilled(stuck, dict.fromkeys(stuck.slots, "failed"))

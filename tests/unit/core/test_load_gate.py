@@ -88,7 +88,7 @@ def test_one_slow_get_changes_nothing_and_a_second_one_does() -> None:
     assert it.expected_s(10) == pytest.approx(5.0)
 
 
-def test_gets_of_different_sizes_tell_latency_from_bandwidth() -> None:
+def test_get_sizes_tell_latency_from_bandwidth() -> None:
     it = Clocked(None)
     for _ in range(100):
         for chunks in (1, 64):
@@ -148,7 +148,7 @@ def test_modes(mode: LoadGateMode, *, while_idle: bool, while_busy: bool) -> Non
     st.floats(4.0, 1000.0),
     st.integers(0, 300),
 )
-def test_it_closes_for_a_slow_tier_and_opens_within_two_probes(
+def test_slow_tier_closes_it_for_two_probes(
     chunk_s: float, share: float, count: int, factor: float, place: int
 ) -> None:
     """A tier quicker than the device is loaded from; throttled it is not, after two slow gets; and when the
@@ -301,7 +301,7 @@ def test_a_reset_leaves_no_trace_of_a_probe() -> None:
     assert world.there(core, keys("a", 8)) == []
 
 
-def test_a_few_slots_at_a_time_do_not_make_a_prompt_slow_to_get() -> None:
+def test_few_slots_do_not_make_gets_look_slow() -> None:
     """A get of two chunks is slower than computing two, but twenty follow."""
     core = make()
     know(core, FAST_S, latency_s=5 * CHUNK_S)
@@ -453,7 +453,7 @@ def scanned(core: Tiering, request: Request, chunks: int, now_s: float = 0.0) ->
     return world.fetches(core)
 
 
-def test_windows_are_not_asked_for_where_the_front_is_computed() -> None:
+def test_computed_front_skips_windows() -> None:
     core, request = make_windowed(), Request()
     know(core, SLOW_S)
     assert scanned(core, request, 8) == []

@@ -70,7 +70,7 @@ def test_a_scan_does_not_flush_what_is_used_again(policy: ARC | LHD) -> None:
     assert found > 1.8 * lru
 
 
-def test_the_return_of_what_was_evicted_too_soon_moves_the_room() -> None:
+def test_early_evictions_that_return_move_room() -> None:
     """Chunks that come back soon after they were evicted unread get more room than before."""
     policy = ARC(10)
     frequent = keys("frequent", 5)

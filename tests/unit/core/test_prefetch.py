@@ -78,7 +78,7 @@ def test_what_is_there_already_is_only_kept():
     assert core.take_counts()["prefetched",] == 0
 
 
-def test_behind_a_chunk_that_no_tier_has_nothing_is_promoted():
+def test_nothing_is_promoted_behind_a_miss():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     (get,) = due(core)

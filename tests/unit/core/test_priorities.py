@@ -86,7 +86,7 @@ def test_nobody_pays_where_no_client_says_anything() -> None:
 
 
 @any_policy
-def test_a_flood_of_the_lowest_priority_pushes_nothing_else_out(policy: type[EvictionPolicy]) -> None:
+def test_lowest_priority_flood_evicts_no_others(policy: type[EvictionPolicy]) -> None:
     core = make(policy())
     for chunks in (A, B, C):
         store(core, chunks)
@@ -116,7 +116,7 @@ def test_the_highest_priority_leaves_after_the_next_one() -> None:
     assert there(core, A + B + C) == A + B
 
 
-def test_of_one_priority_the_least_recently_used_loses_it() -> None:
+def test_least_recently_used_loses_priority() -> None:
     core = make(pin_budget=0.5)
     store(core, A, 3)
     store(core, B, 3)
@@ -333,7 +333,7 @@ def test_what_was_there_before_stays() -> None:
     assert there(core, A) == A[:2]
 
 
-def test_after_a_reset_nothing_is_released_by_what_was_before() -> None:
+def test_reset_cancels_earlier_releases() -> None:
     core, request = make(slots=64, tiers=2), releasing()
     puts = begin(core, A, request)
     core.reset()

@@ -148,7 +148,7 @@ def test_full_budget_makes_way_for_first_in_line() -> None:
     assert ("miss", "budget") not in core.take_counts()
 
 
-def test_slots_that_others_hold_make_way_for_the_first_in_line() -> None:
+def test_held_slots_make_way_for_first_in_line() -> None:
     core, first, second, third = make(slots=4, budget=1.0), Request(), Request(), Request()
     store(core, keys("old", 4))
     (waits,) = step(core, first, keys("mine", 3))
@@ -313,7 +313,7 @@ def test_preempted_request_keeps_hits_of_its_round() -> None:
 # --- what a later tier brings goes to the earlier ones -----------------------------------------------
 
 
-def test_what_a_later_tier_brings_is_put_into_the_earlier_ones() -> None:
+def test_later_tiers_chunks_go_to_earlier_ones() -> None:
     core, request, prompt = make(tiers=3), Request(), keys("a", 2)
     for _ in range(2):
         step(core, request, prompt)
@@ -373,7 +373,7 @@ def test_who_locates_holds_nothing_and_is_not_first_in_line() -> None:
     invariants.check(core)
 
 
-def test_a_located_key_is_not_brought_when_nobody_loads_any_more() -> None:
+def test_located_key_is_not_got_without_a_load() -> None:
     core, loading, locating, prompt = make(slots=4), Request(), Request(locates=True), keys("a", 4)
     store(core, keys("b", 4))  # so that what is found is brought by a get of its own
     (fetch,) = step(core, loading, prompt)
@@ -383,7 +383,7 @@ def test_a_located_key_is_not_brought_when_nobody_loads_any_more() -> None:
     invariants.check(core)
 
 
-def test_what_was_brought_for_others_is_not_held_for_who_locates() -> None:
+def test_locating_holds_no_promoted_chunks() -> None:
     core, loading, locating, prompt = make(), Request(), Request(locates=True), keys("a", 4)
     (fetch,) = step(core, loading, prompt)
     step_over(core, locating, prompt)

@@ -46,7 +46,7 @@ def test_what_is_over_is_not_kept_any_more():
     assert world.there(core, keys("a", 3)) == []
 
 
-def test_a_chunk_that_two_keep_is_kept_until_both_have_ended():
+def test_chunk_is_kept_until_both_owners_end():
     core = kept_core()
     world.store(core, keys("a", 3))
     core.retention.keep("one", keys("a", 2))
@@ -146,7 +146,7 @@ moves = st.lists(
 
 
 @given(moves)
-def test_whatever_happens_pins_are_those_of_what_is_kept_and_end(steps):
+def test_pins_match_kept_chunks_and_end(steps):
     core, now_s = kept_core(), 0.0
     for move, name, prompt, count in steps:
         now_s += 0.5

@@ -74,7 +74,7 @@ def test_a_prompt_longer_than_the_tracker_is_stored() -> None:
     assert stored == 10
 
 
-def test_what_is_offered_again_for_want_of_room_is_one_offer() -> None:
+def test_repeated_offer_for_room_counts_once() -> None:
     core, prompt = make(4, 0, store_threshold=2), keys("a", 4)
     reserve(core, prompt[:2])
     reserve(core, keys("b", 4))
@@ -122,7 +122,7 @@ def test_stored_chunk_is_pinned_until_every_tier_has_it() -> None:
 # --- touches ---------------------------------------------------------------------------------------
 
 
-def test_tiers_learn_once_a_round_what_was_loaded_without_them() -> None:
+def test_tiers_hear_of_other_loads_once_a_round() -> None:
     core, prompt = make(8, 2, put_backlog=1.0), keys("a", 3)
     store(core, prompt)
     for _ in range(2):

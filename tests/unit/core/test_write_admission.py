@@ -40,7 +40,7 @@ class TestReused:
         (put,) = world.puts(core, keys("a", 4))
         assert put.keys == keys("a", 3)
 
-    def test_a_chunk_is_put_when_it_is_loaded_from_the_primary_tier(self):
+    def test_load_from_primary_tier_puts_the_chunk(self):
         core = core_with("reused")
         world.store(core, keys("a", 3))
         request = Request()
@@ -181,7 +181,7 @@ def test_adaptive_puts_under_a_tenth_without_reuse():
     assert engine.hits == 0
 
 
-def test_where_a_third_is_asked_for_again_adaptive_loses_no_hits():
+def test_adaptive_keeps_hits_at_a_third_reused():
     all_of_it, adaptive = Engine("all"), Engine("adaptive")
     for engine in (all_of_it, adaptive):
         chance = Random(1)

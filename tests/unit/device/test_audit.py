@@ -131,7 +131,7 @@ class Rewriting:
 
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_that_the_engine_rewrites_are_not_the_copys_fault(shape: Shape, moment: str) -> None:
+def test_rewritten_blocks_do_not_blame_the_copy(shape: Shape, moment: str) -> None:
     copies = Rewriting(**{moment: True})
     with audited(shape, copies) as (it, slot_checksums):
         block = int(STORED[len(it.caches.groups)].ids[-1])
@@ -151,7 +151,7 @@ def test_blocks_that_the_engine_rewrites_are_not_the_copys_fault(shape: Shape, m
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_any_byte_that_changes_in_a_workers_area_is_found_by_it(shape: Shape, data: st.DataObject) -> None:
+def test_worker_finds_any_changed_byte(shape: Shape, data: st.DataObject) -> None:
     layout = shape.layout
     start = layout.rank * layout.area_bytes
     slot = data.draw(st.sampled_from(range(shape.slots)))
@@ -216,7 +216,7 @@ def test_reused_slot_drops_old_expectations() -> None:
         assert load(it).error is None
 
 
-def test_of_what_a_tier_brought_the_bytes_of_then_are_expected() -> None:
+def test_promoted_bytes_are_expected_later() -> None:
     with audited(SHARED) as (it, slot_checksums):  # its workers can not say what all of a slot must be
         store(it)
         assert slot_checksums.audited(SLOTS) == []

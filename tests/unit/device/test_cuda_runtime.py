@@ -210,7 +210,7 @@ class OverHostMemory:
 
 
 @pytest.mark.parametrize("fault", ["", "leaves one out", "copies too much", "refuses"])
-def test_a_method_that_copies_wrongly_or_is_refused_is_found_out(fault: str, played_torch: Any) -> None:
+def test_wrong_copy_method_is_detected(fault: str, played_torch: Any) -> None:
     def check() -> None:
         require_exact(OverHostMemory(fault), torch.device("cpu"), played_torch.Stream())
 

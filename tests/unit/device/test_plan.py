@@ -44,7 +44,7 @@ def test_neighbouring_chunks_of_one_tensor_are_joined() -> None:
     assert (plan.src - HOST).tolist() == [3 * 4096 + 1024, 6 * 4096]
 
 
-def test_shared_pages_are_joined_in_loads_and_written_in_turns() -> None:
+def test_shared_pages_join_in_loads_only() -> None:
     latent = PageMapping(1024, (Run(0, 0, 1024),), writers=2, writer=1)
     caches = KVCaches((torch.zeros((64, 1024), dtype=torch.int8),), ((PageRef(0, 1024, latent),),))
     plans = CopyPlanner(caches, SlotLayout.make((1024,), 4), HOST, 32)

@@ -69,9 +69,7 @@ def test_buffer_is_refilled_only_after_the_device(played_torch: Any, monkeypatch
     assert memory[:5].numpy().tobytes() == slots[:2560].tobytes()
 
 
-def test_a_store_that_fails_writes_nothing_into_its_slots_later(
-    played_torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_store_writes_nothing_later(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots are another chunk's by then."""
     memory = torch.ones((8, 512), dtype=torch.int8)
     slots = np.zeros((8, 512), dtype=np.uint8)

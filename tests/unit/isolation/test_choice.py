@@ -189,7 +189,7 @@ def _make_manager(settings: dict[str, Any]) -> TieringManager:
     return open_manager(config, IDENTITY, caches)
 
 
-async def test_a_manager_starts_no_process_unless_isolation_is_process() -> None:
+async def test_manager_starts_no_process_by_default() -> None:
     async with await make_manager(isolation="auto"):
         assert not processes_of_tiers()
     async with await make_manager(isolation="process"):

@@ -181,7 +181,7 @@ def test_the_program_imports_neither_torch_nor_an_engine() -> None:
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-def test_it_may_use_every_cpu_that_a_thread_of_the_engine_may(launch: Launch) -> None:
+def test_it_may_use_all_cpus_of_the_engine(launch: Launch) -> None:
     """Whoever starts it may be bound to the one CPU that it computes on."""
     mine = os.sched_getaffinity(0)
     made: list[Harness] = []
@@ -243,9 +243,7 @@ def test_no_process_means_failed_commands_and_down_tiers(launch: Launch) -> None
     it.until(lambda: (activity.puts.submitted, activity.usage) == (0, None), "that it does nothing")
 
 
-def test_a_command_submitted_while_the_process_dies_is_answered(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dying_process_commands_are_answered(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor answers the calls that it finds; the owner answers those it adds later."""
 
     class Slow(Link):

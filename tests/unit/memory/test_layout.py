@@ -44,7 +44,7 @@ def test_refused(
         SlotLayout.make(pages, per_chunk, rank, 2, area_bytes)
 
 
-def test_a_worker_with_fewer_pages_leaves_the_rest_of_its_area() -> None:
+def test_fewer_pages_leave_the_area_unused() -> None:
     full, part = SlotLayout.make((100, 7), 4, 0, 2), SlotLayout.make((100,), 4, 1, 2, area_bytes=428)
     assert full.area_bytes == part.area_bytes
     assert full.chunk_bytes == part.chunk_bytes

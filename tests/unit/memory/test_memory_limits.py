@@ -42,7 +42,7 @@ def found(proc: Path) -> list[tuple[str, int, int]]:
     return [(str(one.path.relative_to(home)), one.limit_bytes, one.used_bytes) for one in groups]
 
 
-def test_limits_count_from_the_root_down_without_the_page_cache(proc: Path) -> None:
+def test_limits_exclude_the_page_cache(proc: Path) -> None:
     home = proc.parent / "cgroup"
     group(
         home / "pod",

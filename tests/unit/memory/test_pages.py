@@ -39,9 +39,7 @@ def populate(region: Region, parts: list[Part] | None = None, threads: int = 1) 
     return slots
 
 
-def test_huge_pages_are_used_where_they_are_granted_and_told_of(
-    tmpfs: tuple[Path, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_granted_huge_pages_are_reported(tmpfs: tuple[Path, str], caplog: pytest.LogCaptureFixture) -> None:
     directory, option = tmpfs
     caplog.set_level(logging.INFO, "kvtier.memory")
     granted = option == "advise"
@@ -129,9 +127,7 @@ def test_the_node_of_cpus_is_known_where_they_are_at_one(
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
-def test_the_node_of_a_device_is_known_where_the_kernel_tells(
-    tmp_path: Path, text: str | None, node: int | None
-) -> None:
+def test_device_node_comes_from_the_kernel(tmp_path: Path, text: str | None, node: int | None) -> None:
     device = tmp_path / "0000:3b:00.0"
     device.mkdir()
     if text is not None:

@@ -193,7 +193,7 @@ def test_population_comes_in_pieces_of_whole_slots(
         assert region.path.stat().st_blocks * 512 == region.nbytes
 
 
-def test_population_keeps_what_is_there_and_can_be_done_by_all(shm: Path) -> None:
+def test_population_keeps_data_and_is_shared(shm: Path) -> None:
     with Region.open("a", 8, PAGE, shm) as creator, Region.open("a", 8, PAGE, shm) as joiner:
         creator.view(3)[:] = b"k" * PAGE
         for region in (joiner, creator, joiner):
@@ -229,9 +229,7 @@ def test_close_stops_population(shm: Path) -> None:
     assert seen == [range(1)]
 
 
-def test_memory_that_a_thread_still_populates_is_not_unmapped(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_populating_memory_is_not_unmapped(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "_JOIN_S", 0.01)
     begun, go_on = threading.Event(), threading.Event()
     back = pages.back

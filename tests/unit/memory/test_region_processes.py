@@ -137,7 +137,7 @@ for turn in range(150):
 """
 
 
-def test_starts_and_ends_at_random_never_remove_what_is_held(shm: Path) -> None:
+def test_random_exits_keep_held_regions(shm: Path) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", _CHURN, str(shm), str(number)], stderr=subprocess.PIPE)
         for number in range(4)

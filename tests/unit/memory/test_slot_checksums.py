@@ -53,7 +53,7 @@ def test_expected_content_is_known_until_refill() -> None:
     assert slot_checksums.audited(range(SLOTS)) == []
 
 
-def test_slots_that_a_fetch_is_lent_are_forgotten_and_no_others() -> None:
+def test_only_lent_slots_are_forgotten() -> None:
     slot_checksums = make()
     slot_checksums.record_checksums(range(SLOTS))
     slot_checksums.forget_promoted(
@@ -62,7 +62,7 @@ def test_slots_that_a_fetch_is_lent_are_forgotten_and_no_others() -> None:
     assert slot_checksums.audited(range(SLOTS)) == [0, 1, 4, 5, 6, 7]
 
 
-def test_every_area_of_a_slot_that_was_taken_over_is_compared(tmp_path: Path) -> None:
+def test_all_areas_of_taken_slots_are_compared(tmp_path: Path) -> None:
     for area in range(AREAS):
         slot_checksums = make()
         slot_checksums.record_checksums([4, 5])

@@ -67,7 +67,7 @@ def test_changes_are_told_once(desk: Desk) -> None:
     assert not desk.scheduler.has_changed()
 
 
-def test_a_shutdown_has_begun_when_the_first_worker_has_stopped(desk: Desk) -> None:
+def test_first_stopped_worker_begins_shutdown(desk: Desk) -> None:
     assert desk.scheduler.stopped_s is None
     desk.workers[2][StatusField.STOPPED_MS] = 7_500
     desk.workers[0][StatusField.STOPPED_MS] = 9_000

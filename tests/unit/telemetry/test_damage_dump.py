@@ -44,7 +44,7 @@ def test_a_directory_that_others_could_look_into_is_closed(folder: Path) -> None
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_there_are_not_too_many_files_and_none_is_too_long(
+def test_files_are_bounded_in_number_and_size(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(damage_dump, "MOST_BYTES", 5_000)

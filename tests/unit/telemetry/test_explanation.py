@@ -65,9 +65,7 @@ AROUND = st.lists(
 
 
 @given(EXPLANATIONS, AROUND, AROUND)
-def test_what_is_written_is_read_again_whatever_is_around_it(
-    one: Explanation, before: str, after: str
-) -> None:
+def test_line_parses_back_from_any_context(one: Explanation, before: str, after: str) -> None:
     line = line_of(one)
     assert "\n" not in line
     assert line.isascii()
@@ -75,9 +73,7 @@ def test_what_is_written_is_read_again_whatever_is_around_it(
 
 
 @given(EXPLANATIONS, AROUND, AROUND, st.booleans())
-def test_what_is_written_is_read_from_a_log_whose_lines_are_json(
-    one: Explanation, before: str, after: str, is_ascii: bool
-) -> None:
+def test_line_parses_back_from_json_logs(one: Explanation, before: str, after: str, is_ascii: bool) -> None:
     fields = {"level": "INFO", "message": f"{before}{line_of(one)}{after}", "thread": after}
     line = json.dumps(fields, ensure_ascii=is_ascii)
     assert list(read([f"{line}\n".encode()])) == [one]

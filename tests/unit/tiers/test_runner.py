@@ -144,7 +144,7 @@ async def test_reset_before_opening_leaves_tier_untouched() -> None:
         assert tier.batches == [[key(1), key(2)]]
 
 
-async def test_a_tier_is_told_where_a_client_says_that_the_chunks_are() -> None:
+async def test_clients_location_hint_reaches_tier() -> None:
     asked: list[tuple[Sequence[OffloadKey], Sequence[str]]] = []
 
     class Asking(Scripted):
@@ -189,7 +189,7 @@ async def test_what_may_be_over_a_moment_later_is_tried_once_more(verb: str, fau
         assert 0.025 <= second_s - first_s <= 0.075
 
 
-async def test_a_question_that_lost_its_connection_is_asked_once_more() -> None:
+async def test_lost_connection_repeats_the_lookup() -> None:
     tier = Scripted(contains=[raises(ConnectionResetError())])
     async with world(tier) as it:
         await it.ended(it.put([1]))
@@ -229,7 +229,7 @@ async def test_the_time_of_lookups_is_told_and_is_not_that_of_copies() -> None:
     assert (event.lookup_s, event.seconds) == (pytest.approx(3.0), pytest.approx(0.5))
 
 
-def test_a_lookup_that_got_answers_for_half_of_its_keys_is_taken() -> None:
+def test_half_answered_lookup_is_accepted() -> None:
     require_answers({}, 0)
     require_answers({"busy": 1, "sad": 1}, 4)
     with pytest.raises(TierError, match="3 of 5 lookups failed: sad"):
@@ -335,7 +335,7 @@ async def test_each_attempt_to_open_gets_an_object_of_its_own() -> None:
         assert (await it.ended(it.put([1]))).kept == [True]
 
 
-async def test_an_opening_without_an_end_is_given_up_and_tried_again() -> None:
+async def test_endless_opening_is_retried() -> None:
     tier = Scripted(open=[hangs])
     async with world(tier) as it:
         await anyio.sleep(70.0)
@@ -343,7 +343,7 @@ async def test_an_opening_without_an_end_is_given_up_and_tried_again() -> None:
         assert it.conditions() == [(5.0, TierDown), (pytest.approx(61.0), TierUp)]
 
 
-async def test_a_tier_that_missed_a_reset_is_reset_before_it_is_used() -> None:
+async def test_missed_reset_happens_before_use() -> None:
     tier = Scripted(open=[raises(ConnectionRefusedError())] * 2, reset=[raises(OSError("no"))])
     async with world(tier) as it:
         await anyio.sleep(0.5)

@@ -113,7 +113,7 @@ async def test_orphans_and_old_epochs_go_before_chunks(world, evictor):
     assert (await world.get(tier, [1])).statuses == (OK,)
 
 
-async def test_where_two_remove_the_same_each_byte_is_counted_by_one(world):
+async def test_concurrent_removals_count_bytes_once(world):
     """A sweep and an eviction may remove the same old epoch. Bytes counted twice would be false room."""
     tree = world.root / "tree"
     for number in range(600):
@@ -282,7 +282,7 @@ async def test_burst_into_a_small_root_keeps_the_last(world, engines, puts_at_on
 
 
 @pytest.mark.parametrize("who", ["the same engine", "after a restart", "another engine"])
-async def test_chunks_that_are_there_need_no_room_and_drive_none_out(world, monkeypatch, who):
+async def test_existing_chunks_evict_nothing(world, monkeypatch, who):
     """Reserving room for chunks that are not written would evict other chunks."""
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
     settings = {"max_bytes": 14 * (world.chunk_bytes + 4 * 4096)}
@@ -364,7 +364,7 @@ async def test_what_a_clock_a_little_ahead_has_dated_is_new(world, evictor):
 YEAR = 365 * 24 * HOUR
 
 
-async def test_after_a_clock_was_set_back_there_is_room_for_new_chunks(world, monkeypatch):
+async def test_clock_set_back_leaves_room(world, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tier = await filled(world, [(-YEAR, None), (-YEAR, 10), (-YEAR, -2 * YEAR)] * 8)
     used = await world.bytes_below()
@@ -483,7 +483,7 @@ def test_a_chunk_that_is_put_again_counts_as_used_again():
     assert seen.take(uses.WAITING) == []
 
 
-def test_uses_within_a_moment_are_one_and_the_others_are_counted():
+def test_uses_within_a_moment_count_once():
     clock = Clock()
     seen = uses.Uses(clock, ttl_s=0.4)
     a = chunk(1)

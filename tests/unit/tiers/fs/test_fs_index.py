@@ -83,7 +83,7 @@ async def test_until_it_is_listed_the_disk_is_asked(world, gate, monkeypatch):
     assert (await world.get(tier, range(4))).statuses == (Status.OK,) * 4
 
 
-async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, gate, monkeypatch):
+async def test_removal_during_listing_is_noticed(world, gate, monkeypatch):
     await put_before(world, range(4))
     listed, real = threading.Event(), chunk_files.fingerprints
 
@@ -103,7 +103,7 @@ async def test_what_leaves_while_it_is_listed_is_not_known_afterwards(world, gat
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
-async def test_a_put_of_before_a_reset_that_ends_after_it_is_not_known(world, gate, monkeypatch):
+async def test_put_from_before_a_reset_is_unknown(world, gate, monkeypatch):
     patch_library(monkeypatch, gate, "kvt_files_put")
     tier = await world.open()
     async with anyio.create_task_group() as tasks:

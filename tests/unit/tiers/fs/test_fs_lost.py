@@ -91,7 +91,7 @@ async def test_what_was_removed_by_hand_takes_no_room(world, tier, told, evictio
     assert tier.statistics().evicted_chunks == 0
 
 
-async def test_a_cache_that_is_removed_under_its_engine_is_made_anew(world, tier, told):
+async def test_removed_cache_is_recreated(world, tier, told):
     await world.put(tier, range(4))
     await world.until_listed(tier)
     shutil.rmtree(world.namespace)

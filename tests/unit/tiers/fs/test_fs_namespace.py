@@ -32,7 +32,7 @@ OK, ABSENT, REFUSED = Status.OK, Status.ABSENT, Status.REFUSED
 # ------------------------------------------------------------------------------------- identity
 
 
-async def test_another_identity_in_the_same_place_is_refused_in_words(world):
+async def test_other_identity_is_refused(world):
     tier = await world.open()
     await tier.aclose()
     manifest = json.loads((world.namespace / "config.json").read_text())

@@ -75,7 +75,7 @@ async def test_chunks_that_fill_no_whole_blocks_are_refused(tmp_path, world, chu
         await tier.open(TierContext("files", world.identity, chunk_bytes))
 
 
-def test_without_the_native_library_the_configuration_is_refused(tmp_path, monkeypatch):
+def test_missing_native_library_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "library", None)
     monkeypatch.setattr(native, "missing_because", "there is none")
     monkeypatch.delenv("KVTIER_NATIVE", raising=False)  # a library under a sanitizer
@@ -88,7 +88,7 @@ async def test_a_tier_that_is_not_open_says_so(tmp_path, world):
         FsTier(FsConfig(root_dir=tmp_path)).statistics()
 
 
-async def test_how_full_it_is_can_be_asked_while_the_file_system_hangs(world, monkeypatch):
+async def test_hung_file_system_still_reports_usage(world, monkeypatch):
     tier = await world.open(max_bytes=1 << 20)
     await world.put(tier, [1, 2, 3])
     asked, answered = threading.Event(), threading.Event()

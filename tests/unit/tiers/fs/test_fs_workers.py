@@ -69,7 +69,7 @@ async def test_a_log_handler_that_fails_does_not_end_the_ticks(world, monkeypatc
     monkeypatch.setattr(Quota, "refresh", refresh)
 
 
-async def test_nothing_more_is_evicted_while_the_ledger_cannot_be_told(world, monkeypatch):
+async def test_unwritable_ledger_stops_eviction(world, monkeypatch):
     """The last known numbers may be an hour old if a stopped process holds the ledger's lock."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     tier = await world.open()
