@@ -448,6 +448,7 @@ def test_surviving_requests_store_nothing_after_reset(make: Make) -> None:
     it.manager.reset_cache()
     it.step(preempted=["loading", "computing"])
     for name, context in enumerate([loading, computing, it.request("newer")]):
+        assert it.find(prompt(name, 4), context) == 0  # a preempted request is looked up before it runs again
         assert it.store(prompt(name, 4), context) == prompt(name, 4)
 
 

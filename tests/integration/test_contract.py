@@ -45,7 +45,7 @@ NOT_DEFINED = {
     "OffloadingManager.lock": "the manager is entered by one thread",
     "OffloadingManager.touch": "a lookup touches",
 }
-OWN = {"fail_loads", "report_failed_loads", "response_params", "take_failed_requests"}
+OWN = {"fail_loads", "fail_stores", "report_failed_loads", "response_params", "take_failed_requests"}
 """Methods for ``KVTierConnector``."""
 
 USED: Mapping[type, str] = {

@@ -32,7 +32,7 @@ def test_killed_in_the_midst_of_cascades(
         engine = launcher.start(llama, settings)
         left += engine.regions
         chunks = there + generator.randrange(5, 100)
-        with pytest.raises(EngineError, match="the engine has died"):
+        with pytest.raises(EngineError, match="the engine died"):
             engine.call("die_at", root=str(tmp_path), chunks=chunks, prompts=prompts)
         engine.kill()
         new = len(chunks_in(tmp_path)) - there

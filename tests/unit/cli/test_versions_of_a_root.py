@@ -138,8 +138,9 @@ def test_chunk_with_other_versions_trailer_is_set_aside(
     )
     sealed = _seal.read(bytes(content[place]))
     assert sealed is not None
-    monkeypatch.setattr(_seal, "VERSION", other)
-    content[place] = _seal.pack(sealed.key, sealed.checksum, sealed.payload_bytes, sealed.digest)
+    with monkeypatch.context() as patch:
+        patch.setattr(_seal, "VERSION", other)
+        content[place] = _seal.pack(sealed.key, sealed.checksum, sealed.payload_bytes, sealed.digest)
     file.write_bytes(content)
     assert cache.had(range(2)) == [1]
     (aside,) = (cache.home / "quarantine").iterdir()
