@@ -1,7 +1,6 @@
-"""``kvtier doctor``: checks that each tier gives back a chunk that was put there.
+"""``kvtier doctor``: checks that each tier returns a chunk that was put.
 
-The chunk has a key and an identity of its own, so no engine ever finds it. Files that a tier creates for it
-are removed.
+The chunk has its own key and identity, so no engine ever finds it. Files created for it are removed.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ _STEPS = 5  # of each tier
 _PAGE_BYTES = 4096
 _MAX_FILE_BYTES = 16 * 2**20
 _EXTRA_CONFIG = "kv_connector_extra_config"
-_NO_TIERS = "there is no secondary tier to check: name a file that has some, or give --tier"
+_NO_TIERS = "there is no secondary tier to check: name a file with secondary_tiers, or give --tier"
 
-_Size = tuple[str, str, int, int, Path]  # tier, setting, its bytes, the place's bytes, the place
+_Size = tuple[str, str, int, int, Path]  # tier, setting, its bytes, available bytes, path
 
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
 _PERMIT = "give this user the permission"
 _SEE_TIER = "see the tier's settings, and the backend's own log"
 _REMEDIES: Mapping[Status, str] = {
-    Status.ABSENT: "see what else deletes there, and that the tier has room for a chunk",
-    Status.CORRUPT: "do not use it: the medium, or something in between, changes bytes",
+    Status.ABSENT: "check for other programs that delete there, and that the tier has room for a chunk",
+    Status.CORRUPT: "do not use it: the medium or the network changes bytes",
     Status.REFUSED: _SEE_TIER,
     Status.FAILED: _SEE_TIER,
 }
@@ -90,7 +89,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The results for all tiers; the fields are the keys of the JSON document."""
+    """The results for all tiers, as in the JSON document."""
 
     not_well: list[str]
     checks: list[Check]
@@ -103,7 +102,7 @@ class _StepError(Exception):
 
 def _whole_pages(nbytes: int) -> int:
     if nbytes % _PAGE_BYTES:
-        raise typer.BadParameter(f"{nbytes} is no multiple of {_PAGE_BYTES}")
+        raise typer.BadParameter(f"{nbytes} is not a multiple of {_PAGE_BYTES}")
     return nbytes
 
 
@@ -156,7 +155,7 @@ def _show(found: Diagnosis) -> None:
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:
-    """Check each tier of a configuration file, or those given, as JSON. Raises as ``TieringConfig`` does."""
+    """Check each tier of a configuration file or of ``tiers``, in JSON. Raises as ``TieringConfig``."""
     settings, is_engine = _configuration(config, tiers, chunk_bytes)
     named = build.make_tiers(settings)
     sizes = [*([] if tiers else [_memory_size(settings, is_engine=is_engine)]), *_disk_sizes(named)]
@@ -175,7 +174,7 @@ def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) 
     settings = TieringConfig.from_extra_config(given)
     if not settings.secondary_tiers:
         raise ConfigError(_NO_TIERS)
-    if problem := settings.shared_directory(os.path.realpath):  # here it may ask a file system
+    if problem := settings.shared_directory(os.path.realpath):  # unlike engines, this may ask a file system
         raise ConfigError(f"secondary_tiers: {problem}: give each a directory of its own")
     return settings, "spec_name" in given
 
@@ -188,13 +187,13 @@ def read_settings(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is no configuration: it has more than {report.Bytes(_MAX_FILE_BYTES)}")
+        raise ConfigError(f"{path} is not a configuration: it has more than {report.Bytes(_MAX_FILE_BYTES)}")
     found = _parsed(lambda text: (tomllib if path.suffix == ".toml" else json).loads(text), data, str(path))
     for outer in ("kv_transfer_config", "kv-transfer-config", _EXTRA_CONFIG):
         if isinstance(found, dict) and outer in found:
             found = found[outer]
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} has no settings: a mapping with the key secondary_tiers is needed")
+        raise ConfigError(f"{path} has no settings: it must be a mapping with the key secondary_tiers")
     if "kv_connector" in found:
         others = [key for key in found if key != "kv_connector" and did_you_mean(key, [_EXTRA_CONFIG])]
         hint = f"; {others[0]} is probably misspelled" if others else ""
@@ -205,24 +204,24 @@ def read_settings(path: Path) -> dict[str, Any]:
 def _parsed(parse: Callable[[str], Any], text: str | bytes, where: str) -> Any:
     try:
         return parse(text if isinstance(text, str) else text.decode())
-    except (ValueError, RecursionError) as error:  # bytes that are no text, too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError included
         raise ConfigError(f"{where} is neither JSON nor, in a file named *.toml, TOML: {error}") from None
 
 
 def _memory_size(settings: TieringConfig, *, is_engine: bool) -> _Size:
-    """Return the size of the primary tier, and of the smallest memory that it has to fit into."""
+    """Return the size of the primary tier, and of the smallest memory that must hold it."""
     memory = [(limit.limit_bytes, limit.path) for limit in memory_limits()]
-    if is_engine and (shared := shutil.disk_usage(SHARED_MEMORY).total):  # 0: without a limit
+    if is_engine and (shared := shutil.disk_usage(SHARED_MEMORY).total):  # 0: no limit
         memory.append((shared, SHARED_MEMORY))
     return PRIMARY, "cpu_bytes_to_use", settings.cpu_bytes_to_use, *min(memory)
 
 
 def _disk_sizes(named: Sequence[NamedTier]) -> Iterator[_Size]:
-    """Yield the limits of roots, and the sizes of their disks."""
+    """Yield the limits of roots, and their disks' sizes."""
     for one in named:
         config = one.tier.config
         if isinstance(config, FsConfig) and config.max_bytes is not None:
-            with suppress(OSError):  # the tier's open says what is wrong
+            with suppress(OSError):  # the tier's open reports it
                 disk = next(path for path in (config.root_dir, *config.root_dir.parents) if path.exists())
                 yield one.name, "max_bytes", config.max_bytes, shutil.disk_usage(disk).total, disk
 
@@ -235,7 +234,7 @@ def _check_size(tier: str, setting: str, wanted_bytes: int, has_bytes: int, plac
 
 
 def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
-    """Check each tier, and remove what that has left in roots of files."""
+    """Check each tier, and remove the files that this created in roots of file tiers."""
     configs = [one.tier.config for one in named]
     roots = [config.root_dir for config in configs if isinstance(config, FsConfig)]
     folders = [folder for root in roots for folder in (root / ledger.FOLDER, root, *root.parents)]
@@ -256,7 +255,7 @@ def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
 def _is_missing(folder: Path) -> bool:
     try:
         return not folder.exists()
-    except OSError:  # the tier's open says what is wrong
+    except OSError:  # the tier's open reports it
         return False
 
 
@@ -268,13 +267,13 @@ async def _check_all(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check
                 done = await _TierCheck(one, chunk_bytes, tick).run()
             checks += done
             if all(check.is_ok for check in done):
-                remedy = "engines run into this, too; their log has the details"
+                remedy = "engines run into this too; their log has the details"
                 checks += [Check(one.name, "background", text, remedy=remedy) for text in errors]
     return checks
 
 
 class _ErrorCollector(logging.Handler):
-    """Collects logged errors, each once and without its traceback; prints warnings."""
+    """Collects logged errors, each once and without traceback, and prints warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -293,7 +292,7 @@ class _ErrorCollector(logging.Handler):
 
 @contextmanager
 def _background_errors() -> Iterator[list[str]]:
-    """Collect logged errors: an error in a tier's background work fails no call."""
+    """Collect logged errors: an error in a tier's background work does not fail a call."""
     collector = _ErrorCollector()
     loggers = [GuardedLogger(name).logger for name in ("kvtier", "asyncio")]
     for logger in loggers:
@@ -306,7 +305,7 @@ def _background_errors() -> Iterator[list[str]]:
 
 
 class _TierCheck:
-    """The check of one tier: opens it, puts a chunk, gets it, discards it, closes the tier."""
+    """Checks one tier: opens it, puts, gets and discards a chunk, closes it."""
 
     def __init__(self, named: NamedTier, chunk_bytes: int, tick: Tick) -> None:
         self._tick = tick
@@ -317,7 +316,7 @@ class _TierCheck:
         self._checks: list[Check] = []
 
     async def run(self) -> list[Check]:
-        """Run the steps. Those that need one that has failed are left out."""
+        """Run the steps; skip those that depend on a failed one."""
         deadline_s = self._tier.config.deadline_s
         if await self._step("open", self._open, max(OPEN_AT_MOST_S, deadline_s)):
             if await self._step("put", self._put, deadline_s):
@@ -353,10 +352,10 @@ class _TierCheck:
 
     async def _get(self) -> None:
         if not await self._has_chunk():
-            raise _StepError("the chunk was put, and the tier does not have it", _REMEDIES[Status.ABSENT])
+            raise _StepError("the chunk was put, but the tier does not have it", _REMEDIES[Status.ABSENT])
         self._require_ok(await self._tier.get(Batch([self._key], [1], self._memory)))
         if self._memory.view(0) != self._memory.view(1):
-            raise _StepError("other bytes came back than were put", _REMEDIES[Status.CORRUPT])
+            raise _StepError("the tier returned other bytes than were put", _REMEDIES[Status.CORRUPT])
 
     async def _discard(self) -> None:
         await self._tier.discard([self._key])
@@ -387,14 +386,14 @@ def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tu
         problem, remedy = error.args
         return problem, remedy
     if isinstance(error, TimeoutError):
-        return f"no answer in {limit_s:g} s", "see that it is up and not overloaded; else raise deadline_s"
+        return f"no answer in {limit_s:g} s", "check that it is up and not overloaded; else raise deadline_s"
     return words_of(error, settings), _remedy(error)
 
 
 def _remedy(error: BaseException) -> str:
     """Return the remedy for an error, by its kind or its cause's kind."""
     if isinstance(error, ConnectionError):
-        return "see that the server runs, and can be reached from this machine"
+        return "check that the server runs and can be reached from this machine"
     if isinstance(error, PermissionError):
         return _PERMIT
     if isinstance(error, TierError) and error.__cause__ is not None:

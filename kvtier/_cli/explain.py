@@ -1,4 +1,4 @@
-"""``kvtier explain``: why requests' prefixes were found or not, from the lines in an engine's log."""
+"""``kvtier explain``: explains hits and misses of requests, from an engine's log."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LONGEST_LINE: Final = 2**20
 class ExplainedLog:
     """The explanations in a log."""
 
-    requests: list[dict[str, Any]]  # in the order of the log, with the fields of the lines
-    damaged: int  # lines that begin as an explanation and cannot be read
+    requests: list[dict[str, Any]]  # fields of the lines, in the log's order
+    damaged: int  # lines that begin like an explanation but cannot be read
     other: int
 
 
@@ -46,7 +46,7 @@ def explain(log: BinaryIO) -> ExplainedLog:
     """Return the explanations in a log."""
     requests: list[dict[str, Any]] = []
     damaged = other = 0
-    # A file without line ends must fit into memory, too.
+    # Even a file without line ends must fit into memory.
     for found in explanation.read(iter(partial(log.readline, _LONGEST_LINE), b"")):
         if isinstance(found, Explanation):
             requests.append(msgspec.to_builtins(found))

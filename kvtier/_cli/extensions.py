@@ -1,11 +1,11 @@
 """Commands from other distributions: entry points in the group ``kvtier.commands``.
 
-Each names a ``typer.Typer`` application or a function, which becomes the command of the entry point's name:
+Each names a ``typer.Typer`` application or a function, which becomes the command with the entry point's name:
 
     [project.entry-points."kvtier.commands"]
     bench = "kvtier_bench.commands:bench"
 
-Only the command that is run is imported; ``kvtier --help`` imports all. One that cannot be imported is
+Only the command to run is imported; ``kvtier --help`` imports all. A command that cannot be imported is
 listed with its error, and the others work.
 """
 
@@ -22,7 +22,7 @@ from kvtier import _plugins as plugins
 from kvtier.errors import KVTierError
 
 Command = Any
-"""A command of click's, which newer versions of typer have a copy of."""
+"""A command of click, or of the copy in newer versions of typer."""
 
 _DISTRIBUTIONS = {
     "bench": "kvtier-bench",
@@ -30,11 +30,11 @@ _DISTRIBUTIONS = {
     "new-tier": "kvtier-testing",
     "simulate": "kvtier-bench",
 }
-"""Commands of kvtier's own distributions, and the distribution that brings each."""
+"""Commands of kvtier's own distributions, and the distribution of each."""
 
 
 class Commands(TyperGroup):
-    """The commands of kvtier itself, and of other distributions. A name of kvtier's own is kvtier's."""
+    """The commands of kvtier and of other distributions; kvtier's own win if names are equal."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return all names, kvtier's own first."""
@@ -42,7 +42,7 @@ class Commands(TyperGroup):
         return [*own, *(name for name in _installed() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Command:
-        """Return a command; None where nobody brings one of this name."""
+        """Return the command with this name; None if there is none."""
         command = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in _installed():
             command = _load(cmd_name)
@@ -53,7 +53,7 @@ class Commands(TyperGroup):
         return None if command is None else self._with_common_options(command)
 
     def _with_common_options(self, command: Command) -> Command:
-        """Give a command, and each one of a group, the options that all commands have."""
+        """Add the common options to a command, and to each command of a group."""
         if not any("--no-color" in option.opts for option in command.params):
             command.params += [option for option in self.params if "--no-color" in option.opts]
         for inner in getattr(command, "commands", {}).values():
@@ -70,7 +70,7 @@ def _load(name: str) -> Command:
         found = plugins.load_object(plugins.COMMANDS, name, "command")
         if isinstance(found, typer.Typer) or callable(found):
             return _as_command(name, found)
-    except Exception as error:  # typer refuses what it cannot make options of, in ways of its own
+    except Exception as error:  # typer has its own errors for bad signatures
         return _unusable(name, str(error) if isinstance(error, KVTierError) else f"{name}: {error!r}")
     return _unusable(name, f"the command {name!r} is neither a Typer application nor a function: {found!r}")
 
@@ -85,7 +85,7 @@ def _as_command(name: str, found: object) -> Command:
 
 
 def _unusable(name: str, problem: str) -> Command:
-    """Return a command that fails with an error, whatever it is given, and has it as its help."""
+    """Return a command that fails with ``problem`` for all arguments, and shows it as its help."""
 
     def fail() -> None:
         raise KVTierError(problem)

@@ -1,7 +1,4 @@
-"""The command ``kvtier``: tools for operators, and the commands that other distributions bring.
-
-It works without torch and an engine.
-"""
+"""The command ``kvtier``: operators' tools and plug-ins' commands. It needs neither torch nor an engine."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="DataclassInstance")
 
 OK: Final = 0
-PROBLEMS: Final = 1
-"""Exit status if something is wrong with what was looked at; see ``run.STATUS``."""
+PROBLEMS: Final = 1  # exit status if a problem was found; see ``run.STATUS``
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on standard output instead of text.")
@@ -48,7 +47,7 @@ _UNBOUNDED_WIDTH: Final = 10_000
 def progress(what: str, total: int | None = None) -> Iterator[Tick]:
     """Show the progress of long work on standard error: on a terminal a bar, else a line every 10 seconds.
 
-    Threads show it, also while the count stands still. ``what`` is counted, such as "files".
+    Threads update it, even while the count stands still. ``what`` names the unit, such as "files".
     """
     shown, ended, began_s = console(stderr=True), threading.Event(), time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -58,7 +57,7 @@ def progress(what: str, total: int | None = None) -> Iterator[Tick]:
     of_all = "" if total is None else f" of {total:,}"
 
     def tick(count: int) -> None:
-        task.completed += count  # not through the bar: that takes longer than reading a file's status
+        task.completed += count  # not through the bar: that is slower than reading a file's status
 
     def write_lines() -> None:
         while not ended.wait(LINE_EVERY_S):
@@ -94,7 +93,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table; numbers stand on the right. The first column is never broken."""
+    """Return a table with numbers aligned right. The first column never wraps."""
     cells = [list(row) for row in rows]
     shown = Table()
     for number, column in enumerate(columns):
@@ -102,15 +101,15 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
         side: JustifyMethod = "right" if numeric else "left"
         shown.add_column(Text(printable(column)), justify=side, overflow="fold", no_wrap=not number)
     for row in cells:
-        shown.add_row(*(Text(_cell(value)) for value in row))  # as text: names of files are no markup
+        shown.add_row(*(Text(_cell(value)) for value in row))  # as text: file names are not markup
     return shown
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console. Off a terminal its lines are as long as they need to be, unless COLUMNS is set."""
+    """Return a console. Off a terminal its lines never wrap, unless COLUMNS is set."""
     made = Console(stderr=stderr)
     is_unknown = not made.is_terminal and not os.environ.get("COLUMNS")
-    if is_unknown or not made.width:  # 0 is what terminals without a size report
+    if is_unknown or not made.width:  # terminals without a size report 0
         made.width = _UNBOUNDED_WIDTH
     return made
 
@@ -121,7 +120,7 @@ def print_line(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text with escapes for control characters: in names of files they could command the terminal."""
+    """Return text with control characters escaped: in file names they could control the terminal."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
     )
@@ -131,7 +130,6 @@ class Bytes(int):
     """A number of bytes, shown with its unit."""
 
     def __str__(self) -> str:
-        """Return it in the largest unit that leaves a digit before the point."""
         return ByteSize(self).human_readable(separator=" ")
 
 
@@ -143,7 +141,7 @@ class Share(float):
 
 
 def ago(when: float | None) -> str:
-    """Return how long ago a time was, in words."""
+    """Return the age of a time as text."""
     if when is None:
         return "never"
     seconds = max(0.0, time.time() - when)
@@ -154,7 +152,6 @@ def ago(when: float | None) -> str:
 
 
 def yes_no(value: bool | None) -> str:
-    """Return yes, no, or unknown."""
     return "unknown" if value is None else "yes" if value else "no"
 
 

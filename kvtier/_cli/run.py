@@ -1,4 +1,4 @@
-"""How the command line runs: its exit status, what signals and errors do, the options of all commands."""
+"""Runs the command line: exit status, signals, errors, and the options of all commands."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FAILED: Final = 2
 
 
 def run(app: Callable[[], object]) -> None:
-    """Run the command line. An error that a user can act on ends it with one line and exit status 2."""
+    """Run the command line. An error that the user can fix ends it with one line and exit status 2."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that the encoding lacks must not end a command
+        if isinstance(stream, io.TextIOWrapper):  # a character may be missing in the encoding
             stream.reconfigure(errors="backslashreplace")
     try:
         with _exit_on_signals():
@@ -35,7 +35,7 @@ def run(app: Callable[[], object]) -> None:
     except (KVTierError, OSError) as error:
         _fail(str(error))
     except RecursionError:
-        _fail("a file is nested too deeply to be read: see that it is what it should be")
+        _fail("a file is nested too deeply to be read: check that it is the right one")
     except MemoryError:
         _fail("out of memory: run this where more is free")
 
@@ -48,9 +48,9 @@ def _fail(message: str) -> None:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP unwind the command, so that it removes its temporary files.
+    """Make SIGTERM and SIGHUP unwind the command, so that it removes its temporary files, such as a bench's.
 
-    By default they end the process at once, and a bench leaves its gigabytes. Ignored ones stay ignored.
+    By default they end the process at once. Ignored signals stay ignored.
     """
     ours = [
         number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL

@@ -58,7 +58,7 @@ def schema_command(
     Example: kvtier schema > kvtier.schema.json
     """
     if table and as_json:
-        raise typer.BadParameter("--table and --json exclude each other: give one of them, or none")
+        raise typer.BadParameter("--table and --json exclude each other: give at most one")
     typer.echo(schema.table() if table else json.dumps(schema.json_schema(), indent=2))
 
 

@@ -1,4 +1,4 @@
-"""``kvtier top``: what engines' caches do now, from their metrics."""
+"""``kvtier top``: the activity of engines' caches, from their metrics."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Snapshot:
     def by(
         self, label: str, name: str, join: Callable[[list[float]], float] = sum, **labels: str
     ) -> dict[str, float]:
-        """Return a metric by the values of a label, joined over the samples that have ``labels``.
+        """Return a metric by the values of a label, joined over the samples with ``labels``.
 
-        There are several where several engines answer on one port.
+        Several engines on one port have several samples.
         """
         found: dict[str, list[float]] = {}
         for sample, its, value in self.samples:
@@ -71,59 +71,49 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """What one tier of an engine does, in the order of the table's columns.
+    """The activity of one tier of an engine, in the order of the table's columns.
 
-    Rates are per second; None where there is no earlier sample.
+    Rates are per second; None if there is no earlier sample.
     """
 
     tier: str  # its name; "cpu" is the primary tier
     is_up: bool | None  # None for the primary tier
     used_bytes: Bytes | None  # None if unknown
     capacity_bytes: Bytes | None  # None if unbounded
-    hit_share: Share | None  # of all chunks looked up, since the engine started or the last sample
+    hit_share: Share | None  # of all chunks looked up since the last sample or the start
     read_bytes_s: Bytes | None  # promoted from it
     written_bytes_s: Bytes | None
-    queued: int  # puts and gets that wait
-    in_flight: int  # puts and gets that run
+    queued: int  # waiting puts and gets
+    in_flight: int  # running puts and gets
     breaker_get: str | None
     breaker_put: str | None
-    read_per_written: float | None  # bytes ever read from it for each byte ever written to it
+    read_per_written: float | None  # total bytes read per byte written
 
 
 _COLUMNS: Final = (
-    "tier",
-    "up",
-    "used",
-    "of",
-    "hits",
-    "read/s",
-    "written/s",
-    "queued",
-    "in flight",
-    "get breaker",
-    "put breaker",
-    "read / written",
+    *("tier", "up", "used", "of", "hits", "read/s", "written/s"),
+    *("queued", "in flight", "get breaker", "put breaker", "read / written"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What one engine's cache does."""
+    """The activity of one engine's cache."""
 
-    source: str  # where its metrics were read
+    source: str  # of its metrics
     error: str | None = None  # why they could not be read; the rest is then empty
-    seconds: float | None = None  # what rates and shares cover; None: all since the engine started
-    chunks: int = 0  # that were looked up for requests: hits and misses
-    hit_share: Share | None = None  # of these, that some tier had
+    seconds: float | None = None  # interval of rates and shares; None: since the engine started
+    chunks: int = 0  # looked up for requests: hits and misses
+    hit_share: Share | None = None  # hits in any tier, of these chunks
     misses: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by reason, the most frequent first
     tiers: Sequence[TierView] = ()  # the primary one first
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """What writing to a tier of a running engine has brought since the engine started."""
+    """Bytes read from a tier per byte written to it, since the engine started."""
 
-    source: str  # where its metrics were read
+    source: str  # of the engine's metrics
     tier: str
     read_per_written: float
 
@@ -178,15 +168,12 @@ def _print(views: Sequence[EngineView], as_json: bool) -> None:
         report.console().print(_shown(views))
 
 
-# ------------------------------------------------------------------------------------ reading
-
-
 def _is_url(source: str) -> bool:
     return "://" in source or _HOST_PORT.fullmatch(source) is not None
 
 
 def returns(source: str) -> list[Return]:
-    """Return what writing to each tier of an engine has brought. Raise BadParameter without metrics."""
+    """Return the return of each tier of an engine. BadParameter without metrics."""
     view = _view(source, {})
     if view.error is not None:
         raise typer.BadParameter(f"{view.source}: {view.error}", param_hint="--metrics")
@@ -198,13 +185,13 @@ def returns(source: str) -> list[Return]:
 
 
 def _views(sources: Sequence[str], earlier: dict[str, Snapshot]) -> list[EngineView]:
-    """Return the views of all engines, asked at once: one that hangs delays neither the others nor Ctrl-C."""
+    """Return all engines' views, read in parallel: a hung engine delays neither the others nor Ctrl-C."""
     views = [EngineView(_named(source), error="cannot be read") for source in sources]
 
     def read(place: int, source: str) -> None:
         views[place] = _view(source, earlier)
 
-    # Not a pool: the interpreter would wait for its threads when it exits.
+    # Not a pool: the interpreter would wait for its threads at exit.
     readers = [threading.Thread(target=read, args=pair, daemon=True) for pair in enumerate(sources)]
     for reader in readers:
         reader.start()
@@ -214,7 +201,7 @@ def _views(sources: Sequence[str], earlier: dict[str, Snapshot]) -> list[EngineV
 
 
 def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
-    """Return the view of one engine, and keep its snapshot for the next."""
+    """Return the view of one engine, and keep its snapshot for the next call."""
     try:
         now = Snapshot(time.monotonic(), parse(_read(source)))
     except (OSError, ValueError, OverflowError, HTTPException) as error:
@@ -228,7 +215,7 @@ def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
 
 
 def _named(source: str) -> str:
-    """Return a source as it may be shown: without credentials."""
+    """Return a source without credentials."""
     return re.sub(r"(?<=://)[^/?#]*@|^[^/?#]*:[^/?#]*@", "", source)
 
 
@@ -244,7 +231,7 @@ def _read(source: str) -> str:
         url = f"{url.rstrip('/')}/metrics"
     page, end_s = bytearray(), time.monotonic() + _TIMEOUT_S
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        # In pieces: each may come in time, and a server that dribbles its page would still take for ever.
+        # Read in pieces: a slow server can meet the timeout of each read and still take for ever.
         while piece := response.read1(_PIECE_BYTES):
             page += piece
             if len(page) > _MAX_PAGE_BYTES:
@@ -257,9 +244,9 @@ def _read(source: str) -> str:
 
 
 def parse(text: str) -> Samples:
-    """Return the samples of a page in Prometheus' text format. Lines that are none are left out.
+    """Return the samples of a page in Prometheus' text format.
 
-    So are values that no engine has: NaN, infinity, and what would become infinite when added up.
+    Omits other lines, and values that no engine has: NaN, infinity, and values whose sum may be infinite.
     """
     samples = []
     for line in text.splitlines():
@@ -272,13 +259,10 @@ def parse(text: str) -> Samples:
     return samples
 
 
-# ------------------------------------------------------------------------------------ views
-
-
 def view_of(source: str, now: Snapshot, before: Snapshot | None = None) -> EngineView:
-    """Return what an engine did between two snapshots, or since it started.
+    """Return an engine's activity between two snapshots, or since it started.
 
-    A counter that fell belongs to an engine that has been started anew: it counts from 0.
+    If a counter fell, the engine was restarted: it counts from 0.
     """
     loaded, misses = _grown("tier", _LOADED, now, before), _grown("reason", _MISSES, now, before)
     chunks = sum(loaded.values()) + sum(misses.values())
@@ -310,7 +294,7 @@ def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: Share | 
         return now.by("tier", name, join, **labels).get(tier)
 
     def size(name: str) -> Bytes | None:
-        # Engines share a root, and each has a primary tier.
+        # Engines share a root, but each has its own primary tier.
         value = gauge(name, sum if tier == _PRIMARY else max)
         return None if value is None else Bytes(value)
 
@@ -338,9 +322,6 @@ def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: Share | 
         breaker_put=breaker("put"),
         read_per_written=(gauge(_READ) or 0.0) / written if written else None,
     )
-
-
-# ------------------------------------------------------------------------------------ showing
 
 
 def _shown(views: Sequence[EngineView]) -> Group:

@@ -13,25 +13,25 @@ from kvtier.tiers._supervisor import AnyTier
 
 @dataclass(frozen=True, slots=True)
 class NamedTier:
-    """A tier, not opened yet, and the name that logs and metrics give it."""
+    """A tier, not opened yet, and its name in logs and metrics."""
 
     name: str
     tier: AnyTier
     recreate: Callable[[], AnyTier] | None = None
-    """Makes another one to be opened after the first; None if the same object may be opened again."""
+    """Makes the object for each later opening; None if the same object may be opened again."""
 
 
 class ConcurrencyLimit:
-    """Limits how many commands of one kind run at once. Each enters it, and waits there for its turn."""
+    """Limits the commands of one kind that run at once. A command waits for its turn when it enters."""
 
     def __init__(self, width: int) -> None:
         self.submitted = 0  # commands that have not ended
-        self.running = 0  # those that have been given their turn
+        self.running = 0  # commands that have entered
         self._semaphore = anyio.Semaphore(width)
 
     @property
     def waiting(self) -> int:
-        """Commands that wait for their turn. May be asked from any thread."""
+        """Number of commands that wait for their turn. Any thread may read it."""
         return max(0, self.submitted - self.running)
 
     async def __aenter__(self) -> None:
@@ -49,7 +49,7 @@ class TierActivity:
     def __init__(self, max_concurrency: int) -> None:
         self.puts = ConcurrencyLimit(puts_at_once(max_concurrency))
         self.gets = ConcurrencyLimit(max_concurrency)
-        self.usage: Usage | None = None  # at most about a second old; None if unknown
+        self.usage: Usage | None = None  # about a second old at most; None if unknown
 
 
 def puts_at_once(max_concurrency: int) -> int:
@@ -58,7 +58,7 @@ def puts_at_once(max_concurrency: int) -> int:
 
 
 def usage_of(tier: AnyTier) -> Usage | None:
-    """Return how full a tier is, in Python's integers from 0: a tier may give numpy's or pydantic's."""
+    """Return a tier's usage as Python integers: a tier may return negative ones, or numpy's or pydantic's."""
     usage = tier.usage()
     if usage is None:
         return None

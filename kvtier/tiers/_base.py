@@ -27,7 +27,7 @@ from kvtier.keys import OffloadKey
 
 
 class Knowledge(IntEnum):
-    """A tier's knowledge about a key, without asking its backend. A hint: a get may still find otherwise.
+    """A tier's knowledge of a key, without asking its backend. It is a hint: a get may find otherwise.
 
     Attributes:
         UNKNOWN: the backend has to be asked, with ``contains``.
@@ -64,10 +64,9 @@ class Outcome:
 
     Attributes:
         statuses: one for each key of the batch, in the batch's order.
-        reasons: number of chunks by the reason why they are not OK: a word such as ``"enospc"`` or
-            ``"checksum"``, which becomes a metric label. The metrics reference
-            lists the words of every tier; a tier's own are in ``SecondaryTier.reasons``. Any other is counted
-            as ``"error"``. ABSENT needs no reason.
+        reasons: number of chunks that are not OK, by a word such as ``"enospc"``, which becomes a metric
+            label. Words that are neither in the metrics reference nor in ``SecondaryTier.reasons`` count as
+            ``"error"``. ABSENT needs no reason.
     """
 
     statuses: Sequence[Status]
@@ -96,7 +95,7 @@ class SlotMemory(Protocol):
     """The primary tier's memory: page-aligned slots of equal length.
 
     Attributes:
-        slots: number of slots, those included that have no memory yet and are in no batch.
+        slots: number of slots, including slots that have no memory yet and are in no batch.
     """
 
     slots: int
@@ -114,18 +113,18 @@ class SlotMemory(Protocol):
 
 
 class SlotChecksums(Protocol):
-    """The contents that audited slots must have. ``kvtier._memory.slot_checksums`` is the one there is."""
+    """The checksums that audited slots must have; implemented by ``kvtier._memory.slot_checksums``."""
 
     rate: float
 
     def audited(self, slots: Sequence[int]) -> list[int]:
-        """Return the positions of those slots that are audited."""
+        """Return the positions of the audited ones among ``slots``."""
 
     def are_intact(self, chunks: Sequence[tuple[OffloadKey, int]]) -> bool:
-        """Return whether these slots hold what they must."""
+        """Return whether these slots have their recorded contents."""
 
     def record_checksums(self, slots: Sequence[int]) -> None:
-        """Record the contents of slots, which they must have from now on."""
+        """Record the contents that these slots must have from now on."""
 
 
 class Batch:
@@ -159,7 +158,7 @@ class Batch:
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The slots' bytes: read them in a put, write them in a get."""
+        """Bytes of the slots: a put reads them, a get writes them."""
         if self._views is None:
             self._views = tuple(self.memory.view(slot) for slot in self.slots)
         return self._views
@@ -252,11 +251,11 @@ class TierConfig(Settings):
 
 
 def ignore_removed(keys: Sequence[OffloadKey]) -> None:
-    """Ignore which keys have left a tier."""
+    """Ignore keys that have left a tier."""
 
 
 def ignore_lost(why: str) -> None:
-    """Ignore that a tier has to be opened again."""
+    """Ignore that a tier must be opened again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +266,10 @@ class TierContext:
         name: the tier's name in logs and metrics.
         identity: the cache that the chunks belong to. Never return chunks of another identity.
         chunk_bytes: length of every chunk.
-        removed: call it, from any thread, with the keys of chunks that left the tier without ``discard``:
-            evicted, expired or set aside. KV events announce their removal. Unknown keys are ignored.
-        lost: call it, from any thread, with a reason, when what ``open`` opened is unusable and must be
-            opened again, such as a lost mount or lease. The tier is closed once its transfers have ended,
-            and a new object of the class is opened.
+        removed: callback for the keys of chunks that left the tier without ``discard``: evicted, expired or
+            set aside. KV events announce their removal. Unknown keys are ignored. Any thread may call it.
+        lost: callback for the reason why the tier must be opened again, such as a lost mount or lease. When
+            its transfers have ended, the tier is closed and a new object opened. Any thread may call it.
     """
 
     name: str
@@ -287,8 +285,8 @@ ConfigT = TypeVar("ConfigT", bound=TierConfig)
 class SecondaryTier(ABC, Generic[ConfigT]):
     """Storage for chunks behind the primary tier: files, an object store, a server, a peer.
 
-    A subclass names its settings' class in ``Config`` and is found through an entry point in
-    ``kvtier.tiers``. The constructor only keeps the settings; connect in ``open``.
+    A subclass names its settings' class in ``Config``, and an entry point in ``kvtier.tiers`` names the
+    subclass. The constructor only keeps the settings; connect in ``open``.
     """
 
     Config: ClassVar[type[TierConfig]]
@@ -304,9 +302,8 @@ class SecondaryTier(ABC, Generic[ConfigT]):
     """The tier's own reasons, each with its meaning, in addition to the reasons of every tier."""
 
     transient: ClassVar[Collection[str]] = ()
-    """Reasons that are worth a retry, such as a busy server, in addition to ``"timeout"`` and
-    ``"connection"``. kvtier retries chunks that FAILED for them once, if time is left. A tier does not retry
-    by itself."""
+    """Reasons worth a retry, such as a busy server, in addition to ``"timeout"`` and ``"connection"``. kvtier
+    retries chunks that FAILED for them once, if time is left. A tier does not retry by itself."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
@@ -319,22 +316,19 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         """
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return what is known of each key. Must not block. Called from any thread."""
+        """Return the tier's knowledge of each key. Must not block. Any thread may call it."""
         return (Knowledge.UNKNOWN,) * len(keys)
 
     def usage(self) -> Usage | None:
-        """Return how full the tier is, or None if it does not know.
-
-        Called on the event loop about once a second: it must not block or count.
-        """
+        """Return how full the tier is, or None if unknown. Must not block: called about once a second."""
         return None
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return for each key whether a get would probably find it.
 
-        Raise if the backend failed for most keys, as ``kvtier.tiers.require_answers`` does. False counts as
-        an answer in time, so every request would wait for a backend that is out.
+        Raise if the backend failed for most keys, as ``kvtier.tiers.require_answers`` does. False counts as a
+        good answer, so the breaker would stay closed and every request would wait for a failed backend.
         """
 
     async def contains_at(
@@ -342,37 +336,34 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         keys: Sequence[OffloadKey],
         addresses: Sequence[str],  # noqa: ARG002
     ) -> Sequence[bool]:
-        """Return what ``contains`` returns. A client says that engines at ``addresses`` have the keys.
+        """Return the same as ``contains``; kvtier calls this method.
 
-        kvtier calls this one. A tier that asks many engines may ask these first; ``addresses`` may be empty.
-        They are a client's: connect to none that the settings do not name, and expect them to be wrong.
+        A client claims that engines at ``addresses``, which may be empty, have the keys. A tier may ask them
+        first. Do not trust them: they may be wrong, so connect only to addresses that the settings name.
         """
         return await self.contains(keys)
 
     @abstractmethod
     async def put(self, batch: Batch) -> Outcome:
-        """Store the chunks of ``batch``, each whole or not at all.
-
-        Puts and gets are cancelled after ``deadline_s``.
-        """
+        """Store the chunks, each whole or not at all. Puts and gets are cancelled after ``deadline_s``."""
 
     @abstractmethod
     async def get(self, batch: Batch) -> Outcome:
-        """Write the chunks of ``batch`` into their slots. A slot that is not OK may have any contents."""
+        """Write the chunks into their slots. A slot whose status is not OK may have any contents."""
 
     async def reread(self, batch: Batch) -> Outcome:
         """Get chunks whose first get was damaged, past caches and over a new connection if possible.
 
-        kvtier discards a chunk, for all who share it, only if both gets returned the same damaged bytes or
-        CORRUPT. Answer FAILED if the bytes may have been damaged on the way, or were not put by kvtier.
+        kvtier discards a chunk, for all engines that share it, only if both gets returned the same damaged
+        bytes or CORRUPT. Return FAILED if the network may have damaged the bytes, or kvtier did not put them.
         """
         return await self.get(batch)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record that ``keys`` were just loaded from the primary tier. For tiers that evict by recency.
 
-        Keys are in the order of their prompts: evict the last of a call first. The tier may not have all of
-        them. A get is not followed by a touch.
+        Keys are in prompt order: evict the last key of a call first. The tier may lack some. A get counts as
+        a use itself; no touch follows it.
         """
 
     @abstractmethod
@@ -381,13 +372,10 @@ class SecondaryTier(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def reset(self) -> None:
-        """Hide everything put so far, permanently, also after reopening.
+        """Hide everything put so far, puts in flight included, permanently and also after reopening.
 
-        That includes puts in flight: their chunks must not appear later. Chunks put afterwards are visible to
-        this instance only, because a reset follows new weights, and an instance that opens later may have the
-        old ones.
-
-        If it raises, the tier is not used until a later reset succeeds.
+        Only this instance may see chunks put afterwards: a reset follows new weights, and an instance that
+        opens later may have the old ones. If it raises, the tier is unused until a later reset succeeds.
         """
 
     async def aclose(self) -> None:

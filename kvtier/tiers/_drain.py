@@ -1,7 +1,7 @@
-"""Waits until a transfer has really ended, even when cancelled, and wake-ups from other threads.
+"""Waiting until a transfer has really ended, even when cancelled, and wake-ups from other threads.
 
-A thread, and most client libraries, continue a transfer after the awaiting task was cancelled, for example by
-``asyncio.timeout``. By then the slot belongs to another chunk: a late put would store that chunk's bytes, a
+A thread, and most client libraries, continue a transfer after its awaiting task was cancelled, for example by
+``asyncio.timeout``. Its slot then belongs to another chunk: a late put would store that chunk's bytes, and a
 late get would overwrite them.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Schedule a callback on a loop, from any thread; drop it where the loop is closed."""
+    """Schedule a callback on a loop, from any thread; drop it if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:
@@ -39,7 +39,7 @@ async def wait_for_end(
 
     Args:
         future: the future to wait for; it is not cancelled.
-        on_cancel: called at the first cancellation, to make the work end sooner.
+        on_cancel: callback at the first cancellation, to end the work sooner.
 
     Returns:
         The cancellation, for the caller to raise after its clean-up; None if there was none.
@@ -56,18 +56,15 @@ async def wait_for_end(
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((future,))
     if not future.cancelled():
-        future.exception()  # looked at: asyncio complains where the cancellation is raised in its place
+        future.exception()  # else asyncio logs that it was never retrieved
     return cancelled
 
 
 async def until_done(work: Awaitable[T]) -> T:
-    """Return the result of ``work``, and never before it has ended, even if the task is cancelled.
-
-    Args:
-        work: a future, or a coroutine, which runs in a task of its own.
+    """Return the result of a future or coroutine, but only when it has ended, even if cancelled.
 
     Raises:
-        BaseException: the exception of the work, or the cancellation that came meanwhile.
+        BaseException: the exception of the work, or a cancellation in the meantime.
     """
     future = asyncio.ensure_future(work)
     cancelled = await wait_for_end(future)
@@ -79,17 +76,12 @@ async def until_done(work: Awaitable[T]) -> T:
 async def in_thread(
     function: Callable[..., T], *arguments: object, limiter: anyio.CapacityLimiter | None = None
 ) -> T:
-    """Return the result of a blocking function that runs in a worker thread, never before it has returned.
+    """Return the result of a blocking function in a worker thread, but only when it has returned.
 
-    A call that is cancelled while it waits for its turn never begins.
-
-    Args:
-        function: the blocking function.
-        arguments: its positional arguments.
-        limiter: limit on concurrent calls. Default: the event loop's shared limiter.
+    A call that is cancelled while it waits for ``limiter`` never starts. Default: the loop's shared limiter.
 
     Raises:
-        BaseException: the exception of the function, or the cancellation that came meanwhile.
+        BaseException: the exception of the function, or a cancellation in the meantime.
     """
     limiter = limiter or anyio.to_thread.current_default_thread_limiter()
     turn = object()

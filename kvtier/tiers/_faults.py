@@ -1,4 +1,4 @@
-"""Failures of tiers: which exceptions count, and how they are worded."""
+"""Failures of tiers: the exceptions that count, and their texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def require_fault(error: BaseException) -> None:
     """Raise ``error`` again unless it is a failure of the tier.
 
     Requested cancellations, ``KeyboardInterrupt`` and ``GeneratorExit`` are raised. Everything else is a
-    failure of the tier, ``SystemExit``, unrequested cancellations and the panic of a Rust extension included.
+    failure of the tier, including ``SystemExit``, unrequested cancellations and panics of a Rust extension.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -37,12 +37,12 @@ class _LookupFailedError(TierError):
 def require_answers(failed: Mapping[str, int], count: int) -> None:
     """Raise unless the backend answered for at least half of ``count`` keys of a lookup.
 
-    To be called at the end of ``contains``: what it raises counts as a failure of the tier, and is retried as
-    that of a get is. An answer that nothing is there counts as a success.
+    Call it at the end of ``contains``. Its error counts as a failure of the tier, and is retried like a
+    failed get. The answer "absent" counts as a success.
 
     Args:
-        failed: number of keys that got no answer, by the reason, as in ``Outcome.reasons``.
-        count: number of keys that were asked for.
+        failed: number of keys without an answer, by reason, as in ``Outcome.reasons``.
+        count: number of keys looked up.
 
     Raises:
         TierError: most keys got no answer.
@@ -54,15 +54,15 @@ def require_answers(failed: Mapping[str, int], count: int) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason that an exception of a tier is counted as, which may be none that it declares."""
+    """Return the reason to count for a tier's exception; the tier may not have declared it."""
     return error.reason if isinstance(error, _LookupFailedError) else reasons.word_for(error)
 
 
 def words_of(error: BaseException, settings: BaseModel) -> str:
-    """Return a tier's error in words, without the secrets in its settings, which a client may repeat."""
+    """Return a tier's error as text, without secrets: client libraries may repeat those in the settings."""
     try:
         text = str(error)
-    except BaseException as second:  # of a class of the plug-in's own
+    except BaseException as second:  # from the __str__ of a plug-in's own class
         require_fault(second)
         text = "the error has no text: its own conversion to text failed"
     return hide(text if isinstance(error, KVTierError) else f"{type(error).__name__}: {text}", settings)

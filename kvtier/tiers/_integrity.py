@@ -1,4 +1,4 @@
-"""Proves that chunks are unchanged: trailers of chunks in a tier, checksums of audited slots."""
+"""Checks that chunks are unchanged, by their trailers in a tier and the checksums of audited slots."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ _MOST_DISCARDS = 16
 _SKIP_S = 600.0
 _MOST_SKIPPED = 4096
 
-
 Damage = tuple[Integrity, bytes, int]
 """The defect of a chunk that was read, its trailer, and the checksum of its bytes.
 
-Two reads of a damaged chunk are equal. Two reads that a bad link or bad memory damages are not.
+Two reads of a damaged chunk are equal. Two reads damaged by a bad link or bad memory are not.
 """
 
 
 class Suspects:
-    """Chunks that this host read damaged and keeps for other hosts. It skips them for a while.
+    """Chunks that this host found damaged and skips for a while, but keeps for other hosts.
 
-    It discards few chunks an hour: a host with bad memory would empty a shared tier.
+    Discards are limited per hour, because a host with bad memory would empty a shared tier.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class Suspects:
         self._discarded_s: deque[float] = deque(maxlen=_MOST_DISCARDS)
 
     def discard_or_skip(self, key: OffloadKey, *, is_confirmed: bool, now_s: float) -> str:
-        """Return why a chunk is skipped from now on; "" if it is to be discarded."""
+        """Return "" if the chunk is to be discarded, else skip it from now on and return why."""
         may_discard = len(self._discarded_s) < _MOST_DISCARDS or now_s >= self._discarded_s[0] + _HOUR_S
         if is_confirmed and may_discard:
             self._discarded_s.append(now_s)
@@ -58,7 +57,7 @@ class Suspects:
 
 
 class IntegrityChecks:
-    """The checks of one tier's transfers, made in threads. Without ``slot_checksums`` no slot is audited."""
+    """Checks of one tier's transfers, in threads. Without ``slot_checksums`` no slot is audited."""
 
     def __init__(
         self,
@@ -73,22 +72,22 @@ class IntegrityChecks:
         self._chance = chance
 
     async def seal(self, batch: Batch) -> None:
-        """Fill in the trailers of a batch that is about to be put."""
+        """Fill in the trailers of a batch before its put."""
         await self._in_thread(_seal_all, batch, self._digest)
 
     async def damaged(self, batch: Batch, statuses: Sequence[Status]) -> dict[int, Damage]:
-        """Return the damage of chunks of a get, by their position."""
+        """Return the damage of a get's chunks, by position."""
         return await self._in_thread(_damaged, batch, statuses, self._digest)
 
     async def are_slots_intact(self, command: Put) -> bool:
-        """Return whether the slots hold what was stored: else their trailers would fit the damage."""
+        """Return whether the slots hold what was stored. Trailers made of damaged bytes would match them."""
         if self._slot_checksums is None or not (at := self._slot_checksums.audited(command.slots)):
             return True
         chunks = [(command.keys[index], command.slots[index]) for index in at]
         return await self._in_thread(self._slot_checksums.are_intact, chunks)
 
     async def record_slots(self, batch: Batch, statuses: Sequence[Status]) -> None:
-        """Choose some promoted chunks for audits, and record the checksums of their slots now."""
+        """Choose some promoted chunks for audits, and record their slots' checksums."""
         if self._slot_checksums is None or not (rate := self._slot_checksums.rate):
             return
         copied = [slot for slot, status in zip(batch.slots, statuses, strict=True) if status == Status.OK]

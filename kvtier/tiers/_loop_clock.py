@@ -1,4 +1,4 @@
-"""A clock that stands still while its event loop is blocked: deadlines on it charge no tier for that."""
+"""A clock that stands still while its event loop is blocked, so a blocked loop costs no tier its deadline."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvtier._telemetry.log_limit import LogLimit
 logger = GuardedLogger("kvtier.tiers")
 
 _TICK_S = 0.1
-_MAX_STEP_S = 0.25  # the most that the clock advances from one tick to the next
+_MAX_STEP_S = 0.25  # maximum advance of the clock between two ticks
 _BLOCKED_S = 1.0
 _LOG_EVERY_S = 10.0
 _PRECISION_S = 1e-6
 
 
 class LoopClock:
-    """The time of the running event loop, without the time that it was blocked since ``start``.
+    """The time of the running event loop, minus the time it was blocked since ``start``.
 
     Attributes:
-        blocks: how often the loop was blocked for a second or longer.
+        blocks: number of times the loop was blocked for a second or longer.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class LoopClock:
         return now_s - self._lost_s
 
     def start(self) -> None:
-        """Watch the running event loop from now on, until ``stop``."""
+        """Watch the running event loop until ``stop``."""
         loop = asyncio.get_running_loop()
         self._ticked_s = loop.time()
         self._timer = loop.call_later(_TICK_S, self._tick, self._ticked_s)
@@ -52,8 +52,7 @@ class LoopClock:
             self._timer.cancel()
 
     def call_at(self, when_s: float, callback: Callable[[], object]) -> Callable[[], object]:
-        """Call ``callback`` on the running event loop at a time of this clock; return what prevents it."""
-
+        """Call ``callback`` on the running event loop at a time of this clock. Return its canceller."""
         loop = asyncio.get_running_loop()
         handle: asyncio.TimerHandle
 
@@ -69,7 +68,7 @@ class LoopClock:
 
     @asynccontextmanager
     async def timeout_at(self, when_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """Do what ``asyncio.timeout_at`` does, on this clock."""
+        """Work as ``asyncio.timeout_at``, on this clock."""
         async with asyncio.timeout(None) as timeout:
             cancel = self.call_at(when_s, lambda: timeout.reschedule(0.0))
             try:

@@ -1,4 +1,4 @@
-"""The secondary tiers that are installed, and settings checked by the tier that they are for."""
+"""The installed secondary tiers, and the validation of their settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ def installed() -> list[EntryPoint]:
 
 
 def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
-    """Import the tier called ``name``, and no other, and check it. Raises as ``plugins.load`` does.
-
-    Args:
-        field: the setting that holds it, for messages.
-    """
+    """Import and check only the tier called ``name``, from setting ``field``. Raises as ``plugins.load``."""
     tier = plugins.load(plugins.TIERS, name, SecondaryTier, field)
     if problem := _config_problem(tier):
         origin = next(plugins.origin(entry) for entry in installed() if entry.name == name)
@@ -33,15 +29,12 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
 
 
 def maker(config: TierConfig) -> Callable[[], SecondaryTier[Any]]:
-    """Return what makes a tier with these settings, and raises as ``plugins.make``. Raises as ``load``."""
+    """Return a factory of tiers with these settings; it raises as ``plugins.make``. Raises as ``load``."""
     return partial(plugins.make, plugins.TIERS, config.type, load(config.type), config)
 
 
 def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
-    """Return one entry of ``secondary_tiers`` as the settings of the tier that its ``type`` names.
-
-    Args:
-        where: path of ``raw`` in the configuration, for messages.
+    """Return an entry of ``secondary_tiers``, at path ``where``, as the settings of the tier it names.
 
     Raises:
         ConfigError: ``type`` or a setting is wrong; the message names the field.
@@ -55,7 +48,7 @@ def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
 
 
 def _config_problem(tier: type[SecondaryTier[Any]]) -> str:
-    """Return why a tier's settings model would let a misspelled setting pass; "" where it would not."""
+    """Return why a tier's settings model would accept a misspelled setting; "" if it would not."""
     config = getattr(tier, "Config", None)
     if not (isinstance(config, type) and issubclass(config, TierConfig)):
         return f"{tier.__qualname__}.Config is not a subclass of TierConfig"

@@ -1,4 +1,4 @@
-"""Second attempts of commands that failed for a transient reason, within a budget and a deadline."""
+"""Retries of commands that failed for a transient reason, within a budget and a deadline."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Progress:
         self._clock = clock
         self._blocks = clock.blocks
         self.has_begun = False  # whether it has left the queue
-        self.seconds = 0.0  # spent in the tier's puts and gets, over all attempts
-        self.lookup_s = 0.0  # spent in its lookups
+        self.seconds = 0.0  # in the tier's puts and gets, all attempts
+        self.lookup_s = 0.0  # in the tier's lookups
         self.answered = TransferHealth.NONE
-        self.retry = ""  # the result of the retry, or why there was none
+        self.retry = ""  # its result, or why there was none
 
     @property
     def health(self) -> TransferHealth:
@@ -41,9 +41,9 @@ class Progress:
         return TransferHealth.LATE if is_late else self.answered
 
     def health_of(self, outcome: Outcome) -> TransferHealth:
-        """Return BAD if most chunks failed or are corrupt. ABSENT and REFUSED are good answers.
+        """Return BAD if most chunks failed or are corrupt; ABSENT and REFUSED are good answers.
 
-        NONE if they failed by a timeout of the tier's own while the event loop was blocked.
+        Return NONE if the tier's own timeouts failed them while the event loop was blocked.
         """
         bad = sum(status in (Status.FAILED, Status.CORRUPT) for status in outcome.statuses)
         if 2 * bad <= len(outcome.statuses):
@@ -53,10 +53,10 @@ class Progress:
 
 
 class RetryBudget:
-    """Bounds second attempts to a share of the first ones, so that they never multiply an outage.
+    """Bounds retries to a share of the first attempts, so that they never multiply an outage.
 
-    Each first attempt earns ``share`` of a second one. Up to ten are kept, for a short fault after a long
-    quiet time; a lasting fault uses these up and gets the share.
+    Each first attempt earns ``share`` of a retry. Up to ten are saved for a short fault after a quiet time;
+    in a lasting fault they run out, and only the share is left.
     """
 
     def __init__(self, share: float) -> None:
@@ -64,11 +64,11 @@ class RetryBudget:
         self._left = 1.0 if share else 0.0
 
     def earn(self) -> None:
-        """Note a first attempt."""
+        """Count a first attempt."""
         self._left = min(_MOST_RETRIES, self._left + self._share)
 
     def take(self) -> bool:
-        """Take a second attempt if one is left."""
+        """Take a retry from the budget; return False if none is left."""
         if self._left < _ONE_RETRY:
             return False
         self._left = max(0.0, self._left - 1.0)
@@ -76,7 +76,7 @@ class RetryBudget:
 
 
 class Retries:
-    """Decides which commands of a tier get a second attempt; ``transient`` are the tier's own reasons."""
+    """Decides which commands of a tier are retried; ``transient`` are the tier's own reasons."""
 
     def __init__(
         self, share: float, transient: Iterable[str], chance: RandomSource, clock: LoopClock
@@ -86,8 +86,8 @@ class Retries:
         self._transient = reasons.TRANSIENT.union(transient)
         self._chance = chance
 
-    def begin(self, verb: str, deadline_s: float) -> Progress:
-        """Return the progress of a command that has been submitted."""
+    def note_submitted(self, verb: str, deadline_s: float) -> Progress:
+        """Earn budget for a submitted command, and return its progress."""
         self._budget.earn()
         return Progress(verb, deadline_s, self._clock)
 
@@ -95,13 +95,13 @@ class Retries:
         return reason_of(error) in self._transient
 
     def failed(self, outcome: Outcome) -> list[int]:
-        """Return which chunks have failed, if all of them have for transient reasons."""
+        """Return the positions of failed chunks, or none if any failed for a lasting reason."""
         failed = [index for index, status in enumerate(outcome.statuses) if status == Status.FAILED]
         transient = sum(count for word, count in outcome.reasons.items() if word in self._transient)
         return failed if transient >= len(failed) else []
 
     async def pause(self, progress: Progress, took_s: float) -> bool:
-        """Pause before a second attempt; return whether there is time and budget for one."""
+        """Pause before a retry; return False at once if there is no time or budget for one."""
         pause_s = _PAUSE_S * (0.5 + self._chance())
         if self._clock.now() + pause_s + took_s >= progress.deadline_s:
             progress.retry = "no_time"
@@ -113,7 +113,7 @@ class Retries:
         return False
 
     def joined(self, first: Outcome, indices: Sequence[int], second: Outcome) -> Outcome:
-        """Return the outcome of both attempts; the second was made for the chunks at ``indices``."""
+        """Return the outcome of both attempts; the second was for the chunks at ``indices``."""
         statuses = list(first.statuses)
         for index, status in zip(indices, second.statuses, strict=True):
             statuses[index] = status

@@ -1,4 +1,4 @@
-"""Runs the commands of one tier, with a limit on concurrency, deadlines and retries around its calls."""
+"""Runs the commands of one tier, with concurrency limits, deadlines and retries."""
 
 from __future__ import annotations
 
@@ -56,14 +56,13 @@ Post = Callable[[Event], None]
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
 _LOG_EVERY_S = 10.0
-_REREAD_SHARE = 0.25  # of the deadline, which costs all chunks of the get
+_REREAD_SHARE = 0.25  # of the deadline: all chunks of the get wait for it
 
 
 class TierRunner:
-    """Runs the commands of one tier. Each ends with one event, once the tier no longer touches its slots.
+    """Runs the commands of one tier. Each ends with one event, when the tier no longer touches its slots.
 
-    At its deadline a command is cancelled, whether it is queued or running. It ends as soon as the tier has
-    let go of the slots.
+    At its deadline a command is cancelled, queued or running; its event still waits for the tier.
     """
 
     def __init__(
@@ -104,22 +103,19 @@ class TierRunner:
         self._touched: dict[OffloadKey, None] = {}
         self._is_sending_touches = False
 
-    # --- its condition ---------------------------------------------------------------------------
-
     async def supervise(self) -> None:
-        """Open the tier and keep it usable. If it cannot be opened, the engine continues without it."""
+        """Open the tier and keep it usable. The engine runs without it while it cannot be opened."""
         self._loop = asyncio.get_running_loop()
         await self.supervisor.run(self._context)
 
     async def watch_usage(self) -> None:
-        """Ask the tier now and then how full it is, until this task is cancelled."""
+        """Ask the tier regularly how full it is, until this task is cancelled."""
         await self.supervisor.epoch.settled.wait()
         while True:
             self.activity.usage = self._usage() if self.supervisor.is_open else None
             await anyio.sleep(_USAGE_EVERY_S)
 
     def _usage(self) -> Usage | None:
-        """Return how full the tier is; None if it does not know, or fails."""
         try:
             return usage_of(self._tier)
         except BaseException as error:
@@ -141,21 +137,17 @@ class TierRunner:
         if epoch is not self.supervisor.epoch:
             raise _NotBegunError("reset")
 
-    # --- what it has lost --------------------------------------------------------------------------
-
     def _note_lost(self, why: str) -> None:
-        """Request that the tier is opened again. Any thread."""
+        """Request a restart of the tier. Any thread may call it."""
         if self._loop is not None:
             call_soon(self._loop, partial(self.supervisor.request_restart, why))
 
     def _is_idle(self) -> bool:
-        """Return whether no transfer of the tier runs. While it is down, none begins."""
+        """Return whether no command of the tier runs. While it is down, none starts."""
         return not (self.activity.puts.running or self.activity.gets.running or self._is_sending_touches)
 
-    # --- removed chunks, and chunks used without the tier ----------------------------------------
-
     def _note_removed(self, keys: Sequence[OffloadKey]) -> None:
-        """Note the chunks that have left the tier. Any thread; many calls make one event."""
+        """Queue an event for chunks that left the tier; many calls share one. Any thread may call it."""
         self._removed.extend(keys)
         if self._removed and not self._is_removing and self._loop is not None:
             self._is_removing = True
@@ -169,19 +161,19 @@ class TierRunner:
             self._post(Removed(self.index, keys))
 
     def note_touched(self, keys: Sequence[OffloadKey]) -> bool:
-        """Note that chunks were used; return whether ``send_touched`` has to be started."""
+        """Note that chunks were used; return whether the caller must start ``send_touched``."""
         if type(self._tier).touch is SecondaryTier.touch:
-            return False  # recency is nothing to this tier
-        if len(self._touched) < _MOST_TOUCHED:  # or it is too slow for all of them
+            return False  # the tier does not track recency
+        if len(self._touched) < _MOST_TOUCHED:  # else the tier is too slow for all of them
             self._touched.update(dict.fromkeys(keys))
         start, self._is_sending_touches = not self._is_sending_touches, True
         return start
 
     async def send_touched(self) -> None:
-        """Send the tier the chunks that were used, all that have gathered meanwhile at once."""
+        """Send the tier all noted chunks, until none are left."""
         try:
             await self.supervisor.epoch.settled.wait()
-            # A reset ends the wait before the tier was ever open; a later touch sends what is left.
+            # A reset ends the wait even before the tier is open; a later touch sends the rest.
             while self._touched and self.supervisor.is_open and self.supervisor.down is None:
                 keys, self._touched = list(self._touched), {}
                 async with self._clock.timeout_at(self._now_s() + self._deadline_s):
@@ -195,9 +187,9 @@ class TierRunner:
     # --- puts and gets ---------------------------------------------------------------------------
 
     async def run(self, command: Put | Get, turns: ConcurrencyLimit, epoch: Epoch) -> None:
-        """Run a command that was submitted in ``epoch``, when its turn comes, and post its end."""
+        """Run a command that was submitted in ``epoch`` when its turn comes, and post its end."""
         is_put, count, begun_s = isinstance(command, Put), len(command.keys), self._now_s()
-        progress = self._retries.begin("put" if is_put else "get", begun_s + self._deadline_s)
+        progress = self._retries.note_submitted("put" if is_put else "get", begun_s + self._deadline_s)
         results: list[Any] = [False if is_put else Answer.MISSING] * count
         outcome = Outcome((), {"cancelled": count})
         try:
@@ -221,11 +213,11 @@ class TierRunner:
         self._require_usable(epoch)
         if not await self._integrity.are_slots_intact(command):
             raise _NotBegunError("audit")
-        self._require_usable(epoch)  # that has taken a while
+        self._require_usable(epoch)  # it may have changed meanwhile
         batch = Batch(command.keys, command.slots, self._memory)
         if not self._tier.verifies:
             await self._integrity.seal(batch)
-            self._require_usable(epoch)  # the tier would take what comes now for a put of the new epoch
+            self._require_usable(epoch)  # else the tier would put it into the new epoch
         outcome = await self._attempts(self._put_once, batch, epoch, progress)
         return [status == Status.OK for status in outcome.statuses], outcome
 
@@ -256,17 +248,17 @@ class TierRunner:
         if self._tier.verifies:
             return outcome
         damaged = await self._integrity.damaged(batch, outcome.statuses)
-        return await self._settle(batch, outcome, damaged) if damaged else outcome
+        return await self._resolve_damage(batch, outcome, damaged) if damaged else outcome
 
-    async def _settle(self, batch: Batch, outcome: Outcome, damaged: dict[int, Damage]) -> Outcome:
-        """Read damaged chunks again; discard those that are damaged in the tier, and skip the others here."""
+    async def _resolve_damage(self, batch: Batch, outcome: Outcome, damaged: dict[int, Damage]) -> Outcome:
+        """Read damaged chunks again; discard those that are damaged in the tier, and skip the rest here."""
         statuses, counts, discarded = list(outcome.statuses), Counter(outcome.reasons), []
         again = batch.part(list(damaged))
         for index, key, second in zip(damaged, again.keys, await self._reread(again), strict=True):
             first, found, why = damaged[index], damaged[index][0], "sound when read again"
             statuses[index] = Status.OK if second is Status.OK else Status.CORRUPT
             if second is not Status.OK:
-                counts[found] += outcome.statuses[index] == Status.OK  # else the tier has given its reason
+                counts[found] += outcome.statuses[index] == Status.OK  # else the tier counted it
                 why = self._suspects.discard_or_skip(key, is_confirmed=first == second, now_s=self._now_s())
             discarded += [] if why else [key]
             text = f"{why}, so others keep it; check this host's memory and network" if why else "discarded"
@@ -327,16 +319,14 @@ class TierRunner:
         finally:
             progress.lookup_s += self._now_s() - begun_s
 
-    # --- attempts --------------------------------------------------------------------------------
-
     async def _attempts(
         self, act: Callable[[Batch], Awaitable[Outcome]], batch: Batch, epoch: Epoch, progress: Progress
     ) -> Outcome:
-        """Run the call, and repeat it for the chunks that failed for a transient reason."""
+        """Call ``act``, and retry it for chunks that failed for a transient reason."""
         outcome = await self._attempt(act, batch, progress)
         failed = self._retries.failed(outcome)
         if failed and await self._retries.pause(progress, progress.seconds):
-            self._require_usable(epoch)  # a put from before a reset must not be kept as if it came after
+            self._require_usable(epoch)  # else it would put an old chunk after a reset
             second = await self._attempt(act, batch.part(failed), progress)
             progress.retry = "helped" if progress.health_of(second) is TransferHealth.GOOD else "failed"
             outcome = self._complete(self._retries.joined(outcome, failed, second), len(batch))
@@ -355,7 +345,7 @@ class TierRunner:
             progress.seconds += self._now_s() - begun_s
 
     def _complete(self, outcome: Outcome, count: int) -> Outcome:
-        """Check what the tier returned: the core relies on it, in the engine's thread."""
+        """Check and bound an outcome of the tier: the core relies on it, in the engine's thread."""
         statuses = tuple(outcome.statuses)
         if len(statuses) != count:
             raise TierError(f"the outcome has {len(statuses)} statuses for {count} chunks")
@@ -363,7 +353,7 @@ class TierRunner:
         return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
 
     async def _discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Discard corrupt chunks. If that fails, the next get finds them corrupt again."""
+        """Discard corrupt chunks. If this fails, the next get finds them corrupt again."""
         try:
             await self._tier.discard(keys)
         except Exception as error:
@@ -372,7 +362,7 @@ class TierRunner:
     def _failed_outcome(
         self, keys: Sequence[OffloadKey], error: BaseException, progress: Progress
     ) -> Outcome:
-        """Return the outcome of a command that was not begun, cut off by its deadline, or failed all over."""
+        """Return the outcome of a command that did not start, ran out of time or raised."""
         require_fault(error)
         if isinstance(error, _NotBegunError):
             return Outcome.all(Status.FAILED, len(keys), str(error))
@@ -387,7 +377,7 @@ class TierRunner:
         verb, word = progress.verb, reason_of(error)
         self._warn(f"{verb} {word}", f"{verb} of {len(keys)} chunks failed: {self._words(error)}")
         outcome = Outcome.all(Status.FAILED, len(keys), word)
-        return self._complete(outcome, len(keys))  # a lookup may have failed for any word
+        return self._complete(outcome, len(keys))  # a failed lookup may have any word
 
     def _words(self, error: BaseException) -> str:
         return words_of(error, self._tier.config)
@@ -402,4 +392,4 @@ class TierRunner:
 
 
 class _NotBegunError(Exception):
-    """A command was not begun; the text is the reason that is counted."""
+    """A command did not start; the text is the reason to count."""

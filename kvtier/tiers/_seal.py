@@ -28,18 +28,18 @@ assert _RECORD.size + _CRC.size == TRAILER_BYTES
 
 
 class Integrity(StrEnum):
-    """Whether bytes are those of a chunk, by their trailer. The value is the word that is counted and shown.
+    """The result of checking a chunk by its trailer; the value is the word in metrics and tables.
 
-    ``check`` returns one of the first four; only the tools for operators find the others.
+    ``check`` returns one of the first four; only operators' tools find the rest.
     """
 
     SOUND = "sound"
     TORN = "torn"  # the trailer is missing or damaged, or the bytes are cut off
     FOREIGN = "foreign"  # another key, another identity or another length
-    CHECKSUM = "checksum"  # the payload is not what was sealed
-    UNVERIFIED = "unverified"  # neither a file's name nor its trailer says which chunk it should be
-    UNREADABLE = "unreadable"  # the file system refuses
-    GONE = "gone"  # the file was there a moment ago: evicted, or discarded
+    CHECKSUM = "checksum"  # the payload changed
+    UNVERIFIED = "unverified"  # neither name nor trailer identifies the chunk
+    UNREADABLE = "unreadable"  # the file system fails
+    GONE = "gone"  # the file was evicted or discarded meanwhile
 
     @property
     def is_corrupt(self) -> bool:
@@ -48,7 +48,7 @@ class Integrity(StrEnum):
 
 
 def seal(key: OffloadKey, payload: memoryview, digest: bytes) -> bytes:
-    """Return the trailer of one chunk. ``digest`` is the first 16 bytes of the identity's."""
+    """Return the trailer of one chunk. ``digest`` is the first 16 bytes of the identity's digest."""
     return pack(key, crc32c.crc32c(payload), payload.nbytes, digest)
 
 
@@ -60,16 +60,16 @@ def pack(key: OffloadKey, checksum: int, payload_bytes: int, digest: bytes) -> b
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What a trailer says."""
+    """The fields of a valid trailer."""
 
     key: OffloadKey
-    digest: bytes  # the first 16 bytes of the identity's
+    digest: bytes  # first 16 bytes of the identity's digest
     payload_bytes: int
     checksum: int  # CRC-32C of the payload
 
 
 def read(trailer: bytes | memoryview) -> Sealed | None:
-    """Return what a trailer says; None for anything but a whole trailer."""
+    """Return the fields of a trailer; None if it is damaged or cut off."""
     trailer = bytes(trailer[:TRAILER_BYTES])
     if len(trailer) < TRAILER_BYTES or _CRC.unpack(trailer[-4:])[0] != crc32c.crc32c(trailer[:-4]):
         return None

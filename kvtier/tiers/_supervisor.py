@@ -1,4 +1,4 @@
-"""Supervises one tier: opens it, resets it, restarts it, and repeats what failed until it succeeds."""
+"""Supervises one tier: opens, resets and restarts it, and retries each step until it succeeds."""
 
 from __future__ import annotations
 
@@ -28,29 +28,28 @@ _LOG_EVERY_S = 60.0
 
 
 class Epoch:
-    """The time from one reset to the next, as one tier sees it.
+    """The time between two resets of one tier.
 
-    A command belongs to the epoch of its submission and does not start in a later one. Else its bytes
-    would come back after the reset.
+    A command belongs to the epoch of its submission. It must not start in a later one: its bytes would come
+    back after the reset.
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number  # how many resets came before
+        self.number = number  # number of earlier resets
         # Set once the tier is usable in this epoch or down, or the epoch is over.
         self.settled = anyio.Event()
 
 
 class TierSupervisor:
-    """Keeps one tier usable: a task that opens it, carries out its resets and restarts it.
+    """Keeps one tier usable: a task that opens, resets and restarts it.
 
-    A tier that could not be opened or reset is down and gets no commands. The supervisor retries with
-    growing pauses. Its chunks from before a missed reset look valid. So it is
-    used again only after a reset that began after the last request for one.
+    A tier that could not be opened or reset is down and gets no commands; the supervisor retries with growing
+    pauses. Chunks from before a missed reset look valid, so the tier stays down until a reset succeeds that
+    started after the last request.
 
     Args:
         recreate: see ``NamedTier``.
-        on_change: called with the reason when the tier goes down, and with None whenever it is up
-            in the current epoch.
+        on_change: callback for the reason when the tier goes down, and for None when it is up in an epoch.
         is_idle: returns whether no command of the tier is in flight.
     """
 
@@ -65,7 +64,7 @@ class TierSupervisor:
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self.tier = tier  # replaced by ``recreate``
-        self.epoch = Epoch(0)  # of commands that are submitted now
+        self.epoch = Epoch(0)  # of commands submitted now
         self.down: str | None = None  # why the tier cannot be used
         self.is_open = False  # whether it has to be closed
         self._name = name
@@ -74,15 +73,15 @@ class TierSupervisor:
         self._deadline_s = tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
-        self._was_opened = False  # whether the object was, or should have been
-        self._is_reset = True  # to the current epoch
+        self._was_opened = False  # whether ``open`` was ever called
+        self._is_reset = True  # whether the tier is in the current epoch
         self._requested = anyio.Event()
         self._is_idle = is_idle
         self._clock = clock
         self._restart_reason: str | None = None
 
     async def run(self, context: TierContext) -> None:
-        """Open the tier and carry out its resets until this task is cancelled."""
+        """Open, reset and restart the tier until this task is cancelled."""
         try:
             while True:
                 try:
@@ -92,18 +91,18 @@ class TierSupervisor:
                     await anyio.sleep(self._backoff.next_s())
                 else:
                     self._come_up()
-                    if self._restart_reason is None:  # it may be set again by now
+                    if self._restart_reason is None:  # a restart may be requested already
                         await self._requested.wait()
         finally:
-            self._end()
+            self._release_waiters()
 
     async def resets_ended(self) -> None:
-        """Wait for the resets requested so far; not for ``open`` where there was none."""
+        """Wait for the resets requested so far. Without any, return at once."""
         if self.epoch.number:
             await self.epoch.settled.wait()
 
     async def close(self, limit_s: float) -> None:
-        """Close the tier, if it is open. Wait for at most ``limit_s`` seconds."""
+        """Close the tier if it is open, and wait at most ``limit_s`` seconds."""
         if not self.is_open:
             return
         self.is_open = False
@@ -113,14 +112,13 @@ class TierSupervisor:
             except BaseException as error:
                 require_fault(error)
                 # Without the traceback: it would repeat the error, which may contain a secret.
-                text = words_of(error, self.tier.config)
-                logger.error("tier %s: closing failed: %s", self._name, text)
+                logger.error("tier %s: closing failed: %s", self._name, words_of(error, self.tier.config))
         if scope.cancelled_caught:
             logger.error("tier %s: did not close within %g s; abandoned", self._name, limit_s)
 
     def request_reset(self, number: int) -> None:
         """Start epoch ``number``: the tier is reset before it is used again."""
-        self.epoch.settled.set()  # commands that wait for it are refused: it is over
+        self.epoch.settled.set()  # refuses commands that wait for this epoch
         self.epoch = Epoch(number)
         self._is_reset = False
         if self.down is not None:
@@ -128,7 +126,7 @@ class TierSupervisor:
         self._wake_up()
 
     def request_restart(self, reason: str) -> None:
-        """Close the tier and open a new object of it, which finds again what was stored durably."""
+        """Close the tier and open a new object, which finds durable chunks again."""
         if self.is_open and self._restart_reason is None:
             self._restart_reason = reason
             self._wake_up()
@@ -137,10 +135,8 @@ class TierSupervisor:
         requested, self._requested = self._requested, anyio.Event()
         requested.set()
 
-    # --- steps -----------------------------------------------------------------------------------
-
     async def _bring_up(self, context: TierContext) -> None:
-        """Bring the tier to the latest epoch, restarting and opening it first where needed."""
+        """Bring the tier to the latest epoch; restart and open it first if needed."""
         if self._restart_reason is not None and self.is_open:
             await self._close_lost(self._restart_reason)
         self._restart_reason = None
@@ -151,7 +147,7 @@ class TierSupervisor:
             epoch = self.epoch
             failure = f"cannot be reset to epoch {epoch.number}"
             await self._step(self.tier.reset(), failure, "is not reset yet")
-            self._is_reset = self.epoch is epoch  # or another reset was requested meanwhile
+            self._is_reset = self.epoch is epoch  # else another reset was requested meanwhile
         self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
@@ -161,16 +157,16 @@ class TierSupervisor:
         await self.tier.open(context)
 
     async def _close_lost(self, reason: str) -> None:
-        """Close a tier that has lost its backend, once none of its commands is in flight."""
-        self._go_down(f"is opened anew: {reason}")
-        await asyncio.sleep(0)  # that is sent by the loop, which the tier may stop while it closes
+        """Close a tier that lost its backend, when no command is in flight."""
+        self._go_down(f"is being reopened: {reason}")
+        await asyncio.sleep(0)  # the loop posts the change first: a closing tier may block it
         while not self._is_idle():  # noqa: ASYNC110 (short, and rare in the life of a tier)
             await anyio.sleep(_IDLE_POLL_S)
         await self.close(self._deadline_s)
-        self._is_reset = not self.epoch.number  # a new opener must not see what a reset has hidden
+        self._is_reset = not self.epoch.number  # a new object must not see chunks that a reset hid
 
     async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
-        """Run one step; from ``deadline_s`` on the tier is down. _StepError if it fails or is given up."""
+        """Run one step; after ``deadline_s`` the tier is down. _StepError if it fails or takes too long."""
         reason = f"{slow} after {self._deadline_s:g} s"
         began_s = self._clock.now()
         unwatch = self._clock.call_at(began_s + self._deadline_s, partial(self._go_down, reason))
@@ -182,8 +178,6 @@ class TierSupervisor:
             raise _StepError(f"{failure}: {words_of(error, self.tier.config)}") from None
         finally:
             unwatch()
-
-    # --- up and down -----------------------------------------------------------------------------
 
     def _go_down(self, reason: str) -> None:
         was_down, self.down = self.down is not None, reason
@@ -201,12 +195,11 @@ class TierSupervisor:
             logger.warning("tier %s is up again", self._name)
         self._on_change(None)
 
-    def _end(self) -> None:
-        """Release who waits, at shutdown; log a reset that was not carried out."""
+    def _release_waiters(self) -> None:
+        """Release waiting commands at shutdown; log a missed reset."""
         if not self._is_reset:
             logger.error(
-                "tier %s: shut down before its reset to epoch %d ended: "
-                "the next engine may be served chunks from before it",
+                "tier %s: shut down before its reset to epoch %d ended: the next engine may get older chunks",
                 self._name,
                 self.epoch.number,
             )
@@ -214,4 +207,4 @@ class TierSupervisor:
 
 
 class _StepError(Exception):
-    """A step of a tier failed; the text says which and why."""
+    """A step failed; the text names the step and the cause."""

@@ -1,7 +1,7 @@
-"""A tier in memory that fails on demand: for tests, and the one to read before writing your own.
+"""A tier in memory that fails on demand: for tests, and as an example to read before writing your own.
 
-What a tier has to do is all here; nothing else is needed. Deadlines, limits on concurrency, checksums
-and counting are put around it. The comments are for authors of tiers.
+It does everything a tier has to do. kvtier adds deadlines, concurrency limits, checksums and metrics. The
+comments are for authors of tiers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvtier.tiers._base import (
 )
 
 
-# Settings: a subclass of TierConfig. Unknown ones are refused by name, so there is nothing to check
-# by hand. A password or token is a pydantic SecretStr: it is never shown in a message.
+# Settings: a subclass of TierConfig, which rejects unknown settings by name. Make a password or token a
+# pydantic SecretStr, so that no message shows it.
 class DummyConfig(TierConfig):
     """Settings of the dummy tier."""
 
@@ -57,18 +57,17 @@ class DummyConfig(TierConfig):
     seed: int = Field(default=0, description="Seed of the random faults; equal seeds give equal faults.")
 
 
-# The class is named by an entry point in the group "kvtier.tiers" of the author's own distribution.
+# An entry point in the group "kvtier.tiers" of the author's distribution names the class.
 class DummyTier(SecondaryTier[DummyConfig]):
     """Keeps chunks in a dict."""
 
     Config = DummyConfig
-    medium = "memory"  # where the chunks are: requests can choose by it, and metrics of hits say it
+    medium = "memory"  # the kind of storage: requests can choose by it, and hit metrics have it
 
-    # Reasons become labels of metrics: words that are not kvtier's own are named here.
+    # Reasons become metric labels: list those that are not kvtier's own.
     reasons = MappingProxyType({"injected": "a fault that the settings asked for"})
 
-    # The constructor only keeps the settings. What can fail, such as connecting, belongs into open(),
-    # which raises TierError when the tier cannot work at all.
+    # The constructor only keeps the settings. Connect in open(); it raises TierError if the tier cannot work.
     def __init__(self, config: DummyConfig) -> None:
         super().__init__(config)
         self._chunks: OrderedDict[OffloadKey, tuple[bytes, bytes]] = OrderedDict()
@@ -81,43 +80,42 @@ class DummyTier(SecondaryTier[DummyConfig]):
         """Keep the callback that reports evictions."""
         self._report_removed = context.removed
 
-    # For metrics, about once a second: what is known without asking anybody.
+    # For metrics, about once a second: it must not ask a backend.
     def usage(self) -> Usage:
         """Return how full the dict is."""
         return Usage(self._held_bytes, int(self.config.capacity_bytes))
 
-    # Called from any thread, and for every key of a waiting request: it must not wait for anything.
-    # A tier that would have to ask its backend leaves this out, and is asked contains() instead.
+    # Called from any thread for every key of a waiting request: it must not block. A tier that would have to
+    # ask its backend omits this method; kvtier then calls contains().
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return which keys are there."""
+        """Return which keys are in the dict."""
         if not self.config.complete_index:
             return super().known(keys)
         return [Knowledge.PRESENT if key in self._chunks else Knowledge.ABSENT for key in keys]
 
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Return which keys are there, after the latency of a get."""
+        """Return which keys are in the dict, after the latency of a get."""
         await anyio.sleep(self.config.get_latency_s)
         return [key in self._chunks for key in keys]
 
-    # The slots belong to the tier only until put() or get() ends, however it ends. Here the waiting,
-    # which can be cancelled, comes first, and the copy, which cannot, comes after. A tier whose bytes
-    # are moved by a thread or a client library shields that transfer, awaits its end, and only then
-    # lets the cancellation go on.
+    # The slots belong to the tier only until put() or get() ends, however it ends. Here the wait, which can
+    # be cancelled, precedes the copy, which cannot. If a thread or client library moves the bytes, shield the
+    # transfer and await its end before the cancellation continues.
     async def put(self, batch: Batch) -> Outcome:
         """Copy the chunks and their trailers."""
         resets = self._resets
         await self._pause(self.config.put_latency_s)
-        if resets != self._resets:  # what a put began before a reset must not appear after it
+        if resets != self._resets:  # a chunk put before a reset must not appear after it
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         return _outcome([self._put_one(batch, index) for index in range(len(batch))])
 
     async def get(self, batch: Batch) -> Outcome:
-        """Copy the chunks that are there into their slots, and hand back their trailers."""
+        """Copy chunks into their slots, and return their trailers."""
         await self._pause(self.config.get_latency_s)
         return _outcome([self._get_one(batch, index) for index in range(len(batch))])
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Move the keys away from eviction."""
+        """Mark the keys as recently used."""
         for key in reversed(keys):
             if key in self._chunks:
                 self._chunks.move_to_end(key)
@@ -128,13 +126,13 @@ class DummyTier(SecondaryTier[DummyConfig]):
             self._forget(key)
 
     async def reset(self) -> None:
-        """Forget everything, and what is being put as well."""
+        """Forget all chunks, puts in flight included."""
         self._resets += 1
         self._chunks.clear()
         self._held_bytes = 0
 
     async def aclose(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         await self.reset()
 
     async def _pause(self, latency_s: float) -> None:
@@ -142,7 +140,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
             await anyio.sleep_forever()
         await anyio.sleep(latency_s)
 
-    # Each chunk has a status of its own: one that fails does not take the others with it.
+    # Each chunk has its own status: one failure does not fail the others.
     def _put_one(self, batch: Batch, index: int) -> tuple[Status, str]:
         if self._random.random() < self.config.failure_rate:
             return Status.FAILED, "injected"
@@ -156,8 +154,8 @@ class DummyTier(SecondaryTier[DummyConfig]):
         self._held_bytes += nbytes
         return Status.OK, ""
 
-    # The bytes go straight into the slot, and the trailer that came with the put into batch.trailers:
-    # kvtier compares the two, so a tier need not prove that its bytes are whole.
+    # The bytes go straight into the slot, and the trailer from the put into batch.trailers. kvtier compares
+    # the two, so a tier need not check its bytes.
     def _get_one(self, batch: Batch, index: int) -> tuple[Status, str]:
         if self._random.random() < self.config.failure_rate:
             return Status.FAILED, "injected"
@@ -171,7 +169,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
             view[self._random.randrange(view.nbytes)] ^= 0xFF
         return Status.OK, ""
 
-    # Every tier is bounded. What it evicts is reported, so that a router does not count on it.
+    # Every tier is bounded. It reports evicted chunks, so that routers do not expect them.
     def _make_room(self, nbytes: int) -> None:
         evicted = []
         while self._held_bytes + nbytes > self.config.capacity_bytes:

@@ -135,7 +135,7 @@ def epoch(data: bytes) -> None:
         (home / "users.e7.lock").touch()
         with Root(home.parent) as root:
             shown = root.namespace(home.name).epoch
-        opened, joined = namespace.Namespace.open(
+        opened, joined = namespace.OpenNamespace.open(
             FsConfig(type="fs", root_dir=home.parent), TierContext("fs", IDENTITY, CHUNK_BYTES)
         )
         joined.retire()

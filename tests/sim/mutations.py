@@ -169,12 +169,12 @@ MUTATIONS = (
     ),
     Mutation(
         "damaged_chunk_not_discarded",
-        "kvtier.tiers._runner:TierRunner._settle",
+        "kvtier.tiers._runner:TierRunner._resolve_damage",
         (("await self._discard(discarded)", "pass"),),
     ),
     Mutation(
         "damage_not_confirmed",
-        "kvtier.tiers._runner:TierRunner._settle",
+        "kvtier.tiers._runner:TierRunner._resolve_damage",
         (("is_confirmed=first == second", "is_confirmed=True"),),
     ),
     Mutation(

@@ -1,1 +1,1 @@
-"""Commands over a file tier's root, offline or beside engines: list, measure, verify, compare, delete."""
+"""Commands for a file tier's root, even while engines use it: list, measure, verify, compare, delete."""

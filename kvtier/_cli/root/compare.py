@@ -1,4 +1,4 @@
-"""``kvtier compare``: why two caches of a root share nothing."""
+"""``kvtier compare``: the settings that keep two caches apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(
     other: Annotated[str, typer.Argument(metavar="NAMESPACE", help="Another cache.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the settings in which the engines of two caches differ.
+    """Show the settings that differ between the engines of two caches.
 
     Exit status 1 if there are any.
 

@@ -33,18 +33,18 @@ class Usage:
 
     root: str
     bytes: int
-    ledger_bytes: int | None  # by the engines' ledger; None before their first count
+    ledger_bytes: int | None  # in the engines' ledger; None before their first count
     ledger_is_wrong: bool  # whether it differs from ``bytes`` by more than engines write meanwhile
-    leased_bytes: int | None  # leased by engines that write; None without a ledger
+    leased_bytes: int | None  # leased by writing engines; None without a ledger
     writers: int | None  # engines that have it open; None without a ledger
     total_bytes: int  # of its file system
     free_bytes: int  # of its file system, for unprivileged users
-    unreadable: int  # directories that are missing in the sums
+    unreadable: int  # directories missing from the sums
     parts: list[UsagePart]
 
 
 def command(root: RootArgument, as_json: JsonFlag = False) -> None:
-    """Add up the disk use of a root's parts, and show what the engines' ledger says.
+    """Add up the disk use of a root's parts, and show the engines' ledger.
 
     Exit status 1 if a directory cannot be read, so that sums are too small.
 
@@ -112,7 +112,7 @@ def _parts(measure: Measure, one: Namespace) -> list[UsagePart]:
 
 
 class Measure:
-    """Adds up what is below directories. Links are not followed, other file systems not entered."""
+    """Adds up disk use. It neither follows links nor enters other file systems."""
 
     def __init__(self, root: Root, tick: Tick) -> None:
         self.root = root
@@ -120,7 +120,7 @@ class Measure:
         self.failures: Failures = Counter()
 
     def bytes(self, path: str) -> int:
-        """Return what a file or directory takes, and count the directories that cannot be read."""
+        """Return the disk use of a file or directory, and count unreadable directories."""
         self.tick(1)
         try:
             found = os.stat(path, dir_fd=self.root.fd, follow_symlinks=False)

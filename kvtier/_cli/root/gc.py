@@ -1,4 +1,4 @@
-"""``kvtier gc``: removes data that no engine can use, and on request chunks that are too many or too old."""
+"""``kvtier gc``: removes useless data and, on request, chunks beyond a size or age."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class CollectionResult:
     expired_bytes: int
     evicted_files: int
     evicted_bytes: int
-    failed: dict[str, int]  # files that could not be removed or read, by the name of the errno
+    failed: dict[str, int]  # files not removed or read, by errno name
 
     @property
     def fits(self) -> bool:
-        """Whether the root takes no more than was asked for."""
+        """Whether the root is within ``max_bytes``."""
         return self.max_bytes is None or self.bytes_after <= self.max_bytes
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all was done, or with ``dry_run`` all could be looked at."""
+        """Whether everything was done, or with ``dry_run`` examined."""
         return not self.failed and (self.dry_run or self.fits)
 
 
@@ -145,15 +145,15 @@ def _show(result: CollectionResult) -> None:
         reason = f"{os.strerror(number)}{remedy}"
         print_line(f"{count:,} files or directories could not be removed or read: {reason}")
     if not one.fits:
-        others = "" if one.failed else ": what is left are no chunks of kvtier's"
+        others = "" if one.failed else ": the rest are not kvtier's chunks"
         print_line(f"that is more than {Bytes(one.max_bytes or 0)}{others}")
 
 
 def _correct_ledger(root: Root, removed_bytes: int, since: str) -> None:
-    """Subtract what was removed since from the ledger of the engines that share the root, if there is one."""
+    """Subtract removed bytes from the engines' ledger, if there is one."""
     if not removed_bytes:
         return
-    with suppress(OSError):  # they learn it when they count the root again
+    with suppress(OSError):  # engines notice at their next count
         if ledger.read(root.fd) is None:
             return
         shared = ledger.SharedLedger(root.fd)
@@ -177,7 +177,7 @@ class _Collection:
         self.before = self.taken()
 
     def run(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
-        """Remove leftovers, then what is too old, then what is too much."""
+        """Remove leftovers, then expired chunks, then chunks beyond the size."""
         accounts = ledger.read(self._root.fd)
         swept = self._evictor.sweep(orphans=True)
         expired = evicted = _NOTHING
@@ -190,9 +190,9 @@ class _Collection:
         return swept, expired, evicted
 
     def estimate(self, max_bytes: int | None, older_than_s: float | None) -> tuple[Evicted, Evicted, Evicted]:
-        """Add up what a run would remove now, about: going by the last use alone."""
+        """Estimate the result of a run, from times of last use alone."""
         left: list[str] = []
-        files: list[tuple[float, int]] = []  # when each was used, and its bytes
+        files: list[tuple[float, int]] = []  # time of last use, bytes
         is_limited = max_bytes is not None or older_than_s is not None
         for one in self._root.namespaces():
             left += (f"{one.name}/.tmp/{name}" for name, alive in one.writers().items() if alive is False)
@@ -216,13 +216,13 @@ class _Collection:
         return Evicted(swept), by_age, by_size
 
     def _is_left(self, one: Namespace, found: DataDir) -> bool:
-        """Return whether chunks are orphans, or of an unused old epoch."""
+        """Return whether chunks are orphans or in an unused old epoch."""
         if one.is_orphaned or one.epoch is None or found.epoch >= one.epoch:
             return one.is_orphaned
         return self._root.is_locked(layout.users_lock(one.name, found.epoch)) is False
 
     def taken(self) -> int:
-        """Return the bytes that all takes, or the chosen namespace."""
+        """Return the disk use of the root, or of the chosen namespace."""
         names = ["."]
         if self._is_narrow:
             caches = self._root.namespaces()
@@ -233,10 +233,10 @@ class _Collection:
         return taken
 
     def _exclusively(self, work: partial[Evicted | None]) -> Evicted:
-        """Do what one process of a root may do at a time; wait a little for one that does it now."""
+        """Do work that one process per root may do at a time; wait a moment for another process."""
         if not any(one.is_kvtiers for one in self._root.namespaces()):
             return _NOTHING
-        with suppress(OSError):  # which is told below
+        with suppress(OSError):  # ``work`` raises it again
             layout.make_folder(self._root.fd, ledger.FOLDER)
         give_up_at = time.monotonic() + _WAIT_AT_MOST_S
         while True:

@@ -18,9 +18,9 @@ class CacheListing:
     model: str | None  # None if the manifest cannot be read
     digest: str | None  # of the identity, in hexadecimal; None if the manifest belongs to another cache
     groups: list[int]  # KV cache groups with chunks
-    epoch: int | None  # that an engine would join now; None if unknown
+    epoch: int | None  # the one an engine would join now; None if unknown
     chunks: int  # of that epoch
-    old_chunks: int  # of other epochs, which are removed when nobody uses them
+    old_chunks: int  # of other epochs, removed when unused
     bytes: int  # on disk, old chunks included
     in_use: bool | None  # whether a living process has it open; None if unknown
     last_use: float | None  # Unix time of the last use of a chunk; None without chunks
@@ -29,7 +29,7 @@ class CacheListing:
 
 @dataclass(frozen=True, slots=True)
 class RootListing:
-    """What a root holds."""
+    """The contents of a root."""
 
     root: str
     namespaces: list[CacheListing]

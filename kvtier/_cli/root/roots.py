@@ -1,4 +1,4 @@
-"""What the commands for the root of a file tier share. They work while engines use the root."""
+"""Arguments and checks that the commands for a file tier's root share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILE_SYSTEM_ENTRIES: Final = {"lost+found"}
 
 
 def require_root(path: Path) -> None:
-    """Raise TierError for a directory that is no root: a command would never find anything wrong in it."""
+    """Raise TierError if a directory is not a root: a command would find no problem in it."""
     with Root(path) as root:
         if root.namespaces() or not set(root.others()) - _FILE_SYSTEM_ENTRIES:
             return

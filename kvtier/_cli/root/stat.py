@@ -1,4 +1,4 @@
-"""``kvtier stat``: all that is known of one chunk's file."""
+"""``kvtier stat``: the state of one chunk's file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_KEY = OffloadKey(b"")
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """All that is known of one chunk's file. What its trailer says is None if it has none."""
+    """The state of one chunk's file. Fields from its trailer are None if it has none."""
 
     path: str
     finding: str  # a value of Integrity
@@ -39,9 +39,9 @@ def command(
     chunk: Annotated[Path, typer.Argument(metavar="CHUNK", help="A chunk's file.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show everything known about one chunk's file, in its place, in the quarantine or copied.
+    """Show the state of one chunk's file, in its place, in the quarantine or copied.
 
-    Exit status 1 if something is wrong with it, or it cannot be verified.
+    Exit status 1 if the chunk is damaged or cannot be verified.
 
     Example: kvtier stat /var/cache/kvtier/model_0123456789abcdef_r0/3fa/91_g0/3fa91c.bin
     """
@@ -79,7 +79,7 @@ def _state_of(path: Path) -> ChunkState:
 
 
 def _checked(path: Path) -> FileCheck:
-    """Check a file by its name where that is a chunk's, else by its trailer alone."""
+    """Check a file by its name if that is a chunk's, else by its trailer alone."""
     key = key_of("/".join(path.parts[-3:]))
     digits = path.parts[-4].rpartition("_r")[0].rpartition("_")[2] if key is not None else ""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -94,8 +94,6 @@ def _checked(path: Path) -> FileCheck:
         raise OSError(check.errno, os.strerror(check.errno))
     if key is None and check.sealed is None:
         if path.parent.name != "quarantine":
-            raise TierError(
-                f"{path} is not a chunk file: its name is not that of a chunk, and it has no trailer"
-            )
+            raise TierError(f"{path} is not a chunk file: its name is not a chunk's, and it has no trailer")
         return replace(check, finding=Integrity.UNVERIFIED)
     return check

@@ -1,4 +1,4 @@
-"""``kvtier verify``: every chunk of a root read and proven, beside engines that use it."""
+"""``kvtier verify``: reads and checks every chunk of a root, even while engines use it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, Unk
 
 _FILES_A_JOB: Final = 64
 _JOBS_AHEAD: Final = 2
-MOST_LISTED: Final = 1000
-"""Damaged files that are named one by one; all are counted."""
+MOST_LISTED: Final = 1000  # damaged files listed by name; all are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class DamagedFile:
 
 @dataclass(frozen=True, slots=True)
 class CacheVerification:
-    """What was found in a cache of a root: numbers of files, by finding as ``Integrity`` has it."""
+    """The result for a cache of a root: numbers of files by finding, a value of ``Integrity``."""
 
     namespace: str
     chunks: int  # checked
@@ -52,22 +51,22 @@ class CacheVerification:
     checksum: int
     unreadable: int  # directories included
     gone: int
-    strays: int  # files among the chunks that are no chunks; they are left alone
-    quarantined: int  # in the quarantine, those set aside just now included
+    strays: int  # other files among the chunks; they stay
+    quarantined: int  # in the quarantine, including files just moved
     set_aside: int  # moved to the quarantine just now
-    problem: str  # of the cache as a whole; "" if there is none
+    problem: str  # of the whole cache; "" if there is none
     ill: list[DamagedFile]  # the first MOST_LISTED
 
     @property
     def is_healthy(self) -> bool:
-        """Whether an engine can have everything that is here."""
+        """Whether no problem is left."""
         left = self.torn + self.foreign + self.checksum - self.set_aside
         return not (left or self.unreadable or self.problem)
 
 
 @dataclass(frozen=True, slots=True)
 class RootVerification:
-    """What was found in a root."""
+    """The result for a root."""
 
     root: str
     seconds: float
@@ -75,7 +74,6 @@ class RootVerification:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing is wrong any more."""
         return all(one.is_healthy for one in self.namespaces)
 
 
@@ -98,7 +96,7 @@ def command(
     Example: kvtier verify /var/cache/kvtier --repair
     """
     require_root(root)
-    GuardedLogger("kvtier.tiers.fs").logger.addHandler(logging.NullHandler())  # the result has all of it
+    GuardedLogger("kvtier.tiers.fs").logger.addHandler(logging.NullHandler())  # the result has it all
     found = verify(root, repair=repair, threads=threads, namespace=namespace)
     finish(found, _show, as_json=as_json, is_healthy=found.is_healthy)
 
@@ -143,7 +141,7 @@ class _Check:
         self._threads = threads
         self._found: Counter[str] = Counter()
         self._damaged: list[DamagedFile] = []
-        can_repair = repair and one.is_kvtiers  # what is not kvtier's is only read
+        can_repair = repair and one.is_kvtiers  # other programs' files are only read
         self._quarantine = Quarantine(root.fd, one.name) if can_repair else None
 
     def run(self, tick: Tick) -> CacheVerification:
@@ -179,7 +177,7 @@ class _Check:
                 self._found["stray"] += 1
 
     def _checked(self, files: Iterator[ChunkFile]) -> Iterator[tuple[ChunkFile, FileCheck]]:
-        """Check chunks in several threads, a bounded number of them ahead of whoever takes the results."""
+        """Check chunks in several threads, a bounded number ahead of the consumer."""
         with ThreadPoolExecutor(self._threads, "verify") as pool:
             ahead: deque[Future[list[tuple[ChunkFile, FileCheck]]]] = deque()
             while batch := list(islice(files, _FILES_A_JOB)):
@@ -196,7 +194,7 @@ class _Check:
         return [(file, checker.check(file.path, file.key)) for file in files]
 
     def _count(self, data_dir: DataDir, file: ChunkFile, check: FileCheck) -> None:
-        """Count a chunk. Move a damaged one away as an engine does; a newer file in its place stays."""
+        """Count a chunk, and quarantine a damaged one as an engine does; a newer file in its place stays."""
         finding, set_aside = check.finding, False
         self._found[finding] += 1
         if self._quarantine is not None and finding.is_corrupt:

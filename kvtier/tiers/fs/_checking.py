@@ -1,7 +1,4 @@
-"""Checks of chunks' files outside of an engine, by their trailers.
-
-If possible, reading bypasses the page cache and does not count as use.
-"""
+"""Checks chunks' files by their trailers. If possible, reads bypass the page cache and set no atime."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ class FileCheck:
     finding: Integrity
     inode: int = 0
     sealed: seal.Sealed | None = None  # None without a trailer
-    errno: int = 0  # why it is unreadable
-    checksum: int | None = None  # of the chunk's bytes, or of the trailer's if that is damaged
+    errno: int = 0  # if it is unreadable
+    checksum: int | None = None  # of the chunk's bytes, or of a damaged trailer
 
 
 class FileChecker:
     """Reads chunks' files in pieces and checks them. For one thread.
 
-    A chunk is foreign unless its cache's digest begins with ``digits``, in hexadecimal. It is torn unless it
+    A chunk is foreign unless its cache's digest begins with the hexadecimal ``digits``, and torn unless it
     has ``payload_bytes``, if given.
     """
 
@@ -48,7 +45,7 @@ class FileChecker:
         self._piece = mmap.mmap(-1, PIECE_BYTES)
 
     def check(self, path: str, key: OffloadKey) -> FileCheck:
-        """Return whether the file at ``path`` holds the chunk of ``key``. Raises nothing."""
+        """Check that the file at ``path`` holds the chunk of ``key``. Raises nothing."""
         try:
             fd = _open_quietly(self._root_fd, path)
             try:
@@ -83,7 +80,7 @@ class FileChecker:
             return bytes(block[: seal.TRAILER_BYTES]) if os.preadv(fd, [block], at) == BLOCK_BYTES else b""
 
     def _checksum(self, fd: int, length: int) -> int | None:
-        """Return the checksum of the first bytes of a file; None if it ends before. OSError."""
+        """Return the checksum of a file's first bytes; None if it is shorter. OSError."""
         checksum, done = 0, 0
         with memoryview(self._piece) as whole:
             while done < length:
@@ -98,7 +95,7 @@ class FileChecker:
 
 
 def _open_quietly(root_fd: int, path: str) -> int:
-    """Open a file for reading without a trace, as far as the file system and its owner allow. OSError."""
+    """Open a file for reading, without page cache and atime if the file system and owner allow. OSError."""
     for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT):
         try:
             return os.open(path, os.O_RDONLY | CAREFULLY | extra, dir_fd=root_fd)

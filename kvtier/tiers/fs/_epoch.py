@@ -1,4 +1,4 @@
-"""An epoch in use by an opener: the place of its chunks, the index of known ones, and its lock."""
+"""An epoch that a tier has open: the place of its chunks, the index of known ones, and its lock."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MAX_GONE: Final = 65_536
 _BREATH_S: Final = 0.001
 
 
-class Epoch:
-    """An epoch in use. Transfers that begin before a reset update their own epoch, not the next.
+class OpenEpoch:
+    """An epoch that a tier has open. Transfers from before a reset update their own epoch, not the next.
 
     Attributes:
-        index: the chunks that are known to exist: those that were met, and those that were listed.
-        listed: how many there were when the epoch was listed last; -1 before.
+        index: chunks known to exist, from transfers and from listing.
+        listed: number of chunks in the last listing; -1 before the first.
     """
 
     def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
@@ -39,11 +39,11 @@ class Epoch:
         self._holds = 0
         self._retired = False
 
-    # ----------------------------------------------------------------------- in the event loop only
+    # In the event loop only:
 
     @contextmanager
-    def hold(self) -> Iterator[Epoch]:
-        """Keep the epoch's files from being swept."""
+    def hold(self) -> Iterator[OpenEpoch]:
+        """Protect the epoch's files from sweeps."""
         self._holds += 1
         try:
             yield self
@@ -52,7 +52,7 @@ class Epoch:
             self._release_unused()
 
     def retire(self) -> None:
-        """Give the epoch up as soon as no transfer holds it."""
+        """Release the epoch when no transfer holds it."""
         self._retired = True
         self._release_unused()
 
@@ -61,10 +61,10 @@ class Epoch:
             close_lock(self._lock_fd)
             self._lock_fd = None
 
-    # ------------------------------------------------------------------------------ in any thread
+    # In any thread:
 
     def learn(self, call: FileCall) -> Sequence[OffloadKey]:
-        """Note which chunks of a call are gone. Returns those that are there, which the pool has noted."""
+        """Forget the chunks that a call did not find. Return those found, which the pool has indexed."""
         if not any(call.results):
             return call.keys
         found = list(zip(call.keys, call.results, strict=True))
@@ -72,15 +72,15 @@ class Epoch:
         return [key for key, result in found if result in THERE]
 
     def forget(self, gone: Sequence[OffloadKey]) -> None:
-        """Note that chunks are gone."""
+        """Remove chunks from the index."""
         if gone:
-            self._gone.extend(gone)  # before: a list may be about to bring them back
+            self._gone.extend(gone)  # first: a listing in progress may add them again
             self.index.discard(gone)
 
     def list(self, stop: StopFlag) -> None:
-        """List the chunks, the first time and when many of the index may be gone. Blocks.
+        """List the chunks, the first time and when much of the index may be stale. Blocks.
 
-        Raises OSError in the end if a directory cannot be read: its chunks are looked up on the disk.
+        At its end it raises OSError if a directory could not be read; its chunks are looked up on the disk.
         """
         index = self.index
         if self.listed >= 0:
@@ -98,9 +98,9 @@ class Epoch:
                 unread.append(error)
                 continue
             index.add_listed(marks)
-            index.discard(tuple(self._gone))  # those that left since they were listed
+            index.discard(tuple(self._gone))  # left since the listing
             if len(marks) > _MANY_MARKS:
-                time.sleep(_BREATH_S)  # an engine that computes wants the interpreter as well
+                time.sleep(_BREATH_S)  # leaves the interpreter to the engine
         self.index, self.listed = index, len(index)
         if unread:
             raise OSError(unread[0].errno, f"{len(unread)} directories cannot be read", unread[0].filename)

@@ -2,10 +2,10 @@
 
 ::
 
-    <namespace>/config.json               the identity, spelled out
+    <namespace>/config.json               the manifest: the identity's fields
     <namespace>/epoch                     the number of the epoch that openers join
     <namespace>/epoch.lock                held while the epoch is read or written
-    <namespace>/users.e<n>.lock           held, shared, by all who use epoch n
+    <namespace>/users.e<n>.lock           held, shared, by each user of epoch n
     <namespace>/.tmp/<writer>.lock        held by a writer while it is alive
     <namespace>/.tmp/<writer>/            its unfinished files
     <namespace>/quarantine/               files that failed a check
@@ -31,25 +31,22 @@ BLOCK_BYTES: Final = 4096
 """Size of the trailer's block behind a chunk's bytes, and alignment of direct I/O."""
 
 MANIFEST: Final = "config.json"
-"""The identity, spelled out."""
-
 DIRECTORY_MODE: Final = 0o700
 _FILE_MODE: Final = 0o600
 _SHARED: Final = stat.S_ISGID | stat.S_IWGRP
 
 CAREFULLY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""How files are opened that others may have put there: opening a FIFO would block otherwise."""
+"""Flags to open a file that another program may have put there: a FIFO would block otherwise."""
 
 MAX_EPOCH: Final = 10**15 - 1
 """The last epoch. A larger number is not kvtier's."""
 
 PART: Final = re.compile("[0-9a-f]{3}")
 LEAF: Final = re.compile("[0-9a-f]{2}_g[0-9]{1,10}")
-"""Names of the two levels of directories between an epoch's and its chunks' files."""
+"""Names of the two levels of directories between an epoch's directory and its chunks' files."""
 
 _CHUNK: Final = re.compile(rf"{PART.pattern}/[0-9a-f]{{2}}_g([0-9]{{1,10}})/((?:[0-9a-f]{{2}})+)\.bin")
 WRITER: Final = re.compile("[0-9]+-[0-9a-f]{16}")
-"""Names of writers."""
 
 _EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})\n")
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
@@ -58,12 +55,12 @@ _MAX_SMALL_BYTES: Final = 1 << 20
 
 
 def is_shared(root_fd: int) -> bool:
-    """Return whether all users of the root's group share it: its mode has the set-group-id bit and g+w."""
+    """Return whether the root's group shares it: its mode has the set-group-id bit and g+w."""
     return os.fstat(root_fd).st_mode & _SHARED == _SHARED
 
 
 def make_folder(root_fd: int, path: str) -> None:
-    """Make a directory, for the group too where the root is shared. None if it exists. OSError."""
+    """Make a directory unless it exists, for the group too if the root is shared. OSError."""
     with suppress(FileExistsError):
         os.mkdir(path, DIRECTORY_MODE, dir_fd=root_fd)
         if is_shared(root_fd):
@@ -71,7 +68,7 @@ def make_folder(root_fd: int, path: str) -> None:
 
 
 def create_file(root_fd: int, path: str, flags: int) -> int:
-    """Open a file, and make it if it is missing, for the group too where the root is shared. OSError."""
+    """Open a file; make it if missing, for the group too if the root is shared. OSError."""
     fd = os.open(path, flags | os.O_CREAT, _FILE_MODE, dir_fd=root_fd)
     with suppress(PermissionError):  # another user's
         if is_shared(root_fd) and stat.S_IMODE(os.fstat(fd).st_mode) == _FILE_MODE:
@@ -80,7 +77,7 @@ def create_file(root_fd: int, path: str, flags: int) -> int:
 
 
 def owner_of(error: OSError, root: Path) -> str:
-    """Return in words whose the file is that permission was denied for; "" for other errors."""
+    """Return the owner and mode of a file that denied permission, as text; "" for other errors."""
     if error.errno not in (errno.EACCES, errno.EPERM):
         return ""
     path, found = root / str(error.filename or ""), None
@@ -98,13 +95,13 @@ def owner_of(error: OSError, root: Path) -> str:
 
 
 def forget_pages(fd: int) -> None:
-    """Have the next read of a file come from its disk, if it has no unwritten pages."""
+    """Make the next read of a file come from its disk, if it has no unwritten pages."""
     with suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_small(root_fd: int, path: str) -> bytes:
-    """Return what is in a small file. OSError where it cannot be read, or is anything but a regular file."""
+    """Return the contents of a small file. OSError if it cannot be read or is not a regular file."""
     fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=root_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -117,7 +114,7 @@ def read_small(root_fd: int, path: str) -> bytes:
 
 @contextmanager
 def open_folder(root_fd: int, path: str, *, follow: bool = False) -> Iterator[int]:
-    """Yield a directory, open for reading. OSError where it cannot be opened or is a link not to follow."""
+    """Yield a directory, open for reading. OSError if it cannot be opened or is a link not to follow."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(path, flags, dir_fd=root_fd)
     try:
@@ -127,7 +124,7 @@ def open_folder(root_fd: int, path: str, *, follow: bool = False) -> Iterator[in
 
 
 def names_in(root_fd: int, path: str, *, follow: bool = False) -> list[str]:
-    """Return the names in a directory; none where it is missing. OSError where it cannot be read."""
+    """Return the names in a directory; none if it is missing. OSError if it cannot be read."""
     try:
         with open_folder(root_fd, path, follow=follow) as fd:
             return os.listdir(fd)
@@ -143,7 +140,7 @@ def chunk_path(data_dir: str, key: OffloadKey) -> str:
 
 
 def key_of(path: str) -> OffloadKey | None:
-    """Return the key of the chunk in a file by its path below the epoch's directory, or None."""
+    """Return the key that a file's path below the epoch's directory names, or None."""
     found = _CHUNK.fullmatch(path)
     if found is None or int(found[1]) >= 1 << 32 or len(found[2]) > 2 * (MAX_KEY_BYTES - GROUP_BYTES):
         return None
@@ -151,7 +148,7 @@ def key_of(path: str) -> OffloadKey | None:
 
 
 def max_disk_bytes(chunk_bytes: int) -> int:
-    """Return the most bytes that putting one chunk can take on disk: with trailer and three directories."""
+    """Return the most bytes that putting one chunk can take on disk, with trailer and three directories."""
     return chunk_bytes + BLOCK_BYTES * (1 + 3)
 
 
@@ -167,19 +164,19 @@ def parse_data_dir(directory: str) -> tuple[str, int] | None:
 
 
 def stored_epoch(root_fd: int, namespace: str) -> int | None:
-    """Return the epoch that openers of a namespace join; None if its file is not readable or holds none."""
+    """Return the epoch that openers of a namespace join; None if its file is unreadable or invalid."""
     with suppress(OSError):
-        for _ in range(2):  # one damaged read must not end an epoch and lose its chunks
+        for _ in range(2):  # one bad read must not cost an epoch's chunks
             if found := _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch")):
                 return int(found[1])
     return None
 
 
 def users_lock(namespace: str, epoch: int) -> str:
-    """Return the path of the file that all who use an epoch hold a shared lock on."""
+    """Return the path of the file that each user of an epoch holds a shared lock on."""
     return f"{namespace}/users.e{epoch}.lock"
 
 
 def epochs_of_users(names: Iterable[str]) -> set[int]:
-    """Return the epochs that there are users' locks of among the names in a namespace."""
+    """Return the epochs of the users' locks among the names in a namespace."""
     return {int(found[1]) for found in map(_USERS_LOCK.fullmatch, names) if found}

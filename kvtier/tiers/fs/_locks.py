@@ -1,4 +1,4 @@
-"""File locks that show whether a process is alive: they end with the process that holds them."""
+"""File locks that show whether a process is alive: a lock ends with its process."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvtier.tiers.fs._layout import CAREFULLY, create_file
 _PATIENCE_S: Final = 5.0
 _WRITER_ATTEMPTS: Final = 5
 _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
-"""EBADF is NFS's answer for a file that is not open for writing."""
+"""NFS returns EBADF for a file that is not open for writing."""
 _log = GuardedLogger("kvtier.tiers.fs")
 
 
 def make_lock(root_fd: int, path: str) -> int:
-    """Make a lock file that must not exist yet, and open it."""
+    """Make and open a lock file that must not exist yet."""
     return create_file(root_fd, path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
     """Make and lock a file that shows that a writer is alive. Return the writer's new name and the open file.
 
-    A sweep that comes before the lock may take the file for a dead writer's: then there is another attempt.
+    A sweep may remove the file before it is locked, as a dead writer's; then this tries again.
 
     Raises:
         OSError: the file system has no locks (ENOLCK), or sweeps removed each attempt (EAGAIN).
@@ -51,7 +51,7 @@ def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
 
 
 def open_lock(root_fd: int, path: str, *, create: bool) -> int:
-    """Open a lock file for writing, which NFS needs; for reading if this user may not write it."""
+    """Open a lock file for writing, as NFS requires; for reading if this user may not write it."""
     flags = os.O_RDWR | CAREFULLY
     try:
         return create_file(root_fd, path, flags) if create else os.open(path, flags, dir_fd=root_fd)
@@ -63,7 +63,7 @@ def open_lock(root_fd: int, path: str, *, create: bool) -> int:
 
 @contextmanager
 def opened_lock(root_fd: int, path: str, *, create: bool) -> Iterator[int]:
-    """Yield a lock file, open as by ``open_lock``, and close it in the end."""
+    """Yield a lock file that ``open_lock`` opened, and close it at the end."""
     fd = open_lock(root_fd, path, create=create)
     try:
         yield fd
@@ -73,7 +73,7 @@ def opened_lock(root_fd: int, path: str, *, create: bool) -> Iterator[int]:
 
 @contextmanager
 def removed_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
-    """Hold a lock file if it is free, and remove it in the end. Yields whether it is held."""
+    """Hold a lock file if it is free, and remove it at the end. Yields whether it is held."""
     with opened_lock(root_fd, path, create=create) as fd:
         is_held = try_lock(fd) is True
         yield is_held
@@ -83,7 +83,7 @@ def removed_lock(root_fd: int, path: str, *, create: bool) -> Iterator[bool]:
 
 
 def is_current(root_fd: int, path: str, fd: int) -> bool:
-    """Return whether an open lock file is still the one at its path, where others look for it."""
+    """Return whether an open lock file is still the one at its path, where other processes look for it."""
     try:
         return os.path.samestat(os.stat(path, dir_fd=root_fd, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
@@ -91,14 +91,14 @@ def is_current(root_fd: int, path: str, fd: int) -> bool:
 
 
 def close_lock(fd: int) -> None:
-    """Close a lock file. If the file system is gone that fails, but frees the descriptor."""
+    """Close a lock file. If the file system is gone this fails, but still frees the descriptor."""
     with suppress(OSError):
         os.close(fd)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
     """Lock an open file without waiting. None if the file system has no such locks."""
-    keep_fd_from_children(fd)  # or a child would hold the lock of a parent that is dead
+    keep_fd_from_children(fd)  # else a child would hold the lock of a dead parent
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -111,9 +111,9 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bool:
-    """Lock an open file that is only held briefly. False if the file system has no locks.
+    """Wait for the lock of an open file; processes hold it briefly. False if the file system has no locks.
 
-    Raises TimeoutError if a stopped process holds it for seconds, or a share hangs.
+    Raises TimeoutError if a stopped process holds it for seconds, or a network share hangs.
     """
     give_up_at = time.monotonic() + patience_s
     pause_s = 0.0002
@@ -127,7 +127,7 @@ def lock_with_timeout(fd: int, path: str, patience_s: float = _PATIENCE_S) -> bo
 
 @contextmanager
 def wait_for_lock(root_fd: int, path: str, *, create: bool) -> Iterator[None]:
-    """Hold a lock file. TimeoutError as ``lock_with_timeout``."""
+    """Hold a lock file. Raises TimeoutError as ``lock_with_timeout``."""
     with opened_lock(root_fd, path, create=create) as fd:
         if not lock_with_timeout(fd, path):
             _log.warning(

@@ -1,14 +1,14 @@
-"""One identity's directories below a root: the epoch that is joined, and the writer that an opener is.
+"""The directories of one identity below a root, opened by one tier: its epoch, manifest and writer lock.
 
 Everything here blocks and runs in the tier's own threads.
 
-**Epochs.** Chunks live in a directory of their epoch. A reset starts an epoch for the opener that resets, and
-raises the number in the file ``epoch`` beyond it, so that later openers start another one: the reset may have
-been for weights that this process alone has. Other openers keep their epoch until they reset or open again.
-An older epoch whose lock is free is removed in the background.
+**Epochs.** Chunks are in a directory of their epoch. A reset starts an epoch for its opener alone, and raises
+the number in the file ``epoch`` beyond it, so that later openers start another: only this process may have
+the new weights. Other openers keep their epoch until they reset or reopen. Sweeps remove unlocked old
+epochs.
 
-The number never goes back: if the file is missing, unreadable or behind a trace of a higher epoch, a number
-above all traces is taken. Old bytes are lost then, and never mixed up.
+The number never decreases. If the file is missing, unreadable or behind a trace of a higher epoch, the next
+epoch is above all traces: old chunks are then lost, but never mixed up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._epoch import Epoch
+from kvtier.tiers.fs._epoch import OpenEpoch
 from kvtier.tiers.fs._files.call import Flag, Place, errno_name
 from kvtier.tiers.fs._locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs._quota import ledger
@@ -48,36 +48,36 @@ _log = GuardedLogger("kvtier.tiers.fs")
 _log_limit = LogLimit(_LINES_EVERY_S)  # of the process: each attempt to open makes another tier
 
 
-class Namespace:
-    """One identity's directories below a root, opened."""
+class OpenNamespace:
+    """The directories of one identity below a root, opened by one tier."""
 
     def __init__(self, config: FsConfig, context: TierContext, root_fd: int) -> None:
         self.name = context.identity.namespace
         self.root_fd = root_fd
         self._refusal = 0  # errno of the first write, if it failed
         self._next_try_s, self._try_pause = 0.0, Backoff(_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S)
-        self.is_new = False  # whether it had no manifest
+        self.is_new = False  # whether this opener wrote the manifest
         self.direct = False  # whether files bypass the page cache
         self._mount = _mount_above(config.root_dir)
         self._config = config
         self._context = context
-        self.writer = ""  # name of this opener's lock and directory for unfinished files
+        self.writer = ""  # name of this opener's lock and temporary directory
         self._writer_fd: int | None = None
 
     @staticmethod
-    def open(config: FsConfig, context: TierContext) -> tuple[Namespace, Epoch]:
+    def open(config: FsConfig, context: TierContext) -> tuple[OpenNamespace, OpenEpoch]:
         """Make or open the directories, join the epoch, and compare or write the manifest.
 
         Raises:
-            TierError: the root can be neither written nor read, ``direct_io`` is ``always`` and not possible,
-                or the directory belongs to another cache: the message lists what differs.
+            TierError: the root can be neither written nor read, ``direct_io`` is ``always`` and impossible,
+                or the directory belongs to another cache: the message lists the differences.
         """
         root = config.root_dir
         try:
             _make_folder(root)
             root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with ExitStack() as undo:
-                namespace = Namespace(config, context, root_fd)
+                namespace = OpenNamespace(config, context, root_fd)
                 undo.callback(namespace.close)
                 epoch = namespace._join()
                 undo.callback(epoch.retire)
@@ -92,24 +92,23 @@ class Namespace:
 
     @property
     def read_only(self) -> str | None:
-        """Why nothing can be written, as an errno's name; None if it can."""
+        """Name of the errno that prevents writes; None if the root can be written."""
         return errno_name(self._refusal) if self._refusal else None
 
     @property
     def can_evict(self) -> bool:
-        """Whether files may be removed: also where nothing can be written for want of room."""
+        """Whether files may be removed, which a full disk or quota does not prevent."""
         return not self._refusal or self._refusal in ledger.NO_ROOM
 
     @property
     def tmp_dir(self) -> str:
-        """This writer's own directory for unfinished files."""
         return f"{self.name}/.tmp/{self.writer}"
 
     def is_replaced(self) -> bool:
-        """Return whether the directory at the root's path should be used in place of this one, or be made.
+        """Return whether the tier must reopen: another directory is at the root's path, or it was removed.
 
-        A root that was moved away stays in use. So does one after an unmount: the directory under the mount
-        point is on another disk, which must not be filled. A root that was removed is made again.
+        A root that was moved away stays in use. After an unmount it stays too: the directory under the mount
+        point is on another disk, which must not be filled.
         """
         try:
             there = os.stat(self._config.root_dir)
@@ -128,13 +127,13 @@ class Namespace:
     def _is_removed(self) -> bool:
         try:
             return not os.fstat(self.root_fd).st_nlink and os.path.ismount(self._mount)
-        except OSError as error:  # a share that hangs or is gone, or whose server has no such directory
+        except OSError as error:  # a share hangs or is gone, or its server removed the directory
             return error.errno == errno.ESTALE and os.path.ismount(self._mount)
 
     def try_to_write(self) -> int | None:
-        """Return 0 if a root that was read-only at opening can be written, its ledger too, or the errno.
+        """Try whether a read-only root and its ledger can be written now. Return 0 or the errno.
 
-        Return None without a try: tries come at growing intervals, as each may make a file.
+        Return None if no attempt is due: each may make a file, so they have growing intervals.
         """
         if not self._refusal or time.monotonic() < self._next_try_s:
             return None
@@ -150,12 +149,12 @@ class Namespace:
             self._remove_writer()
 
     def close(self) -> None:
-        """Give back the root and this writer's directory. The epoch is retired before."""
+        """Remove this writer's directory and close the root. Retire the epoch first."""
         self._remove_writer()
         os.close(self.root_fd)
 
     def _remove_writer(self) -> None:
-        """Remove this writer's directory and lock. Sweeps remove the rest after a disk failure."""
+        """Remove this writer's directory and lock. If the disk fails, sweeps remove them later."""
         if self._writer_fd is not None:
             with suppress(OSError):
                 for name in layout.names_in(self.root_fd, self.tmp_dir, follow=True):
@@ -167,11 +166,11 @@ class Namespace:
             close_lock(self._writer_fd)
             self._writer_fd = None
 
-    def advance(self, beyond: int) -> Epoch:
-        """Start a new epoch, above ``beyond`` and every trace of an epoch, for this opener alone.
+    def advance(self, beyond: int) -> OpenEpoch:
+        """Start a new epoch for this opener alone, above ``beyond`` and every trace of an epoch.
 
-        The new epoch's lock file comes first. It needs no room for bytes; if writing the number
-        raises OSError, later openers start above this trace.
+        Make the new epoch's lock file first: it needs no room for bytes. If writing the number then raises
+        OSError, later openers start above this trace.
         """
         if self._refusal:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
@@ -186,9 +185,7 @@ class Namespace:
                 raise
             return epoch
 
-    # ------------------------------------------------------------------------------ opening
-
-    def _join(self) -> Epoch:
+    def _join(self) -> OpenEpoch:
         try:
             self._make_writer()
         except OSError as error:
@@ -198,7 +195,7 @@ class Namespace:
             return self._enter(self._current_epoch())
 
     def _agree_on_identity(self) -> None:
-        """Compare the manifest with the identity; write it where there is none."""
+        """Compare the manifest with the identity; write it if there is none."""
         where, identity = f"{self.name}/{layout.MANIFEST}", self._context.identity
         try:
             try:
@@ -219,7 +216,7 @@ class Namespace:
         """Only read the root from now on, because a part of it cannot be written.
 
         Raises:
-            OSError: ``refusal``, if there is nothing to read, or it has another cause.
+            OSError: ``refusal``, if nothing can be read either, or its cause is another one.
         """
         if refusal.errno not in _READ_ONLY or not self._exists(layout.MANIFEST):
             raise refusal
@@ -235,8 +232,8 @@ class Namespace:
     def _make_writer(self) -> None:
         """Make a directory for unfinished files, and a lock that shows that its owner is alive.
 
-        A directory without a lock is left over: the lock is made before it, and removed after it. It fails
-        on a file system without locks: no bound would hold for several writers.
+        The lock is made before the directory and removed after it, so a directory without a lock is a
+        leftover. A file system without locks fails: several writers could not keep a common bound.
         """
         for name in (self.name, f"{self.name}/.tmp"):
             layout.make_folder(self.root_fd, name)
@@ -257,7 +254,7 @@ class Namespace:
         return highest + 1
 
     def _highest_trace(self) -> int:
-        """Return the highest epoch that left a trace, -1 where none did."""
+        """Return the highest epoch that left a trace; -1 if none did."""
         found = [
             trace[1]
             for name in layout.names_in(self.root_fd, ".", follow=True)
@@ -267,15 +264,15 @@ class Namespace:
         return max((*found, *users), default=-1)
 
     def _require_number(self, number: int) -> None:
-        """Raise OSError for an epoch above the last one; only a forged trace leads there."""
+        """Raise OSError if an epoch is above the maximum; only forged traces are that high."""
         if number > layout.MAX_EPOCH:
             what = f"no epoch can follow {number - 1}: remove its data directory, users lock and epoch file"
             raise OSError(errno.EOVERFLOW, what, self.name)
 
-    def _enter(self, number: int) -> Epoch:
-        """Join an epoch. Under the epoch's lock, which sweeps take too."""
+    def _enter(self, number: int) -> OpenEpoch:
+        """Join an epoch. The caller holds the epoch's lock, which sweeps take too."""
         lock_fd: int | None = None
-        # A root that cannot be written may lack the file, and has no sweeps.
+        # A root that cannot be written may lack the file, and is not swept.
         writable = self.read_only is None
         with nullcontext() if writable else suppress(FileNotFoundError):
             lock_fd = open_lock(self.root_fd, layout.users_lock(self.name, number), create=writable)
@@ -285,7 +282,7 @@ class Namespace:
             except OSError:
                 os.close(lock_fd)
                 raise
-        return Epoch(number, self._place(number), lock_fd)
+        return OpenEpoch(number, self._place(number), lock_fd)
 
     def _place(self, epoch: int) -> Place:
         flags = _DURABILITY[self._config.durability] | (Flag.DIRECT if self.direct else Flag.NONE)
@@ -333,8 +330,6 @@ class Namespace:
             if self.read_only is None:
                 os.unlink(path, dir_fd=self.root_fd)
 
-    # -------------------------------------------------------------------------- small files
-
     def _epoch_lock(self) -> AbstractContextManager[None]:
         if self.read_only is not None and not self._exists("epoch.lock"):
             return nullcontext()
@@ -348,7 +343,7 @@ class Namespace:
         return True
 
     def _write_small(self, name: str, text: str) -> None:
-        """Write a file completely or not at all, even at a power cut."""
+        """Write a small file completely or not at all, even in a power cut."""
         tmp = f"{self.tmp_dir}/{name}"
         fd = layout.create_file(self.root_fd, tmp, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
         with open(fd, "w", encoding="utf-8", newline="") as file:
@@ -361,7 +356,7 @@ class Namespace:
 
 
 def _mount_above(path: Path) -> Path:
-    """Return where the file system is mounted that a path is on."""
+    """Return the mount point of a path's file system."""
     path = path.resolve()
     while not os.path.ismount(path):
         path = path.parent
@@ -369,7 +364,7 @@ def _mount_above(path: Path) -> Path:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a directory and those above it that are missing, for this user alone."""
+    """Make a directory and its missing parents, for this user alone."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=layout.DIRECTORY_MODE, exist_ok=True)

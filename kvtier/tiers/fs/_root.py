@@ -1,7 +1,7 @@
-"""The root of a file tier on disk, read without an engine, for the command line's tools.
+"""The root of a file tier on disk, read without an engine, for sweeps and the command line.
 
-Locks are only held for a moment. Files that other processes add and remove meanwhile are no errors. Chunks
-are yielded one by one: a root may hold millions.
+It holds locks only for a moment. Files that other processes add or remove meanwhile are not errors. It yields
+chunks one by one: a root may hold millions.
 
 A cache is a directory ``<model>_<digest>`` that contains kvtier's manifest or an epoch, and directories
 ``<model>_<digest>_r0[.e<epoch>]``. Everything else below a root is foreign.
@@ -42,22 +42,21 @@ def no_tick(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """A chunk's file, as the directory says."""
+    """A chunk's file, as listed in its directory."""
 
     path: str  # relative to the root
-    key: OffloadKey  # that its name spells
+    key: OffloadKey  # from its name
     disk_bytes: int
     used: float  # Unix time of the last use
 
     @property
     def group(self) -> int:
-        """Index of the KV cache group."""
         return group_index(self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownEntry:
-    """An entry among the chunks that is no chunk's file."""
+    """An entry among the chunks that is not a chunk's file."""
 
     path: str  # relative to the root
     problem: int = 0  # errno of a directory that cannot be read; else 0
@@ -76,22 +75,21 @@ class Manifest:
     """The contents of ``config.json``."""
 
     fields: dict[str, Any]  # empty if it cannot be read
-    digest: bytes | None  # of the identity; None if the file does not fit its directory's name
-    problem: str  # why it is useless; "" if it is valid, or missing: then the next engine writes it
+    digest: bytes | None  # of the identity; None if it does not match the directory's name
+    problem: str  # why it is unusable; "" if it is valid, or missing: the next engine writes it
 
     @property
     def model(self) -> str | None:
-        """The model's name."""
         name = self.fields.get("model")
         return name if isinstance(name, str) else None
 
 
 class Namespace:
-    """One cache's place below a root.
+    """One cache below a root, as tools see it.
 
     Attributes:
-        name: of its directory.
-        data_dirs: the directories of its chunks at the time when the root was listed.
+        name: name of its directory.
+        data_dirs: directories of its chunks when the root was listed.
     """
 
     def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
@@ -112,9 +110,9 @@ class Namespace:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether its chunks belong to no cache that an engine could open.
+        """Whether no engine can open its chunks. False unless it holds only directories of chunks.
 
-        Only what can be nothing but kvtier's is meant: nothing but directories of chunks is in it.
+        Other contents may belong to another program.
         """
         if not self.data_dirs or self._root.is_home(self.name):
             return False
@@ -124,22 +122,22 @@ class Namespace:
 
     @property
     def is_kvtiers(self) -> bool:
-        """Whether an engine with kvtier has made the place."""
+        """Whether kvtier made the cache."""
         if "kvtier_format" in self.manifest.fields:
             return True
         return any(self._root.is_there(f"{self.name}/{sign}") for sign in ("epoch", "epoch.lock"))
 
     @property
     def problem(self) -> str:
-        """The problem of the cache as a whole; "" if there is none."""
+        """The problem of the whole cache; "" if there is none."""
         problem = self.manifest.problem
         if not problem and self.data_dirs and not self.is_orphaned and self.epoch is None:
-            problem = "epoch is not readable: the next engine starts another one and removes what is here"
+            problem = "epoch is not readable: the next engine starts another one and removes these chunks"
         return problem
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that an engine would join if it opened this namespace now; None if unknown."""
+        """The epoch that an engine would join now; None if unknown."""
         return layout.stored_epoch(self._root.fd, self.name)
 
     @property
@@ -151,7 +149,7 @@ class Namespace:
     @property
     def is_used(self) -> bool | None:
         """Whether a living process has it open; None if unknown."""
-        # Openers take the epoch's lock first, so they do not meet the users' locks that are held here.
+        # Openers take the epoch's lock first, so they do not collide with the users' locks held here.
         try:
             with wait_for_lock(self._root.fd, f"{self.name}/epoch.lock", create=False):
                 known = self.users()
@@ -162,7 +160,7 @@ class Namespace:
         return True if True in known else None if None in known else False
 
     def users(self) -> set[bool | None]:
-        """Return whether living processes use an epoch, of each epoch. Under the epoch's lock."""
+        """Return for the epochs whether living processes use them. The caller holds the epoch's lock."""
         epochs = layout.epochs_of_users(self._root.names(self.name))
         return {self._root.is_locked(layout.users_lock(self.name, epoch)) for epoch in epochs}
 
@@ -173,19 +171,18 @@ class Namespace:
         return {name: self._root.is_locked(f"{folder}/{name}.lock") for name in sorted(names)}
 
     def quarantine(self) -> list[str]:
-        """Return the names of the quarantined files."""
         return sorted(self._root.names(f"{self.name}/quarantine"))
 
 
 class Root:
-    """A root directory, open for looking. A context manager.
+    """A root directory, open for reading. A context manager.
 
     Args:
-        root: its path; or a descriptor of it, which stays the caller's, whatever is at its path now.
-        only: names of the namespaces that are there for who looks; None for all.
+        root: path of the root, or an open descriptor, which stays the caller's.
+        only: names of the namespaces to show; None for all.
 
     Raises:
-        TierError: it cannot be read.
+        TierError: the root cannot be read.
     """
 
     def __init__(self, root: Path | int, only: Container[str] | None = None) -> None:
@@ -206,11 +203,7 @@ class Root:
         os.close(self.fd)
 
     def namespaces(self) -> list[Namespace]:
-        """Return the caches that have a place here, by name.
-
-        Raises:
-            TierError: the root cannot be read any more.
-        """
+        """Return the caches, sorted by name. TierError if the root cannot be read any more."""
         data_dirs: dict[str, list[DataDir]] = {}
         homes = []
         for name in self._directories():
@@ -223,11 +216,7 @@ class Root:
         return [one for one in found_here if one.is_kvtiers or one.is_orphaned]
 
     def namespace(self, name: str) -> Namespace:
-        """Return the cache whose directory is called ``name``.
-
-        Raises:
-            TierError: there is none; the message lists those that are there.
-        """
+        """Return the cache whose directory is ``name``. TierError, with a list, if there is none."""
         found = {one.name: one for one in self.namespaces()}
         if name in found:
             return found[name]
@@ -243,13 +232,12 @@ class Root:
     def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | UnknownEntry]:
         """Yield the files of an epoch's chunks, and other entries among them, in no order.
 
-        Files that vanish meanwhile are left out. A directory that cannot be read is yielded as an
-        ``UnknownEntry`` with a problem.
+        Omits files that vanish meanwhile. An unreadable directory is an ``UnknownEntry`` with a problem.
         """
         yield from self._below(data_dir, "", 0, tick)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a directory; none where it is missing or cannot be read."""
+        """Return the names in a directory; none if it is missing or unreadable."""
         try:
             return layout.names_in(self.fd, folder)
         except OSError:
@@ -265,8 +253,6 @@ class Root:
         except OSError:
             return None
         return None if free is None else not free
-
-    # ------------------------------------------------------------------------------ looking
 
     def _directories(self) -> list[str]:
         try:
@@ -290,7 +276,7 @@ class Root:
         return True
 
     def _entries(self, folder: str, tick: Tick) -> Iterator[os.DirEntry[str] | UnknownEntry]:
-        """Yield what is in a directory, which stays open meanwhile: entries are asked through it."""
+        """Yield a directory's entries. It stays open meanwhile: ``entry.stat`` needs its descriptor."""
         try:
             with layout.open_folder(self.fd, folder) as fd, os.scandir(fd) as entries:
                 for entry in entries:

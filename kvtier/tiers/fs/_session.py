@@ -1,4 +1,4 @@
-"""The resources of an open file tier, and its puts within the bounds of a root."""
+"""The resources of an open file tier, and its puts within the root's bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.errors import TierError
 from kvtier.tiers._base import Batch, TierContext
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._epoch import Epoch
+from kvtier.tiers.fs._epoch import OpenEpoch
 from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, StopFlag, Verb, chunks_with, errno_name
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
@@ -24,33 +24,32 @@ from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._maintenance.maintenance import Maintenance
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._maintenance.sweep import MAX_FILES
-from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._namespace import OpenNamespace
 from kvtier.tiers.fs._quota.ledger import FOLDER, NO_ROOM, Ledger, SharedLedger, stat_file_system
 from kvtier.tiers.fs._quota.quota import Quota
 from kvtier.tiers.fs._root import Root
 
 _NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESPIPE})
-_NO_LEDGER: Final = f": remove what is at {FOLDER}/ledger, which is no ledger; it is made anew"
+_NO_LEDGER: Final = f": {FOLDER}/ledger is not a ledger: remove it, and kvtier makes a new one"
 _FIRST_COUNT_PATIENCE_S: Final = 1.0
 _THREADS: Final = 4
 _CHUNKS_TO_OPEN: Final = 16
 _FULL: Final = frozenset(-number for number in NO_ROOM)
 _NEEDS_ROOM: Final = _FULL | {Result.MAX_BYTES, Result.MIN_FREE}
 _FLUSH_S: Final = 0.02
-_ROOM_SHARE: Final = 0.2  # of its deadline a put waits for room
+_ROOM_SHARE: Final = 0.2  # of a put's deadline, to wait for room
 
 
 class Session:
-    """An open file tier. In the event loop.
+    """An open file tier, in the event loop. ``open`` sets the attributes annotated below.
 
     Attributes:
         closing: set when the tier closes.
-        workers: threads that may block on the quarantine and on discards.
-        epoch: the epoch that is read and written; None after a reset that failed, and after closing.
-        namespace: the identity's place below the root. It and the other annotated ones are set by ``open``.
+        workers: threads for the quarantine and for discards.
+        epoch: the current epoch; None after a failed reset and after closing.
     """
 
-    namespace: Namespace
+    namespace: OpenNamespace
     quota: Quota
     quarantine: Quarantine
     pool: NativePool
@@ -61,30 +60,30 @@ class Session:
         self._context = context
         self._loop = asyncio.get_running_loop()
         self.closing = StopFlag()
-        self.epoch: Epoch | None = None
+        self.epoch: OpenEpoch | None = None
         self._all_workers: list[Workers] = []
         self._work = AsyncExitStack()  # stops running work
-        self._resources = ExitStack()  # closed in a thread: that blocks
+        self._resources = ExitStack()  # closed in a thread, because closing blocks
         self._closed: asyncio.Future[None] | None = None
         self._serial = 0
         self._flush_is_due = False
         self.workers = self._start_workers("io", _THREADS)
 
     async def open(self) -> None:
-        """Open the root, and wait a moment for its count, which ends at once for a small one.
+        """Open the root, and wait briefly for its first count, which is enough for a small root.
 
         Raises:
-            TierError: it cannot be opened; the message names the tier, the path and the errno.
+            TierError: the root cannot be opened; the message has the tier, the path and the errno.
         """
         await run(self.workers, self._open_root)
         self._start_work()
-        self.maintenance.begin()
+        self.maintenance.start()
         if self.quota.should_be_counted:
             with anyio.move_on_after(_FIRST_COUNT_PATIENCE_S):
                 await self.maintenance.counted.wait()
 
     async def close(self) -> None:
-        """Wait until all threads have ended, and close what is open. See ``FsTier.aclose``."""
+        """End all threads and close all files. See ``FsTier.aclose``."""
         if self.closing:
             if self._closed is not None:
                 await asyncio.wait((self._closed,))
@@ -98,24 +97,19 @@ class Session:
         finally:
             for workers in self._all_workers:
                 workers.close()
-            closer = Workers(f"{self._context.name}-close", 1)  # the waiting blocks: a thread of its own
+            closer = Workers(f"{self._context.name}-close", 1)  # joining blocks: a thread of its own
             self._closed = closer.call(self._close)
             closer.close()
             await asyncio.wait((self._closed,))
             self._closed.result()
 
     async def set_aside(self, call: FileCall) -> list[int]:
-        """Move files that failed their checks to the quarantine. Return the chunks whose files are away."""
+        """Quarantine files that failed their checks. Return the positions of chunks without a file now."""
         corrupt = chunks_with(call.results, CORRUPT)
         return await run(self.workers, partial(self.quarantine.add_all, call, corrupt)) if corrupt else []
 
-    # --------------------------------------------------------------------------------------- puts
-
-    async def put(self, epoch: Epoch, batch: Batch) -> array[int]:
-        """Put the chunks that are not there, and for a part of the deadline again those that a bound refuses.
-
-        Returns what became of each.
-        """
+    async def put(self, epoch: OpenEpoch, batch: Batch) -> array[int]:
+        """Put missing chunks; retry refused ones for a part of the deadline. Return each chunk's result."""
         give_up_at = self._loop.time() + _ROOM_SHARE * self._config.deadline_s
         call = await self._put(epoch, batch)
         if corrupt := await self.set_aside(call):
@@ -126,7 +120,7 @@ class Session:
             call.take_results(refused, await self._put(epoch, batch.part(refused)))
         return call.results
 
-    async def _put(self, epoch: Epoch, batch: Batch) -> FileCall:
+    async def _put(self, epoch: OpenEpoch, batch: Batch) -> FileCall:
         call = self._new_call(epoch, batch)
         if self.quota.reserve_ahead(len(call)):
             await self._write(epoch, call)
@@ -140,10 +134,10 @@ class Session:
             self.maintenance.make_room_soon()
         return call
 
-    async def _put_missing(self, epoch: Epoch, call: FileCall, batch: Batch) -> None:
-        """Put the chunks that have no file, as many as there is room for.
+    async def _put_missing(self, epoch: OpenEpoch, call: FileCall, batch: Batch) -> None:
+        """Put the chunks without a file, as far as there is room.
 
-        Reserves nothing for the others, or chunks would be evicted for it.
+        Existing files must not reserve any: chunks would be evicted for it.
         """
         await self.pool.run(call, Verb.CONTAINS, epoch.index)
         missing = chunks_with(call.results, {Result.ABSENT})
@@ -162,26 +156,26 @@ class Session:
             await self._write(epoch, part)
             call.take_results(missing[:granted], part)
 
-    async def _write(self, epoch: Epoch, call: FileCall) -> None:
-        """Put chunks that room is reserved for, and settle what they took, cancelled or not."""
+    async def _write(self, epoch: OpenEpoch, call: FileCall) -> None:
+        """Put chunks into reserved room, and settle the reservation, cancelled or not."""
         try:
             await self.pool.run(call, Verb.PUT, epoch.index)
         finally:
             self._settle(len(call), call.added)
 
-    def _new_call(self, epoch: Epoch, batch: Batch) -> FileCall:
+    def _new_call(self, epoch: OpenEpoch, batch: Batch) -> FileCall:
         self._serial += len(batch)
         return FileCall(epoch.place, batch.keys, batch.slots, batch.memory, self._serial - len(batch))
 
     def _reserve(self, chunks: int) -> tuple[int, int]:
-        """Reserve room. Returns for how many chunks, and the result of the others. Blocks."""
+        """Reserve room. Return for how many chunks, and the result of the rest. Blocks."""
         try:
             return self.quota.reserve(chunks)
-        except OSError as error:  # the file system cannot even say how much room there is
+        except OSError as error:  # the file system cannot report its room
             return 0, -(error.errno or errno.EIO)
 
     def _settle(self, granted: int, added: int) -> None:
-        """End a reservation. A timer or the next put reports it to the other engines."""
+        """End a reservation. A timer or the next put reports it to the ledger."""
         if granted:
             self.quota.settle(granted, added)
             if not self._flush_is_due:
@@ -192,8 +186,6 @@ class Session:
         self._flush_is_due = False
         if self.quota.has_news:
             self._ledger_worker.submit(self.quota.flush)
-
-    # ------------------------------------------------------------------------- opening and closing
 
     def _start_workers(self, name: str, threads: int = 1) -> Workers:
         self._all_workers.append(Workers(f"{self._context.name}-{name}", threads))
@@ -211,15 +203,15 @@ class Session:
             root = self._config.root_dir
             raise TierError(f"tier {self._context.name}: {root} cannot be measured ({name}){hint}") from error
         self._resources.callback(self.quota.flush)
-        if namespace.is_new:  # or its files were removed
+        if namespace.is_new:  # the ledger may count files that were removed by hand
             self.quota.doubt()
         self.namespace = namespace
         self.quarantine = Quarantine(namespace.root_fd, namespace.name, self._context.chunk_bytes, MAX_FILES)
 
-    def _open_namespace(self) -> tuple[Namespace, Epoch]:
-        """Open the namespace. On a full file system evict a few chunks first: a new one needs some blocks."""
+    def _open_namespace(self) -> tuple[OpenNamespace, OpenEpoch]:
+        """Open the namespace. If the file system is full, evict a few chunks first: opening needs blocks."""
         try:
-            return Namespace.open(self._config, self._context)
+            return OpenNamespace.open(self._config, self._context)
         except TierError as error:
             number = getattr(error.__cause__, "errno", None)
             if number not in NO_ROOM or self._config.eviction == "none":
@@ -228,10 +220,9 @@ class Session:
             Evictor(root.fd, self.closing).make_room(
                 _CHUNKS_TO_OPEN * max_disk_bytes(self._context.chunk_bytes)
             )
-        return Namespace.open(self._config, self._context)
+        return OpenNamespace.open(self._config, self._context)
 
     def _start_work(self) -> None:
-        """Start the pool and the background work."""
         config, name = self._config, self._context.name
         try:
             self.pool = NativePool(config.n_threads, config.n_threads)
@@ -259,7 +250,7 @@ class Session:
         self._resources.close()
 
 
-def _open_ledger(namespace: Namespace) -> Ledger:
+def _open_ledger(namespace: OpenNamespace) -> Ledger:
     """Open the root's ledger. If it cannot be written, the root is only read. Blocks."""
     if namespace.read_only is None:
         try:

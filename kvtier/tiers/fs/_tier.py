@@ -1,4 +1,4 @@
-"""The file tier: chunks in files below a directory, published whole, proven on each get."""
+"""The file tier: chunks as files below a directory, published whole and checked on each get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvtier.tiers._base import (
 from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers._faults import require_answers
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._epoch import Epoch
+from kvtier.tiers.fs._epoch import OpenEpoch
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import REASONS, THERE, FileCall, Result, Verb, errno_name, outcome_of
 from kvtier.tiers.fs._files.workers import run
@@ -34,7 +34,7 @@ from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier.tiers.fs._quota.ledger import NO_ROOM
 from kvtier.tiers.fs._session import Session
 
-_NOTED_AT_ONCE: Final = 512  # chunks that were used: one takes some 2 us of the event loop
+_NOTED_AT_ONCE: Final = 512  # used chunks; each takes some 2 us of the event loop
 _KNOWLEDGE: Final = (Knowledge.UNKNOWN, Knowledge.PRESENT)
 _HAS_FILE: Final = frozenset({Result.EXISTS, Result.TORN})
 
@@ -43,13 +43,13 @@ _HAS_FILE: Final = frozenset({Result.EXISTS, Result.TORN})
 class FsStatistics:
     """The state of a file tier."""
 
-    epoch: int | None  # that it reads and writes; None after a reset that failed
-    used_bytes: int | None  # below the root, as far as known; None before the first count
-    limit_bytes: int | None  # allowed there; None before the default is known
+    epoch: int | None  # that it reads and writes; None after a failed reset
+    used_bytes: int | None  # below the root; None before the first count
+    limit_bytes: int | None  # allowed below the root; None before the default is known
     quarantined: Mapping[str, int]  # files that failed a check since the tier opened, by reason
     direct_io: bool  # whether files bypass the page cache
-    read_only: str | None  # why it cannot be written, as an errno's name; None if it can
-    known_chunks: int  # without asking the disk
+    read_only: str | None  # name of the errno that prevents writes; None if the root can be written
+    known_chunks: int  # in the index, without asking the disk
     evicted_chunks: int  # by this process, of all namespaces
     evicted_bytes: int  # removed by this process to make room, leftovers included
 
@@ -57,15 +57,11 @@ class FsStatistics:
 class FsTier(SecondaryTier[FsConfig]):
     """Keeps chunks as files below one directory, which several engines may share.
 
-    A put does not rewrite a chunk that exists. A get reads the bytes into the slot and checks them by their
-    trailer; damaged files are moved to the namespace's ``quarantine``. A cancelled put or get begins no more
-    chunks, and returns when the running ones have ended.
+    A put does not rewrite a chunk that exists. A get reads the bytes into the slot, checks them by their
+    trailer, and moves a damaged file to the namespace's ``quarantine``. A cancelled put or get starts no more
+    chunks, and returns when those in flight have ended.
 
-    A reset starts a new epoch. Other engines that have the same directory open keep theirs until they reset
-    or open again.
-
-    Args:
-        config: the settings.
+    A reset starts a new epoch. Other engines with the same directory keep theirs until they reset or reopen.
     """
 
     Config: ClassVar[type[TierConfig]] = FsConfig
@@ -78,8 +74,6 @@ class FsTier(SecondaryTier[FsConfig]):
         self._session: Session | None = None
         self._chunk_bytes = 0
         self._resetting = anyio.Lock()
-
-    # --------------------------------------------------------------------- opening, closing
 
     async def open(self, context: TierContext) -> None:
         """Make or open the directories below ``root_dir``. See ``SecondaryTier.open``."""
@@ -99,9 +93,9 @@ class FsTier(SecondaryTier[FsConfig]):
         self._session = session
 
     async def aclose(self) -> None:
-        """Wait until all threads have ended, and close what is open.
+        """End all threads and close all files.
 
-        If cancelled, it does not wait for a disk that hangs: a thread closes what is open when that answers.
+        If cancelled, do not wait for a hung disk: a thread closes the files when the disk answers.
         """
         if self._session is not None:
             await self._session.close()
@@ -110,8 +104,6 @@ class FsTier(SecondaryTier[FsConfig]):
         if self._session is None:
             raise StateError("the file tier is not open")
         return self._session
-
-    # ----------------------------------------------------------------------------- the verbs
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
         """Return PRESENT or UNKNOWN for each key. See ``SecondaryTier.known``, and ``Index``."""
@@ -133,7 +125,7 @@ class FsTier(SecondaryTier[FsConfig]):
         return [result in _HAS_FILE for result in call.results]
 
     async def put(self, batch: Batch) -> Outcome:
-        """Write the chunks that are not there yet. See ``SecondaryTier.put``."""
+        """Write the chunks without a file. See ``SecondaryTier.put``."""
         session = self._opened()
         self._check(batch)
         if session.namespace.read_only is not None:
@@ -149,7 +141,7 @@ class FsTier(SecondaryTier[FsConfig]):
         return outcome_of(results)
 
     async def get(self, batch: Batch) -> Outcome:
-        """Read and prove chunks. See ``SecondaryTier.get``."""
+        """Read and check chunks. See ``SecondaryTier.get``."""
         session = self._opened()
         self._check(batch)
         if session.epoch is None or not len(batch):
@@ -163,7 +155,7 @@ class FsTier(SecondaryTier[FsConfig]):
         return outcome_of(call.results)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that ``keys`` were used. See ``SecondaryTier.touch``. Their files' times are set later."""
+        """Note uses of ``keys``; their files' times are set later. See ``SecondaryTier.touch``."""
         for first in range(0, len(keys), _NOTED_AT_ONCE):
             if self._session is not None and self._session.epoch is not None:
                 self._session.maintenance.uses.note(keys[first : first + _NOTED_AT_ONCE], in_order=False)
@@ -184,9 +176,9 @@ class FsTier(SecondaryTier[FsConfig]):
         """Start a new epoch. See ``SecondaryTier.reset``.
 
         Raises:
-            TierError: the epoch could not be stored. The tier then has nothing and takes nothing until a
-                reset succeeds or it is opened again. If not even an empty file could be made in the
-                namespace, opening it again brings back what was put before: log it.
+            TierError: the epoch could not be stored. Until a reset succeeds or the tier is reopened, all gets
+                miss and all puts are refused. If not even an empty file could be made in the namespace,
+                reopening brings back older chunks: log it.
         """
         session = self._opened()
         async with self._resetting:
@@ -214,13 +206,13 @@ class FsTier(SecondaryTier[FsConfig]):
                 raise cancelled
 
     def usage(self) -> Usage | None:
-        """Return how much of ``max_bytes`` is taken. See ``SecondaryTier.usage``."""
+        """Return the used bytes and the limit. See ``SecondaryTier.usage``."""
         if self._session is None:
             return None
         return Usage(self._session.quota.used_bytes, self._session.quota.limit)
 
     def statistics(self) -> FsStatistics:
-        """Return what the tier knows of itself. Does not block."""
+        """Return the state of the tier. Does not block."""
         session = self._opened()
         return FsStatistics(
             epoch=session.epoch.number if session.epoch is not None else None,
@@ -242,13 +234,13 @@ class FsTier(SecondaryTier[FsConfig]):
                 f"{self._chunk_bytes} bytes, aligned to {BLOCK_BYTES}"
             )
 
-    def _remove(self, session: Session, call: FileCall, epoch: Epoch) -> None:
+    def _remove(self, session: Session, call: FileCall, epoch: OpenEpoch) -> None:
         """Remove files and report their bytes to the ledger. Blocks."""
         since = session.quota.mark()
         removed = chunk_files.discard(call)
         epoch.forget(call.keys)
         try:
             session.quota.removed(removed, since)
-        except OSError as error:  # then they count as held until the root is counted again
+        except OSError as error:  # the bytes count as used until the next count
             text = f"{removed} bytes were removed, and the ledger cannot be updated: {error}"
             session.maintenance.warn("removed", text)

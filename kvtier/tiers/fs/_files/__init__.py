@@ -1,1 +1,1 @@
-"""Chunks as files: the native library's calls on them, its I/O threads, and the index of keys."""
+"""Chunks as files: the native library's calls and I/O threads, and the index of known chunks."""

@@ -1,4 +1,4 @@
-"""One put, get, look-up or removal of chunks by the native library, and the result of each chunk."""
+"""One call of the native library for a batch of chunks, and the result of each chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.tiers.fs._files.index import Index, ends_of
 class Result(IntEnum):
     """The result of one chunk, in an array that C fills in; a negative number is an errno.
 
-    The first six are C's. ``Status`` is what the tier makes of it, the name the reason that is counted.
+    C sets only the first six. The name, in lower case, is the reason to count.
     """
 
     OK = 0
@@ -42,7 +42,7 @@ REASONS: Final = {
     "max_bytes": "max_bytes is reached",
     "min_free": "the file system has no more free bytes than min_free_bytes, or can hold no more files",
     "counting": "it is not known yet how many bytes root_dir holds",
-    "reset_failed": "a reset could not be written down: the tier has nothing and takes nothing",
+    "reset_failed": "a reset could not be stored: until one is, gets miss and puts are refused",
     "enospc": "the file system is full",
     "edquot": "the disk quota is used up",
     "erofs": "the file system is read-only",
@@ -56,7 +56,7 @@ REASONS: Final = {
     "enomem": "the machine is out of memory",
     "enodev": "the file system is not mounted any more",
     "enotconn": "the file system is not mounted any more",
-    "enolck": "the file system has no locks, so that engines could not keep one bound together",
+    "enolck": "the file system has no locks, so engines could not keep a common bound",
     "etimedout": "the file system did not answer",
 }
 
@@ -85,12 +85,12 @@ def count_failure(failures: Failures, error: OSError) -> None:
 
 
 def errno_name(number: int | None) -> str:
-    """Return an errno's name as reasons have it: ``"enospc"``."""
+    """Return the reason for an errno: its name in lower case."""
     return errno.errorcode.get(number or 0, f"errno_{number or 0}").lower()
 
 
 def outcome_of(results: array[int]) -> Outcome:
-    """Return the outcome of a put or a get, with the reasons of all that failed or was refused."""
+    """Return the outcome of a put or get, with the reasons of failed and refused chunks."""
     if not any(results):
         return Outcome.all(Status.OK, len(results))
     statuses = tuple(_STATUSES.get(result, Status.FAILED) for result in results)
@@ -103,7 +103,7 @@ def outcome_of(results: array[int]) -> Outcome:
 
 
 def chunks_with(results: array[int], wanted: Container[int]) -> list[int]:
-    """Return which chunks have one of the results. Mostly all are OK, and it costs little."""
+    """Return the positions of chunks with one of the results. Fast if all are OK."""
     return [i for i, result in enumerate(results) if result in wanted] if any(results) else []
 
 
@@ -116,7 +116,7 @@ class Verb(Enum):
 
 
 class Flag(IntFlag):
-    """How files are read and written. As in C."""
+    """Options of reads and writes; C has the same."""
 
     NONE = 0
     DIRECT = 1
@@ -127,18 +127,18 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where chunks are: one epoch of one namespace, as one opener sees it. Paths are relative to the root."""
+    """The directories of one epoch for one opener, relative to the root, and its options."""
 
     root_fd: int
     data_dir: str  # of the epoch
-    tmp_dir: str  # of the opener, for unfinished files
-    digest: bytes  # the first 16 bytes of the identity's
+    tmp_dir: str  # the opener's, for unfinished files
+    digest: bytes  # first 16 bytes of the identity's digest
     chunk_bytes: int
     flags: Flag
 
 
 class StopFlag:
-    """Makes jobs in other threads, in C too, leave what they have not begun. It cannot be unset."""
+    """Tells jobs in other threads, in C too, to stop early. It cannot be unset."""
 
     def __init__(self) -> None:
         self._value = ctypes.c_uint32(0)
@@ -155,8 +155,8 @@ class FileCall:
     """The chunks of one batch, and the result of each.
 
     Args:
-        slots: their slots in ``memory``; neither where no bytes are moved.
-        serial: number in the name of the first chunk's temporary file; one more for each next.
+        slots: slots of the chunks in ``memory``; neither is given if no bytes move.
+        serial: number in the name of the first chunk's temporary file; the others follow.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class FileCall:
         self.keys = keys
         self.stop = StopFlag()
         self.results = array("i", bytes(4 * len(keys)))  # a Result or a negative errno for each chunk
-        self.inodes = array("Q", bytes(8 * len(keys)))  # of the files whose result is in CORRUPT
-        self.added = 0  # bytes that a put has added to the file system, directories included
+        self.inodes = array("Q", bytes(8 * len(keys)))  # of files whose result is in CORRUPT
+        self.added = 0  # bytes that a put wrote, new directories included
         self._index: Index | None = None
         self._key_ends, self._slots, self._memory = ends_of(keys), slots, memory  # C has their addresses
         self._record = Call(
@@ -197,11 +197,11 @@ class FileCall:
         return len(self.keys)
 
     def take_results(self, chunks: Sequence[int], part: FileCall) -> None:
-        """Take over what became of some of the chunks in a call of their own."""
+        """Copy the results of ``part``, a call for the chunks at these positions."""
         for i, result, inode in zip(chunks, part.results, part.inodes, strict=True):
             self.results[i], self.inodes[i] = result, inode
 
     def note_in(self, index: Index) -> None:
-        """Let the pool's threads note in the index which chunks are there, though not which are gone."""
+        """Let the pool's threads add found chunks to the index; they do not remove missing ones."""
         self._index = index
         self._record.index = index.address

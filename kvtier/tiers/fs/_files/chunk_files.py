@@ -1,7 +1,7 @@
-"""Work on chunks' files by the native library: one foreign call a batch, without the interpreter lock.
+"""Calls of the native library on chunks' files: one per batch, without the interpreter lock.
 
-All calls block, and may be made from any thread, several at once. Puts, gets and look-ups go through
-``NativePool``. Errors of chunks are results, never exceptions.
+All calls block. Any thread may make them, several at once. Puts, gets and look-ups go through ``NativePool``.
+Errors of chunks are results, never exceptions.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def require_library() -> ctypes.CDLL:
 
 
 def discard(call: FileCall) -> int:
-    """Remove the chunks' files. Returns the bytes that were removed."""
+    """Remove the chunks' files. Returns the bytes removed."""
     return int(require_library().kvt_files_discard(call.address, 0, len(call)))
 
 
 def touch(call: FileCall, classes: Sequence[int]) -> None:
-    """Set the time of the last use of the chunks' files to now: OK or ABSENT.
+    """Set the chunks' files' time of last use to now: OK or ABSENT.
 
-    ``classes`` says how often each was used (see ``ages.CLASS_OF_USES``); a higher one in its file stays.
+    ``classes`` has each chunk's class (see ``ages.CLASS_OF_USES``); a higher one in its file stays.
     """
     call.results[:] = array("i", classes)
     require_library().kvt_files_touch(call.address, 0, len(call))
 
 
 def fingerprints(place: Place, part: str, stop: StopFlag) -> array[int]:
-    """Return 64 bits for each chunk's key in ``part``, a directory of the epoch's first level.
+    """Return 64 bits of each chunk's key in ``part``, a first-level directory of the epoch.
 
     Raises OSError if it cannot be read or ``stop`` is set.
     """
@@ -67,19 +67,19 @@ def fingerprints(place: Place, part: str, stop: StopFlag) -> array[int]:
 
 
 def tree_bytes(root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-    """Return the bytes on disk below a directory; what cannot be read there is counted in ``failures``."""
+    """Return the bytes on disk below a directory; ``failures`` counts unreadable entries."""
     return _walk(require_library().kvt_tree_bytes, root_fd, path, stop, failures)
 
 
 def tree_remove(root_fd: int, path: str, stop: StopFlag, failures: Failures | None = None) -> int:
-    """Remove a directory. Returns the bytes removed; what stays below it is counted in ``failures``."""
+    """Remove a directory. Returns the bytes removed; ``failures`` counts entries that stay."""
     return _walk(require_library().kvt_tree_remove, root_fd, path, stop, failures)
 
 
 def _walk(
     function: Callable[..., int], root_fd: int, path: str, stop: StopFlag, failures: Failures | None
 ) -> int:
-    """Call a function of the library on a directory. OSError if it fails for the directory itself."""
+    """Call a library function on a directory. OSError if it fails for the directory itself."""
     sums = TreeSums()
     result = function(root_fd, path.encode(), stop.address, ctypes.byref(sums))
     if failures is not None and sums.failed:

@@ -1,10 +1,10 @@
-"""What an opener knows of an epoch's chunks without asking the disk.
+"""An index of an epoch's known chunks, which saves look-ups on the disk.
 
-A chunk is known by 64 bits of its key. The native library keeps them in tables, to which its own threads add
-what they have put or got: 12 to 24 MB for a million chunks.
+It has 64 bits of each chunk's key, in tables of the native library: 12 to 24 MB for a million chunks. The
+library's threads add the chunks that they put or get.
 
-It is a hint: another process may have removed what is in it, and put what is not. So the answer is PRESENT or
-UNKNOWN, never ABSENT. A wrong PRESENT costs one get that finds nothing; then the chunk is forgotten.
+It is a hint: other processes put and remove chunks too. So the answer is PRESENT or UNKNOWN, never ABSENT. A
+wrong PRESENT costs one get that misses; then the chunk is forgotten.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvtier.keys import OffloadKey
 
 
 def ends_of(keys: Sequence[OffloadKey]) -> array[int]:
-    """Return 0, then where each of the keys ends when they are joined: type code ``I``."""
+    """Return 0, then the end of each key in the joined keys: type code ``I``."""
     return array("I", accumulate(map(len, keys), initial=0))
 
 
 class Index:
-    """Fingerprints of the chunks that this opener knows to exist. Any thread may call it."""
+    """Fingerprints of known chunks. Any thread may call it."""
 
     def __init__(self) -> None:
         assert native.library is not None
@@ -42,7 +42,7 @@ class Index:
         return int(self._library.kvt_index_count(self.address))
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
-        """Return for each key whether its chunk is there: 1 or 0."""
+        """Return for each key 1 if its chunk is in the index, else 0."""
         found, ends = bytearray(len(keys)), ends_of(keys)
         room = (ctypes.c_uint8 * len(keys)).from_buffer(found)
         ask = self._holding.kvt_index_known
@@ -54,5 +54,5 @@ class Index:
         self._library.kvt_index_set(self.address, b"".join(keys), ends.buffer_info()[0], len(keys), False)
 
     def add_listed(self, marks: array[int]) -> None:
-        """Note fingerprints as ``chunk_files.fingerprints`` lists them."""
+        """Add fingerprints from ``chunk_files.fingerprints``."""
         self._library.kvt_index_add_marks(self.address, marks.buffer_info()[0], len(marks))

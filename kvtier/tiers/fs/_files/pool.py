@@ -1,4 +1,4 @@
-"""Calls in the native library's threads: submitted from the event loop, completed through a descriptor."""
+"""Runs calls of the event loop in the native library's threads; a descriptor reports their end."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ from kvtier.tiers.fs._files.call import FileCall, Verb
 from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.index import Index
 
-_PART_BYTES: Final = 256 * 1024
-"""What a thread takes at once: a part costs a lock and a wake-up, microseconds."""
-
+_PART_BYTES: Final = 256 * 1024  # of a thread's turn; a smaller one costs more locking and wake-ups
 _QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}
-"""See ``kvt_pool_submit``. Look-ups go first: they take microseconds, and a get or a put may follow."""
+"""See ``kvt_pool_submit``. Look-ups go first: they take microseconds, and a get or put may follow."""
 
 _LOOKUPS_A_PART: Final = 64
 _ENDED_AT_ONCE: Final = 64
 
 
 class _Task(NamedTuple):
-    """A call in the native pool. It keeps the call's memory until the pool has done with it."""
+    """A call in the native pool, which keeps the call's memory alive until it has ended."""
 
     call: FileCall
     ended: asyncio.Future[None]
-    waiter: asyncio.Future[None]  # who made the call waits for this one, which a cancellation ends
+    waiter: asyncio.Future[None]  # awaited by the caller; a cancellation ends it
 
 
 class NativePool:
-    """The native library's threads, which put, get and look up chunks. Made in the event loop.
+    """The native library's threads, which put, get and look up chunks. Create it in the event loop.
 
-    ``readers`` prefer gets and look-ups, ``writers`` puts. OSError if the threads cannot be started.
+    ``readers`` prefer gets and look-ups, ``writers`` puts. OSError if the threads cannot start.
     """
 
     def __init__(self, readers: int, writers: int) -> None:
@@ -56,9 +54,9 @@ class NativePool:
         self._loop.add_reader(self._fd, self._on_readable)
 
     async def run(self, call: FileCall, verb: Verb, index: Index) -> None:
-        """Put, get or look up chunks, at least one: to the true end, then raise a cancellation.
+        """Put, get or look up at least one chunk. Return or raise a cancellation only at its real end.
 
-        Adds chunks that are there to ``index``. MemoryError without memory, StateError while closing.
+        Adds found chunks to ``index``. MemoryError if out of memory, StateError while closing.
         """
         if self._is_closing:
             raise StateError("the file tier is closing")
@@ -70,7 +68,7 @@ class NativePool:
         if submit(self._address, self._work[verb], call.address, len(call), part, queue, token):
             del self._begun[token]
             raise MemoryError("no memory for a task of the native pool")
-        # Not wait_for_end at once: asyncio.wait takes one turn of the loop more, some 8 % of a small get.
+        # Not wait_for_end: its asyncio.wait takes one more turn of the loop, some 8 % of a small get.
         try:
             await task.waiter
         except asyncio.CancelledError:
@@ -79,7 +77,7 @@ class NativePool:
             raise
 
     async def drain(self) -> None:
-        """Take no more calls, and wait for the end of those that began; then raise a cancellation."""
+        """Refuse new calls and wait for those in flight; then raise a cancellation."""
         self._is_closing, cancelled = True, None
         for task in tuple(self._begun.values()):
             cancelled = await wait_for_end(task.ended, task.call.stop.set) or cancelled
@@ -88,7 +86,7 @@ class NativePool:
             raise cancelled
 
     def close(self) -> None:
-        """End the threads when all is done. Blocks."""
+        """End the threads after ``drain``. Blocks."""
         self._library.kvt_pool_close(self._address)
 
     def _on_readable(self) -> None:

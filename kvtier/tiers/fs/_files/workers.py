@@ -1,7 +1,7 @@
-"""The file tier's own threads: a disk that hangs takes these and no others.
+"""The file tier's own threads: a hung disk blocks no others.
 
-They are daemons, so that a hung disk does not keep the process from ending. The interpreter waits at its end
-for the threads of a ``ThreadPoolExecutor`` and of anyio.
+They are daemons, because the interpreter waits at its exit for the threads of a ``ThreadPoolExecutor`` and of
+anyio: a hung disk would keep the process alive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = GuardedLogger("kvtier.tiers.fs")
 
 
 class Workers:
-    """Threads that do one kind of work, in the order in which it comes."""
+    """Threads that run submitted functions in order."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -34,16 +34,16 @@ class Workers:
         try:
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # a limit on threads: those that run end again
+        except BaseException:  # a limit on threads: end those that started
             self.close()
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Submit a function. What it raises is logged."""
+        """Submit a function. Its exceptions are logged."""
         self._queue.put(job)
 
     def call(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Submit a function from the event loop, for its result. StateError where the threads are closed."""
+        """Submit a function from the event loop; return its result's future. StateError after ``close``."""
         if self._is_closed:
             raise StateError("the file tier is closed")
         result: Future[T] = Future()
@@ -51,7 +51,7 @@ class Workers:
         return asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """Let the threads end when all that was submitted is done. In the event loop. Returns at once."""
+        """Let the threads end after all submitted functions. In the event loop. Returns at once."""
         self._is_closed = True
         for _ in self._threads:
             self._queue.put(None)
@@ -65,18 +65,18 @@ class Workers:
         while (job := self._queue.get()) is not None:
             try:
                 job()
-            except Exception:  # the jobs behind it would wait for ever, and puts with them
+            except Exception:  # else later jobs would never run, and puts wait for them
                 _log.exception("a job of the file tier failed")
-            del job  # what it holds is given back before the next one is waited for
+            del job  # releases its memory before the wait for the next one
 
 
 async def run(workers: Workers, job: Callable[[], T]) -> T:
-    """Run one function in a worker thread to its true end, then raise a cancellation that came meanwhile."""
+    """Run a function in a worker thread to its real end; then raise any cancellation."""
     return await until_done(workers.call(job))
 
 
 def _complete(result: Future[T], job: Callable[[], T]) -> None:
     try:
         result.set_result(job())
-    except BaseException as error:  # shown to the waiter: nothing may be lost in a thread
+    except BaseException as error:  # passed to the waiter
         result.set_exception(error)

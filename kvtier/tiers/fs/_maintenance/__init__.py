@@ -1,5 +1,5 @@
-"""Background work on a root: owns counting, eviction, sweeping, recency and the quarantine.
+"""Background work on a root: counting, eviction, sweeping, recency and the quarantine.
 
-``maintenance`` schedules it in two threads. ``evict``, ``sweep`` and ``quarantine`` need no engine, and
-``kvtier gc`` uses them too; ``ages`` decides what leaves.
+``maintenance`` schedules it in two threads. ``evict``, ``sweep`` and ``quarantine`` need no engine, so
+``kvtier gc`` uses them too. ``ages`` plans evictions.
 """

@@ -1,11 +1,10 @@
-"""Which chunks leave when room is needed: the planning, without a disk.
+"""Plans which chunks to evict, without a disk.
 
-Chunks of the least hit density leave: of the fewest hits to expect for the time that they take room, by how
-often and how long ago they were used. That is learned (see ``kvtier.policies._reuse``), by each process from
-what it uses itself.
+The chunks with the least hit density leave first: the fewest expected hits for the time that they take room,
+by use count and age. Each process learns it from its own uses (see ``kvtier.policies._reuse``).
 
-Sorting a million files would hold the interpreter for a second. So their bytes are added up in cells: by
-class, and by age in buckets that are a 256th as wide as they are old. A plan is which cells leave.
+Sorting a million files would hold the interpreter for a second. So their bytes are summed in cells: by class
+of use counts, and by age in buckets that are a 256th as wide as they are old. A plan marks cells to evict.
 """
 
 from __future__ import annotations
@@ -19,32 +18,31 @@ from kvtier.policies._reuse import MAX_USES, ReuseModel
 
 CLASSES: Final = 5
 CLASS_OF_USES: Final = (0, 0, 1, 2, 2, *[3] * 11, *[4] * (MAX_USES - 15))
-"""How often a chunk was used, as its file says it; see ``kvt_class``."""
+"""Class of each use count, which a chunk's file stores; see ``kvt_class``."""
 
-UNIT_US: Final = 1_000_000
-"""Of the model's age."""
+UNIT_US: Final = 1_000_000  # the model's unit of age, in microseconds
 
 _PRIORS: Final = (1.0, 2.0, 3.0, 8.0, 20.0)
-_HINT: Final = 1e-9  # a prior's weight where there is anything better
+_HINT: Final = 1e-9  # weight of a prior once something was learned
 _BINS: Final = 48  # the last one begins at 80 days
 
 _SUB_BITS: Final = 8
 _SUB: Final = 1 << _SUB_BITS
-_AGE_BITS: Final = 50  # microseconds of 35 years
+_AGE_BITS: Final = 50  # 35 years in microseconds
 BUCKETS: Final = (_AGE_BITS - _SUB_BITS + 1) * _SUB
 
 Histogram: TypeAlias = "array[int]"
-"""Bytes of chunks by cell: by age, for one class after the other. The native library adds them up."""
+"""Bytes of chunks by cell: by age, class after class. The native library adds them up."""
 
 Worth: TypeAlias = list[list[float]]
-"""Hit density by class, and by age in the bins of the model."""
+"""Hit density by class, and by age in the model's bins."""
 
 Plan: TypeAlias = bytearray
-"""Whether the chunks of each cell leave. The native library reads it."""
+"""Whether to evict the chunks of each cell. The native library reads it."""
 
 
 def new_model() -> ReuseModel:
-    """Return a model that has learned nothing: what was used more often, and not long ago, stays."""
+    """Return a model that has learned nothing: it keeps chunks used more often and more recently."""
     return ReuseModel(_PRIORS, _BINS)
 
 
@@ -53,7 +51,7 @@ def new_histogram() -> Histogram:
 
 
 def bucket_of(age_us: int) -> int:
-    """Return the bucket of an age, as scan.c has it."""
+    """Return the bucket of an age, as scan.c does."""
     age = min(max(age_us, 0), (1 << _AGE_BITS) - 1)
     shift = max(0, age.bit_length() - _SUB_BITS - 1)
     return (shift << _SUB_BITS) + (age >> shift)
@@ -66,10 +64,10 @@ def youngest_of(bucket: int) -> int:
 
 
 def worth_of(model: ReuseModel, lag_s: float = 0.0) -> Worth:
-    """Return what keeping chunks is worth, which may have been used ``lag_s`` later than their files say."""
+    """Return the value of keeping chunks; their last use may be up to ``lag_s`` later than in their files."""
     worth = []
     for class_, densities in enumerate(zip(model.density, new_model().density, strict=True)):
-        # What nothing is known of yet, as after a restart, is ranked as if nothing had been learned.
+        # Cells without data, as after a restart, are ranked by the prior.
         known = [learned + _HINT * by_prior for learned, by_prior in zip(*densities, strict=True)]
         lag_us = lag_s * 1e6 if class_ else 0.0
         youngest = [model.bin_of((youngest_of(first) - lag_us) / UNIT_US) for first in _bins()[:-1]]
@@ -78,10 +76,10 @@ def worth_of(model: ReuseModel, lag_s: float = 0.0) -> Worth:
 
 
 def plan(histogram: Histogram, share: float, need_bytes: int, worth: Worth) -> Plan:
-    """Return which cells leave so that it makes up ``need_bytes``, or all if that is less.
+    """Return a plan that evicts ``need_bytes``, or everything if there is less.
 
-    ``share`` is that of all chunks which is in the histogram; the others are assumed to be alike, in the
-    cells between those that hold something.
+    The histogram is a sample with ``share`` of all chunks. The plan includes empty cells that rank below
+    the last evicted one: unsampled chunks may be there.
     """
     left = need_bytes * share
     last = None
@@ -95,15 +93,15 @@ def plan(histogram: Histogram, share: float, need_bytes: int, worth: Worth) -> P
 
 
 def _rank(cell: int, worth: Worth) -> tuple[float, int]:
-    """Return worth and age of a cell such that the least one leaves first, of equals the oldest."""
+    """Return the sort key of a cell: the least worth leaves first, among equals the oldest."""
     class_, bucket = divmod(cell, BUCKETS)
-    if bucket == BUCKETS - 1:  # a wrong clock has dated them
+    if bucket == BUCKETS - 1:  # dated by a wrong clock
         return -1.0, 0
     return worth[class_][bisect_right(_bins(), bucket) - 1], -youngest_of(bucket)
 
 
 def _up_to(most: float, least_age_us: int, worth: Worth) -> Plan:
-    """Return the plan by which all cells leave up to a rank."""
+    """Return the plan that evicts all cells up to a rank."""
     leaving = bytearray(CLASSES * BUCKETS)
     for class_, by_bin in enumerate(worth):
         start = class_ * BUCKETS
@@ -125,7 +123,7 @@ def _bins() -> list[int]:
 
 
 def expired(ttl_s: float) -> Plan:
-    """Return what leaves because it was not used for ``ttl_s``, or for up to a 256th longer."""
+    """Return the plan that evicts chunks not used for ``ttl_s``; some stay for up to a 256th longer."""
     age_us = int(min(ttl_s * 1e6, float(1 << _AGE_BITS)))
     first = bucket_of(age_us - 1) + 1
     return bytearray((bytes(first) + b"\1" * (BUCKETS - first)) * CLASSES)

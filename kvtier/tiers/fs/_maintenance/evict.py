@@ -1,13 +1,12 @@
-"""Makes room below a root. It needs no engine; one process at a time does it for all.
+"""Makes room below a root. It needs no engine; one process at a time does it for all engines.
 
-Data that no engine can use leaves first: orphans, old epochs, leftovers of dead writers, the quarantine.
-Then chunks leave by their use (see ``ages``), from all namespaces alike. The root is never listed or sorted
-as a whole: a random sample of its directories shows how often and when chunks were used, and decides which
-leave. Directories are then visited in random order until there is room. Hashes spread chunks evenly over
-directories, so any sample is like the whole.
+Useless data leaves first: orphans, old epochs, leftovers of dead writers, the quarantine. Then chunks leave
+by their use (see ``ages``), in all namespaces alike. The root is never listed or sorted as a whole: a plan is
+made from a random sample of its directories, then applied to directories in random order until there is room.
+Hashes spread chunks evenly over directories, so any sample is representative.
 
-A chunk that is removed while a reader has it open is read to its end. Unfinished files lie in their writer's
-own directory and are not touched; nor are files that are not named as chunks, wherever they lie.
+A reader that has a removed chunk open can read it to its end. Unfinished files of living writers stay, and so
+do files not named as chunks.
 """
 
 from __future__ import annotations
@@ -29,15 +28,13 @@ from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root
 
-SAMPLE_FILES: Final = 32_768
-"""Files in the sample that decides what leaves."""
-
+SAMPLE_FILES: Final = 32_768  # in the sample that a plan is made from
 _ROUNDS: Final = 4
 Gone = Callable[[str, Sequence[str]], None]
-"""Called with an epoch's directory and the paths below it of chunks that were removed."""
+"""Callback for removed chunks: an epoch's directory, and their paths below it."""
 
 Approve = Callable[[int], bool]
-"""Called with the bytes of all chunks, about, before some are removed. Returns whether they may be."""
+"""Callback before an eviction, for the estimated bytes of all chunks. Returns whether it may proceed."""
 
 
 def _approve(_found_bytes: int) -> bool:
@@ -52,20 +49,19 @@ def _unlearned() -> ages.Worth:
 class Evicted:
     """The result of an eviction or sweep."""
 
-    leftover_bytes: int = 0  # that no engine could use any more
+    leftover_bytes: int = 0  # useless to every engine
     chunks: int = 0  # removed for room or for ``ttl_s``
-    chunk_bytes: int = 0  # of these, and of directories that became empty
-    failures: Failures = field(default_factory=Counter)  # files that could not be removed or read
-    problems: Sequence[str] = ()  # leftovers that could not be removed, in words
+    chunk_bytes: int = 0  # of these chunks and of emptied directories
+    failures: Failures = field(default_factory=Counter)  # files not removed or read
+    problems: Sequence[str] = ()  # leftovers not removed, as text
 
     @property
     def bytes(self) -> int:
-        """All bytes removed."""
         return self.leftover_bytes + self.chunk_bytes
 
 
 _Part = tuple[str, str]
-"""An epoch's directory, and one below it with chunks: hashes spread over these."""
+"""An epoch's directory, and a first-level directory in it."""
 
 
 class Evictor:
@@ -74,7 +70,7 @@ class Evictor:
     ``make_room`` and ``expire`` do nothing and return None while another process does either.
 
     Args:
-        ours: writers that live in this process.
+        ours: living writers in this process.
         only: names of the namespaces to work on; None for all.
         worth: the value of keeping chunks. Default: a model that has learned nothing.
     """
@@ -96,7 +92,7 @@ class Evictor:
         self._ours = ours
 
     def sweep(self, freed: Freed = ignore, *, orphans: bool) -> Evicted:
-        """Remove data that no engine can use, and quarantined files beyond the bound; report to ``freed``."""
+        """Remove useless data, and quarantined files beyond the bound; report to ``freed``."""
         with Root(self._root_fd, self._only) as root:
             sweeper = Sweeper(root, self._stop, self._ours, freed)
             sweeper.sweep()
@@ -117,7 +113,7 @@ class Evictor:
         return Evicted(sweeper.bytes, scan.removed, scan.removed_bytes, sweeper.failures + scan.failures)
 
     def expire(self, ttl_s: float, freed: Freed = ignore) -> Evicted | None:
-        """Remove what was not used for ``ttl_s``, and report to ``freed``."""
+        """Remove chunks not used for ``ttl_s``, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:
             if now_ns is None:
                 return None
@@ -127,9 +123,9 @@ class Evictor:
 
     @contextmanager
     def _elected(self) -> Iterator[int | None]:
-        """Become the one process that removes. Yields the time in ns, None where another process does.
+        """Become the one process that evicts. Yields the file system's time in ns, or None if another evicts.
 
-        It is the time of the root's file system, which a server may have.
+        A server's clock may differ from this host's.
         """
         with ledger.elected(self._root_fd, ledger.EVICTING) as lock:
             if lock is not None:
@@ -137,7 +133,7 @@ class Evictor:
             yield None if lock is None else os.fstat(lock).st_mtime_ns
 
     def _parts(self, root: Root) -> list[_Part]:
-        """List the directories with chunks, of all namespaces that kvtier has made."""
+        """List the directories with chunks, of all namespaces that kvtier made."""
         return [
             (found.name, name)
             for namespace in root.namespaces()
@@ -152,24 +148,24 @@ class Evictor:
     ) -> ChunkScan:
         scan = ChunkScan(now_ns, want_bytes=max(0, need_bytes))
         parts = self._parts(root)
-        for _ in range(_ROUNDS):  # the sample can say a little too little of the whole
+        for _ in range(_ROUNDS):  # a sample may underestimate
             if scan.is_done or self._stop:
                 break
             random.shuffle(parts)
-            # Plan again for files that could not be removed: others leave in their place.
+            # Plan again for files that could not be removed: others leave instead.
             need = scan.want_bytes - scan.removed_bytes + scan.failed_bytes
             leaving, found_bytes = self._plan(parts, now_ns, need)
             if not approve(found_bytes + scan.removed_bytes) or not any(leaving):
                 break
             scan.follow(leaving)
-            # The round with most failures counts, because such a file fails again in each round.
+            # Keep only the round with most failures, because the same files fail in each round.
             before, scan.failures, scan.failed_bytes = scan.failures, Counter(), 0
             self._scan_parts(parts, scan, freed)
             scan.failures |= before
         return scan
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> tuple[Plan, int]:
-        """Return what leaves, and the bytes of all chunks, about."""
+        """Return a plan, and the estimated bytes of all chunks."""
         histogram = ages.new_histogram()
         sample, scanned = ChunkScan(now_ns, histogram), 0
         for part in parts:
@@ -188,7 +184,7 @@ class Evictor:
             removed: list[str] = []
             try:
                 removed = scan.scan(self._root_fd, path, self._stop)
-            except OSError as error:  # it has vanished, or cannot be read: then the others
+            except OSError as error:  # it vanished or is unreadable: continue with the others
                 count_failure(scan.failures, error)
             if removed:
                 scan.removed_bytes += remove_if_empty(self._root_fd, path)

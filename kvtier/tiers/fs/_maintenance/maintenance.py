@@ -1,7 +1,7 @@
 """The file tier's background work: counts, sweeps, evicts, sets times, lists chunks.
 
-Two threads do it. Counting, listing and sweeping, which may take minutes on a cold disk, have one of their
-own, so that room is made meanwhile. A failure is logged, fails no put or get, and the work is repeated.
+Counting, listing and sweeping may take minutes on a cold disk. They have their own thread, so that eviction
+continues in another. A failure is logged and the work repeated; it fails no put or get.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier._telemetry.log_limit import LogLimit
 from kvtier.tiers._base import TierContext
 from kvtier.tiers._drain import call_soon
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._epoch import Epoch
+from kvtier.tiers.fs._epoch import OpenEpoch
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag, errno_name
 from kvtier.tiers.fs._files.workers import Workers
@@ -30,21 +30,17 @@ from kvtier.tiers.fs._layout import key_of, owner_of
 from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._maintenance.scan import Freed
 from kvtier.tiers.fs._maintenance.uses import WAITING, Uses
-from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._namespace import OpenNamespace
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.quota import Quota
 
-TICK_S: Final = 2.0
-"""Between two reads of the ledger, which see what others need."""
-
-EVICTION_PAUSE_S: Final = (0.1, 30.0)
-"""After nothing could be removed, so long nothing is tried again: at first, and at most."""
-
-_UNCOUNTED_S: Final = 1.0  # between two tries to count a root that was never counted
-_ROOM_EVERY_S: Final = 0.02  # between two tries of a put that waits for room that another process makes
+TICK_S: Final = 2.0  # between two reads of the ledger, which show other writers' needs
+EVICTION_PAUSE_S: Final = (0.1, 30.0)  # first and longest pause after a futile eviction
+_UNCOUNTED_S: Final = 1.0  # between two attempts at a first count
+_ROOM_EVERY_S: Final = 0.02  # between two attempts of a put: another process may make room
 _TOUCHED_A_CALL: Final = 1024
-_PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks: puts wait meanwhile
-_DOUBT_AT_MOST_S: Final = 600.0  # nothing is evicted before a count; some take hours
+_PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks; puts wait for it
+_DOUBT_AT_MOST_S: Final = 600.0  # without eviction until a count; some take hours
 _LINES_EVERY_S: Final = 30.0
 _log = GuardedLogger("kvtier.tiers.fs")
 
@@ -53,27 +49,27 @@ class Maintenance:
     """The background work of one open tier.
 
     Args:
-        context: its ``lost`` is called when the root was replaced or removed, or is writable again.
-        epoch: the one whose chunks are listed until ``follow`` names another.
-        slow: the thread for work that may take minutes.
-        quick: the thread for everything else.
+        context: context of the tier; ``lost`` is called if the root was replaced or is writable again.
+        epoch: epoch whose chunks are listed, until ``follow`` names another.
+        slow: thread for work that may take minutes.
+        quick: thread for everything else.
     """
 
     def __init__(
         self,
         config: FsConfig,
         context: TierContext,
-        namespace: Namespace,
+        namespace: OpenNamespace,
         quota: Quota,
         closing: StopFlag,
-        epoch: Epoch,
+        epoch: OpenEpoch,
         *,
         slow: Workers,
         quick: Workers,
     ) -> None:
         self.evicted_chunks = 0
         self.evicted_bytes = 0
-        self.counted = asyncio.Event()  # set when the root's bytes are known, or could not be counted
+        self.counted = asyncio.Event()  # set after the first count, even if it failed
         self.uses: Final = Uses(ttl_s=config.ttl_s)
         self._epoch = epoch
         self._config = config
@@ -92,30 +88,30 @@ class Maintenance:
             worth=self.uses.worth,
         )
         self._timers: dict[Workers, asyncio.TimerHandle] = {}
-        self._requested: set[str] = set()  # work that is running, or waits for its thread
+        self._requested: set[str] = set()  # work that waits or runs
         self._room_made = asyncio.Event()
         self._eviction_pause = Backoff(*EVICTION_PAUSE_S)
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._rest_bytes = 0  # of foreign files below the root
-        self._doubted, self._doubted_until = "", 0.0  # the mark of a ledger that is wrong
+        self._doubted, self._doubted_until = "", 0.0  # the mark of a wrong ledger
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
-    # ------------------------------------------------------------------------- in the event loop
+    # In the event loop:
 
-    def begin(self) -> None:
-        """Begin the background work: at once, and from time to time."""
+    def start(self) -> None:
+        """Start the background work, now and at intervals."""
         self._slow.submit(self._do_slow_work)
         self._after(TICK_S, self._quick, self._do_tick)
 
-    def follow(self, epoch: Epoch) -> None:
-        """Work on this new epoch from now on."""
+    def follow(self, epoch: OpenEpoch) -> None:
+        """Work on a new epoch from now on."""
         self._epoch = epoch
         self.uses.clear()
-        self.begin()
+        self.start()
 
     def stop(self) -> None:
-        """Begin nothing more. ``closing`` is set already."""
+        """Start nothing more. The caller has set ``closing``."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -127,10 +123,10 @@ class Maintenance:
             self._request(self._quick, self._evict, "eviction")
 
     async def room_made(self, give_up_at: float) -> bool:
-        """Request an eviction, and wait for room. Returns whether a put that was refused should try again.
+        """Request an eviction and wait for room. Return whether a refused put should try again.
 
-        Another process may be the one that makes room, unseen, so this returns after a moment.
-        ``give_up_at`` is on the loop's clock.
+        Return after a moment even without room, because another process may make it unnoticed. ``give_up_at``
+        is on the loop's clock.
         """
         left_s = give_up_at - self._loop.time()
         if left_s <= 0 or self._closing or not self._quota.can_make_room or self._is_eviction_paused:
@@ -151,7 +147,7 @@ class Maintenance:
         self._room_made = asyncio.Event()
 
     def _request(self, workers: Workers, work: Callable[[], None], what: str) -> None:
-        """Submit work unless it is waiting or running already. Any thread may call it."""
+        """Submit work unless it already waits or runs. Any thread may call it."""
         if not self._closing and what not in self._requested:
             self._requested.add(what)
             workers.submit(partial(self._do_requested, work, what))
@@ -164,13 +160,13 @@ class Maintenance:
             call_soon(self._loop, self._wake_puts)
 
     def _after(self, seconds: float, workers: Workers, work: Callable[[], None]) -> None:
-        """Have a thread's regular work done later; of several requests the last one holds."""
+        """Schedule a thread's regular work, in place of an earlier schedule."""
         if workers in self._timers:
             self._timers[workers].cancel()
         if not self._closing:
             self._timers[workers] = self._loop.call_later(seconds, workers.submit, work)
 
-    # ---------------------------------------------------------------------------- in two threads
+    # In the two threads:
 
     def _do_slow_work(self) -> None:
         epoch, ttl_s = self._epoch, self._config.ttl_s
@@ -190,17 +186,17 @@ class Maintenance:
         epoch = self._epoch
         if (limit := self._quota.limit) is not None:
             self.uses.room = limit // epoch.place.chunk_bytes
-        self._try(self._look_for_change, "looking for a change of its directory")
+        self._try(self._report_change, "looking for a change of its directory")
         self._try(self._refresh, "reading its ledger")
         if self._quota.excess:
             self.make_room_soon()
         if self._quota.should_be_counted:
             self._request(self._slow, self._count, "counting its bytes")
         if self._namespace.read_only is None:
-            self._try(partial(self._publish, epoch.place, WAITING), "noting in its files that they were used")
+            self._try(partial(self._publish, epoch.place, WAITING), "noting uses in its files")
         call_soon(self._loop, partial(self._after, TICK_S, self._quick, self._do_tick))
 
-    def _look_for_change(self) -> None:
+    def _report_change(self) -> None:
         if self._namespace.is_replaced():
             self._context.lost(f"{self._config.root_dir} was replaced by another directory or removed")
         elif (refusal := self._namespace.try_to_write()) == 0:
@@ -217,7 +213,7 @@ class Maintenance:
             self.note_full(error.errno)
 
     def note_full(self, number: int) -> None:
-        """Note that a write failed for want of room, with an errno: it may be for a quota. Blocks."""
+        """Note a write that failed for want of room, maybe because of a quota. Blocks."""
         if self._quota.lower_limit():
             what = "%s: a write was refused (%s) at %d bytes, and statvfs shows free space: this is a quota; "
             remedy = "chunks are evicted to stay below it: set max_bytes below the quota, or raise it"
@@ -262,9 +258,10 @@ class Maintenance:
         self._pause_eviction_if_futile(need, evicted.bytes)
 
     def _compare(self, found_bytes: int) -> bool:
-        """Compare the ledger with the chunks that are there, about; return whether they may be evicted.
+        """Compare the ledger with the estimated bytes of chunks; return whether eviction may proceed.
 
-        Not if it has far more: the root is counted first. A difference after a count is foreign files.
+        It may not if the ledger has far more: the root is counted first. Any difference after a count is due
+        to foreign files.
         """
         accounts, rest_bytes, now_s = self._quota.accounts, self._rest_bytes, time.monotonic()
         self._rest_bytes = max(0, accounts.used - found_bytes)
@@ -274,9 +271,9 @@ class Maintenance:
         return accounts.mark != self._doubted or now_s > self._doubted_until
 
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
-        """Pause eviction for a while if it could remove nothing.
+        """Pause eviction if it removed nothing.
 
-        There is no pause during puts: their files take room, and can be evicted once complete.
+        During puts there is no pause: their files take room, and can be evicted when complete.
         """
         if removed or self._quota.accounts.leased > 0:
             self._eviction_pause.reset()
@@ -292,7 +289,7 @@ class Maintenance:
             )
 
     def _count_freed(self) -> Freed:
-        """Return a callback for the bytes that are removed from now on, called as often as there are some."""
+        """Return a callback that subtracts removed bytes from the ledger."""
         since, untold = self._quota.mark(), 0
 
         def freed(count: int) -> None:
@@ -301,7 +298,7 @@ class Maintenance:
             untold += count
             try:
                 since, untold = self._quota.removed(untold, since), 0
-            except OSError as error:  # a full disk must not end what makes room on it
+            except OSError as error:  # a full disk must not end an eviction
                 if error.errno not in ledger.NO_ROOM:
                     raise
 
@@ -334,7 +331,7 @@ class Maintenance:
                 self.warn(what, f"{what} failed", exc_info=True)
 
     def warn(self, subject: str, text: str, *, exc_info: bool = False) -> None:
-        """Write a line about the root to the log, unless there was one about the subject a moment ago."""
+        """Log a warning about the root, unless one on the subject was logged a moment ago."""
         added = self._log_limit.allow(subject, time.monotonic())
         if added is not None:
             _log.warning("%s: %s%s", self._config.root_dir, text, added, exc_info=exc_info)

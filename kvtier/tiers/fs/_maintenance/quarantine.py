@@ -1,11 +1,11 @@
-"""The quarantine of files that failed a check: they are never deleted unseen, and bounded in number.
+"""The quarantine of files that failed a check: a bounded number is kept for inspection.
 
-Others share a chunk, so it takes more than one bad read to move its file: two more reads, past the page cache
-and into other memory, have to find the same damage. Else this host reads damaged data, and the file stays. No
-host moves more files in an hour than a quarantine holds.
+Other hosts share a chunk, so one bad read does not move its file: two more reads, past the page cache and
+into other memory, must find the same damage. Otherwise this host reads damaged data, and the file stays. A
+host moves no more files in an hour than a quarantine holds.
 
-Anything may lie in a chunk's place: a directory, a FIFO, an entry that this user cannot remove. While the
-quarantine is full of such entries, files that fail stay where they are, and are a miss each time.
+Anything may be in a chunk's place: a directory, a FIFO, an entry that this user cannot remove. While the
+quarantine is full of such entries, damaged files stay in place, and each get of them is a miss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from kvtier.tiers.fs._layout import CAREFULLY, chunk_path, forget_pages, make_fo
 from kvtier.tiers.fs._maintenance.sweep import MAX_FILES, Removal
 
 _LINES_EVERY_S: Final = 30.0
-
 _HOUR_S: Final = 3600.0
 _BAD_HOST: Final = (
     "%s failed its check (%s), and reading it again gave other bytes: this host reads damaged data. The file "
@@ -47,8 +46,8 @@ class Quarantine:
     """The quarantine of one namespace. Any thread may call it.
 
     Args:
-        payload_bytes: of each chunk, if known: others are torn.
-        most_an_hour: files that may be moved in an hour.
+        payload_bytes: length of each chunk, if known; other lengths are torn.
+        most_an_hour: number of files that may be moved in an hour.
     """
 
     def __init__(
@@ -64,18 +63,18 @@ class Quarantine:
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many files were quarantined since the tier opened, by reason. Does not block."""
+        """Return the number of files quarantined since the tier opened, by reason. Does not block."""
         return dict(self._counts)
 
     def add_all(self, call: FileCall, chunks: Sequence[int]) -> list[int]:
-        """Move away the files of some chunks that failed their checks. Return those that are away. Blocks."""
+        """Move the files of some damaged chunks. Return the positions of those now away. Blocks."""
         folder, keys, results = call.place.data_dir, call.keys, call.results
         return [i for i in chunks if self.add(folder, keys[i], Result(results[i]), call.inodes[i])]
 
     def add(self, data_dir: str, key: OffloadKey, result: Result, inode: int) -> bool:
-        """Move a chunk's file away if its damage is confirmed and no other file has taken its place.
+        """Move a chunk's file if its damage is confirmed and no other file has replaced it.
 
-        Returns whether the damaged file is away from there.
+        Returns whether the damaged file is no longer in its place.
         """
         path, reason = chunk_path(data_dir, key), result.name.lower()
         name = f"{content_hash(key).hex()}_g{group_index(key)}.{reason}.{time.time_ns()}-{os.getpid()}"
@@ -98,7 +97,7 @@ class Quarantine:
             return True
 
     def _confirm(self, path: str, key: OffloadKey, inode: int, reason: str) -> bool:
-        """Return whether a file may be moved: its damage is confirmed, or it is no file. OSError."""
+        """Return whether a file may be moved: its damage is confirmed, or it is not a file. OSError."""
         try:
             found = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -112,7 +111,7 @@ class Quarantine:
         fd = os.open(path, os.O_RDONLY | CAREFULLY, dir_fd=self._root_fd)
         forget_pages(fd)
         os.close(fd)
-        checkers = [FileChecker(self._root_fd, *self._checked) for _ in range(2)]  # each with its memory
+        checkers = [FileChecker(self._root_fd, *self._checked) for _ in range(2)]  # each with its own memory
         one, other = (checker.check(path, key) for checker in checkers)
         if one != other or not one.finding.is_corrupt:
             self._log(logging.ERROR, _BAD_HOST, path, reason)
@@ -127,16 +126,15 @@ class Quarantine:
         return False
 
     def _require_place(self) -> None:
-        """Remove the oldest entries until there is a place for one more. OSError where there is none."""
+        """Remove the oldest entries until there is room for one more. OSError if they cannot be removed."""
         pruned = self._removal.prune(self._folder, MAX_FILES - 1)
         if pruned.entries:
-            what = "%s has no more than %d places, of the oldest entries %d were removed"
+            what = "%s holds at most %d entries: the oldest %d were removed"
             self._log(logging.WARNING, what, self._folder, MAX_FILES, pruned.entries)
         if pruned.problem is not None:
             raise OSError(errno.ENOSPC, f"the quarantine is full, and its entries stay: {pruned.problem}")
 
     def _log(self, level: int, what: str, *details: object) -> None:
-        """Write a line, unless one of its kind was written a moment ago."""
         added = self._log_limit.allow(what, time.monotonic())
         if added is not None:
             _log.log(level, what + "%s", *details, added)

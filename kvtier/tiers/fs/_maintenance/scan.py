@@ -1,4 +1,4 @@
-"""Scans of chunks' files by the native library: their ages, and removing them without other files."""
+"""Scans of chunks' files by the native library, which sum or remove them and touch no other files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, CLASSES, Histogram, Plan
 
-NAMES_BYTES: Final = 1 << 20
-"""Room for the paths of the files that one scan removes; the others stay for the next one."""
-
+NAMES_BYTES: Final = 1 << 20  # for the paths of the files that one scan removes; the next scan removes more
 ALL_BYTES: Final = 2**63 - 1
 Freed = Callable[[int], None]
-"""Called with the bytes removed since the last call, so that others can use them before all is done."""
+"""Callback for the bytes removed since the last call, so that puts can use them early."""
 
 
 def ignore(*details: object) -> None:
@@ -26,21 +24,21 @@ def ignore(*details: object) -> None:
 
 
 class ChunkScan(layouts.ChunkScan):
-    """A scan of the chunks' files of several directories. The native library reads and adds up its fields.
+    """A scan of chunks' files in several directories. The native library reads and updates its fields.
 
-    Files that are not named as chunks are left alone. A file's mtime is when it was written; a later atime is
-    when it was used again, and its mode says how often.
+    It ignores files that are not named as chunks. A file's mtime is the time of its put, and a later atime
+    is its last use; its mode has the class of its use count.
 
     Args:
-        now_ns: the file system's time; ages are relative to it.
-        histogram: gets the files' bytes, if given.
-        leaving: which files are removed; None: none.
+        now_ns: the file system's time, to which ages are relative.
+        histogram: destination of the files' bytes, if given.
+        leaving: plan of the files to remove; None: none.
         want_bytes: bytes after which removing stops.
 
     Attributes:
-        seen: number of files that were scanned; ``removed`` of those removed.
-        removed_bytes: directories that became empty included.
-        failed_bytes: of the files that could not be removed; ``failures`` says why.
+        seen: number of scanned files; ``removed``: of removed ones.
+        removed_bytes: bytes removed, emptied directories included.
+        failed_bytes: bytes of files that could not be removed; ``failures`` has the errnos.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class ChunkScan(layouts.ChunkScan):
     ) -> None:
         self.failures: Failures = Counter()
         self._room = ctypes.create_string_buffer(NAMES_BYTES if want_bytes else 1)
-        self._histogram = histogram  # kept as long as there is its address
+        self._histogram = histogram  # C has its address
         super().__init__(
             now_ns=now_ns,
             want_bytes=want_bytes,
@@ -64,7 +62,7 @@ class ChunkScan(layouts.ChunkScan):
             self.follow(leaving)
 
     def follow(self, leaving: Plan) -> None:
-        """Remove the files that a plan names."""
+        """Remove the files of a plan in later scans."""
         self._leaving = (ctypes.c_uint8 * len(leaving)).from_buffer(leaving)
         self.leaving = ctypes.addressof(self._leaving)
 
@@ -73,10 +71,10 @@ class ChunkScan(layouts.ChunkScan):
         return bool(self.removed_bytes >= self.want_bytes)
 
     def scan(self, root_fd: int, folder: str, stop: StopFlag) -> list[str]:
-        """Scan the chunks' files below a directory of an epoch's first level. Blocks.
+        """Scan the chunks' files below a first-level directory of an epoch. Blocks.
 
         Returns the paths of the removed files, relative to ``folder``. Raises OSError if the directory cannot
-        be read or ``stop`` was set.
+        be read or ``stop`` is set.
         """
         self.names_bytes = self.failed = 0
         scan = require_library().kvt_chunks_scan
@@ -89,12 +87,12 @@ class ChunkScan(layouts.ChunkScan):
 
 
 def scan_to_remove_all() -> ChunkScan:
-    """Return a scan that removes all chunks' files, and no others."""
+    """Return a scan that removes all chunks' files."""
     return ChunkScan(0, leaving=bytearray(b"\1" * (CLASSES * BUCKETS)), want_bytes=ALL_BYTES)
 
 
 def remove_if_empty(root_fd: int, path: str) -> int:
-    """Remove a directory if nothing is in it. Returns the bytes removed."""
+    """Remove a directory if it is empty. Returns the bytes removed."""
     try:
         found = os.stat(path, dir_fd=root_fd, follow_symlinks=False)
         os.rmdir(path, dir_fd=root_fd)

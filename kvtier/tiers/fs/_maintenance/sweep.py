@@ -1,7 +1,6 @@
-"""Removes data that no engine can use, in every namespace of a root. Blocks; needs no engine.
+"""Removes useless data in every namespace of a root. Blocks; needs no engine.
 
-Unfinished files leave when the lock of their writer shows that it is dead, an old epoch when its users' lock
-is free.
+Unfinished files leave when their writer's lock is free, an old epoch when its users' lock is free.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from kvtier.tiers.fs._locks import removed_lock, wait_for_lock
 from kvtier.tiers.fs._maintenance.scan import Freed, ignore, remove_if_empty, scan_to_remove_all
 from kvtier.tiers.fs._root import Namespace, Root
 
-MAX_FILES: Final = 128
-"""Entries in the quarantine of one namespace, of whatever kind."""
-
+MAX_FILES: Final = 128  # entries of any kind in the quarantine of one namespace
 _QUARANTINED: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 
 
 def remove_cache(root: Root, name: str) -> bool:
-    """Remove a cache unless a living process uses it. Return whether it is gone.
+    """Remove a cache unless a process uses it. Return whether it is gone.
 
     Raises:
         OSError: a file cannot be removed.
@@ -39,7 +36,7 @@ def remove_cache(root: Root, name: str) -> bool:
     sweeper = Sweeper(root, stop)
     with wait_for_lock(root.fd, f"{name}/epoch.lock", create=True):  # no engine joins meanwhile
         if not {False}.issuperset((*namespace.users(), *namespace.writers().values())):
-            return False  # or its use is unknown
+            return False  # it is in use, or that is unknown
         for found in namespace.data_dirs:
             sweeper.remove_chunks(found.name)
         tree_remove(root.fd, name, stop)
@@ -49,27 +46,27 @@ def remove_cache(root: Root, name: str) -> bool:
 class Pruned(NamedTuple):
     """The result of ``Removal.prune``."""
 
-    entries: int  # that are gone
-    bytes: int  # that they took
-    problem: str | None  # why there are still too many
+    entries: int  # removed
+    bytes: int  # of the removed entries
+    problem: str | None  # why too many are left
 
 
 def by_age(names: Iterable[str]) -> list[str]:
-    """Return the names of quarantined entries, the oldest first, and no other names."""
+    """Return the names that are quarantined entries, the oldest first."""
     aged = [(int(found[1]), name) for name in names if (found := _QUARANTINED.fullmatch(name))]
     return [name for _, name in sorted(aged)]
 
 
 class Removal:
-    """Removes what is below a root. Paths are relative to it."""
+    """Removes files and directories below a root. Paths are relative to it."""
 
     def __init__(self, root_fd: int, stop: StopFlag) -> None:
         self.root_fd = root_fd
         self.stop = stop
-        self.failures: Failures = Counter()  # files and directories that stay or cannot be read
+        self.failures: Failures = Counter()  # files and directories not removed or read
 
     def tree(self, path: str) -> int:
-        """Remove a directory. Returns the bytes removed."""
+        """Remove a directory; count failures. Returns the bytes removed."""
         try:
             return self._tree(path)
         except OSError as error:
@@ -77,11 +74,7 @@ class Removal:
             return 0
 
     def entry(self, path: str) -> int:
-        """Remove a file, or a directory with all that is in it. Returns the bytes removed.
-
-        Raises:
-            OSError: a part of it stays; ``failures`` counts that too.
-        """
+        """Remove a file or a directory tree. Returns the bytes removed. Counts and raises an OSError."""
         try:
             found = os.stat(path, dir_fd=self.root_fd, follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode):
@@ -97,7 +90,7 @@ class Removal:
         return itself + tree_remove(self.root_fd, path, self.stop, self.failures)
 
     def prune(self, folder: str, keep: int) -> Pruned:
-        """Remove the oldest entries of a quarantine, until there are ``keep``."""
+        """Remove the oldest entries of a quarantine until ``keep`` are left."""
         try:
             names = layout.names_in(self.root_fd, folder)
         except OSError as error:
@@ -117,17 +110,16 @@ class Removal:
 
 
 class Sweeper(Removal):
-    """Removes what is left over below a root: of chunks' directories only files that are named as chunks.
+    """Removes leftovers below a root. In chunks' directories it removes only files named as chunks.
 
     Args:
-        ours: writers of this process: with some network file systems a lock does not tell two
-            users in one process apart.
-        freed: called with the bytes removed, as often as there are some.
+        ours: writers of this process: on some network file systems its locks do not exclude each other.
+        freed: callback for removed bytes.
         want_bytes: bytes after which ``remove_leftovers`` stops.
 
     Attributes:
-        bytes: removed, about.
-        problems: leftovers that could not be removed, and why.
+        bytes: approximate bytes removed.
+        problems: leftovers that could not be removed, with causes.
     """
 
     def __init__(
@@ -155,14 +147,14 @@ class Sweeper(Removal):
         self._freed(removed)
 
     def remove_leftovers(self) -> None:
-        """Remove orphans, then what ``sweep`` does, then the quarantine, until enough is removed."""
+        """Remove orphans, then ``sweep``, then empty the quarantines, until enough is removed."""
         self.sweep_orphans()
         if not self._is_done:
             self.sweep()
         self._sweep_quarantines()
 
     def sweep(self) -> None:
-        """Remove leftovers of dead writers, unused old epochs, and quarantined files over the bound."""
+        """Remove leftovers of dead writers, unused old epochs, and quarantined files beyond the bound."""
         for namespace in self._root.namespaces():
             self._sweep_writers(namespace)
             self._sweep_epochs(namespace)
@@ -170,7 +162,7 @@ class Sweeper(Removal):
                 self._prune_quarantine(namespace)
 
     def remove_chunks(self, data_dir: str) -> None:
-        """Remove the chunks of an epoch, and the directories that are empty then."""
+        """Remove the chunks of an epoch, and emptied directories."""
         scan = scan_to_remove_all()
         for part in filter(layout.PART.fullmatch, self._root.names(data_dir)):
             if self._is_done:
@@ -191,7 +183,7 @@ class Sweeper(Removal):
         self._count(remove_if_empty(self.root_fd, data_dir))
 
     def sweep_orphans(self) -> None:
-        """Remove chunks of caches that nothing names."""
+        """Remove the chunks of orphaned caches."""
         for namespace in self._root.namespaces():
             if namespace.is_orphaned:
                 for found in namespace.data_dirs:
@@ -207,7 +199,7 @@ class Sweeper(Removal):
             with suppress(OSError), removed_lock(self.root_fd, lock, create=False) as alone:
                 if alone:
                     self._count(self.tree(f"{folder}/{writer}"))
-            # A writer makes the lock before the directory, and removes it after.
+            # A writer makes the lock before the directory, and removes it after the directory.
             if f"{writer}.lock" not in names and not self._root.is_there(lock):
                 self._count(self.tree(f"{folder}/{writer}"))
 
@@ -226,7 +218,7 @@ class Sweeper(Removal):
                     self.remove_chunks(layout.data_dir(namespace.name, number))
 
     def _sweep_quarantines(self) -> None:
-        """Remove files that failed a check, the oldest first in each namespace, until enough is removed."""
+        """Remove quarantined files, the oldest of each namespace first, until enough is removed."""
         for namespace in self._root.namespaces():
             for name in by_age(namespace.quarantine()):
                 if self._is_done:

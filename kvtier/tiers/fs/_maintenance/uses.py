@@ -1,7 +1,7 @@
-"""When chunks are used, published to all processes through their files; and what is learned from that.
+"""Publishes uses of chunks to all processes through the files' times, and learns from them.
 
-How often a chunk was used outlives its file, in a table of fixed size: a chunk that is put again was evicted
-in between. In a root with more chunks than the table has room for, it remembers a sample of all keys.
+A table of fixed size remembers use counts beyond eviction. If a root holds more chunks than the table, it
+remembers a sample of all keys.
 """
 
 from __future__ import annotations
@@ -17,38 +17,27 @@ from kvtier.policies._ghosts import Ghosts
 from kvtier.policies._reuse import MAX_USES
 from kvtier.tiers.fs._maintenance import ages
 
+# A chunk's use is published once in an interval, because that costs a write. An interval ends after:
 PUBLISH_EVERY_S: Final = 300.0
-"""A chunk's use is published about so often, at least: each time costs a write."""
-
-_PUBLISHED_IN_TTL: Final = 4
-"""It is published so often in a ``ttl_s``, where that is shorter."""
-
-_PUBLISHED_IN_PUTS: Final = 0.05
-"""And each time that this share of the chunks that there is room for was put."""
-
-WAITING: Final = 65_536
-"""Chunks whose use waits to be published, or was not long ago; with some 150 bytes for each."""
-
-_REMEMBERED: Final = 1 << 20
-"""Chunks whose uses are remembered, with 8 bytes for each."""
-
-_REMEMBERED_IN_ROOM: Final = 4
-"""So many are remembered for each chunk that there is room for."""
-
-_TIME_BITS: Final = 42  # of milliseconds, in what is remembered of a chunk; its uses are above
+_PUBLISHED_IN_TTL: Final = 4  # a quarter of ``ttl_s``, if that is shorter
+_PUBLISHED_IN_PUTS: Final = 0.05  # puts of this share of the chunks that the root has room for
+WAITING: Final = 65_536  # chunks whose use is to be published or was in this interval; some 150 bytes each
+_REMEMBERED: Final = 1 << 20  # chunks in the table; 8 bytes each
+_REMEMBERED_IN_ROOM: Final = 4  # remembered keys for each chunk that the root has room for
+_TIME_BITS: Final = 42  # of a record, for milliseconds; the higher bits are the use count
 _TIME: Final = (1 << _TIME_BITS) - 1
 _UNIT_MS: Final = ages.UNIT_US // 1000
 
 
 class Uses:
-    """Notes which chunks are used and put, to publish it and to learn from it. Any thread may call it.
+    """Notes uses and puts of chunks, to publish them and to learn from them. Any thread may call it.
 
     Args:
-        ttl_s: how long after its last use a chunk is removed.
+        ttl_s: seconds after its last use at which a chunk is removed.
 
     Attributes:
-        room: how many chunks the root has room for; 0: not known yet.
-        model: what is learned.
+        room: number of chunks that the root has room for; 0 if not known yet.
+        model: the learned hit densities.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, ttl_s: float | None = None) -> None:
@@ -58,57 +47,57 @@ class Uses:
         self._table = Ghosts()
         self._table.resize(_REMEMBERED)
         self.room = 0
-        self._began_at = self._begun_at = clock()
+        self._began_at = self._interval_at = clock()
         self._reset()
 
     def _reset(self) -> None:
         self.model = ages.new_model()
         self._waiting: dict[OffloadKey, int] = {}
-        self._uses = 0  # since the model was updated
+        self._uses = 0  # since the last update of the model
         self._updated_at = self._clock()
-        self._begin()
+        self._start_interval()
 
-    def _begin(self) -> None:
-        """Have each chunk's next use published, and learn from it. Until then the others are no news."""
+    def _start_interval(self) -> None:
+        """Start an interval, in which each chunk's first use is published and learned from."""
         self._published: set[OffloadKey] = set()
         now = self._clock()
-        self._interval_s, self._begun_at, self._puts = now - self._begun_at, now, 0
+        self._interval_s, self._interval_at, self._puts = now - self._interval_at, now, 0
 
     def worth(self) -> ages.Worth:
-        """Return what keeping chunks is worth, as far as is known."""
+        """Return the value of keeping chunks."""
         with self._lock:
-            # A chunk's file says when it was used first in this interval, or in the one before.
-            lag_s = max(self._clock() - self._begun_at, self._interval_s)
+            # A chunk's file has the time of its first use in this interval or in the one before.
+            lag_s = max(self._clock() - self._interval_at, self._interval_s)
             return ages.worth_of(self.model, min(lag_s, self._every_s))
 
     def note_put(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that chunks were put, in the order of their prompt."""
+        """Note puts of chunks, in prompt order."""
         with self._lock:
             for key, uses in self._learn(keys, least=1, in_order=True):
                 if uses > 1 and len(self._waiting) < WAITING:
                     self._waiting[key] = uses
             self._puts += len(keys)
             if self.room and self._puts >= _PUBLISHED_IN_PUTS * self.room:
-                self._begin()
+                self._start_interval()
 
     def note(self, keys: Sequence[OffloadKey], *, in_order: bool) -> None:
-        """Note that chunks were used that are there; ``in_order``: in the order of their prompt."""
+        """Note uses of chunks that exist; ``in_order``: in prompt order."""
         with self._lock:
-            if self._clock() - self._begun_at >= self._every_s or len(self._published) >= WAITING:
-                self._begin()
+            if self._clock() - self._interval_at >= self._every_s or len(self._published) >= WAITING:
+                self._start_interval()
             if self._published.issuperset(keys):
                 return
             fresh = [key for key in keys if key not in self._published]
             self._published.update(fresh)
-            if len(self._waiting) < WAITING:  # else the disk hangs
+            if len(self._waiting) < WAITING:  # else the disk hangs: drop them
                 self._waiting.update(self._learn(fresh, least=2, in_order=in_order))
 
     def _learn(
         self, keys: Sequence[OffloadKey], *, least: int, in_order: bool
     ) -> list[tuple[OffloadKey, int]]:
-        """Note uses in the table and the model. Returns how often each chunk was used, the last one first.
+        """Note uses in the table and the model. Returns each chunk's use count, in reverse order.
 
-        ``least`` is how often it was used where nothing is remembered of it.
+        ``least`` is the use count of chunks that are not remembered.
         """
         now_ms = 1 + int(1000 * (self._clock() - self._began_at))
         recall, remember = self._table.recall, self._table.remember
@@ -119,7 +108,7 @@ class Uses:
         for key in reversed(keys):
             is_remembered = key[-5] < remembered
             old = recall(key) if is_remembered else 0
-            # A chunk was used whenever one behind it was: this mends what the table does not remember.
+            # A chunk was used whenever a later one of its prompt was: this fills gaps in the table.
             if old != known and not (in_order and old < known):
                 known, (uses, record) = old, _next(old, least, now_ms)
             if is_remembered and record != known:
@@ -132,14 +121,14 @@ class Uses:
         return found
 
     def _teach(self, record: int, uses: int, now_ms: int, count: int) -> None:
-        """Have the model learn that so many chunks of a record are used, now for the ``uses``th time."""
+        """Teach the model ``count`` uses of chunks with a record, each the ``uses``th."""
         self.model.used[ages.CLASS_OF_USES[uses]] += count
         if record:
             bin_ = self.model.bin_of((now_ms - (record & _TIME)) / _UNIT_MS)
             self.model.reused[ages.CLASS_OF_USES[record >> _TIME_BITS]][bin_] += count
 
     def take(self, most: int) -> list[tuple[OffloadKey, int]]:
-        """Return chunks whose uses are to be published, each with its class of ``ages``, and forget them."""
+        """Remove and return up to ``most`` chunks to publish, each with its class of ``ages``."""
         with self._lock:
             keys = list(islice(self._waiting, most))
             taken = [(key, ages.CLASS_OF_USES[self._waiting.pop(key)]) for key in keys]
@@ -154,16 +143,16 @@ class Uses:
             self._updated_at, self._uses = now, 0
 
     def clear(self) -> None:
-        """Forget everything: the chunks are those of another epoch."""
+        """Forget everything, for another epoch."""
         with self._lock:
             self._table.clear()
             self._reset()
 
 
 def _next(record: int, least: int, now_ms: int) -> tuple[int, int]:
-    """Return how often a chunk was used, at least, after a use now, and its record then."""
+    """Return the least use count of a chunk after a use now, and its new record."""
     uses = record >> _TIME_BITS
-    if record and now_ms - (record & _TIME) < _UNIT_MS:  # a request gets and uses it, or several at once
+    if record and now_ms - (record & _TIME) < _UNIT_MS:  # one request's get and touch, or concurrent requests
         return max(least, uses), record
     uses = max(least, min(uses + 1, MAX_USES))
     return uses, uses << _TIME_BITS | now_ms

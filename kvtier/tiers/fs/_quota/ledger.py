@@ -1,20 +1,18 @@
-"""The ledger of a root: one small file that all its writers share, however many processes they are.
+"""The ledger of a root: one small file that the writers of all processes share.
 
 ::
 
     <root>/.kvtier/ledger           the accounts, with a checksum
-    <root>/.kvtier/<writer>.lock    held by a writer while it is alive, so that leases of dead ones are seen
+    <root>/.kvtier/<writer>.lock    held by a writer while it is alive; else its lease is ended
     <root>/.kvtier/evict.lock       held by the one process that evicts
     <root>/.kvtier/count.lock       held by the one process that counts
 
-The ledger is read and written under its own lock, which is held for these two system calls and a
-question to the file system, and never while chunks are moved. It may be lost, damaged or out of date
-at any time: the root is then taken to hold all that the file system holds until it has been counted.
-It is out of date after a reboot, because it is not flushed.
+The ledger's own lock is held for one read, one write and one statvfs, never while chunks move. The ledger may
+be lost, damaged or out of date at any time, and after a reboot it is, because it is not flushed. Until the
+next count the root is then assumed to hold as much as the whole file system.
 
-It is neither mapped into memory, for a file that is cut would then kill the process, nor kept open:
-that would hide from a process that the file was replaced, and on network file systems what others
-wrote.
+It is not mapped into memory: truncating the file would kill the process. It is not kept open: the process
+would not see a replacement of the file, nor other hosts' writes on network file systems.
 """
 
 from __future__ import annotations
@@ -47,9 +45,7 @@ FOLDER: Final = ".kvtier"
 EVICTING: Final = f"{FOLDER}/evict.lock"
 COUNTING: Final = f"{FOLDER}/count.lock"
 _LEDGER: Final = f"{FOLDER}/ledger"
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of writes for want of room: files can still be removed."""
-
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})  # files can still be removed
 _PAGE_BYTES: Final = 4096
 _MIN_FREE_INODES: Final = 64
 _MAX_BYTES: Final = 1 << 20
@@ -59,27 +55,26 @@ _log = GuardedLogger("kvtier.tiers.fs")
 
 
 def stat_file_system(root_fd: int) -> FileSystem:
-    """Return the state of the file system that an open directory is on. Blocks.
+    """Return the state of an open directory's file system. Blocks.
 
-    Reports no free bytes when inodes are nearly exhausted: a chunk may need directories as well, and with
-    those alone nothing would ever make room.
+    Reports no free bytes when inodes are nearly exhausted. Else puts would fail and nothing would be evicted.
     """
     found = os.fstatvfs(root_fd)
     unit = found.f_frsize
-    # A total of 0 inodes means that the file system makes them as needed.
+    # A total of 0 inodes means that the file system creates them as needed.
     has_inodes = found.f_files == 0 or found.f_favail > min(_MIN_FREE_INODES, found.f_files // 16)
     free = found.f_bavail * unit if has_inodes else 0
     return FileSystem(found.f_blocks * unit, (found.f_blocks - found.f_bfree) * unit, free)
 
 
 class Ledger:
-    """Accounts of one process alone: for a root that cannot be written. For one thread at a time.
+    """Accounts of one process alone, for a root that cannot be written. For one thread at a time.
 
     Args:
         stat: returns the file system's state; it blocks.
 
     Attributes:
-        writer: the name that this writer's lease is under.
+        writer: name of this writer's lease.
     """
 
     def __init__(self, stat: Callable[[], FileSystem]) -> None:
@@ -89,22 +84,22 @@ class Ledger:
 
     @contextmanager
     def change(self) -> Iterator[Accounts]:
-        """Hold the accounts; others see their state at the end. OSError if it cannot."""
+        """Hold the accounts, and publish them at the end. OSError if that fails."""
         yield self.accounts
 
     def expire_dead_leases(self, accounts: Accounts) -> None:
-        """End the leases of dead writers in accounts that are held."""
+        """End the leases of dead writers; the caller holds the accounts."""
 
     def close(self) -> None:
-        """End this writer's lease, which counts as written."""
+        """End this writer's lease, and count it as written."""
 
 
 class SharedLedger(Ledger):
     """The shared accounts of a root, open for one writer.
 
     Args:
-        root_fd: the root directory, open; it stays the caller's.
-        stat: returns the file system's state, for tests; it blocks.
+        root_fd: descriptor of the root, which stays the caller's.
+        stat: returns the file system's state; it blocks.
 
     Raises:
         OSError: the ledger cannot be made, or the file system has no locks.
@@ -144,10 +139,10 @@ class SharedLedger(Ledger):
             os.close(fd)
 
     def expire_dead_leases(self, accounts: Accounts) -> None:
-        """End the leases of dead writers, and remove the lock files of those that had none yet."""
-        known = {writer for writer in accounts.leases if writer != self.writer}
-        dead = {writer for writer in known | _writers_locks(self._root_fd) if not self._is_alive(writer)}
-        accounts.expire_leases(dead & known)
+        """End the leases of dead writers, and remove the lock files of all dead writers."""
+        known = accounts.leases.keys() - {self.writer}
+        writers = known | _writers_locks(self._root_fd) - {self.writer}
+        accounts.expire_leases({writer for writer in writers if self._remove_if_dead(writer)} & known)
 
     def _open(self) -> int:
         flags = os.O_RDWR | CAREFULLY
@@ -169,10 +164,8 @@ class SharedLedger(Ledger):
     def _new_accounts(self) -> Accounts:
         return Accounts(self.stat().used, _boot())
 
-    # ------------------------------------------------------------------------------ liveness
-
     def _register_again(self) -> None:
-        """Take another name where the lock file of this one is gone. OSError where none can be made yet."""
+        """Take a new name if this writer's lock file is gone. OSError if none can be made now."""
         if is_current(self._root_fd, f"{FOLDER}/{self.writer}.lock", self._fd):
             return
         gone = self._fd
@@ -184,33 +177,29 @@ class SharedLedger(Ledger):
             os.unlink(f"{FOLDER}/{self.writer}.lock", dir_fd=self._root_fd)
         close_lock(self._fd)
 
-    def _is_alive(self, writer: str) -> bool:
-        """Return whether a writer is alive, and remove the lock file of one that is not."""
-        if writer == self.writer:
-            return True
-        path = f"{FOLDER}/{writer}.lock"
+    def _remove_if_dead(self, writer: str) -> bool:
+        """Return whether another writer is dead, and if so remove its lock file."""
         try:
-            with removed_lock(self._root_fd, path, create=False) as is_dead:
-                return not is_dead
+            with removed_lock(self._root_fd, f"{FOLDER}/{writer}.lock", create=False) as is_dead:
+                return is_dead
         except PermissionError:  # another user is just making it
-            return True
-        except FileNotFoundError:
             return False
+        except FileNotFoundError:
+            return True
 
 
 @contextmanager
 def elected(root_fd: int, path: str) -> Iterator[int | None]:
-    """Become the one process that does some work for the root, unless another one does it already.
+    """Become the one process that does some work for the root.
 
-    Yields:
-        The lock file, open, or None where another process does it.
+    Yields the open lock file, or None if another process does the work.
     """
     try:
         fd = open_lock(root_fd, path, create=True)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        # Where not even an empty file can be made, room is needed most: the directory is locked instead.
+        # If not even an empty file can be made, room is needed most: lock the directory instead.
         fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root_fd)
     try:
         yield fd if try_lock(fd) else None
@@ -219,14 +208,14 @@ def elected(root_fd: int, path: str) -> Iterator[int | None]:
 
 
 def has_writers(root_fd: int) -> bool:
-    """Return whether writers, alive or dead, have left their locks. OSError where that cannot be said."""
+    """Return whether any writer, alive or dead, has a lock file. OSError if that is unknown."""
     return bool(_writers_locks(root_fd))
 
 
 def read(root_fd: int) -> Accounts | None:
-    """Read a root's accounts without a lock: for people who look. None if there are none.
+    """Return a root's accounts for display, without a lock. None if there are none.
 
-    A read during a write, or a file that is no ledger, gives None too.
+    A read during a write, or of another file, returns None too.
     """
     try:
         return _parse(read_small(root_fd, _LEDGER))
@@ -243,10 +232,7 @@ def _boot() -> str:
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
-        return "unknown"  # an orderly restart and a power cut cannot be distinguished from none
-
-
-# ------------------------------------------------------------------------------------ the file
+        return "unknown"  # reboots cannot be detected
 
 
 _decoder = msgspec.json.Decoder(Accounts)
@@ -260,7 +246,7 @@ def _encode(accounts: Accounts) -> bytes:
 
 
 def _parse(text: bytes) -> Accounts | None:
-    """Return the accounts that ``_encode`` has encoded, or None for any other text."""
+    """Return the accounts that ``_encode`` encoded; None for any other text."""
     head, _, _ = text.partition(b"\n")
     checksum, _, body = head.partition(b" ")
     if checksum != b"%08x" % crc32c.crc32c(body):

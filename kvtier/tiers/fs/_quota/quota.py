@@ -1,12 +1,11 @@
-"""The bounds of the file tier: how many chunks may be written now.
+"""The quota of one writer: how many chunks it may write now.
 
-Two bounds hold at once, for all processes that use the root: ``max_bytes`` for everything below it, and
-``min_free_bytes`` for the file system. The bytes of a batch are leased from the root's ledger before it is
-written. If there is plenty of room, a writer leases some more for the batches of the next milliseconds, which
-then need not ask.
+Two bounds hold for all processes that use the root: ``max_bytes`` for everything below it, and
+``min_free_bytes`` for the file system. A put leases its bytes from the root's ledger before it writes them.
+If there is plenty of room, it leases more ahead, so that puts of the next milliseconds need not ask it.
 
-Before the first count the root is assumed to hold all that the file system holds, so the bound holds from the
-first put on. Puts that only this refuses are refused as ``COUNTING``.
+Before the first count the root is assumed to hold as much as the whole file system, so the bound holds from
+the first put on. Puts that exceed only this assumed bound are refused as ``COUNTING``.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from kvtier.tiers.fs._quota.ledger import Ledger
 
 _AHEAD_BYTES: Final = 64 * 2**20
 _AHEAD_SHARE: Final = 64
-_COUNT_PAUSE: Final = 20  # times what the last count took
+_COUNT_PAUSE: Final = 20  # times the duration of the last count
 _DOUBT_PAUSE: Final = 5
 
 
 @dataclass(slots=True)
 class _Change:
-    """The accounts while they are held, and the bytes to lease in addition."""
+    """The held accounts, and the bytes to lease in addition."""
 
     accounts: Accounts
     disk: FileSystem
@@ -41,34 +40,34 @@ class _Change:
 
 
 class Quota:
-    """The writes of one writer within the bounds. Any thread may call it.
+    """Keeps one writer within the bounds. Any thread may call it.
 
-    Methods that do not say otherwise ask the ledger and the file system: they block, and raise OSError if
-    either does not answer.
+    Unless documented otherwise, methods ask the ledger and the file system: they block, and raise OSError if
+    either fails.
 
     Args:
-        file_bytes: the most bytes that writing one chunk can take.
+        file_bytes: maximum bytes that writing one chunk can take.
 
     Attributes:
         accounts: the ledger as last read.
-        limit: bytes that may be below the root; None before the default is known.
+        limit: maximum bytes below the root; None before the default is known.
         excess: bytes to evict.
     """
 
     def __init__(self, config: FsConfig, file_bytes: int, ledger: Ledger) -> None:
-        self._asking = threading.Lock()  # held while the ledger or the file system is asked
-        self._lock = threading.Lock()  # of the three numbers below; nothing is asked while it is held
-        self._reserved = 0  # of this writer's lease, by puts that have not ended
-        self._ahead = 0  # of this writer's lease, for puts to come
-        self._unreported = 0  # written, and not in the ledger yet: the lease there still covers it
-        self._leased = 0  # the lease as the ledger has it
-        self._refused = 0  # bytes that the last reservation was not granted: room should be made for them
+        self._asking = threading.Lock()  # held while asking the ledger or the file system
+        self._lock = threading.Lock()  # guards the next three numbers; never held while asking
+        self._reserved = 0  # part of the lease, for puts in flight
+        self._ahead = 0  # part of the lease, for later puts
+        self._unreported = 0  # written but not in the ledger, where the lease still covers it
+        self._leased = 0  # the lease in the ledger
+        self._refused = 0  # bytes that the last reservation lacked, to evict
         self._file_bytes = file_bytes
         self._ledger = ledger
         self._bounds = Bounds(config)
         self._evicts = config.eviction != "none"
-        self._doubted = ""  # the mark of the ledger that is in doubt
-        self._is_contradicted = False  # by the file system
+        self._doubted = ""  # the mark of a doubted ledger
+        self._is_contradicted = False  # the ledger, by the file system
         self.accounts = Accounts(0)
         self.limit: int | None = config.max_bytes
         self.excess = 0
@@ -76,30 +75,30 @@ class Quota:
 
     @property
     def used_bytes(self) -> int | None:
-        """Bytes below the root, as far as known; None before the first count. Does not block."""
+        """Bytes below the root; None before the first count. Does not block."""
         return self.accounts.used + self._unreported if self.accounts.is_exact else None
 
     @property
     def can_make_room(self) -> bool:
-        """Whether anything may be evicted: not before it is known what the root holds."""
+        """Whether chunks may be evicted: only after the first count."""
         return self._evicts and self.accounts.is_exact
 
     @property
     def should_be_counted(self) -> bool:
-        """Whether the ledger may have too many bytes, or the root was never counted."""
+        """Whether the ledger may be too high, or the root was never counted."""
         accounts = self.accounts
         is_sure = accounts.is_exact and not accounts.unconfirmed and accounts.mark != self._doubted
         return not is_sure or self._is_contradicted
 
     @property
     def has_news(self) -> bool:
-        """Whether the lease in the ledger differs from the need of puts, or bytes are not reported yet."""
+        """Whether the ledger lacks written bytes, or its lease is not what puts in flight need."""
         return self._unreported > 0 or self._reserved != self._leased
 
     def reserve_ahead(self, chunks: int) -> bool:
-        """Reserve bytes for new files from the bytes leased ahead, all or none. ``settle`` ends it.
+        """Reserve room for all ``chunks`` from the bytes leased ahead, or return False. Does not block.
 
-        Returns whether they are reserved. Does not block.
+        ``settle`` ends the reservation.
         """
         wanted = chunks * self._file_bytes
         with self._lock:
@@ -110,9 +109,9 @@ class Quota:
         return True
 
     def reserve(self, chunks: int) -> tuple[int, Result]:
-        """Reserve bytes for new files. ``settle`` ends it.
+        """Reserve room for ``chunks``; ``settle`` ends the reservation.
 
-        Returns how many of ``chunks`` may be written, and why the others may not.
+        Returns how many chunks may be written, and the result of the rest.
         """
         wanted = chunks * self._file_bytes
         with self._change() as change:
@@ -131,25 +130,24 @@ class Quota:
         return granted, Result.MIN_FREE if above_free < below_limit else reason
 
     def settle(self, granted: int, added: int) -> None:
-        """End a reservation of ``granted`` chunks, which have added so many bytes. Does not block."""
+        """End a reservation of ``granted`` chunks, which wrote ``added`` bytes. Does not block."""
         with self._lock:
             self._reserved -= granted * self._file_bytes
             self._unreported += added
 
     def flush(self) -> None:
-        """Report to the ledger what was settled, and give back what was leased ahead.
+        """Report settled bytes to the ledger, and return the bytes leased ahead.
 
-        Raises nothing: if the ledger does not answer, the next put or refresh reports it.
+        Raises nothing: if the ledger fails, the next put or refresh reports them.
         """
         if self.has_news:
             with suppress(OSError), self._change():
                 pass
 
     def mark(self) -> str:
-        """Return the ledger's mark, for ``removed`` with the bytes that are removed from now on.
+        """Return the ledger's mark, to pass to ``removed`` with bytes removed from now on.
 
-        Raises nothing: if the ledger does not answer, the mark fits none, and the bytes take room until the
-        root is counted.
+        Raises nothing: if the ledger fails, the mark matches none, and the bytes take room until a count.
         """
         mark = ""
         with suppress(OSError), self._change() as change:
@@ -157,11 +155,7 @@ class Quota:
         return mark
 
     def removed(self, nbytes: int, since: str) -> str:
-        """Report removed bytes, and return the mark for those that are removed from now on.
-
-        Args:
-            since: the mark from before the first of them was removed.
-        """
+        """Report bytes removed since the mark ``since``. Return the mark for later removals."""
         if not nbytes:
             return since
         with self._change() as change:
@@ -169,15 +163,15 @@ class Quota:
             return change.accounts.mark
 
     def refresh(self) -> None:
-        """Report what was written, and read what others wrote and removed."""
+        """Report written bytes, and read the other writers' changes."""
         self._bounds.probe(self._file_bytes, time.monotonic())
         with self._change() as change:
             self._ledger.expire_dead_leases(change.accounts)
 
     def lower_limit(self) -> bool:
-        """Note that the file system refused a write for want of room. Return whether no write was before.
+        """Note that the file system refused a write for want of room. Return whether it is the first time.
 
-        Raises nothing: the limit is this process's belief, whether or not the ledger can be written.
+        Raises nothing: the assumed limit is this process's own, so it does not matter if the ledger fails.
         """
         was_known, is_lower = self._bounds.hidden is not None, False
         with suppress(OSError), self._change() as change:
@@ -186,9 +180,9 @@ class Quota:
         return is_lower and not was_known
 
     def count_is_due(self, every_s: float) -> bool:
-        """Return whether to count the root: after so many seconds, or because the ledger is in doubt.
+        """Return whether to count the root: ``every_s`` have passed, or the ledger is in doubt.
 
-        Counts of a root that takes long are rarer: they take a twentieth of the time, in doubt a fifth.
+        Long counts are rarer: they take at most a twentieth of the time, or a fifth if in doubt.
         """
         with self._change() as change:
             accounts = change.accounts
@@ -200,11 +194,11 @@ class Quota:
             return not 0 <= time.time() - accounts.counted_at < pause_s
 
     def doubt(self) -> None:
-        """Request a count: fewer bytes are there than in the ledger."""
+        """Request a count, because the ledger has too many bytes."""
         self._doubted = self.accounts.mark
 
     def count(self, add_up: Callable[[], int]) -> None:
-        """Count what the root holds, with ``add_up``. On OSError the last count stays."""
+        """Count the root's bytes with ``add_up``. On OSError the last count stays."""
         with self._change() as change:
             start, start_s = copy(change.accounts), time.monotonic()
         counted = add_up()
@@ -214,10 +208,10 @@ class Quota:
 
     @contextmanager
     def _change(self) -> Iterator[_Change]:
-        """Hold the accounts; this writer's lease in them is the bytes that its puts have reserved.
+        """Hold the accounts, with this writer's lease set to the reservations of its puts in flight.
 
-        The bytes leased ahead are given back. If the accounts cannot be stored, nothing has changed. Puts
-        that end meanwhile are reported the next time.
+        The bytes leased ahead are given up. If the accounts cannot be stored, nothing else changes. Puts that
+        end meanwhile are reported the next time.
         """
         with self._asking:
             with self._lock:

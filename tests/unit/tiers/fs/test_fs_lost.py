@@ -16,7 +16,7 @@ from kvtier.tiers._base import Status
 from kvtier.tiers.fs import _namespace
 from kvtier.tiers.fs._locks import make_writer_lock
 from kvtier.tiers.fs._maintenance import maintenance
-from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._namespace import OpenNamespace
 from kvtier.tiers.fs._quota.quota import Quota
 from tests.unit.conftest import mounted_tmpfs
 
@@ -34,7 +34,7 @@ def looks(monkeypatch):
     """Has tiers look often; waits for some looks that begin after it is called."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     monkeypatch.setattr(_namespace, "_FIRST_TRY_PAUSE_S", 0.0)  # and so none of the pauses that follow
-    looked, is_replaced = threading.Semaphore(0), Namespace.is_replaced
+    looked, is_replaced = threading.Semaphore(0), OpenNamespace.is_replaced
 
     def counted(namespace):
         looked.release()
@@ -46,7 +46,7 @@ def looks(monkeypatch):
         for _ in range(4):
             assert await anyio.to_thread.run_sync(looked.acquire, True, 20)
 
-    monkeypatch.setattr(Namespace, "is_replaced", counted)
+    monkeypatch.setattr(OpenNamespace, "is_replaced", counted)
     return wait
 
 
@@ -158,7 +158,7 @@ async def test_an_attempt_that_fails_halfway_leaves_nothing(world, told, looks, 
         made.append(namespace.writer)
         raise OSError(errno.ENOSPC, "no room for a directory")
 
-    monkeypatch.setattr(Namespace, "_make_writer", make_half)
+    monkeypatch.setattr(OpenNamespace, "_make_writer", make_half)
     tier = await world.open(lost=told.append, max_bytes=2**50)
     await looks()
     await tier.aclose()
@@ -208,7 +208,7 @@ async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told,
 
 
 async def test_a_look_that_fails_is_not_the_last_one(world, tier, told, monkeypatch, caplog):
-    is_replaced = Namespace.is_replaced
+    is_replaced = OpenNamespace.is_replaced
     errors = iter([RuntimeError("no more threads")])
 
     def fail_once(namespace):
@@ -216,7 +216,7 @@ async def test_a_look_that_fails_is_not_the_last_one(world, tier, told, monkeypa
             raise error
         return is_replaced(namespace)
 
-    monkeypatch.setattr(Namespace, "is_replaced", fail_once)
+    monkeypatch.setattr(OpenNamespace, "is_replaced", fail_once)
     world.root.rename(world.root.with_name("before"))
     world.root.mkdir()
     await world.eventually(lambda: told)

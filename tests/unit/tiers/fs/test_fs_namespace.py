@@ -22,7 +22,7 @@ from kvtier.tiers.fs import _locks as locks
 from kvtier.tiers.fs._locks import make_lock
 from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._maintenance.evict import Evictor
-from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._namespace import OpenNamespace
 from kvtier.tiers.fs._quota.quota import Quota
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,13 +99,13 @@ async def test_root_with_read_only_ledger_is_read(world, frozen_ledger, monkeypa
     frozen_ledger("ro")
     lost: list[str] = []
     tried = threading.Semaphore(0)
-    try_to_write = Namespace.try_to_write
+    try_to_write = OpenNamespace.try_to_write
 
     def counted(*args):
         tried.release()
         return try_to_write(*args)
 
-    monkeypatch.setattr(Namespace, "try_to_write", counted)
+    monkeypatch.setattr(OpenNamespace, "try_to_write", counted)
     for _ in range(2):  # it is reopened repeatedly while another problem lasts
         tier = await world.open(lost=lost.append)
         assert (await world.get(tier, [1, 2])).statuses == (OK, ABSENT)

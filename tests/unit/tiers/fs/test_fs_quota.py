@@ -13,7 +13,7 @@ from kvtier._identity import Identity
 from kvtier.errors import TierError
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._maintenance import maintenance
-from kvtier.tiers.fs._namespace import Namespace
+from kvtier.tiers.fs._namespace import OpenNamespace
 from tests.unit.tiers.fs.conftest import World
 from tests.unit.tiers.fs.disks import Disk
 
@@ -59,7 +59,7 @@ async def test_a_reset_that_finds_no_room_lowers_the_limit(world, monkeypatch):
         raise OSError(errno.EDQUOT, "the quota is used up")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Namespace, "_write_small", refuse)
+        patch.setattr(OpenNamespace, "_write_small", refuse)
         with pytest.raises(TierError, match="edquot"):
             await tier.reset()
     assert tier.statistics().limit_bytes <= 2**20
