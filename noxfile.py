@@ -195,6 +195,14 @@ def generations(session: nox.Session) -> None:
 
 
 @nox.session
+def differential(session: nox.Session) -> None:
+    """Does any combination of the engine's features give a wrong token? ``-- --minutes 30 --seed 1``."""
+    install_engine_tests(session, VLLM)
+    arguments = session.posargs or ["--seed", "1", "--lives", "8"]
+    session.run("python", "-m", "tests.differential", *arguments, env=CPU_ENGINE_ENV)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Does nothing leak while tiers evict, fail and die? Real engines; ``-- --minutes 60`` for an hour."""
     install_engine_tests(session, VLLM)

@@ -1,0 +1,161 @@
+"""Random lives on real engines: ``python -m tests.differential [--minutes N] [--seed N] [--config FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvtier_bench.engine.compared import EngineError
+from tests.differential.lives import LIVES_OF_A_MODEL, Life, code, draw
+from tests.differential.models import Model
+from tests.differential.shrink import shrink, without
+from tests.differential.world import Failure, Stage, Unfit
+from tests.integration.conftest import ENVIRONMENT
+from tests.integration.harness import Launcher
+
+_ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0)))}
+"""A tiny model is no faster on two, and much slower where others use them, too."""
+
+
+class Search:
+    """Runs lives until time is over.
+
+    Attributes:
+        ends: how many lives ended how.
+        found: reductions of those that failed.
+    """
+
+    def __init__(self, launcher: Launcher, folder: Path, options: argparse.Namespace) -> None:
+        self.ends: Counter[str] = Counter()
+        self.found: list[str] = []
+        self._launcher, self._folder, self._options = launcher, folder, options
+        self._until_s = time.monotonic() + options.minutes * 60
+
+    def run(self) -> None:
+        """Run lives from the first seed on."""
+        options = self._options
+        seeds = (
+            itertools.count(options.seed)
+            if options.lives is None
+            else range(options.seed, options.seed + options.lives)
+        )
+        for _, group in itertools.groupby(seeds, lambda seed: seed // LIVES_OF_A_MODEL):
+            lives = ((seed, self._life(seed)) for seed in group)
+            self._run_model(lives)
+            if self._is_over():
+                return
+
+    def _life(self, seed: int) -> Life:
+        life = without(draw(seed), self._options.without)
+        if self._options.config is None:
+            return life
+        own = json.loads(Path(self._options.config).read_text())
+        case = replace(
+            life.case,
+            model=Model(own["model"]) if "model" in own else life.case.model,
+            arguments={**life.case.arguments, **own.get("arguments", {})},
+            settings={**life.case.settings, **own.get("settings", {})},
+        )
+        return replace(life, case=case)
+
+    def _run_model(self, lives: Iterator[tuple[int, Life]]) -> None:
+        stage: Stage | None = None
+        try:
+            for seed, life in lives:
+                if self._is_over():
+                    return
+                if stage is None:
+                    say(f"model {code(life.case.model)}")
+                    folder = Path(tempfile.mkdtemp(dir=self._folder))
+                    stage = Stage(self._launcher, folder, life.case.model, self._options.bug)
+                self._run(stage, seed, life)
+        except (Unfit, EngineError) as why:
+            self.ends["model unfit"] += 1
+            say(f"model not used: {str(why)[-1500:]}")
+        finally:
+            if stage is not None:
+                stage.__exit__()
+
+    def _run(self, stage: Stage, seed: int, life: Life) -> None:
+        begun_s = time.monotonic()
+        failure = fails(stage, life)
+        end = failure.kind if failure else "right"
+        if failure and (alone := fails(stage, life, connector=False)):
+            end = f"{alone.kind} without a connector, too"
+        self.ends[end] += 1
+        say(f"seed {seed}: {end} in {time.monotonic() - begun_s:.1f} s")
+        if failure is not None:
+            say(str(failure)[-3000:])
+        if failure is not None and end == failure.kind:
+            self._report(stage, seed, life, failure)
+
+    def _report(self, stage: Stage, seed: int, life: Life, failure: Failure) -> None:
+        until_s = time.monotonic() + self._options.shrink_s
+
+        def fails_so(candidate: Life) -> bool:
+            found = fails(stage, candidate)
+            return found is not None and found.kind == failure.kind
+
+        small = shrink(life, fails_so, lambda: time.monotonic() < until_s)
+        text = f"seed {seed}: {failure.kind}\nlife = {code(small)}"
+        if small is not life and fails(stage, small, connector=False) is not None:
+            text += "\n(the engine alone fails in it, too: the life that was drawn is worth more)"
+        say(text)
+        self.found.append(text)
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._until_s or (self._options.first and bool(self.found))
+
+
+def fails(stage: Stage, life: Life, *, connector: bool = True) -> Failure | None:
+    """Return what goes wrong in a life."""
+    try:
+        stage.check(life, connector=connector)
+    except Failure as failure:
+        return failure
+    return None
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def parsed(arguments: list[str]) -> Any:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0, help="the first; each life has the next one")
+    parser.add_argument("--lives", type=int, help="so many rather than until time is over")
+    parser.add_argument("--config", help="JSON of your own engine: model, arguments, settings")
+    parser.add_argument("--without", nargs="*", default=(), help="fields of Ask and Case that stay plain")
+    parser.add_argument("--first", action="store_true", help="end when something has been found")
+    parser.add_argument("--shrink-s", type=float, default=120.0, help="seconds to make what fails smaller")
+    parser.add_argument("--bug", default="", help="one of tests/differential/mutations.py, to be planted")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run what the command line asks for; the exit status is 1 where something was found."""
+    options = parsed(sys.argv[1:])
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-lives-") as name,
+        Launcher(Path(name), {**ENVIRONMENT, **_ONE_CORE}) as launcher,
+    ):
+        search = Search(launcher, Path(name), options)
+        search.run()
+    say(f"lives: {', '.join(f'{count} {end}' for end, count in search.ends.most_common())}")
+    print(*search.found, sep="\n")
+    sys.exit(bool(search.found))
+
+
+if __name__ == "__main__":
+    main()

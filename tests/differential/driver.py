@@ -1,0 +1,222 @@
+"""What a life does in an engine's own process. See ``Engine.call`` in ``tests.integration.harness``."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import ExitStack
+from copy import copy
+from typing import Any
+
+from kvtier._core.tiering import Tiering
+from kvtier_testing import invariants
+
+_PATIENCE_S = 20.0
+_NUMBERS = itertools.count()
+_planted = ExitStack()
+
+Turn = dict[str, Any]
+
+
+class Request:
+    """A request, or a session of several inputs.
+
+    Args:
+        engine: vLLM's.
+        order: what it is: the fields of an ``Ask``, its prompts being token ids.
+    """
+
+    def __init__(self, engine: Any, order: dict[str, Any]) -> None:
+        self._engine, self.order = engine, order
+        self.turns: list[Turn] = []
+        self.cached: int | None = None
+        self.end: str | None = None
+        self._inputs: list[tuple[list[int], int]] = [tuple(one) for one in order["inputs"]]
+        self._is_session = len(self._inputs) > 1
+        self._id, self._turn = "", 0
+
+    def start(self) -> None:
+        self._put(f"life-{next(_NUMBERS)}")
+        while self.order["eager"] and self._inputs:
+            self._put(self._id)
+
+    def abort(self) -> None:
+        if self.end is None:
+            self._engine.abort_request([self._id], internal=True)
+            self.end = "aborted"
+
+    def hear(self, output: Any) -> None:
+        """Take in what the engine says; send the next input of a session when one has been answered."""
+        said, turn = output.outputs[0], self.turns[self._turn]
+        if self.cached is None:
+            self.cached = output.num_cached_tokens
+        turn["said"] += said.token_ids
+        turn["logprobs"] += [
+            of_one[token].logprob for token, of_one in zip(said.token_ids, said.logprobs or (), strict=False)
+        ]
+        if said.finish_reason is None or self.end is not None:
+            return
+        self._turn += 1
+        if self._inputs:
+            self._put(self._id)
+        elif self._turn == len(self.turns):
+            if self._is_session:
+                self._add(self._request(self._id, [0], 1, resumable=False))
+            self.end = said.finish_reason
+
+    def _put(self, name: str) -> None:
+        prompt, say = self._inputs.pop(0)
+        self.turns.append({"said": [], "logprobs": []})
+        request = self._request(name, prompt, say, resumable=self._is_session)
+        if not self._id:
+            self._engine.input_processor.assign_request_id(request)
+            self._id = request.request_id
+        self._add(request)
+
+    def _request(self, name: str, prompt: list[int], say: int, *, resumable: bool) -> Any:
+        order, processor = self.order, self._engine.input_processor
+        tokens = {"prompt_token_ids": prompt, **({"cache_salt": order["salt"]} if order["salt"] else {})}
+        request = processor.process_inputs(
+            name,
+            tokens,
+            _sampling(say, order),
+            supported_tasks=self._engine.get_supported_tasks(),
+            lora_request=_adapter(order),
+            priority=order["priority"],
+            resumable=resumable,
+        )
+        if self._id:
+            request.external_req_id = self._id.rpartition("-")[0]
+        return request
+
+    def _add(self, request: Any) -> None:
+        its_own = copy(request)  # both sides extend the prompt of a session
+        its_own.prompt_token_ids = list(request.prompt_token_ids)
+        self._engine.output_processor.add_request(its_own, None, None, 0)
+        self._engine.engine_core.add_request(request)
+
+    @property
+    def external_id(self) -> str:
+        return self._id.rpartition("-")[0]
+
+
+def _sampling(say: int, order: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=say,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        prompt_logprobs=0 if order["prompt_logprobs"] else None,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_transfer_params": order["hint"]} if order["hint"] else None,
+    )
+
+
+def _adapter(order: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    if not order["adapter"]:
+        return None
+    return LoRARequest(f"adapter-{order['adapter']}", order["adapter"], order["adapter_path"])
+
+
+def play(llm: Any, orders: list[dict[str, Any]], resets: list[list[Any]]) -> dict[str, Any]:
+    """Run requests beside each other until all have ended.
+
+    Args:
+        llm: the engine.
+        orders: of each request; see ``Request``. ``at`` is the step in which it comes.
+        resets: steps, and what is reset then.
+
+    Returns:
+        ``heard``: of each request its ``turns`` with the tokens ``said`` and their ``logprobs``, the
+        ``end``, and how many tokens of its prompt were ``cached``.
+    """
+    engine = llm.llm_engine
+    requests = [Request(engine, order) for order in orders]
+    waiting, running = list(requests), {}
+    heard_s = time.monotonic()
+    for step in itertools.count():
+        for request in [one for one in waiting if one.order["at"] <= step]:
+            waiting.remove(request)
+            request.start()
+            running[request.external_id] = (step, request)
+        for began, request in running.values():
+            if request.order["abort"] is not None and step - began >= request.order["abort"]:
+                request.abort()
+        for at, what in resets:
+            if at == step:
+                engine.reset_prefix_cache(what == "preempt", reset_connector=what != "device")
+        if not waiting and not engine.has_unfinished_requests():
+            break
+        for output in engine.step():
+            running[output.request_id][1].hear(output)
+            heard_s = time.monotonic()
+        if time.monotonic() > heard_s + _PATIENCE_S:
+            left = {name: one.turns for name, (_, one) in running.items() if one.end is None}
+            raise TimeoutError(f"no answer within {_PATIENCE_S} s: {left}")
+    return {"heard": [{"turns": one.turns, "end": one.end, "cached": one.cached} for one in requests]}
+
+
+def score(llm: Any, orders: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return of each text and each of its tokens from ``start`` on: its logprob, and that of the likeliest.
+
+    All of a text is computed at once, whatever was said when: nothing is reused, nothing is stored.
+    """
+    from vllm import SamplingParams
+
+    how = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=1)
+    texts = [{"prompt_token_ids": order["text"]} for order in orders]
+    adapters = [_adapter(order) for order in orders]
+    scores = []
+    for output, order in zip(
+        llm.generate(texts, how, lora_request=adapters, use_tqdm=False), orders, strict=True
+    ):
+        positions = list(zip(order["text"], output.prompt_logprobs, strict=True))[order["start"] :]
+        scores.append([(of_one[token].logprob, _likeliest(of_one)) for token, of_one in positions])
+    return {"scores": scores}
+
+
+def _likeliest(of_one: dict[int, Any]) -> float:
+    return max(float(found.logprob) for found in of_one.values())
+
+
+def rest(llm: Any) -> dict[str, Any]:
+    """Check the core of an engine that has nothing to do.
+
+    Raises:
+        AssertionError: an invariant does not hold, or something is still held.
+    """
+    core = _core(llm)
+    invariants.check(core)
+    left = {
+        "handles": core.handles,
+        "transfers": core.shared.transfers,
+        "pending requests": core.holds.pending,
+        "awaiting requests": core.holds.awaiting,
+    }
+    for what, held in left.items():
+        assert not held, f"{what} are left: {held}"
+    return {}
+
+
+def _core(llm: Any) -> Tiering:
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    children = getattr(connector, "_connectors", [connector])
+    (scheduler,) = [one.connector_scheduler for one in children if hasattr(one, "connector_scheduler")]
+    core: Tiering = scheduler.manager._core
+    return core
+
+
+def plant(llm: Any, name: str) -> dict[str, Any]:
+    """Have a bug in kvtier from now on, in this process: one of ``tests.differential.mutations``."""
+    from tests.differential.mutations import MUTATIONS
+    from tests.sim.mutations import planted
+
+    (mutation,) = [one for one in MUTATIONS if one.name == name]
+    _planted.enter_context(planted(mutation))
+    return {}

@@ -1,0 +1,379 @@
+"""A life of an engine: its configuration, and what is asked of it. Drawn from a seed, printed as code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from tests.differential.models import DRAFTS, KINDS, Model
+
+LIVES_OF_A_MODEL = 12
+"""Seeds in a row that share a model, which takes longer to make than a life to run."""
+
+Piece = tuple[int, int]
+"""Tokens of a prompt: the seed that they are drawn from, and how many."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine and its connector.
+
+    Attributes:
+        model: which model.
+        chunk_blocks: blocks of a chunk; None for kvtier's default.
+        host_chunks: slots of the primary tier.
+        connector: ``OffloadingConnector``, ``KVTierConnector``, or ``beside`` and ``behind``: an
+            OffloadingConnector before or after a transport, in a MultiConnector.
+        arguments: of the engine.
+        settings: kvtier's own.
+        tiers: settings of each secondary tier.
+    """
+
+    model: Model = field(default_factory=Model)
+    chunk_blocks: int | None = 1
+    host_chunks: int = 64
+    connector: str = "OffloadingConnector"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tiers: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def block_tokens(self) -> int:
+        return int(self.arguments.get("block_size", 32))
+
+    @property
+    def longest(self) -> int:
+        return int(self.arguments.get("max_model_len", 1024))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        name: a number of its own.
+        pieces: the tokens of its prompt.
+        after: the request of an earlier round whose text and answer come before them.
+        say: tokens to generate.
+        at: the step of its round in which it comes.
+        abort: steps after which it is aborted.
+        more: further inputs of a streaming session, and the tokens to generate for each.
+        eager: whether these come at once, rather than each after the answer to the one before.
+        hint: ``kv_transfer_params``.
+    """
+
+    name: int
+    pieces: tuple[Piece, ...]
+    after: int | None = None
+    say: int = 4
+    at: int = 0
+    abort: int | None = None
+    more: tuple[tuple[tuple[Piece, ...], int], ...] = ()
+    eager: bool = False
+    salt: str = ""
+    adapter: int = 0
+    priority: int = 0
+    prompt_logprobs: bool = False
+    hint: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Requests that run beside each other.
+
+    Attributes:
+        before: what happens first: ``settle`` waits for stores; ``forget`` does, and resets the device's
+            cache; ``reset`` resets everything; ``restart`` and ``kill`` start the engine again.
+        resets: what is reset in which step: ``device``, ``all``, or ``preempt``, which preempts for it.
+        engine: which of two engines over the same tiers.
+    """
+
+    asks: tuple[Ask, ...]
+    before: str = ""
+    resets: tuple[tuple[int, str], ...] = ()
+    engine: int = 0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What must be found again at the end: a new prompt that is asked, and asked again after others.
+
+    Attributes:
+        tokens: of the prompt.
+        others: of another one, which is asked in between; 0 for none.
+        times: how often it is asked before.
+    """
+
+    tokens: int
+    others: int = 0
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Life:
+    """An engine, what is asked of it in turn, and what must be found at the end."""
+
+    case: Case
+    rounds: tuple[Round, ...]
+    probe: Probe | None = None
+
+
+def code(value: Any) -> str:
+    """Return the expression that makes a value, without what is as by default."""
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = []
+        for each in fields(value):
+            here = getattr(value, each.name)
+            default = each.default_factory() if each.default_factory is not MISSING else each.default
+            if here != default:
+                shown.append(f"{each.name}={code(here)}")
+        return f"{type(value).__name__}({', '.join(shown)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"
+    return repr(value)
+
+
+def draw(seed: int) -> Life:
+    """Draw a life. Equal seeds draw equal lives."""
+    model = draw_model(Random(f"model {seed // LIVES_OF_A_MODEL}"))
+    chance = Random(f"life {seed}")
+    case = draw_case(chance, model)
+    return draw_life(chance, case)
+
+
+def draw_model(chance: Random) -> Model:
+    """Draw a model of a kind that the CPU runs."""
+    kind = chance.choice(sorted(KINDS))
+    windows = KINDS[kind].windows
+    return Model(
+        kind,
+        window=chance.choice([32, 48, 64, 96, 160, 250, 320]) if windows else 0,
+        layers=chance.choice(["ssf" * 2, "sf" * 2, "sssf", "sff" * 2]) if windows else "",
+        draft=chance.choice(DRAFTS) if KINDS[kind].drafts and chance.random() < 0.3 else "",
+        adapters=2 if KINDS[kind].adapters and chance.random() < 0.2 else 0,
+    )
+
+
+def draw_case(chance: Random, model: Model) -> Case:
+    """Draw an engine that runs a model, and its connector."""
+    block, chunk = chance.choice([32, 32, 64]), chance.choice([1, 1, 2, 3, 4, None])
+    longest = chance.choice([320, 512, 1024])
+    groups = model.groups
+    whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
+    chunks = max(1, whole // (chunk or 4))
+    arguments = {
+        "block_size": block,
+        "max_model_len": longest,
+        "max_num_batched_tokens": chance.choice([64, 128, 256, 2048]),
+        "max_num_seqs": chance.choice([2, 8, 16]),
+        "num_gpu_blocks_override": int(whole * chance.choice([1, 1.3, 2, 4])) + 4,
+        "async_scheduling": chance.random() < 0.5 and model.draft != "ngram",
+        "enable_prefix_caching": chance.random() < 0.85,
+        "scheduling_policy": chance.choice(["fcfs", "fcfs", "priority"]),
+    }
+    settings: dict[str, Any] = {
+        "isolation": chance.choice(["thread", "thread", "process"]),
+        "eviction_policy": chance.choice(["auto", "auto", "lru", "arc", "lhd"]),
+        "offload_prompt_only": chance.random() < 0.5,
+        "audit_rate": chance.choice([0, 0, 1.0]),
+    }
+    if chance.random() < 0.25:
+        settings["store_threshold"] = chance.choice([2, 3])
+    connectors = ["OffloadingConnector"] * 5 + ["KVTierConnector"] * 2
+    if groups == 1 and not model.draft:
+        connectors += ["beside", "behind"]
+    return Case(
+        model,
+        chunk,
+        host_chunks=max(4, int(chunks * chance.choice([0.2, 0.6, 1, 1.5, 3, 8]))),
+        connector=chance.choice(connectors),
+        arguments=arguments,
+        settings=settings,
+        tiers=tuple(draw_tiers(chance)),
+    )
+
+
+def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of none, one or two secondary tiers."""
+    policy = {"write_policy": chance.choice(["all", "all", "reused", "adaptive"])}
+    kinds = chance.choice([[], [], ["fs"], ["dummy"], ["dummy", "fs"]])
+    if "dummy" in kinds:
+        yield {
+            "type": "dummy",
+            "get_latency_s": chance.choice([0, 0.002, 0.02]),
+            "put_latency_s": chance.choice([0, 0.002, 0.02]),
+            "failure_rate": chance.choice([0, 0, 0.2]),
+            "corruption_rate": chance.choice([0, 0, 0.2]),
+            "hang_rate": chance.choice([0, 0, 0.02]),
+            "deadline_s": 1.0,
+            "complete_index": chance.random() < 0.5,
+            "seed": chance.randrange(100),
+            **policy,
+        }
+    if "fs" in kinds:
+        yield {"type": "fs", **policy}
+
+
+HINTS: Sequence[Mapping[str, Any]] = (
+    {"max_offload_tokens": 100},
+    {"max_load_tokens": 64},
+    {"kv_load_tiers": []},
+    {"kvtier": {"priority": 1}},
+    {"kvtier": {"pin": "one", "ttl_s": 5}},
+    {"kvtier": {"release": "one"}},
+    {"kvtier": {"release": True}},
+    {"kvtier": {"next_use_s": 1}},
+    {"kvtier": {"wait_s": 0.1, "explain": True}},
+)
+
+
+class Drawer:
+    """Draws requests whose prompts form a tree.
+
+    Args:
+        chance: where all is drawn from.
+        case: the engine.
+    """
+
+    def __init__(self, chance: Random, case: Case) -> None:
+        self._chance, self._case = chance, case
+        self._texts: list[tuple[Piece, ...]] = []
+        self._ended: dict[int, int] = {}  # requests of earlier rounds: tokens of their texts, at most
+        self._round: dict[int, int] = {}
+        self._names = iter(range(1, 10**6))
+        block = case.block_tokens
+        units = {block, block * (case.chunk_blocks or 4), case.model.window or block}
+        self._units = sorted({*units, int(case.arguments.get("max_num_batched_tokens", block))})
+
+    def length(self, most: int) -> int:
+        """Draw a length near a boundary: of a block, chunk, window or batch."""
+        unit = self._chance.choice([one for one in self._units if one <= most] or [most])
+        length = unit * self._chance.randrange(1, most // unit + 1)
+        length += self._chance.choice([-1, 0, 0, 1, self._chance.randrange(unit)])
+        return max(1, min(most, length))
+
+    def new(self, tokens: int) -> Piece:
+        return (self._chance.getrandbits(30), tokens)
+
+    def pieces(self, most: int) -> tuple[Piece, ...]:
+        """Draw a prompt: a new one, an earlier one, or the beginning of an earlier one and new tokens."""
+        how = self._chance.random()
+        if not self._texts or how < 0.35:
+            text: tuple[Piece, ...] = (self.new(self.length(most)),)
+        else:
+            text = cut(self._chance.choice(self._texts), most)
+            if how < 0.8:
+                text = cut(text, self.length(size(text)))
+                text += (self.new(self.length(max(1, most - size(text)))),)
+                text = cut(text, most)
+        self._texts.append(text)
+        return text
+
+    def ask(self) -> Ask:
+        """Draw a request."""
+        chance, rare = self._chance, lambda: self._chance.random() < 0.1
+        name, say, most = next(self._names), chance.choice([1, 4, 4, 12, 40]), self._case.longest - 64
+        after = None
+        if self._ended and chance.random() < 0.25:
+            after = chance.choice(sorted(self._ended))
+            most -= self._ended[after]
+            if most < 8:
+                after, most = None, self._case.longest - 64
+        session = after is None and chance.random() < 0.12
+        if after is not None:
+            pieces: tuple[Piece, ...] = (self.new(self.length(most)),)
+        else:
+            pieces = self.pieces(most // 2 if session else most)
+        more = tuple(self.more(most - size(pieces) - say)) if session else ()
+        self._round[name] = self._case.longest - 64 - most + size(pieces) + say
+        self._round[name] += sum(size(one) + said for one, said in more)
+        draws_hint = rare()
+        return Ask(
+            name,
+            pieces,
+            after,
+            say=say,
+            at=chance.choice([0, 0, chance.randrange(20)]),
+            abort=chance.randrange(1, 12) if rare() else None,
+            more=more,
+            eager=bool(more) and chance.random() < 0.3,
+            salt=chance.choice(["first", "second"]) if rare() else "",
+            adapter=chance.randrange(self._case.model.adapters + 1),
+            priority=chance.randrange(3) if "priority" in self._case.arguments.values() else 0,
+            prompt_logprobs=not session and rare() and rare(),
+            hint=self.hint() if draws_hint else self.transport(),
+        )
+
+    def more(self, most: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
+        for _ in range(self._chance.randrange(1, 4)):
+            say = self._chance.choice([1, 4, 12, 30])
+            if most - say < 2:
+                return
+            piece = self.new(self.length(max(1, (most - say) // 2)))
+            most -= piece[1] + say
+            yield (piece,), say
+
+    def hint(self) -> Mapping[str, Any]:
+        return self._chance.choice(HINTS)
+
+    def transport(self) -> Mapping[str, Any]:
+        """Draw whether another engine sends the prompt's chunks, where the engine has a transport."""
+        if self._case.connector not in ("beside", "behind"):
+            return {}
+        return {"transport": self._chance.choice(["keep", "keep", "receive", "receive", ""])}
+
+    def round(self) -> Round:
+        """Draw requests beside each other, and what happens before and beside them."""
+        chance = self._chance
+        asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
+        self._ended, self._round = {**self._ended, **self._round}, {}
+        before = ["", "", "", "settle", "forget", "forget", "reset"]
+        before += ["restart", "kill"] if chance.random() < 0.2 else []
+        resets = [(chance.randrange(12), chance.choice(["device", "all", "preempt"]))]
+        if self._case.connector in ("beside", "behind"):
+            resets = []  # vLLM refuses to reset while a transport receives
+        return Round(
+            asks,
+            before=chance.choice(before),
+            resets=tuple(resets) if chance.random() < 0.1 else (),
+            engine=int(self._case.tiers != () and chance.random() < 0.1),
+        )
+
+    def look(self) -> Round:
+        """Draw a request for the beginning of an earlier prompt, of which the device has nothing."""
+        text = self._chance.choice(self._texts)
+        text = (*cut(text, self.length(size(text))), self.new(1))
+        return Round((Ask(next(self._names), text),), before="forget")
+
+
+def draw_life(chance: Random, case: Case) -> Life:
+    """Draw what is asked of an engine."""
+    drawer = Drawer(chance, case)
+    rounds = [drawer.round() for _ in range(chance.randrange(6, 20))]
+    rounds += [drawer.look() for _ in range(chance.randrange(6, 20))]
+    return Life(case, tuple(rounds), draw_probe(chance, case) if chance.random() < 0.5 else None)
+
+
+def draw_probe(chance: Random, case: Case) -> Probe | None:
+    """Draw what must be found again, where the case promises that anything is."""
+    times = case.settings.get("store_threshold", 1)
+    draw_length = partial(chance.randrange, case.longest // 3, case.longest - 64)
+    return Probe(draw_length(), chance.choice([0, draw_length()]), times)
+
+
+def size(text: Sequence[Piece]) -> int:
+    """Return the tokens of pieces."""
+    return sum(tokens for _, tokens in text)
+
+
+def cut(text: Sequence[Piece], most: int) -> tuple[Piece, ...]:
+    """Return the pieces of the beginning of a text."""
+    kept = []
+    for seed, tokens in text:
+        if most > 0:
+            kept.append((seed, min(tokens, most)))
+        most -= tokens
+    return tuple(kept)

@@ -1,0 +1,71 @@
+"""Bugs to be planted where kvtier meets the engine: ``python -m tests.differential --first --bug NAME``."""
+
+from __future__ import annotations
+
+from tests.sim.mutations import Mutation
+
+_MANAGER = "kvtier.adapters.vllm._manager:KVTierManager"
+_WORKER = "kvtier.adapters.vllm._worker"
+
+MUTATIONS = (
+    Mutation(
+        "chunk_is_entered_at_its_first_block",
+        "kvtier._device.plan:_Group.pairs",
+        (("first % per_chunk, first % per_chunk + len(ids)", "0, len(ids)"),),
+    ),
+    Mutation(
+        "groups_share_slots",
+        "kvtier._device.plan:CopyPlanner._pairs",
+        (("first_slot += count", "pass"),),
+    ),
+    Mutation(
+        "neighbours_in_the_tensor_only",
+        "kvtier._device.plan:_Pages._run_starts",
+        (("places[1:] - places[:-1] != 1", "False"),),
+    ),
+    Mutation(
+        "half_of_a_page_is_copied",
+        f"{_WORKER}:as_kv_caches",
+        (("ref.page_size_bytes,", "ref.page_size_bytes // 2,"),),
+    ),
+    Mutation(
+        "load_in_the_wrong_order",
+        f"{_WORKER}:KVTierWorker.submit_load",
+        (("job_id, slots.slots,", "job_id, slots.slots[::-1],"),),
+    ),
+    Mutation(
+        "stores_are_not_waited_for",
+        f"{_WORKER}:KVTierWorker.wait",
+        (("self._engine.wait(job_ids)", "pass"),),
+    ),
+    Mutation(
+        "store_that_was_left_out_is_committed",
+        f"{_MANAGER}._end_store",
+        (("if not self._workers.take_marks(reservation.slots):", "if True:"),),
+    ),
+    Mutation(
+        "reset_forgets_the_slots_of_its_copies",
+        f"{_MANAGER}.reset_cache",
+        (("if self._stores or self._loads:", "if False:"),),
+    ),
+    Mutation(
+        "request_is_never_closed",
+        f"{_MANAGER}.on_request_finished",
+        (("self._core.close(request)", "pass"),),
+    ),
+    Mutation(
+        "load_is_never_over",
+        f"{_MANAGER}.complete_load",
+        (("self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)", "pass"),),
+    ),
+    Mutation(
+        "what_finds_no_slot_is_not_offered_again",
+        f"{_MANAGER}.prepare_store",
+        (("if reservation is None and self._repeats_stores:", "if False:"),),
+    ),
+    Mutation(
+        "prompt_is_evicted_for_its_own_tail",
+        "kvtier._core.tiering:Tiering._make_room",
+        (("self.table.pin(kept)", "pass"), ("self.table.unpin(kept)", "pass")),
+    ),
+)

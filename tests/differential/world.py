@@ -1,0 +1,334 @@
+"""Runs a life on real engines, and judges it by an engine that reuses nothing."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier_bench.engine.compared import EngineError, make_prompt
+from tests.differential.lives import Ask, Case, Life, Piece, Probe, Round
+from tests.differential.models import Model, adapter
+from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
+
+TOLERANCE = 2e-3
+"""Between logprobs of equal tokens, computed in steps of other sizes in float32."""
+
+DRIVER = "tests.differential.driver"
+_FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}
+_CHUNK_BYTES, _CHUNK_TOKENS = 512 * 2**10, 256  # of a chunk of the default size: at least, and at most
+_CONTROL = (130, 300, 500)
+
+
+class Failure(Exception):
+    """A life went wrong.
+
+    Attributes:
+        kind: ``tokens``, ``engine``, ``rest`` or ``hits``.
+    """
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(f"{kind}: {what}")
+        self.kind = kind
+
+
+class Unfit(Exception):
+    """A model or a configuration proves nothing, or is refused."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an engine said in answer to a text.
+
+    Attributes:
+        ask: the request.
+        text: all tokens before.
+        tokens: the answer.
+        logprobs: the engine's own.
+    """
+
+    ask: Ask
+    text: Tokens
+    tokens: Tokens
+    logprobs: Sequence[float]
+
+
+class Stage:
+    """A model, and the engine that judges what others say with it. A context manager.
+
+    Args:
+        launcher: starts engines.
+        folder: for the model, and what tiers keep.
+        model: which.
+        bug: of ``tests.differential.mutations``, to be planted in each engine with kvtier.
+
+    Raises:
+        Unfit: the model says the same whatever is in its cache.
+    """
+
+    def __init__(self, launcher: Launcher, folder: Path, model: Model, bug: str = "") -> None:
+        self.launcher, self.folder, self.bug = launcher, folder, bug
+        self.directory = model.make(launcher, folder)
+        self.more = model.arguments(launcher, self.directory)
+        self._numbers = itertools.count()
+        self._scores: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+        judge = {key: value for key, value in self.more.items() if key != "speculative_config"}
+        judge |= {"num_gpu_blocks_override": 200, "max_model_len": 1280, "enable_prefix_caching": False}
+        self._judge = launcher.start(self.directory, **judge)
+        try:
+            self.bytes_per_token = self._control()
+        except BaseException:
+            self._judge.kill()
+            raise
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._judge.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _control(self) -> float:
+        """Return the bytes of a chunk for each of its tokens, having seen that wrong ones are found."""
+        prompts = [make_prompt(seed, tokens) for seed, tokens in enumerate(_CONTROL)]
+        asks = [Ask(number, ()) for number, _ in enumerate(prompts)]
+        room = {"num_gpu_blocks_override": 200, "max_model_len": 1024, **self.more}
+        with self.launcher.start(self.directory, {"cpu_bytes_to_use": "64MiB"}, **room) as engine:
+            engine.generate(*prompts)
+            slots = engine.settled().value("kvtier_slots")
+            misplace_chunks(engine)
+            engine.call(**_FORGET)
+            heard = _play(engine, [self._order(ask, [one]) for ask, one in zip(asks, prompts, strict=True)])
+            nbytes = engine.last.value("kvtier_tier_capacity_bytes", tier="cpu") / slots / 32
+        said = [
+            Said(ask, prompt, one["turns"][0]["said"], one["turns"][0]["logprobs"])
+            for ask, prompt, one in zip(asks, prompts, heard, strict=True)
+        ]
+        right = [one for one in said if not self.wrong([one])]
+        if right:
+            raise Unfit(f"{len(right)} of {len(said)} answers are right with wrong bytes")
+        return nbytes
+
+    # --- living ----------------------------------------------------------------------------------
+
+    def check(self, life: Life, *, connector: bool = True) -> None:
+        """Run a life and judge it.
+
+        Raises:
+            Failure: something was wrong.
+            Unfit: the engine does not start.
+        """
+        folder = self.folder / f"life-{next(self._numbers)}"
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            run = Run(self, life.case, folder, connector=connector)
+            stack.callback(run.end)
+            try:
+                run.live(life)
+            except EngineError as error:
+                kind = "rest" if "AssertionError" in str(error) else "engine"
+                raise Failure(kind, str(error)) from error
+        if wrong := self.wrong(run.said):
+            raise Failure("tokens", "\n".join(wrong))
+
+    def wrong(self, said: Iterable[Said]) -> list[str]:
+        """Return in words which answers the model would not give."""
+        said = [one for one in said if one.tokens]
+        keys = [(one.ask.adapter, len(one.text), *one.text, *one.tokens) for one in said]
+        new = {key: one for key, one in zip(keys, said, strict=True) if key not in self._scores}
+        orders = [
+            {"text": one.text + one.tokens, "start": len(one.text), **self._adapter(one.ask)}
+            for one in new.values()
+        ]
+        if orders:
+            answer = self._judge.call("score", module=DRIVER, orders=orders)
+            self._scores.update(zip(new, answer["scores"], strict=True))
+        return list(filter(None, map(_wrong, said, [self._scores[key] for key in keys])))
+
+    def _adapter(self, ask: Ask) -> dict[str, Any]:
+        return {"adapter": ask.adapter, "adapter_path": str(adapter(self.directory, ask.adapter))}
+
+    def _order(self, ask: Ask, inputs: Sequence[Tokens]) -> dict[str, Any]:
+        says = [ask.say, *(say for _, say in ask.more)]
+        fields = ("name", "at", "abort", "salt", "priority", "prompt_logprobs", "hint", "eager")
+        return {
+            **{name: getattr(ask, name) for name in fields},
+            **self._adapter(ask),
+            "inputs": list(zip(inputs, says, strict=True)),
+        }
+
+    def order(self, ask: Ask, inputs: Sequence[Tokens]) -> dict[str, Any]:
+        return self._order(ask, inputs)
+
+
+def _wrong(said: Said, scores: Sequence[Sequence[float]]) -> str:
+    for place, (mine, (its, best)) in enumerate(zip(said.logprobs, scores, strict=False)):
+        if its < best - TOLERANCE or abs(mine - its) > TOLERANCE:
+            return (
+                f"request {said.ask.name}: token {place} behind {len(said.text)} tokens has logprob "
+                f"{mine:.4f} by the engine, {its:.4f} by the model, whose likeliest has {best:.4f}"
+            )
+    return ""
+
+
+class Run:
+    """A life as it goes on.
+
+    Attributes:
+        said: all answers so far.
+    """
+
+    def __init__(self, stage: Stage, case: Case, folder: Path, *, connector: bool) -> None:
+        self.said: list[Said] = []
+        self._stage, self._case, self._folder, self._connector = stage, case, folder, connector
+        self._engines: dict[int, Engine] = {}
+        self._texts: dict[int, Tokens] = {}
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for engine in self._engines.values():
+            engine.kill()
+
+    def live(self, life: Life) -> None:
+        """Do all that a life consists of."""
+        for each in life.rounds:
+            self._round(each)
+        for number in sorted(self._engines):
+            self._rest(number)
+        if life.probe is not None and self._connector:
+            self._probe(life.probe)
+        for engine in self._engines.values():
+            engine.stop()
+
+    def _round(self, each: Round) -> None:
+        engine = self._engine(each.engine)
+        if each.before in ("restart", "kill"):
+            engine.stop() if each.before == "restart" else engine.kill()
+            del self._engines[each.engine]
+            engine = self._engine(each.engine)
+        elif each.before:
+            engine.settled()
+            if each.before != "settle":
+                engine.call(**_FORGET)
+            if each.before == "reset":
+                engine.call("reset", connector=True)
+        self._ask(engine, each.asks, each.resets)
+
+    def _ask(self, engine: Engine, asks: Sequence[Ask], resets: Sequence[Any] = ()) -> list[int]:
+        """Ask, and keep what is said. Return how many tokens of each prompt were cached."""
+        orders = []
+        for ask in asks:
+            first = [] if ask.after is None else self._texts[ask.after]
+            first = first + tokens_of(ask.pieces)
+            orders.append(self._stage.order(ask, [first, *(tokens_of(text) for text, _ in ask.more)]))
+        heard = _play(engine, orders, resets)
+        for ask, order, one in zip(asks, orders, heard, strict=True):
+            text: Tokens = []
+            for (given, _), turn in zip(order["inputs"], one["turns"], strict=False):
+                # A session keeps of an answer all but the last token, which was not computed.
+                text = text[: len(text) - bool(text)] + given
+                self.said.append(Said(ask, text, turn["said"], turn["logprobs"]))
+                text = text + turn["said"]
+            self._texts[ask.name] = text
+        return [one["cached"] or 0 for one in heard]
+
+    def _rest(self, number: int) -> None:
+        if self._connector:
+            self._engines[number].settled()
+            self._engines[number].call("rest", module=DRIVER)
+
+    # --- hits ------------------------------------------------------------------------------------
+
+    def _probe(self, probe: Probe) -> None:
+        """Ask a new prompt until it is stored, and others, and see how much of it is found again."""
+        engine = self._engine(0)
+        asked = Ask(0, ((-1, probe.tokens),), say=1)
+        for ask in [
+            *[asked] * probe.times,
+            *([Ask(0, ((-2, probe.others),), say=1)] if probe.others else []),
+        ]:
+            engine.settled()
+            engine.call(**_FORGET)
+            self._ask(engine, [ask])
+        engine.settled()
+        engine.call(**_FORGET)
+        (cached,) = self._ask(engine, [asked])
+        least = self._least(probe, int(engine.last.value("kvtier_slots")))
+        if cached < least:
+            raise Failure("hits", f"{cached} of {probe.tokens} tokens are found again, not {least}")
+
+    def _least(self, probe: Probe, slots: int) -> int:
+        """Return how many tokens any policy should find again: half of what least recently used does."""
+        groups, chunk = self._case.model.groups, self._chunk_tokens
+        kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
+        return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)
+
+    # --- engines ---------------------------------------------------------------------------------
+
+    @property
+    def _chunk_tokens(self) -> int:
+        case = self._case
+        if case.chunk_blocks is not None:
+            return case.block_tokens * case.chunk_blocks
+        block_bytes = self._stage.bytes_per_token * case.block_tokens
+        blocks = min(-(-_CHUNK_BYTES // block_bytes), _CHUNK_TOKENS // case.block_tokens)
+        return case.block_tokens * max(1, int(blocks))
+
+    def _engine(self, number: int) -> Engine:
+        if number not in self._engines:
+            self._engines[number] = self._start()
+        return self._engines[number]
+
+    def _start(self) -> Engine:
+        case, stage = self._case, self._stage
+        arguments = {**stage.more, **case.arguments}
+        if not self._connector:
+            return stage.launcher.start(stage.directory, **arguments)
+        slot = self._chunk_tokens * stage.bytes_per_token
+        settings = patient(
+            {
+                "cpu_bytes_to_use": int(case.host_chunks * slot),
+                "blocks_per_chunk": case.chunk_blocks,
+                "secondary_tiers": [self._tier(tier) for tier in case.tiers],
+                **case.settings,
+            }
+        )
+        if stage.bug:
+            arguments["prepare"] = {"module": DRIVER, "function": "plant", "name": stage.bug}
+        transfer = transfer_config(case.connector, settings)
+        engine = stage.launcher.start(stage.directory, kv_transfer_config=transfer, **arguments)
+        engine.has_kvtier = True
+        return engine
+
+    def _tier(self, tier: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**tier, "root_dir": str(self._folder / "root")} if tier["type"] == "fs" else tier
+
+
+def transfer_config(connector: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's ``kv_transfer_config`` for a connector of a ``Case``."""
+    extra = {"spec_name": "KVTierOffloadingSpec", **settings}
+    plain = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if connector == "KVTierConnector":
+        return {**plain, "kv_load_failure_policy": "recompute"}
+    if connector not in ("beside", "behind"):
+        return plain
+    path = "tests.differential.transport"
+    transport = {"kv_connector": "Transport", "kv_connector_module_path": path, "kv_role": "kv_both"}
+    children = [{**plain, "kv_connector": "OffloadingConnector"}, transport]
+    extra = {"connectors": children if connector == "beside" else children[::-1]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def tokens_of(pieces: Iterable[Piece]) -> Tokens:
+    """Return the tokens of pieces."""
+    return [token for seed, tokens in pieces for token in make_prompt(seed, tokens)]
+
+
+def _play(engine: Engine, orders: Sequence[Any], resets: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    answer = engine.call("play", module=DRIVER, orders=orders, resets=resets)
+    heard: list[dict[str, Any]] = answer["heard"]
+    return heard
