@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,6 +11,9 @@ from tests.differential.models import DRAFTS, KINDS, Model
 
 LIVES_OF_A_MODEL = 12
 """Seeds in a row that share a model, which takes longer to make than a life to run."""
+
+BESIDE_A_TRANSPORT = ("beside", "behind")
+"""Places of kvtier in a MultiConnector: before and after a transport."""
 
 Piece = tuple[int, int]
 """Tokens of a prompt: the seed that they are drawn from, and how many."""
@@ -25,8 +27,7 @@ class Case:
         model: which model.
         chunk_blocks: blocks of a chunk; None for kvtier's default.
         host_chunks: slots of the primary tier.
-        connector: ``OffloadingConnector``, ``KVTierConnector``, or ``beside`` and ``behind``: an
-            OffloadingConnector before or after a transport, in a MultiConnector.
+        connector: ``OffloadingConnector``, ``KVTierConnector`` or one of ``BESIDE_A_TRANSPORT``.
         arguments: of the engine.
         settings: kvtier's own.
         tiers: settings of each secondary tier.
@@ -55,8 +56,9 @@ class Ask:
 
     Attributes:
         name: a number of its own.
-        pieces: the tokens of its prompt.
-        after: the request of an earlier round whose text and answer come before them.
+        pieces: the tokens that its prompt ends with.
+        after: the request whose text, with its answer if that is there, comes before them.
+        keep: how many tokens of that text; None for all.
         say: tokens to generate.
         at: the step of its round in which it comes.
         abort: steps after which it is aborted.
@@ -68,6 +70,7 @@ class Ask:
     name: int
     pieces: tuple[Piece, ...]
     after: int | None = None
+    keep: int | None = None
     say: int = 4
     at: int = 0
     abort: int | None = None
@@ -184,7 +187,7 @@ def draw_case(chance: Random, model: Model) -> Case:
         settings["store_threshold"] = chance.choice([2, 3])
     connectors = ["OffloadingConnector"] * 5 + ["KVTierConnector"] * 2
     if groups == 1 and not model.draft:
-        connectors += ["beside", "behind"]
+        connectors += BESIDE_A_TRANSPORT
     return Case(
         model,
         chunk,
@@ -240,10 +243,9 @@ class Drawer:
 
     def __init__(self, chance: Random, case: Case) -> None:
         self._chance, self._case = chance, case
-        self._texts: list[tuple[Piece, ...]] = []
-        self._ended: dict[int, int] = {}  # requests of earlier rounds: tokens of their texts, at most
-        self._round: dict[int, int] = {}
-        self._names = iter(range(1, 10**6))
+        self._sizes: dict[int, int] = {}  # the most tokens of each request's text
+        self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
+        self._has_transport = case.connector in BESIDE_A_TRANSPORT
         block = case.block_tokens
         units = {block, block * (case.chunk_blocks or 4), case.model.window or block}
         self._units = sorted({*units, int(case.arguments.get("max_num_batched_tokens", block))})
@@ -255,125 +257,100 @@ class Drawer:
         length += self._chance.choice([-1, 0, 0, 1, self._chance.randrange(unit)])
         return max(1, min(most, length))
 
-    def new(self, tokens: int) -> Piece:
-        return (self._chance.getrandbits(30), tokens)
-
     def pieces(self, most: int) -> tuple[Piece, ...]:
-        """Draw a prompt: a new one, an earlier one, or the beginning of an earlier one and new tokens."""
-        how = self._chance.random()
-        if not self._texts or how < 0.35:
-            text: tuple[Piece, ...] = (self.new(self.length(most)),)
-        else:
-            text = cut(self._chance.choice(self._texts), most)
-            if how < 0.8:
-                text = cut(text, self.length(size(text)))
-                text += (self.new(self.length(max(1, most - size(text)))),)
-                text = cut(text, most)
-        self._texts.append(text)
-        return text
+        """Draw new tokens; none where there is no room."""
+        return ((self._chance.getrandbits(30), self.length(most)),) if most > 0 else ()
+
+    def rarely(self) -> bool:
+        return self._chance.random() < 0.1
 
     def ask(self) -> Ask:
-        """Draw a request."""
-        chance, rare = self._chance, lambda: self._chance.random() < 0.1
-        name, say, most = next(self._names), chance.choice([1, 4, 4, 12, 40]), self._case.longest - 64
-        after = None
-        if self._ended and chance.random() < 0.25:
-            after = chance.choice(sorted(self._ended))
-            most -= self._ended[after]
-            if most < 8:
-                after, most = None, self._case.longest - 64
-        session = after is None and chance.random() < 0.12
-        if after is not None:
-            pieces: tuple[Piece, ...] = (self.new(self.length(most)),)
-        else:
-            pieces = self.pieces(most // 2 if session else most)
-        more = tuple(self.more(most - size(pieces) - say)) if session else ()
-        self._round[name] = self._case.longest - 64 - most + size(pieces) + say
-        self._round[name] += sum(size(one) + said for one, said in more)
-        draws_hint = rare()
+        """Draw a request: a new prompt, or one that continues an earlier text or its beginning."""
+        chance, room = self._chance, self._case.longest - 64
+        name, say, after, keep, old = len(self._sizes) + 1, chance.choice([1, 4, 4, 12, 40]), None, None, 0
+        if self._sizes and chance.random() < 0.65:
+            after = chance.choice(list(self._sizes))
+            old = self._sizes[after]
+            if old > room or chance.random() < 0.6:
+                keep = old = self.length(min(old, room))
+        is_session = chance.random() < 0.12
+        pieces = self.pieces((room - old) // 2 if is_session else room - old)
+        if old and chance.random() < 0.2:
+            pieces = ()
+        size = old + sum(tokens for _, tokens in pieces) + say
+        more = tuple(self.more(room - size)) if is_session else ()
+        self._sizes[name] = size + sum(piece[1] + said for (piece,), said in more)
+        self._whose[name] = self.whose(after)
+        salt, adapter = self._whose[name]
         return Ask(
             name,
             pieces,
             after,
+            keep,
             say=say,
             at=chance.choice([0, 0, chance.randrange(20)]),
-            abort=chance.randrange(1, 12) if rare() else None,
+            abort=chance.randrange(1, 12) if self.rarely() else None,
             more=more,
             eager=bool(more) and chance.random() < 0.3,
-            salt=chance.choice(["first", "second"]) if rare() else "",
-            adapter=chance.randrange(self._case.model.adapters + 1),
+            salt=salt,
+            adapter=adapter,
             priority=chance.randrange(3) if "priority" in self._case.arguments.values() else 0,
-            prompt_logprobs=not session and rare() and rare(),
-            hint=self.hint() if draws_hint else self.transport(),
+            prompt_logprobs=not more and self.rarely() and self.rarely(),
+            hint=self.hint(),
         )
 
-    def more(self, most: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
+    def whose(self, after: int | None) -> tuple[str, int]:
+        """Draw salt and adapter; mostly those of what a request continues."""
+        if after is not None and not self.rarely():
+            return self._whose[after]
+        salt = self._chance.choice(["first", "second"]) if self.rarely() else ""
+        return salt, self._chance.randrange(self._case.model.adapters + 1)
+
+    def more(self, room: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
+        """Draw further inputs of a session."""
         for _ in range(self._chance.randrange(1, 4)):
             say = self._chance.choice([1, 4, 12, 30])
-            if most - say < 2:
+            if room - say < 2:
                 return
-            piece = self.new(self.length(max(1, (most - say) // 2)))
-            most -= piece[1] + say
-            yield (piece,), say
+            pieces = self.pieces((room - say) // 2)
+            room -= pieces[0][1] + say
+            yield pieces, say
 
     def hint(self) -> Mapping[str, Any]:
-        return self._chance.choice(HINTS)
-
-    def transport(self) -> Mapping[str, Any]:
-        """Draw whether another engine sends the prompt's chunks, where the engine has a transport."""
-        if self._case.connector not in ("beside", "behind"):
-            return {}
-        return {"transport": self._chance.choice(["keep", "keep", "receive", "receive", ""])}
+        """Draw what a client says: rarely a hint, and to a transport whether it keeps or gives the prompt."""
+        if self.rarely():
+            return self._chance.choice(HINTS)
+        return {"transport": self._chance.choice(["keep", "receive", ""])} if self._has_transport else {}
 
     def round(self) -> Round:
         """Draw requests beside each other, and what happens before and beside them."""
         chance = self._chance
         asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
-        self._ended, self._round = {**self._ended, **self._round}, {}
         before = ["", "", "", "settle", "forget", "forget", "reset"]
-        before += ["restart", "kill"] if chance.random() < 0.2 else []
-        resets = [(chance.randrange(12), chance.choice(["device", "all", "preempt"]))]
-        if self._case.connector in ("beside", "behind"):
-            resets = []  # vLLM refuses to reset while a transport receives
+        before += ["restart", "kill"] if self.rarely() else []
+        # vLLM refuses to reset while a transport gives.
+        resets = ((chance.randrange(12), chance.choice(["device", "all", "preempt"])),)
         return Round(
             asks,
             before=chance.choice(before),
-            resets=tuple(resets) if chance.random() < 0.1 else (),
-            engine=int(self._case.tiers != () and chance.random() < 0.1),
+            resets=resets if self.rarely() and not self._has_transport else (),
+            engine=int(self._case.tiers != () and self.rarely()),
         )
 
     def look(self) -> Round:
-        """Draw a request for the beginning of an earlier prompt, of which the device has nothing."""
-        text = self._chance.choice(self._texts)
-        text = (*cut(text, self.length(size(text))), self.new(1))
-        return Round((Ask(next(self._names), text),), before="forget")
+        """Draw a request for the beginning of an earlier text, of which the device has nothing."""
+        after = self._chance.choice(list(self._sizes))
+        keep = self.length(min(self._sizes[after], self._case.longest - 64))
+        salt, adapter = self._whose[after]
+        ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
+        return Round((ask,), before="forget")
 
 
 def draw_life(chance: Random, case: Case) -> Life:
-    """Draw what is asked of an engine."""
+    """Draw what is asked of an engine, and what must be found again at the end."""
     drawer = Drawer(chance, case)
     rounds = [drawer.round() for _ in range(chance.randrange(6, 20))]
     rounds += [drawer.look() for _ in range(chance.randrange(6, 20))]
-    return Life(case, tuple(rounds), draw_probe(chance, case) if chance.random() < 0.5 else None)
-
-
-def draw_probe(chance: Random, case: Case) -> Probe | None:
-    """Draw what must be found again, where the case promises that anything is."""
-    times = case.settings.get("store_threshold", 1)
-    draw_length = partial(chance.randrange, case.longest // 3, case.longest - 64)
-    return Probe(draw_length(), chance.choice([0, draw_length()]), times)
-
-
-def size(text: Sequence[Piece]) -> int:
-    """Return the tokens of pieces."""
-    return sum(tokens for _, tokens in text)
-
-
-def cut(text: Sequence[Piece], most: int) -> tuple[Piece, ...]:
-    """Return the pieces of the beginning of a text."""
-    kept = []
-    for seed, tokens in text:
-        if most > 0:
-            kept.append((seed, min(tokens, most)))
-        most -= tokens
-    return tuple(kept)
+    tokens, others = (chance.randrange(case.longest // 3, case.longest - 64) for _ in range(2))
+    probe = Probe(tokens, chance.choice([0, others]), case.settings.get("store_threshold", 1))
+    return Life(case, tuple(rounds), probe if chance.random() < 0.5 else None)

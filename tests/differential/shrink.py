@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from tests.differential.lives import Ask, Case, Life, Round
+from tests.differential.lives import Ask, Case, Life, Piece, Round
 
 _REQUIRED = ("name", "pieces", "asks")
 
@@ -50,7 +50,7 @@ def _smaller_round(each: Round) -> Iterator[Round]:
     for place, ask in enumerate(each.asks):
         if len(each.asks) > 1:
             yield replace(each, asks=each.asks[:place] + each.asks[place + 1 :])
-        for less in _by_default(ask, keep=("name", "pieces", "after")):
+        for less in _by_default(ask, keep=("name", "pieces", "after", "keep")):
             yield replace(each, asks=(*each.asks[:place], less, *each.asks[place + 1 :]))
         for number in range(len(ask.more)):
             more = ask.more[:number] + ask.more[number + 1 :]
@@ -87,11 +87,22 @@ def _without(life: Life, rounds: tuple[Round, ...]) -> Life:
     def repaired(ask: Ask) -> Ask:
         while ask.after in gone:
             before = gone[ask.after]
-            ask = replace(ask, after=before.after, pieces=before.pieces + ask.pieces)
+            pieces = before.pieces if ask.keep is None else cut(before.pieces, ask.keep)
+            ask = replace(ask, after=before.after, keep=before.keep, pieces=pieces + ask.pieces)
         return ask
 
     mended = (replace(each, asks=tuple(map(repaired, each.asks))) for each in rounds)
     return replace(life, rounds=tuple(mended))
+
+
+def cut(pieces: Sequence[Piece], most: int) -> tuple[Piece, ...]:
+    """Return the pieces of the beginning of a text."""
+    kept = []
+    for seed, tokens in pieces:
+        if most > 0:
+            kept.append((seed, min(tokens, most)))
+        most -= tokens
+    return tuple(kept)
 
 
 def without(life: Life, names: Collection[str]) -> Life:

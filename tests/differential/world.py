@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import EngineError, make_prompt
-from tests.differential.lives import Ask, Case, Life, Piece, Probe, Round
+from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece, Probe, Round
 from tests.differential.models import Model, adapter
 from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
 
@@ -95,7 +95,7 @@ class Stage:
     def _control(self) -> float:
         """Return the bytes of a chunk for each of its tokens, having seen that wrong ones are found."""
         prompts = [make_prompt(seed, tokens) for seed, tokens in enumerate(_CONTROL)]
-        asks = [Ask(number, ()) for number, _ in enumerate(prompts)]
+        asks = [Ask(0, ()) for _ in prompts]
         room = {"num_gpu_blocks_override": 200, "max_model_len": 1024, **self.more}
         with self.launcher.start(self.directory, {"cpu_bytes_to_use": "64MiB"}, **room) as engine:
             engine.generate(*prompts)
@@ -222,8 +222,8 @@ class Run:
         """Ask, and keep what is said. Return how many tokens of each prompt were cached."""
         orders = []
         for ask in asks:
-            first = [] if ask.after is None else self._texts[ask.after]
-            first = first + tokens_of(ask.pieces)
+            before = [] if ask.after is None else self._texts[ask.after][: ask.keep]
+            first = self._texts[ask.name] = before + tokens_of(ask.pieces)
             orders.append(self._stage.order(ask, [first, *(tokens_of(text) for text, _ in ask.more)]))
         heard = _play(engine, orders, resets)
         for ask, order, one in zip(asks, orders, heard, strict=True):
@@ -314,7 +314,7 @@ def transfer_config(connector: str, settings: Mapping[str, Any]) -> dict[str, An
     plain = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     if connector == "KVTierConnector":
         return {**plain, "kv_load_failure_policy": "recompute"}
-    if connector not in ("beside", "behind"):
+    if connector not in BESIDE_A_TRANSPORT:
         return plain
     path = "tests.differential.transport"
     transport = {"kv_connector": "Transport", "kv_connector_module_path": path, "kv_role": "kv_both"}
