@@ -63,6 +63,7 @@ class Search:
         case = replace(
             life.case,
             model=Model(own["model"]) if "model" in own else life.case.model,
+            connector=own.get("connector", "OffloadingConnector"),
             arguments={**life.case.arguments, **own.get("arguments", {})},
             settings={**life.case.settings, **own.get("settings", {})},
         )

@@ -349,8 +349,8 @@ class Drawer:
 def draw_life(chance: Random, case: Case) -> Life:
     """Draw what is asked of an engine, and what must be found again at the end."""
     drawer = Drawer(chance, case)
-    rounds = [drawer.round() for _ in range(chance.randrange(6, 20))]
-    rounds += [drawer.look() for _ in range(chance.randrange(6, 20))]
+    rounds = [drawer.round() for _ in range(chance.randrange(8, 40))]
+    rounds += [drawer.look() for _ in range(chance.randrange(8, 30))]
     tokens, others = (chance.randrange(case.longest // 3, case.longest - 64) for _ in range(2))
     probe = Probe(tokens, chance.choice([0, others]), case.settings.get("store_threshold", 1))
     return Life(case, tuple(rounds), probe if chance.random() < 0.5 else None)

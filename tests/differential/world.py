@@ -102,7 +102,7 @@ class Stage:
             slots = engine.settled().value("kvtier_slots")
             misplace_chunks(engine)
             engine.call(**_FORGET)
-            heard = _play(engine, [self._order(ask, [one]) for ask, one in zip(asks, prompts, strict=True)])
+            heard = _play(engine, [self.order(ask, [one]) for ask, one in zip(asks, prompts, strict=True)])
             nbytes = engine.last.value("kvtier_tier_capacity_bytes", tier="cpu") / slots / 32
         said = [
             Said(ask, prompt, one["turns"][0]["said"], one["turns"][0]["logprobs"])
@@ -152,7 +152,8 @@ class Stage:
     def _adapter(self, ask: Ask) -> dict[str, Any]:
         return {"adapter": ask.adapter, "adapter_path": str(adapter(self.directory, ask.adapter))}
 
-    def _order(self, ask: Ask, inputs: Sequence[Tokens]) -> dict[str, Any]:
+    def order(self, ask: Ask, inputs: Sequence[Tokens]) -> dict[str, Any]:
+        """Return a request as ``driver.play`` takes it."""
         says = [ask.say, *(say for _, say in ask.more)]
         fields = ("name", "at", "abort", "salt", "priority", "prompt_logprobs", "hint", "eager")
         return {
@@ -160,9 +161,6 @@ class Stage:
             **self._adapter(ask),
             "inputs": list(zip(inputs, says, strict=True)),
         }
-
-    def order(self, ask: Ask, inputs: Sequence[Tokens]) -> dict[str, Any]:
-        return self._order(ask, inputs)
 
 
 def _wrong(said: Said, scores: Sequence[Sequence[float]]) -> str:
