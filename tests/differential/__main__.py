@@ -145,7 +145,7 @@ def parsed(arguments: list[str]) -> Any:
 
 
 def main() -> None:
-    """Run what the command line asks for; the exit status is 1 where something was found."""
+    """Run what the command line asks for; the exit status is 1 if a life has failed."""
     options = parsed(sys.argv[1:])
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-lives-") as name,

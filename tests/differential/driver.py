@@ -1,4 +1,4 @@
-"""What a life does in an engine's own process. See ``Engine.call`` in ``tests.integration.harness``."""
+"""Runs requests in an engine's own process. See ``Engine.call`` in ``tests.integration.harness``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Request:
 
     Args:
         engine: vLLM's.
-        order: what it is: the fields of an ``Ask``, its prompts being token ids.
+        order: the fields of an ``Ask``, with prompts of token ids.
     """
 
     def __init__(self, engine: Any, order: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Request:
             self.end = "aborted"
 
     def hear(self, output: Any) -> None:
-        """Take in what the engine says; send the next input of a session when one has been answered."""
+        """Keep an output; send the next input of a session after the answer to the last one."""
         said, turn = output.outputs[0], self.turns[self._turn]
         if self.cached is None:
             self.cached = output.num_cached_tokens
@@ -125,12 +125,12 @@ def _adapter(order: dict[str, Any]) -> Any:
 
 
 def play(llm: Any, orders: list[dict[str, Any]], resets: list[list[Any]]) -> dict[str, Any]:
-    """Run requests beside each other until all have ended.
+    """Run requests concurrently until all have ended.
 
     Args:
         llm: the engine.
-        orders: of each request; see ``Request``. ``at`` is the step in which it comes.
-        resets: steps, and what is reset then.
+        orders: of each request; see ``Request``. Each comes in its step ``at``.
+        resets: steps and kinds of resets.
 
     Returns:
         ``heard``: of each request its ``turns`` with the tokens ``said`` and their ``logprobs``, the
@@ -163,9 +163,9 @@ def play(llm: Any, orders: list[dict[str, Any]], resets: list[list[Any]]) -> dic
 
 
 def score(llm: Any, orders: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return of each text and each of its tokens from ``start`` on: its logprob, and that of the likeliest.
+    """Return two logprobs for each token of a text from ``start`` on: its own, and the highest.
 
-    All of a text is computed at once, whatever was said when: nothing is reused, nothing is stored.
+    Each text is computed at once, without reuse.
     """
     from vllm import SamplingParams
 
@@ -189,7 +189,7 @@ def rest(llm: Any) -> dict[str, Any]:
     """Check the core of an engine that has nothing to do.
 
     Raises:
-        AssertionError: an invariant does not hold, or something is still held.
+        AssertionError: an invariant is broken, or a handle is left.
     """
     core = _core(llm)
     invariants.check(core)

@@ -1,4 +1,4 @@
-"""A life of an engine: its configuration, and what is asked of it. Drawn from a seed, printed as code."""
+"""A life: an engine's configuration and its requests. Drawn from a seed, printed as code."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Ask:
     Attributes:
         name: a number of its own.
         pieces: the tokens that its prompt ends with.
-        after: the request whose text, with its answer if that is there, comes before them.
+        after: the request that it continues: its text, and its answer if it has ended.
         keep: how many tokens of that text; None for all.
         say: tokens to generate.
-        at: the step of its round in which it comes.
+        at: its first step, counted in its round.
         abort: steps after which it is aborted.
         more: further inputs of a streaming session, and the tokens to generate for each.
         eager: whether these come at once, rather than each after the answer to the one before.
@@ -85,13 +85,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class Round:
-    """Requests that run beside each other.
+    """Concurrent requests.
 
     Attributes:
-        before: what happens first: ``settle`` waits for stores; ``forget`` does, and resets the device's
-            cache; ``reset`` resets everything; ``restart`` and ``kill`` start the engine again.
-        resets: what is reset in which step: ``device``, ``all``, or ``preempt``, which preempts for it.
-        engine: which of two engines over the same tiers.
+        before: the first action. ``settle`` waits for stores; ``forget`` also resets the device's cache;
+            ``reset`` resets everything; ``restart`` and ``kill`` start the engine again.
+        resets: steps and kinds of resets: ``device``, ``all``, or ``preempt``, which preempts requests.
+        engine: 0 or 1, of two engines over the same tiers.
     """
 
     asks: tuple[Ask, ...]
@@ -102,7 +102,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Probe:
-    """What must be found again at the end: a new prompt that is asked, and asked again after others.
+    """The last requests: a new prompt, perhaps another one, and the first again, which must be a hit.
 
     Attributes:
         tokens: of the prompt.
@@ -117,7 +117,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Life:
-    """An engine, what is asked of it in turn, and what must be found at the end."""
+    """An engine, the rounds of its requests, and a last check of its hits."""
 
     case: Case
     rounds: tuple[Round, ...]
@@ -300,7 +300,7 @@ class Drawer:
         )
 
     def whose(self, after: int | None) -> tuple[str, int]:
-        """Draw salt and adapter; mostly those of what a request continues."""
+        """Draw salt and adapter; a request that continues another one mostly keeps both."""
         if after is not None and not self.rarely():
             return self._whose[after]
         salt = self._chance.choice(["first", "second"]) if self.rarely() else ""
@@ -323,7 +323,7 @@ class Drawer:
         return {"transport": self._chance.choice(["keep", "receive", ""])} if self._has_transport else {}
 
     def round(self) -> Round:
-        """Draw requests beside each other, and what happens before and beside them."""
+        """Draw concurrent requests, an action before them, and resets."""
         chance = self._chance
         asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
         before = ["", "", "", "settle", "forget", "forget", "reset"]
@@ -337,20 +337,24 @@ class Drawer:
             engine=int(self._case.tiers != () and self.rarely()),
         )
 
-    def look(self) -> Round:
-        """Draw a request for the beginning of an earlier text, of which the device has nothing."""
-        after = self._chance.choice(list(self._sizes))
-        keep = self.length(min(self._sizes[after], self._case.longest - 64))
-        salt, adapter = self._whose[after]
-        ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
-        return Round((ask,), before="forget")
+    def looks(self) -> Iterator[Round]:
+        """Yield requests for earlier texts or their beginnings, each after a reset of the device's cache."""
+        room = self._case.longest - 64
+        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 30)):
+            fits = self._sizes[after] < room
+            keep = (
+                None if fits and self._chance.random() < 0.4 else self.length(min(self._sizes[after], room))
+            )
+            salt, adapter = self._whose[after]
+            ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
+            yield Round((ask,), before="forget")
 
 
 def draw_life(chance: Random, case: Case) -> Life:
-    """Draw what is asked of an engine, and what must be found again at the end."""
+    """Draw the requests of an engine."""
     drawer = Drawer(chance, case)
     rounds = [drawer.round() for _ in range(chance.randrange(8, 40))]
-    rounds += [drawer.look() for _ in range(chance.randrange(8, 30))]
+    rounds += drawer.looks()
     tokens, others = (chance.randrange(case.longest // 3, case.longest - 64) for _ in range(2))
     probe = Probe(tokens, chance.choice([0, others]), case.settings.get("store_threshold", 1))
     return Life(case, tuple(rounds), probe if chance.random() < 0.5 else None)

@@ -62,10 +62,10 @@ class Model:
     """A model.
 
     Attributes:
-        kind: one of ``KINDS``, or the directory of a model that is there.
+        kind: one of ``KINDS``, or a model's directory.
         window: tokens of its sliding windows.
         layers: ``s`` for a layer with a window, ``f`` for one of full attention.
-        draft: what drafts for it.
+        draft: one of ``DRAFTS``.
         adapters: how many LoRA adapters it is served with.
     """
 

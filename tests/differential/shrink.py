@@ -30,7 +30,7 @@ def shrink(life: Life, fails: Callable[[Life], bool], may_go_on: Callable[[], bo
 
 
 def smaller(life: Life) -> Iterator[Life]:
-    """Yield lives with something less, those with much less first."""
+    """Yield smaller lives, the smallest first."""
     rounds = life.rounds
     width = len(rounds) // 2
     while width:
@@ -80,7 +80,7 @@ def _by_default(value: Any, keep: tuple[str, ...]) -> Iterator[Any]:
 
 
 def _without(life: Life, rounds: tuple[Round, ...]) -> Life:
-    """Return a life of these rounds; what continued a request that is gone continues its prompt."""
+    """Return a life of these rounds; a request that continued a removed one continues its prompt."""
     left = {ask.name for each in rounds for ask in each.asks}
     gone = {ask.name: ask for each in life.rounds for ask in each.asks if ask.name not in left}
 

@@ -18,7 +18,8 @@ def test_a_printed_life_is_the_code_that_makes_it() -> None:
 
 def test_every_text_fits_the_engine() -> None:
     for seed in SEEDS:
-        life, sizes = draw(seed), {None: 0}
+        life = draw(seed)
+        sizes: dict[int | None, int] = {None: 0}
         for ask in asks_of(life):
             begins = min(sizes[ask.after], ask.keep or life.case.longest)
             prompts = [begins, *(tokens for _, tokens in ask.pieces)]

@@ -1,4 +1,4 @@
-"""A transport beside kvtier: it gives requests the KV cache of earlier ones, as a prefill engine would.
+"""A second connector for ``MultiConnector``: gives requests the KV cache of earlier ones, like P/D.
 
 Scheduler and worker are in one process here, so what it sends is in a dictionary. For models of one group.
 """
@@ -23,7 +23,7 @@ _caches: Pages = []
 
 @dataclass
 class Receipts(KVConnectorMetadata):
-    """The blocks that requests receive into from a step on, and what they receive."""
+    """The blocks of requests that begin to receive in a step, and their new bytes."""
 
     of: dict[str, tuple[list[int], Pages]] = field(default_factory=dict)
 

@@ -42,7 +42,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Said:
-    """What an engine said in answer to a text.
+    """An answer.
 
     Attributes:
         ask: the request.
@@ -62,7 +62,7 @@ class Stage:
 
     Args:
         launcher: starts engines.
-        folder: for the model, and what tiers keep.
+        folder: for the model and the tiers' files.
         model: which.
         bug: of ``tests.differential.mutations``, to be planted in each engine with kvtier.
 
@@ -119,7 +119,7 @@ class Stage:
         """Run a life and judge it.
 
         Raises:
-            Failure: something was wrong.
+            Failure: a judge objects.
             Unfit: the engine does not start.
         """
         folder = self.folder / f"life-{next(self._numbers)}"
@@ -260,7 +260,7 @@ class Run:
             raise Failure("hits", f"{cached} of {probe.tokens} tokens are found again, not {least}")
 
     def _least(self, probe: Probe, slots: int) -> int:
-        """Return how many tokens any policy should find again: half of what least recently used does."""
+        """Return the fewest tokens that any policy should find again: half as many as LRU."""
         groups, chunk = self._case.model.groups, self._chunk_tokens
         kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
         return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)
