@@ -94,7 +94,8 @@ class Search:
         if failure and (alone := fails(stage, life, connector=False)):
             end = f"{alone.kind} without a connector, too"
         self.ends[end] += 1
-        say(f"seed {seed}: {end} in {time.monotonic() - begun_s:.1f} s")
+        took_s, stage.loaded, loaded = time.monotonic() - begun_s, 0, stage.loaded
+        say(f"seed {seed}: {end}, {loaded} chunks loaded in {took_s:.0f} s")
         if failure is not None:
             say(str(failure)[-3000:])
         if failure is not None and end == failure.kind:

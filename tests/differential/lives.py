@@ -191,7 +191,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     return Case(
         model,
         chunk,
-        host_chunks=max(4, int(chunks * chance.choice([0.2, 0.6, 1, 1.5, 3, 8]))),
+        host_chunks=max(4, int(chunks * chance.choice([0.2, 0.6, 1, 1.5, 3, 8, 20]))),
         connector=chance.choice(connectors),
         arguments=arguments,
         settings=settings,
@@ -269,7 +269,7 @@ class Drawer:
         chance, room = self._chance, self._case.longest - 64
         name, say, after, keep, old = len(self._sizes) + 1, chance.choice([1, 4, 4, 12, 40]), None, None, 0
         if self._sizes and chance.random() < 0.65:
-            after = chance.choice(list(self._sizes))
+            after = self.of_late()
             old = self._sizes[after]
             if old > room or chance.random() < 0.6:
                 keep = old = self.length(min(old, room))
@@ -337,24 +337,33 @@ class Drawer:
             engine=int(self._case.tiers != () and self.rarely()),
         )
 
-    def looks(self) -> Iterator[Round]:
-        """Yield requests for earlier texts or their beginnings, each after a reset of the device's cache."""
-        room = self._case.longest - 64
-        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 30)):
-            fits = self._sizes[after] < room
-            keep = (
-                None if fits and self._chance.random() < 0.4 else self.length(min(self._sizes[after], room))
-            )
-            salt, adapter = self._whose[after]
-            ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
-            yield Round((ask,), before="forget")
+    def look(self, after: int) -> Round:
+        """Draw a request for a text or its beginning, after a reset of the device's cache."""
+        room, size = self._case.longest - 64, self._sizes[after]
+        keep = None if size < room and self._chance.random() < 0.4 else self.length(min(size, room))
+        salt, adapter = self._whose[after]
+        ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
+        return Round((ask,), before="forget")
+
+    def rounds(self) -> Iterator[Round]:
+        """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end."""
+        for _ in range(self._chance.randrange(8, 32)):
+            yield self.round()
+            if self._chance.random() < 0.5:
+                yield self.look(self.of_late())
+        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 20)):
+            yield self.look(after)
+
+    def of_late(self) -> int:
+        """Draw an earlier request, mostly one of the last."""
+        known = list(self._sizes)
+        return self._chance.choice(known[-4:] if self._chance.random() < 0.7 else known)
 
 
 def draw_life(chance: Random, case: Case) -> Life:
     """Draw the requests of an engine."""
     drawer = Drawer(chance, case)
-    rounds = [drawer.round() for _ in range(chance.randrange(8, 40))]
-    rounds += drawer.looks()
+    rounds = tuple(drawer.rounds())
     tokens, others = (chance.randrange(case.longest // 3, case.longest - 64) for _ in range(2))
     probe = Probe(tokens, chance.choice([0, others]), case.settings.get("store_threshold", 1))
-    return Life(case, tuple(rounds), probe if chance.random() < 0.5 else None)
+    return Life(case, rounds, probe if chance.random() < 0.5 else None)

@@ -66,6 +66,9 @@ class Stage:
         model: which.
         bug: of ``tests.differential.mutations``, to be planted in each engine with kvtier.
 
+    Attributes:
+        loaded: chunks that engines have loaded so far: what nobody loads cannot be wrong.
+
     Raises:
         Unfit: the model says the same whatever is in its cache.
     """
@@ -74,6 +77,7 @@ class Stage:
         self.launcher, self.folder, self.bug = launcher, folder, bug
         self.directory = model.make(launcher, folder)
         self.more = model.arguments(launcher, self.directory)
+        self.loaded = 0
         self._numbers = itertools.count()
         self._scores: dict[tuple[int, ...], list[tuple[float, float]]] = {}
         judge = {key: value for key, value in self.more.items() if key != "speculative_config"}
@@ -236,7 +240,8 @@ class Run:
 
     def _rest(self, number: int) -> None:
         if self._connector:
-            self._engines[number].settled()
+            loaded = self._engines[number].settled().loaded()
+            self._stage.loaded += sum(loaded.values())
             self._engines[number].call("rest", module=DRIVER)
 
     # --- hits ------------------------------------------------------------------------------------
