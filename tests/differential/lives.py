@@ -12,8 +12,8 @@ from tests.differential.models import DRAFTS, KINDS, Model
 LIVES_OF_A_MODEL = 12
 """Seeds in a row that share a model, which takes longer to make than a life to run."""
 
-BESIDE_A_TRANSPORT = ("beside", "behind")
-"""Places of kvtier in a MultiConnector: before and after a transport."""
+BESIDE_A_TRANSPORT = ("beside", "behind", "blind")
+"""Places in a MultiConnector: KVTierConnector before or after a transport, OffloadingConnector after it."""
 
 Piece = tuple[int, int]
 """Tokens of a prompt: the seed that they are drawn from, and how many."""

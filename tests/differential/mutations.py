@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         "store_that_was_left_out_is_committed",
         f"{_MANAGER}._end_store",
-        (("if not self._workers.take_marks(reservation.slots):", "if True:"),),
+        (("marks = self._workers.take_marks(reservation.slots)", "marks = {}"),),
     ),
     Mutation(
         "reset_forgets_the_slots_of_its_copies",
@@ -66,6 +66,21 @@ MUTATIONS = (
     Mutation(
         "prompt_is_evicted_for_its_own_tail",
         "kvtier._core.tiering:Tiering._make_room",
-        (("self.table.pin(kept)", "pass"), ("self.table.unpin(kept)", "pass")),
+        (("self.shared.evict(count, run)", "self.shared.evict(count)"),),
+    ),
+    Mutation(
+        "chunk_with_a_hole_at_its_front_is_stored",
+        "kvtier._device.base:Blocks.whole_chunks",
+        (("cut = 0 if group in state_groups else -first % blocks_per_chunk", "cut = 0"),),
+    ),
+    Mutation(
+        "session_is_stored_from_earlier_blocks",
+        f"{_MANAGER}.on_schedule_end",
+        (("if request.is_placed and not TRACKS_BLOCKS:", "if False:"),),
+    ),
+    Mutation(
+        "stores_beside_a_transport_that_it_does_not_see",
+        f"{_MANAGER}.on_new_request",
+        (('"neighbour" if self._is_blind else None', "None"),),
     ),
 )

@@ -266,6 +266,8 @@ class Run:
 
     def _least(self, probe: Probe, slots: int) -> int:
         """Return the fewest tokens that any policy should find again: half as many as LRU."""
+        if self._case.connector == "blind":
+            return 0  # it stores nothing, and says so
         groups, chunk = self._case.model.groups, self._chunk_tokens
         kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
         return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)
@@ -314,16 +316,18 @@ class Run:
 def transfer_config(connector: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's ``kv_transfer_config`` for a connector of a ``Case``."""
     extra = {"spec_name": "KVTierOffloadingSpec", **settings}
-    plain = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    if connector == "KVTierConnector":
-        return {**plain, "kv_load_failure_policy": "recompute"}
-    if connector not in BESIDE_A_TRANSPORT:
-        return plain
+    is_beside = connector in BESIDE_A_TRANSPORT
+    kind = (
+        connector if not is_beside else "OffloadingConnector" if connector == "blind" else "KVTierConnector"
+    )
+    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    ours = {**common, "kv_connector": kind, "kv_connector_extra_config": extra}
+    if not is_beside:
+        return ours
     path = "tests.differential.transport"
-    transport = {"kv_connector": "Transport", "kv_connector_module_path": path, "kv_role": "kv_both"}
-    children = [{**plain, "kv_connector": "OffloadingConnector"}, transport]
-    extra = {"connectors": children if connector == "beside" else children[::-1]}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    transport = {**common, "kv_connector": "Transport", "kv_connector_module_path": path}
+    children = [ours, transport] if connector == "beside" else [transport, ours]
+    return {**common, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
 
 
 def tokens_of(pieces: Iterable[Piece]) -> Tokens:
