@@ -187,7 +187,7 @@ def draw_case(chance: Random, model: Model) -> Case:
         settings["store_threshold"] = chance.choice([2, 3])
     connectors = ["OffloadingConnector"] * 5 + ["KVTierConnector"] * 2
     if groups == 1 and not model.draft:
-        connectors += BESIDE_A_TRANSPORT
+        connectors += [*BESIDE_A_TRANSPORT[:2] * 2, BESIDE_A_TRANSPORT[2]]
     return Case(
         model,
         chunk,
