@@ -370,7 +370,7 @@ class Tiering:
             self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - len(free)
             if not free:
                 return None
-            front = set(sorted(new, key=places.__getitem__)[: len(free)] if places else new[: len(free)])
+            front = set(sorted(new, key=lambda key: places.get(key, inf))[: len(free)])
             new = [key for key in new if key in front]
         self._tracker.count(offered)
         reservation = Reservation(self.table.take(new, visible=True), new, evicted)

@@ -135,8 +135,7 @@ TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 
 def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
     """Return the end of each chunk of a prompt, in tokens. vLLM extends it while the request runs."""
-    places: Mapping[OffloadKey, int] = context._offload_key_positions
-    return places
+    return getattr(context, "_offload_key_positions", {})  # vLLM's own: a version may lack it
 
 
 @dataclass(frozen=True)
