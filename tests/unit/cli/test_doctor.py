@@ -82,7 +82,7 @@ def test_the_return_on_writes_is_read_from_an_engines_metrics(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "step", "result", "remedy"),
     [
-        ({"corruption_rate": 1}, "get", "other bytes came back", "changes bytes"),
+        ({"corruption_rate": 1}, "get", "other bytes than were put", "changes bytes"),
         ({"failure_rate": 1}, "put", "injected", "backend's own log"),
         ({"hang_rate": 1, "deadline_s": 0.02}, "put", "no answer in 0.02 s", "overloaded"),
         ({"capacity_bytes": 100}, "put", "full: the tier has no room", "more room"),
