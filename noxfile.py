@@ -49,6 +49,13 @@ TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by defa
     "rocm": "https://download.pytorch.org/whl/rocm7.2",
     "xpu": "https://download.pytorch.org/whl/xpu",
 }
+CUDA_BUILDS = (  # for tests/fakegpu; torchvision brings a second CUDA runtime
+    *("torch==2.11.0", "torchvision==0.26.0", "triton==3.6.0", "nvidia-cuda-crt==13.0.88"),
+)
+FAKE_GPU_TESTS = {
+    "late": ("tests/fakegpu", "tests/unit/device/test_gpu.py"),
+    "early": ("tests/unit/device/test_gpu.py",),
+}
 VLLM = "0.32.0"  # the newest with a CPU build; on GPUs the demo's version
 VLLM_OLDEST = "0.31.0"
 OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read
@@ -119,7 +126,7 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def sglang(session: nox.Session) -> None:
-    """Does it work with SGLang's classes? In an engine, too, if nox runs beside one and a GPU."""
+    """Does it work with SGLang's classes? Also in an engine, if nox's environment has SGLang and a GPU."""
     runs = "import sglang, sgl_kernel, torch; assert torch.cuda.is_available()"
     if subprocess.run([sys.executable, "-c", runs], capture_output=True).returncode == 0:
         run = (sys.executable, "-m", "pytest", "plugins/kvtier-sglang/tests", *session.posargs)
@@ -213,7 +220,7 @@ def soak(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Does it work on this machine's GPU, and how fast? Skips without one; ``-- --json FILE``.
 
-    If nox runs beside a torch that finds the GPU, the session uses it and installs nothing. Else
+    If nox's environment has a torch that finds the GPU, the session uses it and installs nothing. Otherwise
     ``TORCH_INDEX_URL`` can name another index for torch, for another ROCm, say.
     """
     finds_gpu = "import torch; assert torch.accelerator.is_available(), 'torch finds no GPU'"
@@ -234,6 +241,18 @@ def gpu(session: nox.Session) -> None:
     session.install("transformers")
     session.run("python", "-c", finds_gpu)  # else all tests would be skipped, and nothing shown
     session.run("python", "-m", "tests.gpu", *session.posargs)
+
+
+@nox.session(python="3.12")
+def fakegpu(session: nox.Session) -> None:
+    """Does the CUDA backend keep the order of its work? torch's CUDA build over a GPU in host memory."""
+    fakes = session.cache_dir.absolute() / "fakegpu"
+    session.install(*CUDA_BUILDS)
+    install_kvtier(session, "torch", groups=["tests"], also=CUDA_BUILDS)
+    for order in ("late", "early"):
+        variables = {"KVTIER_FAKE_ORDER": order}
+        run = ("python", "-m", "tests.fakegpu.build", str(fakes), "python", "-m", "pytest", "-n", "2")
+        session.run(*run, "-m", "device", *(session.posargs or FAKE_GPU_TESTS[order]), env=variables)
 
 
 @nox.session
@@ -375,7 +394,7 @@ def overlay_next_engine(session: nox.Session) -> dict[str, str]:
     """Make a directory with the next vLLM's Python files and links to the installed one's compiled parts.
 
     Returns:
-        The variables with which Python finds it. Installed files stay as they are.
+        Variables that let Python find it. Installed files stay as they are.
     """
     overlay = session.cache_dir.absolute() / f"vllm-{VLLM_NEXT}"
     if not overlay.exists():
@@ -404,7 +423,7 @@ def older_engine(session: nox.Session, version: str) -> Path:
 
 
 def lmcache_engine(session: nox.Session) -> Path:
-    """Make an environment with LMCache beside vLLM's CPU build; return its interpreter.
+    """Make an environment with LMCache and vLLM's CPU build; return its interpreter.
 
     It lacks LMCache's requirements for GPUs, and has other releases of some packages than LMCache names.
     """
@@ -573,7 +592,7 @@ def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
     native = name.removeprefix("native_")
     if native == name:
         return ("python", "-m", "tests.fuzz", name)
-    program = f"{session.create_tmp()}/fuzz_{native}"  # beside the folders of inputs that failed
+    program = f"{session.create_tmp()}/fuzz_{native}"  # not among the folders of failed inputs
     cc = ("clang", "-fsanitize=fuzzer,address,undefined", f"-DTARGET={native}", *STRICT, "-o", program)
     session.run(*cc, "tests/fuzz/native.c", *C_SOURCES, external=True)
     return (program,)

@@ -53,6 +53,7 @@ FULL = {
     "generations": "engine",
     "oldest": "oldest",
     "native": "native",
+    "fakegpu": "fakegpu",
     "fuzz": "fuzz",
     "wheels": "wheels",
     **{name: name for name in _LATER},

@@ -1,0 +1,110 @@
+"""The CUDA backend in every order of work that CUDA allows, and faults of order that have to show."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvtier._device import _queues
+from kvtier._device.backends import cuda
+from kvtier._device.backends._cuda_runtime import TorchRuntime, TorchStream
+from kvtier._device.base import Blocks, CopyQueue
+from kvtier_testing.device import Rig, Shape, rig
+from tests.unit.device.conftest import engine_on
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif("KVTIER_FAKE_ORDER" not in os.environ, reason="not on the fake GPU: nox -s fakegpu"),
+]
+ORDERS = ["late", "early", *(f"random:{seed}" for seed in range(4))]
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def order(request: pytest.FixtureRequest) -> Iterator[str]:
+    choose = ctypes.CDLL("libcudart.so.13").fakegpu_order
+    choose(request.param.encode())
+    yield request.param
+    choose(os.environ["KVTIER_FAKE_ORDER"].encode())
+
+
+@pytest.fixture
+def stream() -> Iterator[torch.cuda.Stream]:
+    """Compute on a stream of its own, as vLLM does."""
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        yield torch.cuda.current_stream()
+
+
+@pytest.fixture
+def machine(order: str, stream: torch.cuda.Stream) -> Iterator[Rig]:
+    library = cuda.open_library()
+    runtime = TorchRuntime(torch.device("cuda", 0), library, library.copy_batch)
+    with rig(engine_on(runtime, pinned=True), Shape((512,)), "cuda") as it:
+        yield it
+        torch.cuda.synchronize()  # a planted fault leaves copies behind
+
+
+def overwrite(it: Rig, block: int, value: int) -> None:
+    """Compute a block on the device, and write it in the model."""
+    it.caches.tensors[0][block].fill_(value)
+    it.model.rows[0][block][:512] = bytes([value]) * 512
+
+
+def tell_story(it: Rig) -> None:
+    """Store what is computed; then load it into a block that is zeroed; compute the first one anew."""
+    overwrite(it, 5, 17)
+    it.store(1, Blocks.make([5], (1,), (0,)), [3])
+    it.engine.wait([1])
+    overwrite(it, 5, 18)
+    overwrite(it, 6, 0)
+    it.load(2, [3], Blocks.make([6], (1,), (0,)))
+    it.check()
+
+
+def without_wait(queue: CopyQueue) -> Plant:
+    """Return what has one queue's stream not wait for the work that was enqueued before."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        opened = TorchRuntime.open_stream
+
+        def open_stream(self: TorchRuntime, of: CopyQueue, *, plain: bool = False) -> TorchStream:
+            found = opened(self, of, plain=plain)
+            if of is queue:
+                found.wait = lambda event: None  # type: ignore[method-assign]
+            return found
+
+        monkeypatch.setattr(TorchRuntime, "open_stream", open_stream)
+
+    return plant
+
+
+def reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report each transfer when its copies were enqueued."""
+    monkeypatch.setattr(_queues, "_wait_for", lambda transfer: 0.0)
+
+
+@pytest.mark.parametrize("order", ORDERS, indirect=True)
+def test_every_order_gives_the_same_bytes(machine: Rig) -> None:
+    tell_story(machine)
+
+
+@pytest.mark.parametrize(
+    ("order", "plant"),
+    [
+        pytest.param("early", without_wait(CopyQueue.STORE), id="store-without-wait"),
+        pytest.param("early", without_wait(CopyQueue.LOAD), id="load-without-wait"),
+        pytest.param("late", reported_at_once, id="end-without-wait"),
+    ],
+    indirect=["order"],
+)
+def test_a_missing_wait_changes_bytes(
+    order: str, plant: Plant, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=r"block|slot"):
+        tell_story(request.getfixturevalue("machine"))
