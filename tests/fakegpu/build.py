@@ -63,7 +63,10 @@ def _compile(library: Path, sources: Iterable[str], rest: Iterable[str], include
     stubs.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(rest)))
     versions = library.with_suffix(".map")
     versions.write_text(f"{library.name if library.suffix == '.13' else 'FAKE'} {{ global: *; }};\n")
-    options: tuple[str, ...] = ("-shared", "-fPIC", "-O1", "-w", "-Wl,-z,defs", f"-Wl,-soname,{library.name}")
+    options: tuple[str, ...] = (
+        *("-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"),
+        *("-Wl,-z,defs", f"-Wl,-soname,{library.name}"),
+    )
     if library.suffix == ".13":  # torch looks for symbols of this version
         options += (f"-Wl,--version-script={versions}",)
     folders = (f"-I{include}", f"-I{HERE}")
