@@ -52,10 +52,11 @@ TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by defa
 CUDA_BUILDS = (  # for tests/fakegpu; torchvision brings a second CUDA runtime
     *("torch==2.11.0", "torchvision==0.26.0", "triton==3.6.0", "nvidia-cuda-crt==13.0.88"),
 )
-FAKE_GPU_TESTS = {
-    "late": ("tests/fakegpu", "tests/unit/device/test_gpu.py"),
-    "early": ("tests/unit/device/test_gpu.py",),
-}
+FAKE_GPU_TESTS = (  # the engine's tests choose their orders
+    ("late", ("tests/fakegpu/test_orders.py", "tests/unit/device/test_gpu.py", "-n", "2")),
+    ("early", ("tests/unit/device/test_gpu.py", "-n", "2")),
+    ("late", ("tests/fakegpu/test_engine.py", "-W", "default")),
+)
 VLLM = "0.32.0"  # the newest with a CPU build; on GPUs the demo's version
 VLLM_OLDEST = "0.31.0"
 OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read
@@ -245,14 +246,13 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(python="3.12")
 def fakegpu(session: nox.Session) -> None:
-    """Does the CUDA backend keep the order of its work? torch's CUDA build over a GPU in host memory."""
-    fakes = session.cache_dir.absolute() / "fakegpu"
-    session.install(*CUDA_BUILDS)
+    """Does the CUDA backend keep the order of its work? Builds for CUDA, over a GPU in host memory."""
     install_kvtier(session, "torch", groups=["tests"], also=CUDA_BUILDS)
-    for order in ("late", "early"):
-        variables = {"KVTIER_FAKE_ORDER": order}
-        run = ("python", "-m", "tests.fakegpu.build", str(fakes), "python", "-m", "pytest", "-n", "2")
-        session.run(*run, "-m", "device", *(session.posargs or FAKE_GPU_TESTS[order]), env=variables)
+    session.install("--no-deps", "-r", "tests/fakegpu/engine.txt")
+    fakes = session.cache_dir.absolute() / "fakegpu"
+    for order, tests in [("late", session.posargs)] if session.posargs else FAKE_GPU_TESTS:
+        run = ("python", "-m", "tests.fakegpu.build", str(fakes), "python", "-m", "pytest", "-m", "device")
+        session.run(*run, *tests, env={"KVTIER_FAKE_ORDER": order})
 
 
 @nox.session
