@@ -89,7 +89,8 @@ def watch_evictions(core: Tiering) -> None:
         evicted = evict(count, spared)
         _require(len(evicted) == wanted, "{} of {} evictable chunks are evicted", len(evicted), wanted)
         _require(priorities.keys() >= set(evicted), "nothing in use is evicted")
-        left = next((priority for priority, order in enumerate(table.orders) if len(order)), HIGHEST)
+        others = (key for key, (run, *_) in places.items() if run is not spared and key in table.visible)
+        left = min(map(table.priority, others), default=HIGHEST)
         highest = max((priorities[key] for key in evicted), default=LOW)
         if is_in_budget or left == LOW:
             _require(highest <= left, "priority {} is evicted before {}", highest, left)

@@ -70,6 +70,7 @@ class FaultyTier(SecondaryTier[TierConfig]):
         self._is_reset_failed = False
         self._resets = 0
         self._damaged: set[OffloadKey] = set()  # damaged in the backend when they were read
+        self._wrong: dict[OffloadKey, tuple[bytes, bytes]] = {}  # the last damage in transit
 
     @property
     def _faults(self) -> FaultProfile:
@@ -266,14 +267,19 @@ class FaultyTier(SecondaryTier[TierConfig]):
                 self._damaged.add(key)
 
     def _corrupt(self, batch: Batch, outcome: Outcome) -> None:
-        """Damage chunks in transit, unless the tier verifies them."""
+        """Damage chunks in transit, unless the tier verifies them.
+
+        No two reads of a chunk get the same damage: they would prove that the backend's copy is damaged.
+        """
         chance, share = self._backend.chance, self._faults.damage
         if self.verifies or not share:
             return
         for index, status in enumerate(outcome.statuses):
             if status is Status.OK and chance.random() < share:
-                view = batch.views[index]
-                view[:], batch.trailers[index] = corrupt(chance, bytes(view), batch.trailers[index])
+                key, view = batch.keys[index], batch.views[index]
+                while (wrong := corrupt(chance, bytes(view), batch.trailers[index])) == self._wrong.get(key):
+                    pass
+                view[:], batch.trailers[index] = self._wrong[key] = wrong
                 self._world.seen["chunks damaged"] += 1
 
     # --- checks of the calls ---------------------------------------------------------------------
