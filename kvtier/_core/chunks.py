@@ -185,12 +185,16 @@ class ChunkTable:
         used = list(chunks)
         self.uses += len(used)
         run.time, run.place = self.uses, self._place
-        moved = [chunk for chunk in used if not chunk.pins and chunk.run is not run]
-        self.pin(moved)
-        for index, chunk in enumerate(used, self.uses):
-            chunk.run = run
-            chunk.place = places.get(chunk.key, index) if places else index
-        self.unpin(moved)
+        moved = [
+            (chunk, place)
+            for index, chunk in enumerate(used, self.uses)
+            if (place := places.get(chunk.key, index)) != chunk.place or chunk.run is not run
+        ]
+        candidates = [chunk for chunk, _ in moved if not chunk.pins]
+        self.pin(candidates)
+        for chunk, place in moved:
+            chunk.run, chunk.place = run, place
+        self.unpin(candidates)
 
     def _place(self, key: OffloadKey) -> int:
         """Return the place of a chunk in the prompt of its run."""
