@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvtier.adapters.vllm.connector import may_hold
 from tests.integration.test_layouts import BLOCK_TOKENS, FULL, WINDOW, Cache, Case
 
-pytestmark = pytest.mark.releases
+pytestmark = pytest.mark.integration
 
 BLOCKS = 4
 TOKENS = BLOCKS * BLOCK_TOKENS + 5

@@ -34,13 +34,12 @@ def naive_lru(requests: list[list[OffloadKey]], capacity: int) -> list[int]:
         while hits < len(keys) and keys[hits] in held:
             hits += 1
         found.append(hits)
-        loaded, behind = keys[:hits], [key for key in keys[hits:] if key in held]
         new = [key for key in keys if key not in held]
         others = [key for key in held if key not in keys]
         short = max(0, len(held) + len(new) - capacity)
         evicted = min(short, len(others))
         new = new[: len(new) - (short - evicted)]
-        held = others[evicted:] + loaded[::-1] + behind[::-1] + new[::-1]
+        held = others[evicted:] + [key for key in keys if key in held or key in new][::-1]
     return found
 
 

@@ -28,7 +28,7 @@ _Integers = npt.NDArray[np.int64]
 
 KIB = 2**10
 PAGE_BYTES = (8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2048 * KIB)
-LAYERS, BLOCKS_PER_CHUNK = 16, 4
+LAYERS, BLOCKS_PER_CHUNK = 16, 1  # a store needs whole chunks, and some measurements have one block
 SUBMISSIONS = (16, 256, 4096)
 """Pages of one; more than fit into the memory that is used are left out."""
 
