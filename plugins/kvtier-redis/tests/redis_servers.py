@@ -151,7 +151,7 @@ class TlsServer:
             ssl_certfile=cert,
             ssl_keyfile=key,
         )
-        self.settings = {"tls": True, "username": "kv", "password": self.PASSWORD}
+        self.settings: dict[str, Any] = {"tls": True, "username": "kv", "password": self.PASSWORD}
         self.settings |= {"tls_ca_file": ca, "tls_cert_file": cert, "tls_key_file": key}
 
     def rotate(self) -> None:

@@ -188,8 +188,8 @@ async def test_a_user_who_loses_permissions_or_the_password_is_denied(
 async def test_a_rotated_password_is_read_again(own_server: Server, tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("old")
-    commands = {"file": {"password_file": file}, "command": {"password_command": ["cat", str(file)]}}
-    for login in commands.values():
+    logins: list[dict[str, Any]] = [{"password_file": file}, {"password_command": ["cat", str(file)]}]
+    for login in logins:
         file.write_text("old")
         own_server.add_user("kv", "old", f"resetpass >old ~* {redis_servers.ACL}")
         async with opened(own_server, username="kv", **login) as it:

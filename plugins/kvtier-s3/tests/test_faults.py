@@ -155,6 +155,10 @@ async def test_a_gateway_that_spoils_objects_deletes_none(place: Place, proxy: P
     assert len(place.paths("chunks")) == len(ALL)
 
 
+def has_renewed(tier: Any) -> bool:
+    return bool(tier._renewal._task.done())
+
+
 async def test_connections_that_a_firewall_forgot_cost_one_timeout(place: Place, server: ceph.Ceph) -> None:
     with ForgetfulProxy(int(server.endpoint.rpartition(":")[2])) as passing:
         endpoint = f"http://127.0.0.1:{passing.port}"
@@ -163,7 +167,7 @@ async def test_connections_that_a_firewall_forgot_cost_one_timeout(place: Place,
             await get(it)
             passing.forget()
             assert (await it.tier.get(it.empty([0])[0])).reasons == {"timeout": 1}
-            await wait_until(lambda: it.tier._renewal._task.done())
+            await wait_until(lambda: has_renewed(it.tier))
             it.expect_kept(await it.get(ALL), "a get after connections were forgotten")
 
 
