@@ -3,7 +3,7 @@
 ::
 
     <namespace>/config.json               the manifest: the identity's fields
-    <namespace>/epoch                     the number of the epoch that openers join
+    <namespace>/epoch                     the number of the epoch that openers join, and its CRC-32
     <namespace>/epoch.lock                held while the epoch is read or written
     <namespace>/users.e<n>.lock           held, shared, by each user of epoch n
     <namespace>/.tmp/<writer>.lock        held by a writer while it is alive
@@ -20,6 +20,7 @@ import os
 import pwd
 import re
 import stat
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,7 +49,7 @@ LEAF: Final = re.compile("[0-9a-f]{2}_g[0-9]{1,10}")
 _CHUNK: Final = re.compile(rf"{PART.pattern}/[0-9a-f]{{2}}_g([0-9]{{1,10}})/((?:[0-9a-f]{{2}})+)\.bin")
 WRITER: Final = re.compile("[0-9]+-[0-9a-f]{16}")
 
-_EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})\n")
+_EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})(?: ([0-9a-f]{8}))?\n")
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
 _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
 _MAX_SMALL_BYTES: Final = 1 << 20
@@ -164,12 +165,22 @@ def parse_data_dir(directory: str) -> tuple[str, int] | None:
 
 
 def stored_epoch(root_fd: int, namespace: str) -> int | None:
-    """Return the epoch that openers of a namespace join; None if its file is unreadable or invalid."""
+    """Return the epoch that openers of a namespace join; None if its file is unreadable or invalid.
+
+    Files of format 1 have no checksum.
+    """
     with suppress(OSError):
         for _ in range(2):  # one bad read must not cost an epoch's chunks
-            if found := _EPOCH.fullmatch(read_small(root_fd, f"{namespace}/epoch")):
+            content = read_small(root_fd, f"{namespace}/epoch")
+            found = _EPOCH.fullmatch(content)
+            if found and content in (found[1] + b"\n", epoch_file(int(found[1])).encode()):
                 return int(found[1])
     return None
+
+
+def epoch_file(number: int) -> str:
+    """Return the content of an epoch file."""
+    return f"{number} {zlib.crc32(b'%d' % number):08x}\n"
 
 
 def users_lock(namespace: str, epoch: int) -> str:

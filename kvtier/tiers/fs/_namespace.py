@@ -179,7 +179,7 @@ class OpenNamespace:
             self._require_number(number + 1)
             epoch = self._enter(number)
             try:
-                self._write_small("epoch", f"{number + 1}\n")
+                self._write_small("epoch", layout.epoch_file(number + 1))
             except OSError:
                 epoch.retire()
                 raise
@@ -250,7 +250,7 @@ class OpenNamespace:
             what = "%s: the epoch of %s is missing, damaged or out of bounds; epoch %d starts"
             _log.warning(what, self._context.name, self.name, highest + 1)
         self._require_number(highest + 1)
-        self._write_small("epoch", f"{highest + 1}\n")
+        self._write_small("epoch", layout.epoch_file(highest + 1))
         return highest + 1
 
     def _highest_trace(self) -> int:
