@@ -65,6 +65,12 @@ async def test_wrong_settings_are_named(place: Place, settings: dict[str, Any], 
     assert not [word for word in words if word not in message], message
 
 
+async def test_bucket_inside_endpoint_is_named(place: Place) -> None:
+    bucket = place.settings["bucket"]
+    message = await refusal(place, endpoint=f"{place.server.endpoint}/{bucket}")
+    assert f"which contains the bucket: write it without {bucket}" in message
+
+
 async def test_missing_credentials_are_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
