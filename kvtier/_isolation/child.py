@@ -186,7 +186,6 @@ def main(arguments: list[str]) -> int:
     try:
         _limit_resources(hello)
         server.memory = Region.borrowed(memory_fd, hello.slots, hello.chunk_bytes, hello.metadata_bytes)
-        server.channel.add(wire.pack([wire.Started()]))
         anyio.run(server.serve)
     except Exception:
         logger.exception("tier process exits after an error")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtier import _reasons as reasons
 from kvtier._core.kv_events import EventQueue
@@ -30,8 +30,7 @@ class MessageDecoder:
         activity: the last activity of each tier.
     """
 
-    def __init__(self, tiers: Sequence[NamedTier], on_started: Callable[[], object]) -> None:
-        self._on_started = on_started
+    def __init__(self, tiers: Sequence[NamedTier]) -> None:
         self.events = EventQueue()
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
         self._up: set[int] = set()
@@ -57,8 +56,6 @@ class MessageDecoder:
                 self._complete(report, link)
             elif isinstance(report, wire.Pong):
                 is_alive = True
-            elif isinstance(report, wire.Started):
-                self._on_started()
             elif isinstance(report, wire.LogLine):
                 _log(report)
             else:

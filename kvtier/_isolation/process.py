@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,6 @@ from kvtier.errors import IsolationError, StateError
 logger = GuardedLogger("kvtier.executor")
 
 _KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
-_START_WAIT_S = 10.0  # a process starts within half a second, on a busy machine within some
 _WARN_S = 5.0
 _LOOK_S = 0.05
 _READS_AT_ONCE = 16
@@ -69,8 +68,6 @@ class ExecutorProcess:
         slot_checksums: checksums of audited slots, in the region's metadata; None if chunks are not audited.
         memory_limit_bytes: limit of the process's own memory; None for no limit.
         times: how closely it is supervised.
-        start_wait_s: seconds that ``start`` waits to see whether a process can be started here at all; after
-            that, starting is retried for ever.
         notify: called, by any thread, when there are new events. If it raises, it is called again with the
             next heartbeat.
         chance: the source of random pauses, which differ from engine to engine.
@@ -93,13 +90,12 @@ class ExecutorProcess:
         slot_checksums: SlotChecksums | None = None,
         memory_limit_bytes: int | None = None,
         times: SupervisorTimes | None = None,
-        start_wait_s: float = _START_WAIT_S,
         notify: Callable[[], object] = lambda: None,
         chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
         self._slot_checksums = slot_checksums
-        self._decoder = MessageDecoder(tiers, self._decide_first_start)
+        self._decoder = MessageDecoder(tiers)
         self.events = self._decoder.events
         self.activity = self._decoder.activity
         self._settings = [TierSettings.of(named) for named in tiers]
@@ -107,8 +103,7 @@ class ExecutorProcess:
         self._region = region
         self._memory_limit_bytes = memory_limit_bytes
         self._times = times or SupervisorTimes()
-        self._start_wait_s = start_wait_s
-        self._first_start: Future[str] = Future()  # why the first process has failed; "" where it works
+        self._is_started: Future[None] = Future()
         self._notify = notify
         self._is_notice_due = False  # because ``notify`` raised
         self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
@@ -132,19 +127,20 @@ class ExecutorProcess:
     def start(self) -> None:
         """Start the process, which then opens the tiers; a tier that fails to open is retried there.
 
+        The engine's start goes on meanwhile: commands wait in the socket until the process reads them. A
+        process that ends is started again, the first one too.
+
         Raises:
-            IsolationError: it ended within ``start_wait_s``, before it touched any tier, so that none can run
-                here. Nothing of it is left.
+            IsolationError: no process can be started here.
         """
         self._thread.start()
         try:
-            failure = self._first_start.result(self._start_wait_s)
-        except TimeoutError:
-            self._decide_first_start()
-            failure = self._first_start.result()
-        if failure:
+            self._is_started.result()
+        except Exception as error:
             self.close(0.0)
-            raise IsolationError(f"no tier process can run here: {failure}; set isolation to 'thread'")
+            raise IsolationError(
+                f"no tier process can run here: {error}; set isolation to 'thread'"
+            ) from error
 
     def submit(self, commands: Sequence[Command]) -> None:
         """Start commands. Raises nothing: where there is no process they fail at once."""
@@ -205,40 +201,34 @@ class ExecutorProcess:
         else:
             self._is_notice_due = False
 
-    # --- the first start, which supervisor and owner decide about: whoever comes first -----------
-
-    def _decide_first_start(self, failure: str = "") -> bool:
-        """Decide whether the first process works, unless that is decided; return whether this call did."""
-        try:
-            self._first_start.set_result(failure)
-        except InvalidStateError:
-            return False
-        return True
-
     # --- the supervisor --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = 0.0
         try:
-            while not self._closing.wait(pause_s):
+            self._link = self._new_link()  # by this thread: the kernel ends the process with it
+        except BaseException as error:
+            self._closing.set()
+            self._is_started.set_exception(error)
+            return
+        self._is_started.set_result(None)
+        try:
+            while True:
                 try:
                     self._run_process()
-                except Exception as error:
-                    if self._decide_first_start(repr(error)):
-                        return
+                except Exception:
                     logger.exception("tier process killed after an error of its supervisor; restarting")
-                pause_s = self._backoff.next_s()
+                if self._closing.wait(self._backoff.next_s()):
+                    return
         finally:
             self._closing.set()
 
     def _run_process(self) -> None:
         """Start a process, supervise it until it has ended, and fail what is still in flight."""
         try:
-            link = Link(self._region.fileno(), self._hello(), lambda: os.eventfd_write(self._wakeup, 1))
+            link = self._link = self._link or self._new_link()
         except (OSError, StateError) as error:
             self._report_end(_End("not_started", f"it cannot be started: {error}"))
             return
-        self._link = link
         begun_s = time.monotonic()
         ping = partial(link.channel.add, wire.pack([wire.Ping()]))
         heartbeat = Heartbeat(self._times, ping, lambda: self._decoder.are_all_up)
@@ -249,6 +239,9 @@ class ExecutorProcess:
             self._finish(link, end)
         if heartbeat.has_started and time.monotonic() - begun_s > 2 * self._times.longest_pause_s:
             self._backoff.reset()
+
+    def _new_link(self) -> Link:
+        return Link(self._region.fileno(), self._hello(), lambda: os.eventfd_write(self._wakeup, 1))
 
     def _hello(self) -> Hello:
         return Hello(
@@ -351,9 +344,6 @@ class ExecutorProcess:
 
     def _report_end(self, end: _End, pid: int | None = None) -> None:
         """Report an end before it is waited for: from here on the tiers are given nothing."""
-        if self._decide_first_start(end.text):  # ``start`` raises it
-            self._closing.set()
-            return
         logger.error("tier process%s ended: %s; restarting", "" if pid is None else f" {pid}", end.text)
         self.events.append(ProcessEnded(end.reason))
         for tier in range(len(self.activity)):

@@ -112,10 +112,6 @@ class Pong(Struct, array_like=True, frozen=True, tag=6):
     """The answer to ``Ping``."""
 
 
-class Started(Struct, array_like=True, frozen=True, tag=7):
-    """The process runs, and has touched no tier so far: it imports the tiers' modules afterwards."""
-
-
 class Activity(Struct, array_like=True, frozen=True, tag=8):
     """The transfers and the usage of a tier."""
 
@@ -135,7 +131,7 @@ class LogLine(Struct, array_like=True, frozen=True, tag=9):
     text: Text
 
 
-Report = TierEvent | Pong | Started | Activity | LogLine
+Report = TierEvent | Pong | Activity | LogLine
 
 
 def _convert(value: object) -> object:

@@ -391,7 +391,7 @@ def test_a_process_that_hangs_at_its_start_is_killed(
     times = SupervisorTimes(
         heartbeat_s=0.1, start_timeout_s=2.0, first_pause_s=600, longest_pause_s=600
     )  # there is no second one
-    it = launch(make_tier("dummy"), times=times, start_wait_s=0)
+    it = launch(make_tier("dummy"), times=times)
     pid, put = it.pid(), it.put([1])
     assert it.end_of(put).reasons == {"process": 1}
     assert it.endings == ["not_started"]
@@ -426,17 +426,14 @@ def launch_opening(launch: Launch, folder: Path, *, seconds: int, times: Supervi
 
 
 def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_waited_for = threading.Event()  # a failure before that is the first start's, which raises
-
-    def fail_later(*_: object) -> NoReturn:
-        is_waited_for.wait()
+    def fail(*_: object) -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nonexistent/python")
 
-    monkeypatch.setattr(processes, "Link", fail_later)
-    it = launch(make_tier("dummy"), start_wait_s=0)
-    is_waited_for.set()
+    it = launch(make_tier("dummy"))  # a failure of the first start raises
+    monkeypatch.setattr(processes, "Link", fail)
+    os.kill(it.pid(), signal.SIGKILL)
+    it.until(lambda: "not_started" in it.endings, "a failed start")
     assert it.end_of(it.put([1])).reasons == {"down": 1}
-    it.until(lambda: "not_started" in it.endings, "a word about it")
     monkeypatch.undo()
     it.until_up()
     it.hold([1])
@@ -453,7 +450,7 @@ def test_a_process_that_sends_garbage_is_killed(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_babbles")
-    it = launch(make_tier("dummy"), start_wait_s=0)
+    it = launch(make_tier("dummy"))
     pid = it.pid()
     it.until(lambda: "garbled" in it.endings, "its end")
     it.until(lambda: not is_alive(pid), "its death")

@@ -141,7 +141,7 @@ class FakeLink:
 
 @pytest.fixture
 def decoder() -> MessageDecoder:
-    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))], lambda: None)
+    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))])
 
 
 def decode(decoder: MessageDecoder, link: FakeLink, *reports: wire.Report) -> bool:
@@ -212,7 +212,7 @@ def test_a_tier_that_comes_up_shows_that_the_event_loop_runs(decoder: MessageDec
     """A long delay at opening is not judged by the limit for open tiers."""
     link = FakeLink()
     assert not decoder.are_all_up
-    assert not decode(decoder, link, wire.Started(), wire.log_line(30, "kvtier", "it imports"))
+    assert not decode(decoder, link, wire.log_line(30, "kvtier", "it imports"))
     assert decode(decoder, link, TierUp(0, 0))
     assert decoder.are_all_up
     decode(decoder, link, TierDown(0, "x"))
