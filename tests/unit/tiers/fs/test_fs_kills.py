@@ -114,7 +114,7 @@ def check_well(root):
     assert found.sound == found.chunks - found.gone > 50, found
 
 
-async def test_killed_writers_leave_a_sound_root(world, tmp_path):
+async def test_killed_writers_leave_soundness(world, tmp_path):
     reports = tmp_path / "reports"
     reports.mkdir()
     given = (world.root, reports, KILLS, AT_ONCE, CHUNK_BYTES, NUMBERS, MAX_BYTES)
