@@ -124,7 +124,7 @@ def fleet(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         servers.append(Server(model, folder / "root", log, cpus[number // 2]))
     with ExitStack() as stack:
         for server in servers:
-            stack.callback(server.end)
+            stack.callback(server.end_process)
         for server in servers:
             stack.enter_context(server)
         port = free_port()

@@ -106,7 +106,7 @@ class Writer:
             wanted = int(granted * UNIT * share)
             added = min(wanted, max(0, self.machine.quota - self.machine.root_bytes))
             self.machine.root_bytes += added
-            self.quota.settle(granted, added)
+            self.quota.end_reservation(granted, added)
             if added < wanted:
                 self.refused(wanted)
 
@@ -250,7 +250,7 @@ class BoundsMachine(RuleBasedStateMachine):
             granted, _ = busy.quota.reserve(5)
             added = int(granted * UNIT * share)
             machine.root_bytes += added
-            busy.quota.settle(granted, added)
+            busy.quota.end_reservation(granted, added)
             removal = Removal(busy, busy.quota.mark())
             removed = int(before * share / 2)
             removal.nbytes = removed

@@ -35,7 +35,7 @@ from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferErr
 from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._lru import LRU
 from kvtier.tiers._base import Batch, Outcome, SecondaryTier
-from kvtier.tiers._drain import until_done
+from kvtier.tiers._waiting import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants

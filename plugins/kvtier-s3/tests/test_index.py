@@ -68,10 +68,10 @@ def test_put_reserves_its_bytes() -> None:
     assert index.reserve(10) == "counting"
     listed(index, range(1))
     assert [index.reserve(10) for _ in range(3)] == [None, None, "max_bytes"]
-    index.settle(10, added=False)
+    index.end_reservation(10, added=False)
     assert index.reserve(10) is None
-    index.settle(10, added=True)
-    index.settle(10, added=True)
+    index.end_reservation(10, added=True)
+    index.end_reservation(10, added=True)
     assert index.reserve(10) == "max_bytes"
     index.remove(keys([0]), 10)
     assert index.reserve(10) is None

@@ -32,7 +32,7 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
-from kvtier.tiers._drain import in_thread
+from kvtier.tiers._waiting import in_thread
 from kvtier_testing import limits
 from kvtier_testing.tiers import TierConformance, basics, lifecycle, resources
 
@@ -894,7 +894,7 @@ def test_blocking_calls_are_refused(tmp_path):
 A_RUN = """
 import sys, threading
 from contextlib import nullcontext
-from kvtier.tiers._drain import in_thread
+from kvtier.tiers._waiting import in_thread
 from kvtier.tiers.dummy import DummyTier
 from kvtier_testing import limits
 from kvtier_testing.tiers import TierConformance

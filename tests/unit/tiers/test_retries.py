@@ -13,7 +13,7 @@ def test_retries_are_limited(share: float, wanted: list[bool]) -> None:
     budget, taken = RetryBudget(share), 0
     for first, wants in enumerate(wanted, start=1):
         budget.earn()
-        taken += wants and budget.take()
+        taken += wants and budget.spend()
         assert taken <= 1 + share * first + 1e-6
 
 
@@ -21,4 +21,4 @@ def test_savings_are_bounded() -> None:
     budget = RetryBudget(0.1)
     for _ in range(100_000):
         budget.earn()
-    assert sum(budget.take() for _ in range(1000)) == 10
+    assert sum(budget.spend() for _ in range(1000)) == 10

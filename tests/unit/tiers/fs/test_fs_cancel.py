@@ -10,7 +10,7 @@ import pytest
 from kvtier._execution.executor import Executor
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import StateError
-from kvtier.tiers._activity import NamedTier
+from kvtier.tiers._supervisor import NamedTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.tiers.fs.library import patch_library
 

@@ -17,8 +17,8 @@ from kvtier.keys import pack_key
 from kvtier.tiers._base import Knowledge, Outcome, Status
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import FileCall, StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
+from kvtier.tiers.fs._files.native_call import FileCall, StopFlag
 from kvtier.tiers.fs._maintenance import maintenance, uses
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, bucket_of, new_histogram
 from kvtier.tiers.fs._maintenance.evict import Evictor
@@ -434,7 +434,7 @@ def test_short_ttl_publishes_often():
     a = chunk(1)
     for published in ([a], [], [a]):
         seen.note([a], in_order=True)
-        assert [key for key, _ in seen.take(uses.WAITING)] == published
+        assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == published
         clock.now += 5.0
 
 
@@ -443,16 +443,16 @@ def test_uses_are_published_rarely():
     seen = uses.Uses(clock)
     a, b, c = map(chunk, range(3))
     seen.note([a, b], in_order=True)
-    assert {key for key, _ in seen.take(uses.WAITING)} == {a, b}
+    assert {key for key, _ in seen.take_unpublished(uses.WAITING)} == {a, b}
     clock.now += uses.PUBLISH_EVERY_S - 1
     seen.note([a, c], in_order=True)
-    assert [key for key, _ in seen.take(uses.WAITING)] == [c]
+    assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == [c]
     clock.now += 1
     seen.note([a], in_order=True)
-    assert [key for key, _ in seen.take(uses.WAITING)] == [a]
+    assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == [a]
     for first in range(0, 4 * uses.WAITING, 1000):
         seen.note(list(map(chunk, range(first, first + 1000))), in_order=True)
-    assert len(seen.take(uses.WAITING)) <= uses.WAITING
+    assert len(seen.take_unpublished(uses.WAITING)) <= uses.WAITING
 
 
 def test_many_puts_publish_often():
@@ -461,9 +461,9 @@ def test_many_puts_publish_often():
     a = chunk(1000)
     for put, published in ((4, [a]), (4, []), (4, []), (4, [a])):
         seen.note([a], in_order=True)
-        assert [key for key, _ in seen.take(uses.WAITING)] == published
+        assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == published
         seen.note_put(list(map(chunk, range(put))))
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
 
 
 def test_second_put_is_a_use():
@@ -471,16 +471,18 @@ def test_second_put_is_a_use():
     seen = uses.Uses(clock)
     a, b, c = map(chunk, range(3))
     seen.note_put([a, b])
-    assert seen.take(uses.WAITING) == []
+    assert seen.take_unpublished(uses.WAITING) == []
     clock.now += 100.0
     seen.note_put([a])
-    assert seen.take(uses.WAITING) == [(a, 1)]
+    assert seen.take_unpublished(uses.WAITING) == [(a, 1)]
     clock.now += 100.0
     seen.note_put([c, b])
-    assert set(seen.take(uses.WAITING)) == {(c, 1), (b, 1)}, "a chunk was used whenever one behind it was"
+    assert set(seen.take_unpublished(uses.WAITING)) == {(c, 1), (b, 1)}, (
+        "a chunk is used whenever one behind it is"
+    )
     seen.clear()
     seen.note_put([b])
-    assert seen.take(uses.WAITING) == []
+    assert seen.take_unpublished(uses.WAITING) == []
 
 
 def test_simultaneous_uses_count_once():
@@ -492,7 +494,7 @@ def test_simultaneous_uses_count_once():
     for number in range(40):
         clock.now += 0.25 if number % 2 else 9.75
         seen.note([a], in_order=False)
-        published += [class_ for _, class_ in seen.take(uses.WAITING)]
+        published += [class_ for _, class_ in seen.take_unpublished(uses.WAITING)]
     assert published == sorted(published)
     assert [published.count(class_) for class_ in range(5)] == [0, 2, 4, 22, 12]
 
@@ -513,7 +515,7 @@ def test_looped_kept_until_due():
         for _ in range(10):
             clock.now += 60.0
             seen.note_put([chunk(next(others)) for _ in range(30)])
-            seen.take(uses.WAITING)
+            seen.take_unpublished(uses.WAITING)
         seen.note(loop, in_order=True)
     assert rank_of(seen, 4, 590.0) > 2 * rank_of(seen, 4, 10.0) > 20 * rank_of(seen, 0, 10.0)
     assert rank_of(seen, 0, 10.0) >= rank_of(seen, 0, 2000.0)
@@ -538,7 +540,7 @@ def test_hottest_stay_at_any_age():
         seen.note_put(due.setdefault(step + 300, [chunk(next(numbers)) for _ in range(8)]))
         if step % 10 < 3 and step in due:
             seen.note(due[step], in_order=True)
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
         if step > 1000:
             assert min(worth_at(seen, 4, age_s) for age_s in (1, 60, 200)) > worth_at(seen, 0, 300)
 
@@ -552,7 +554,7 @@ def test_restart_keeps_use_counts():
         assert worth_at(seen, 4, 1200) > worth_at(seen, 0, 900) > worth_at(seen, 0, 1200)
         clock.now += 2.0
         seen.note_put([chunk(10 * step + number) for number in range(10)])
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
 
 
 def test_unused_leave_despite_count():
@@ -563,7 +565,7 @@ def test_unused_leave_despite_count():
     for _ in range(100):
         clock.now += 310.0
         seen.note(often, in_order=True)
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
     clock.now += 86400.0
     assert worth_at(seen, 4, 86400) < worth_at(seen, 4, 310) / 100
 
@@ -577,10 +579,10 @@ def test_large_roots_sample_by_prompt(room):
     for prompt in prompts:
         seen.note_put(prompt)
     clock.now += 50.0
-    assert seen.take(uses.WAITING) == []
+    assert seen.take_unpublished(uses.WAITING) == []
     for prompt in prompts:
         seen.note_put(prompt)
-    known = len(seen.take(uses.WAITING))
+    known = len(seen.take_unpublished(uses.WAITING))
     assert known > 2000
     assert sum(map(sum, seen.model.reused)) < 4000 * 2**19 / room
 

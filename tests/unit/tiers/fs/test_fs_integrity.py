@@ -12,7 +12,7 @@ import pytest
 from kvtier import _reasons as reasons
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
-from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._files.native_call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,8 +12,8 @@ import pytest
 
 from kvtier._cli.root.verify import verify
 from kvtier.tiers._base import Status
-from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._quota import ledger
 from tests.effort import effort
 
@@ -29,7 +29,7 @@ DRIVER = """
 import asyncio, os, random, signal, sys, time, traceback
 from pathlib import Path
 from kvtier.tiers._base import Status
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from tests.unit.tiers.fs.conftest import World
 

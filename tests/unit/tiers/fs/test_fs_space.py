@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._files.native_call import Result
 from kvtier.tiers.fs._locks import make_writer_lock
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
@@ -47,7 +47,7 @@ def put(disk, space, chunks):
     """Reserve, write and settle. Returns how many were granted and why not more."""
     granted, reason = space.reserve(chunks)
     disk.write(granted * FILE)
-    space.settle(granted, granted * FILE)
+    space.end_reservation(granted, granted * FILE)
     return granted, reason
 
 
@@ -208,7 +208,7 @@ def test_plenty_asks_nothing():
         if not space.reserve_ahead(8):
             asked += 1
             space.reserve(8)
-        space.settle(8, 8 * FILE)
+        space.end_reservation(8, 8 * FILE)
     assert 0 < asked < 20
 
 
@@ -219,7 +219,7 @@ def test_refused_leases_nothing_ahead():
     space.count(lambda: 99 * FILE)
     assert space.reserve(2)[0] == 1
     assert disk.ledger.accounts.leased == FILE
-    space.settle(1, FILE)
+    space.end_reservation(1, FILE)
     assert space.reserve(1)[0] == 0
     assert not space.accounts.leased
 
