@@ -39,8 +39,8 @@ from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, Status,
 from kvtier.tiers._faults import require_fault, words_of
 from kvtier.tiers._seal import seal
 from kvtier.tiers.fs import FsConfig
-from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_remove
+from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._maintenance.sweep import remove_cache
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root, Tick

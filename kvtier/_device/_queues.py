@@ -31,7 +31,7 @@ copy has missed one check and not its deadline."""
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class QueuedTransfer:
     """A transfer in a queue."""
 
     transfer_id: int
@@ -95,9 +95,9 @@ class QueueThread:
         self._health = health
         self._report = report
         self._changed = threading.Condition()
-        self._waiting: deque[Transfer] = deque()
-        self._begun: deque[Transfer] = deque()  # changed by the thread, with the lock held
-        self._checked: tuple[Transfer | None, int] = (None, 0)  # the oldest, and the checks since
+        self._waiting: deque[QueuedTransfer] = deque()
+        self._begun: deque[QueuedTransfer] = deque()  # changed by the thread, with the lock held
+        self._checked: tuple[QueuedTransfer | None, int] = (None, 0)  # the oldest, and the checks since
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -109,7 +109,7 @@ class QueueThread:
             computed: Event | Exception = self._runtime.record_compute()
         except Exception as error:  # fails this transfer, not the engine's own work
             computed = error
-        transfer = Transfer(transfer_id, plan, computed, attempts, check)
+        transfer = QueuedTransfer(transfer_id, plan, computed, attempts, check)
         with self._changed:
             is_stuck = self.is_stuck
             if not is_stuck:
@@ -165,7 +165,7 @@ class QueueThread:
                 transfer.begun = error
         return True
 
-    def _take(self) -> Transfer | None:
+    def _take(self) -> QueuedTransfer | None:
         """Return the next transfer to start; None if the oldest, or the thread, has to end first."""
         with self._changed:
             if not self._begun:
@@ -187,7 +187,7 @@ class QueueThread:
         self._report(finished)
         return True
 
-    def _finish(self, transfer: Transfer) -> Finished:
+    def _finish(self, transfer: QueuedTransfer) -> Finished:
         if transfer.begun is None:
             assert self._health.lost is not None
             return transfer.failed(self._health.lost)
@@ -205,7 +205,7 @@ class QueueThread:
                 return Finished(transfer.transfer_id, transfer.plan.nbytes, seconds, None, attempt)
         raise AssertionError("a transfer has one attempt at least")
 
-    def _enqueue(self, transfer: Transfer, attempt: Attempt) -> tuple[Event, Event]:
+    def _enqueue(self, transfer: QueuedTransfer, attempt: Attempt) -> tuple[Event, Event]:
         """Enqueue the copies of a transfer; return their start and end. None is in flight when it raises."""
         if isinstance(transfer.computed, Exception):
             raise transfer.computed
@@ -243,7 +243,7 @@ def copy_staged(stream: Stream, plan: CopyPlan) -> None:
         stream.record().synchronize()
 
 
-def _wait_for(transfer: Transfer) -> float:
+def _wait_for(transfer: QueuedTransfer) -> float:
     """Block until the copies have ended; return their seconds, or raise their error."""
     if isinstance(transfer.begun, BaseException):
         raise transfer.begun

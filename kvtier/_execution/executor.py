@@ -22,13 +22,13 @@ from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, Pu
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger
-from kvtier.tiers._activity import NamedTier as NamedTier
 from kvtier.tiers._activity import TierActivity as TierActivity
-from kvtier.tiers._base import SlotChecksums, SlotMemory
-from kvtier.tiers._drain import call_soon, until_done
+from kvtier.tiers._base import SlotAuditor, SlotMemory
 from kvtier.tiers._loop_clock import LoopClock
 from kvtier.tiers._runner import Post as Post
 from kvtier.tiers._runner import TierRunner
+from kvtier.tiers._supervisor import NamedTier as NamedTier
+from kvtier.tiers._waiting import call_soon, until_done
 
 logger = GuardedLogger("kvtier.executor")
 
@@ -65,7 +65,7 @@ class Executor:
         *,
         close_s: float = CLOSE_S,
         chance: RandomSource = random.random,
-        slot_checksums: SlotChecksums | None = None,
+        slot_checksums: SlotAuditor | None = None,
         clock: LoopClock | None = None,
     ) -> None:
         clock = clock or LoopClock()

@@ -36,7 +36,7 @@ from kvtier._isolation.wire import Hello, Order, Report
 from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
-from kvtier.tiers._drain import call_soon
+from kvtier.tiers._waiting import call_soon
 
 logger = GuardedLogger("kvtier.executor")
 

@@ -12,7 +12,7 @@ import anyio.to_thread
 from kvtier._core.messages import Command
 from kvtier._execution.executor import CLOSE_S, Post, TierActivity
 from kvtier._isolation.process import ExecutorProcess
-from kvtier.tiers._drain import call_soon, until_done
+from kvtier.tiers._waiting import call_soon, until_done
 
 
 class RemoteExecutor:

@@ -18,7 +18,8 @@ from pydantic import BaseModel, SecretBytes, SecretStr
 from kvtier._core.messages import MAX_TEXT, Command, Number, Seconds, Text, TierEvent
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import _registry as registry
-from kvtier.tiers._activity import NamedTier, TierActivity
+from kvtier.tiers._activity import TierActivity
+from kvtier.tiers._supervisor import NamedTier
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from kvtier._device.base import Blocks, Finished, TransferEngine
 from kvtier._manager.checks import CallChecks
 from kvtier.errors import DeviceStuckError, TransferError
 from kvtier.keys import OffloadKey, group_index
-from kvtier.tiers._drain import wait_for_end
+from kvtier.tiers._waiting import wait_for_end
 
 
 class DeviceCopies:

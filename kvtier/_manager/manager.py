@@ -36,8 +36,8 @@ from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.keys import OffloadKey
-from kvtier.tiers._drain import until_done
 from kvtier.tiers._loop_clock import LoopClock
+from kvtier.tiers._waiting import until_done
 
 logger = GuardedLogger("kvtier.manager")
 

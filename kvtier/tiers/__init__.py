@@ -18,9 +18,9 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
-from kvtier.tiers._drain import in_thread, until_done, wait_for_end
 from kvtier.tiers._faults import require_answers, require_fault
 from kvtier.tiers._seal import TRAILER_BYTES
+from kvtier.tiers._waiting import in_thread, until_done, wait_for_end
 
 __all__ = [
     "TRAILER_BYTES",

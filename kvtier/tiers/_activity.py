@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import anyio
 
 from kvtier.tiers._base import Usage
 from kvtier.tiers._supervisor import AnyTier
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTier:
-    """A tier, not opened yet, and its name in logs and metrics."""
-
-    name: str
-    tier: AnyTier
-    recreate: Callable[[], AnyTier] | None = None
-    """Makes the object for each later opening; None if the same object may be opened again."""
 
 
 class ConcurrencyLimit:

@@ -112,7 +112,7 @@ class SlotMemory(Protocol):
         """Return the bytes of one slot: one-dimensional, format ``B``, ``chunk_bytes`` long."""
 
 
-class SlotChecksums(Protocol):
+class SlotAuditor(Protocol):
     """The checksums that audited slots must have; implemented by ``kvtier._memory.slot_checksums``."""
 
     rate: float

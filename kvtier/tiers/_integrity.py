@@ -12,9 +12,9 @@ import crc32c
 from kvtier._core.messages import Put
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import Batch, SlotChecksums, Status
-from kvtier.tiers._drain import in_thread
+from kvtier.tiers._base import Batch, SlotAuditor, Status
 from kvtier.tiers._seal import Integrity, check, seal
+from kvtier.tiers._waiting import in_thread
 
 T = TypeVar("T")
 _HOUR_S = 3600.0
@@ -62,7 +62,7 @@ class IntegrityChecks:
     def __init__(
         self,
         digest: bytes,
-        slot_checksums: SlotChecksums | None,
+        slot_checksums: SlotAuditor | None,
         threads: anyio.CapacityLimiter,
         chance: RandomSource,
     ) -> None:

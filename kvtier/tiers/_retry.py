@@ -67,8 +67,8 @@ class RetryBudget:
         """Count a first attempt."""
         self._left = min(_MOST_RETRIES, self._left + self._share)
 
-    def take(self) -> bool:
-        """Take a retry from the budget; return False if none is left."""
+    def spend(self) -> bool:
+        """Spend a retry of the budget; return False if none is left."""
         if self._left < _ONE_RETRY:
             return False
         self._left = max(0.0, self._left - 1.0)
@@ -105,7 +105,7 @@ class Retries:
         pause_s = _PAUSE_S * (0.5 + self._chance())
         if self._clock.now() + pause_s + took_s >= progress.deadline_s:
             progress.retry = "no_time"
-        elif not self._budget.take():
+        elif not self._budget.spend():
             progress.retry = "no_budget"
         else:
             await anyio.sleep(pause_s)

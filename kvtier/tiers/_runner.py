@@ -30,24 +30,24 @@ from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers._activity import ConcurrencyLimit, NamedTier, TierActivity, usage_of
+from kvtier.tiers._activity import ConcurrencyLimit, TierActivity, usage_of
 from kvtier.tiers._base import (
     Batch,
     Knowledge,
     Outcome,
     SecondaryTier,
-    SlotChecksums,
+    SlotAuditor,
     SlotMemory,
     Status,
     TierContext,
     Usage,
 )
-from kvtier.tiers._drain import call_soon
 from kvtier.tiers._faults import reason_of, require_fault, words_of
 from kvtier.tiers._integrity import Damage, IntegrityChecks, Suspects
 from kvtier.tiers._loop_clock import LoopClock
 from kvtier.tiers._retry import Progress, Retries
-from kvtier.tiers._supervisor import AnyTier, Epoch, TierSupervisor
+from kvtier.tiers._supervisor import AnyTier, Epoch, NamedTier, TierSupervisor
+from kvtier.tiers._waiting import call_soon
 
 logger = GuardedLogger("kvtier.executor")
 
@@ -75,7 +75,7 @@ class TierRunner:
         threads: anyio.CapacityLimiter,
         chance: RandomSource,
         clock: LoopClock,
-        slot_checksums: SlotChecksums | None = None,
+        slot_checksums: SlotAuditor | None = None,
     ) -> None:
         config = named.tier.config
         self._now_s = clock.now

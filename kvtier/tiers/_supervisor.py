@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,16 @@ _LONGEST_PAUSE_S = 60.0
 _STEP_LIMIT_S = 60.0
 _IDLE_POLL_S = 0.02
 _LOG_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTier:
+    """A tier, not opened yet, and its name in logs and metrics."""
+
+    name: str
+    tier: AnyTier
+    recreate: Callable[[], AnyTier] | None = None
+    """Makes the object for each later opening; None if the same object may be opened again."""
 
 
 class Epoch:

@@ -107,9 +107,7 @@ def copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("order", ["late", "early"], indirect=True)
-def test_tokens_survive_preemption_eviction_and_a_restart(
-    order: str, model: Path, expected: Answers, tmp_path: Path
-) -> None:
+def test_tokens_survive_everything(order: str, model: Path, expected: Answers, tmp_path: Path) -> None:
     story = tell_story(model, tmp_path)
     assert story.answers == [expected] * 3
     assert all(story.counts.values()), story.counts
@@ -123,7 +121,7 @@ def test_tokens_survive_preemption_eviction_and_a_restart(
     ],
     indirect=["order"],
 )
-def test_a_missing_wait_changes_tokens(
+def test_missing_wait_changes_tokens(
     order: str, plant: Plant, model: Path, expected: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)

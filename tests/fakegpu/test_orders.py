@@ -89,7 +89,7 @@ def reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS, indirect=True)
-def test_every_order_gives_the_same_bytes(machine: Rig) -> None:
+def test_every_order_gives_same_bytes(machine: Rig) -> None:
     tell_story(machine)
 
 
@@ -102,7 +102,7 @@ def test_every_order_gives_the_same_bytes(machine: Rig) -> None:
     ],
     indirect=["order"],
 )
-def test_a_missing_wait_changes_bytes(
+def test_missing_wait_changes_bytes(
     order: str, plant: Plant, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     plant(monkeypatch)

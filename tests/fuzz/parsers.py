@@ -34,8 +34,8 @@ from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _namespace as namespace
 from kvtier.tiers.fs._checking import FileChecker
-from kvtier.tiers.fs._files.call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs._files.chunk_files import require_library
+from kvtier.tiers.fs._files.native_call import FileCall, Flag, Place, Result
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
 from kvtier.tiers.fs._root import Root

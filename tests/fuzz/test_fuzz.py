@@ -22,7 +22,7 @@ FILES = sorted(path for path in CORPUS.glob("*/*") if path.parent.name in PARSER
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_the_corpus_is_refused_or_sound(path: Path) -> None:
+def test_corpus_is_safe(path: Path) -> None:
     PARSERS[path.parent.name](path.read_bytes())
 
 
@@ -39,7 +39,7 @@ def edited(draw: st.DrawFn, whole: list[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_edits_of_the_corpus_are_refused_or_sound(name: str) -> None:
+def test_edited_corpus_is_safe(name: str) -> None:
     whole = [path.read_bytes() for path in FILES if path.parent.name == name]
 
     @given(edited(whole) | st.binary(max_size=512))
@@ -63,11 +63,11 @@ def test_edits_of_the_corpus_are_refused_or_sound(name: str) -> None:
     ],
     ids=lambda text: text[:12],
 )
-def test_large_and_deep_manifests_are_refused_or_sound(text: str) -> None:
+def test_huge_manifests_are_safe(text: str) -> None:
     parsers.manifest(text.encode())
 
 
-def test_what_is_sound_is_taken() -> None:
+def test_sound_input_is_accepted() -> None:
     """Else everything might be refused, and the tests above would show nothing."""
     parsers.IDENTITY.require(parsers.IDENTITY.manifest, "here")
     payload, key = memoryview(parsers.PAYLOAD), parsers.KEY

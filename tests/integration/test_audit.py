@@ -49,7 +49,7 @@ def flip(engine: Engine) -> None:
         file.write(held)
 
 
-def test_whatever_way_a_chunk_goes_its_audits_hold(start: Start, reference: Ask) -> None:
+def test_audits_hold_on_every_path(start: Start, reference: Ask) -> None:
     others = [prompt(seed) for seed in range(2, 12)]  # more than the primary tier holds
     with start() as engine:
         cold, _ = engine.served(PROMPT)
@@ -76,9 +76,7 @@ def test_whatever_way_a_chunk_goes_its_audits_hold(start: Start, reference: Ask)
 
 
 @pytest.mark.full
-def test_a_chunk_that_changes_in_host_memory_is_never_used(
-    start: Start, reference: Ask, tmp_path: Path
-) -> None:
+def test_changed_chunk_is_never_used(start: Start, reference: Ask, tmp_path: Path) -> None:
     folder = tmp_path / "kvtier" / "evidence"
     with start() as engine:
         engine.served(PROMPT)

@@ -99,7 +99,7 @@ def test_fleet(tmp_path: Path) -> None:
 
 
 @needs_nixl
-def test_what_an_engine_loses_while_it_is_read() -> None:
+def test_losses_while_reading() -> None:
     report = measure("fleet", "--serve", "0.2", "--model", "tiny", "--rounds", "1")
     control, *read = report["Lost"]
     assert control["gb_s"] == 0

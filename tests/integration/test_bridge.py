@@ -227,7 +227,7 @@ def make() -> Iterator[Callable[..., World]]:
 Make = Callable[..., World]
 
 
-def test_chunks_that_find_no_room_are_offered_again(make: Make) -> None:
+def test_chunks_without_room_return(make: Make) -> None:
     it = make(slots=2)
     context = it.request("a")
     under_way = it.manager.prepare_store(prompt(1, 2), context)
@@ -237,7 +237,7 @@ def test_chunks_that_find_no_room_are_offered_again(make: Make) -> None:
     it.check_idle()
 
 
-def test_vllm_logs_refused_stores_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     limit_refusals()
     limit_refusals()
     vllms = connector_scheduler.logger
@@ -252,14 +252,14 @@ def test_vllm_logs_refused_stores_once_a_minute(caplog: pytest.LogCaptureFixture
     assert "another line" in caplog.messages
 
 
-def test_removals_wait_for_no_one_where_events_are_off(make: Make) -> None:
+def test_removals_wait_without_events(make: Make) -> None:
     it = make(dummy(), kv_events=False)
     for key in prompt(1, 1000):
         it.thread.events.append(Removed(0, [key]))
     assert not any(event.keys for event in it.thread.events if isinstance(event, Removed))
 
 
-def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
+def test_sleep_makes_nothing_overdue(make: Make) -> None:
     clock = Clock()
     it = make(dummy(), slots=16, clock=clock)
     it.store(prompt(1, 2), it.request("a"))
@@ -270,7 +270,7 @@ def test_what_ended_while_the_engine_slept_is_not_overdue(make: Make) -> None:
     assert ("overdue", "dummy0", "put") not in it.core.take_counts()
 
 
-def test_a_resumed_request_that_stores_does_not_wait_any_more(make: Make) -> None:
+def test_resumed_request_stops_waiting(make: Make) -> None:
     """vLLM names it in no step, and does not look it up where the device's cache has all of its prompt."""
     clock = Clock()
     it = make(dummy(hang_rate=1.0), slots=16, clock=clock)
@@ -291,13 +291,13 @@ def test_a_resumed_request_that_stores_does_not_wait_any_more(make: Make) -> Non
     assert ("expired",) not in it.core.shared.counts
 
 
-def test_a_store_may_be_the_first_call_of_an_engine(make: Make) -> None:
+def test_store_may_come_first(make: Make) -> None:
     it = make(slots=8)
     assert it.store(prompt(1, 4), it.request("a")) == prompt(1, 4)
     assert it.find(prompt(1, 4), it.request("b")) == 4
 
 
-def test_unfilled_chunks_miss_and_others_hit(make: Make) -> None:
+def test_unfilled_chunks_miss(make: Make) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 2))), slots=8, workers=2)
     it = make(slots=8, workers=status_table)
     context = it.request("a")
@@ -315,7 +315,7 @@ def test_unfilled_chunks_miss_and_others_hit(make: Make) -> None:
 
 
 @pytest.mark.parametrize("why", [Unfilled.FAILED, Unfilled.CHANGED])
-def test_audits_ignore_blocks_the_engine_changed(make: Make, why: Unfilled) -> None:
+def test_audits_skip_changed_blocks(make: Make, why: Unfilled) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
     it = make(slots=8, workers=status_table)
     context = it.request("a")
@@ -342,9 +342,7 @@ def test_audits_ignore_blocks_the_engine_changed(make: Make, why: Unfilled) -> N
         ([pack_key(b"a"), pack_key(b"a", 2), pack_key(b"b", 2)], [1, 0, 2]),
     ],
 )
-def test_workers_are_told_how_many_chunks_each_group_has(
-    make: Make, keys: list[OffloadKey], counts: list[int]
-) -> None:
+def test_workers_know_chunks_per_group(make: Make, keys: list[OffloadKey], counts: list[int]) -> None:
     it = make(slots=8)
     output = it.manager.prepare_store(keys, it.request("a"))
     assert output is not None
@@ -354,7 +352,7 @@ def test_workers_are_told_how_many_chunks_each_group_has(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_failed_store_frees_slots_once_device_is_done(make: Make, is_lost: bool, is_reset: bool) -> None:
+def test_failed_store_waits_for_device(make: Make, is_lost: bool, is_reset: bool) -> None:
     status_table = StatusTable(memoryview(bytearray(status_table_bytes(8, 1))), slots=8, workers=1)
     it = make(dummy(), slots=8, workers=status_table)
     context = it.request("a")
@@ -373,7 +371,7 @@ def test_failed_store_frees_slots_once_device_is_done(make: Make, is_lost: bool,
     assert it.core.shared.counts["dropped", "store", "failed"] == 8
 
 
-def test_lowest_priority_requests_show_all_uses(make: Make) -> None:
+def test_lowest_priority_shows_uses(make: Make) -> None:
     """The device may have the front of its prompt, and vLLM offers that only where it is asked to."""
     it = make(slots=8)
     low = ReqContext(req_id="low", kv_transfer_params={"kvtier": {"priority": 0}})
@@ -391,7 +389,7 @@ def test_lowest_priority_requests_show_all_uses(make: Make) -> None:
 PREFILL = {"do_remote_decode": True}
 
 
-def test_decode_wait_covers_the_put_deadline(make: Make) -> None:
+def test_decode_wait_covers_put(make: Make) -> None:
     it = make(dummy(), slots=8, limits=Limits(max_wait_s=3600.0))
     (tier,) = it.core.shared.tiers
     told = it.manager.response_params("a", PREFILL)
@@ -401,7 +399,7 @@ def test_decode_wait_covers_the_put_deadline(make: Make) -> None:
     assert make(slots=8).manager.response_params("a", PREFILL) is None, "there is no tier"
 
 
-def test_decode_tiers_get_the_prefill_address(make: Make) -> None:
+def test_tiers_get_prefill_address(make: Make) -> None:
     it = make(dummy(), dummy(), slots=8, limits=Limits(max_wait_s=3600.0), addresses={1: "10.0.0.1:18570"})
     told = it.manager.response_params("a", PREFILL)
     assert told is not None
@@ -413,7 +411,7 @@ def test_decode_tiers_get_the_prefill_address(make: Make) -> None:
 
 
 @pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled"])
-def test_decode_does_not_wait_for_unput_chunks(make: Make, how: str) -> None:
+def test_decode_skips_unput_chunks(make: Make, how: str) -> None:
     it = make(dummy(), slots=8)
     if how == "reset":
         it.manager.reset_cache()
@@ -428,7 +426,7 @@ def test_decode_does_not_wait_for_unput_chunks(make: Make, how: str) -> None:
     assert it.manager.response_params("a", PREFILL) is None
 
 
-def test_surviving_requests_store_nothing_after_reset(make: Make) -> None:
+def test_reset_stops_stores(make: Make) -> None:
     """Their blocks are of the old weights, and the device's prefix cache gives them to other requests."""
     it = make(slots=32)
     before = it.request("before")
@@ -453,7 +451,7 @@ def test_surviving_requests_store_nothing_after_reset(make: Make) -> None:
 
 
 @pytest.mark.parametrize("refusal", ["device_lost", "audit"])
-def test_what_is_not_stored_any_more_is_counted(make: Make, refusal: str) -> None:
+def test_unstored_chunks_are_counted(make: Make, refusal: str) -> None:
     it = make(slots=8)
     it.core.refusal = refusal
     assert it.store(prompt(1, 4), it.request("a")) == []
@@ -462,7 +460,7 @@ def test_what_is_not_stored_any_more_is_counted(make: Make, refusal: str) -> Non
 
 @pytest.mark.skipif(REPORTS_RESET_FLUSH, reason="this vLLM says when workers are through")
 @pytest.mark.parametrize("steps_ahead", [2, 5])
-def test_slots_stay_held_for_steps_ahead(make: Make, steps_ahead: int) -> None:
+def test_slots_held_for_steps_ahead(make: Make, steps_ahead: int) -> None:
     """A pipeline has one step in flight per stage, so copies end later."""
     it = make(slots=8, steps_ahead=steps_ahead)
     output = it.manager.prepare_store(prompt(1, 8), it.request("a"))
@@ -477,9 +475,7 @@ def test_slots_stay_held_for_steps_ahead(make: Make, steps_ahead: int) -> None:
 
 
 @pytest.mark.parametrize("self_describing", [False, True])
-def test_fetched_chunks_are_announced_once_describable(
-    make: Make, tmp_path: Path, self_describing: bool
-) -> None:
+def test_fetched_chunks_announced_once(make: Make, tmp_path: Path, self_describing: bool) -> None:
     before = make(files(tmp_path))
     before.store(prompt(1, 4), before.request("a"))
     before.settle()
@@ -516,7 +512,7 @@ def _indexed(keys: Sequence[OffloadKey], events: Iterable[OffloadingEvent]) -> d
     return {owner: len(known) for owner, known in indexed.items()}
 
 
-def test_a_router_indexes_all_of_a_prompt_after_a_restart(make: Make, tmp_path: Path) -> None:
+def test_router_indexes_after_restart(make: Make, tmp_path: Path) -> None:
     before = make(files(tmp_path))
     before.store(prompt(1, 16), before.request("a"))
     before.settle()
@@ -528,7 +524,7 @@ def test_a_router_indexes_all_of_a_prompt_after_a_restart(make: Make, tmp_path: 
     assert _indexed(prompt(1, 16), it.manager.take_events()) == {"fs0": 16, None: 16}
 
 
-def test_news_of_a_child_waits_for_that_of_its_parent() -> None:
+def test_child_waits_for_parent() -> None:
     stream, keys = EventStream(["fs0"], self_describing=True), prompt(1, 8)
     assert list(stream.events([KVEvent(keys[:4], 0, removed=False, found=True)])) == []
     stream.loaded(keys)
@@ -536,14 +532,14 @@ def test_news_of_a_child_waits_for_that_of_its_parent() -> None:
     assert _indexed(keys, late) == {"fs0": 8}
 
 
-def test_chunks_that_were_found_are_told_once_the_engine_has_stored_them() -> None:
+def test_found_chunks_told_after_store() -> None:
     stream, keys = EventStream(["fs0"], self_describing=True), prompt(1, 4)
     assert list(stream.events([KVEvent(keys, 0, removed=False, found=True)])) == []
     told = stream.events([KVEvent(keys, None, removed=False)])
     assert _indexed(keys, told) == {None: 4, "fs0": 4}
 
 
-def test_shutdown_twice_is_once_and_late_calls_do_no_harm(make: Make) -> None:
+def test_shutdown_is_idempotent(make: Make) -> None:
     it = make(dummy())
     context = it.request("a")
     it.store(prompt(1, 2), context)
@@ -753,9 +749,7 @@ class Scheduler:
 
 @pytest.mark.parametrize("version", ["0.33"] if REPORTS_RESET_FLUSH else ["0.32", "0.33"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_calls_raise_nothing_and_corrupt_nothing(
-    make: Make, version: str, seed: int, tmp_path: Path
-) -> None:
+def test_random_calls_corrupt_nothing(make: Make, version: str, seed: int, tmp_path: Path) -> None:
     faults = {"failure_rate": 0.1, "corruption_rate": 0.1, "complete_index": seed % 2 == 0, "seed": seed}
     latencies = {"put_latency_s": 0.001, "get_latency_s": 0.001}
     tiers: list[AnyTier] = [dummy(**faults, **latencies)]

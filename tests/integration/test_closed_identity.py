@@ -64,13 +64,13 @@ def is_shared(model: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> 
         ("llama4", 32768, 32769, False),
     ],
 )
-def test_used_request_length_changes_identity(
+def test_used_length_counts(
     models: Callable[[str], Path], model: str, short: int, long: int, shared: bool
 ) -> None:
     assert is_shared(models(model), {"max_model_len": short}, {"max_model_len": long}) is shared
 
 
-def test_request_length_counts_in_unknown_versions(
+def test_unknown_version_counts_length(
     models: Callable[[str], Path],
 ) -> None:
     short, long = (configure(models("llama"), max_model_len=tokens) for tokens in (1024, 4096))
@@ -78,15 +78,13 @@ def test_request_length_counts_in_unknown_versions(
     assert canonical_settings(short, is_reviewed=False) != canonical_settings(long, is_reviewed=False)
 
 
-def test_gpus_that_read_the_bits_of_fp8_otherwise_share_nothing(
-    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_variants_share_nothing(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     one = identity_of(configure(models("llama")))
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda _: True)
     assert identity_of(configure(models("llama"))).digest != one.digest
 
 
-def test_workers_that_arrange_pages_otherwise_share_nothing(models: Callable[[str], Path]) -> None:
+def test_page_arrangement_counts(models: Callable[[str], Path]) -> None:
     config = configure(models("llama"))
     assert identity_of(config, page_format=1).digest == identity_of(config, page_format=1).digest
     assert identity_of(config, page_format=1).digest != identity_of(config, page_format=2).digest
@@ -104,7 +102,7 @@ class Layer:
         return SimpleNamespace(get_name=lambda: self.backend)
 
 
-def test_page_format_follows_backend_and_blocks(models: Callable[[str], Path]) -> None:
+def test_page_format_follows_backend(models: Callable[[str], Path]) -> None:
     config = configure(models("llama"))
     engine = engine_of(config)
     offloading = build_offloading_config(config, engine.kv_cache_config)
@@ -125,7 +123,7 @@ def test_page_format_follows_backend_and_blocks(models: Callable[[str], Path]) -
 
 
 @pytest.mark.parametrize("line", ["flags\t: sse amx_tile avx\n", "Features\t: fp i8mm\n"])
-def test_processors_with_different_pages_share_nothing(tmp_path: Path, line: str) -> None:
+def test_processor_pages_count(tmp_path: Path, line: str) -> None:
     plain, other = tmp_path / "plain", tmp_path / "other"
     plain.write_text("processor: 0\nflags\t: sse avx\n")
     other.write_text(line)
@@ -133,7 +131,7 @@ def test_processors_with_different_pages_share_nothing(tmp_path: Path, line: str
     assert device_kind(other) != device_kind(plain)
 
 
-def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path]) -> None:
+def test_online_quantisation_counts(models: Callable[[str], Path]) -> None:
     def online(**more: object) -> dict[str, Any]:
         quantization = {"linear": "fp8_per_channel", **more}
         return {"dtype": "bfloat16", "quantization": "online", "quantization_config": quantization}
@@ -170,9 +168,7 @@ def test_what_online_quantisation_leaves_out_counts(models: Callable[[str], Path
     ],
     ids=lambda arguments: "-".join(arguments),
 )
-def test_a_setting_that_changes_numbers_splits(
-    models: Callable[[str], Path], arguments: dict[str, Any]
-) -> None:
+def test_changed_numbers_split(models: Callable[[str], Path], arguments: dict[str, Any]) -> None:
     assert not is_shared(models("llama"), {}, arguments)
 
 
@@ -191,11 +187,11 @@ def test_a_setting_that_changes_numbers_splits(
     ],
     ids=lambda arguments: "-".join(arguments),
 )
-def test_an_excluded_setting_does_not_split(models: Callable[[str], Path], arguments: dict[str, Any]) -> None:
+def test_excluded_setting_does_not_split(models: Callable[[str], Path], arguments: dict[str, Any]) -> None:
     assert is_shared(models("llama"), {}, arguments)
 
 
-def test_a_secret_is_never_in_the_manifest(models: Callable[[str], Path]) -> None:
+def test_secrets_stay_out_of_manifest(models: Callable[[str], Path]) -> None:
     config = configure(
         models("llama"),
         hf_token="hf_0123456789",
@@ -261,7 +257,7 @@ def _reasons(config: VllmConfig) -> Mapping[int, bool]:
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_changed_field_changes_digest_or_is_listed(models: Callable[[str], Path], kind: str) -> None:
+def test_field_changes_digest_or_is_listed(models: Callable[[str], Path], kind: str) -> None:
     model, arguments = ARGUMENTS[kind]
     config = configure(models(model), **arguments)
     left = _reasons(config)
@@ -297,7 +293,7 @@ def _is_conditional(path: str, config: VllmConfig) -> bool:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_changed_model_value_changes_digest(models: Callable[[str], Path], model: str) -> None:
+def test_model_value_changes_digest(models: Callable[[str], Path], model: str) -> None:
     config = configure(models(model))
     hf_config = config.model_config.hf_config
     before = canonical_settings(config, is_reviewed=True)
@@ -314,7 +310,7 @@ def test_changed_model_value_changes_digest(models: Callable[[str], Path], model
     assert set(unseen) <= without
 
 
-def test_a_field_that_nobody_knows_counts_when_it_is_set(models: Callable[[str], Path]) -> None:
+def test_set_unknown_field_counts(models: Callable[[str], Path]) -> None:
     @dataclasses.dataclass
     class Newer(ModelConfig):
         new_in_the_next_version: int = 0
@@ -330,7 +326,7 @@ def test_a_field_that_nobody_knows_counts_when_it_is_set(models: Callable[[str],
     assert canonical_settings(config, is_reviewed=True) != before
 
 
-def test_layers_that_differ_count() -> None:
+def test_differing_layers_count() -> None:
     """transformers 5.19 refuses to read from the configuration what its layers have each for itself."""
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "Gemma4TextConfig"):
@@ -342,7 +338,7 @@ def test_layers_that_differ_count() -> None:
     assert values[0] == values[1] != values[2]
 
 
-def test_no_engine_derives_kv_scales_from_first_batch() -> None:
+def test_kv_scales_ignore_first_batch() -> None:
     # They would differ after a restart and then be applied to chunks stored with the old ones.
     names = {field.name for field in dataclasses.fields(VllmConfig)}
     assert "cache_config" in names
@@ -371,7 +367,7 @@ class _Talkative(_WithState):
         return f"<talkative at {id(self):#014x}>"
 
 
-def test_objects_are_represented_without_address() -> None:
+def test_objects_have_no_address() -> None:
     for kind in (_WithState, _Talkative):
         one, same, other = kind(1), kind(1), kind(2)
         assert canonical_value(one) == canonical_value(same) != canonical_value(other)
@@ -380,27 +376,27 @@ def test_objects_are_represented_without_address() -> None:
     assert canonical_value(Fraction(1, 2)) != canonical_value(Fraction(1, 3))
 
 
-def test_an_object_that_holds_itself_ends() -> None:
+def test_recursive_object_ends() -> None:
     one = _WithState(None)
     one.state = [one]
     assert "around" in json.dumps(canonical_value(one))
 
 
-def test_indistinguishable_object_is_refused() -> None:
+def test_indistinguishable_object_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         canonical_value({"knob": _Opaque()}, "VllmConfig.additional_config")
     words = ["VllmConfig.additional_config.knob", "_Opaque", "secondary_tiers"]
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
-def test_functions_and_classes_are_represented_by_their_names() -> None:
+def test_callables_are_named() -> None:
     partial = functools.partial(make_model, name="llama")
     assert "make_model" in json.dumps(canonical_value(partial))
     assert canonical_value(make_model) != canonical_value(configure) != canonical_value(_Opaque)
     assert "0x" not in json.dumps(canonical_value([partial, make_model, _Opaque, _Talkative(1).said]))
 
 
-def test_what_is_long_is_told_by_its_digest() -> None:
+def test_long_values_are_digested() -> None:
     long, other = ([f"layer.{number}" for number in range(start, 9000)] for start in (0, 1))
     assert len(json.dumps(canonical_value(long))) < 100
     assert canonical_value(long) != canonical_value(other)
@@ -421,7 +417,7 @@ def test_fingerprint_depends_on_bytes(tmp_path: Path, name: str) -> None:
     assert weights_fingerprint(tmp_path) not in (before, None)
 
 
-def test_a_model_that_is_one_file_has_one(tmp_path: Path) -> None:
+def test_single_file_has_fingerprint(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(WEIGHTS)
     before = weights_fingerprint(model)
@@ -429,11 +425,11 @@ def test_a_model_that_is_one_file_has_one(tmp_path: Path) -> None:
     assert None is not weights_fingerprint(model) != before
 
 
-def test_a_name_on_a_hub_has_none() -> None:
+def test_hub_name_has_no_fingerprint() -> None:
     assert weights_fingerprint(Path("organisation/model")) is None
 
 
-def test_weights_known_by_name_need_a_namespace(
+def test_named_weights_need_namespace(
     models: Callable[[str], Path],
 ) -> None:
     config = configure(models("llama"))
@@ -445,7 +441,7 @@ def test_weights_known_by_name_need_a_namespace(
     assert identity_of(config, "v1").digest != identity_of(config, "v2").digest
 
 
-def test_a_name_on_a_hub_needs_the_commit_that_it_stands_for(models: Callable[[str], Path]) -> None:
+def test_hub_name_needs_commit(models: Callable[[str], Path]) -> None:
     config = configure(models("llama"))
     config.model_config.model = "organisation/model"
     for revision in (None, "main"):
@@ -459,7 +455,7 @@ def test_a_name_on_a_hub_needs_the_commit_that_it_stands_for(models: Callable[[s
     assert len(set(found)) == 2
 
 
-def test_dummy_weights_are_told_apart_by_their_seed(models: Callable[[str], Path]) -> None:
+def test_dummy_seed_counts(models: Callable[[str], Path]) -> None:
     dummy = {"load_format": "dummy"}
     assert not is_shared(models("llama"), {**dummy, "seed": 1}, {**dummy, "seed": 2})
     assert is_shared(models("llama"), {"seed": 1}, {"seed": 2})
@@ -483,6 +479,6 @@ def test_dummy_weights_are_told_apart_by_their_seed(models: Callable[[str], Path
         ("HOME_OF_SOMETHING", False),
     ],
 )
-def test_which_environment_variables_count(monkeypatch: pytest.MonkeyPatch, name: str, counts: bool) -> None:
+def test_counted_environment_variables(monkeypatch: pytest.MonkeyPatch, name: str, counts: bool) -> None:
     monkeypatch.setenv(name, "1")
     assert (name in relevant_environment()) is counts

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.releases
         ("0.1.0.dev5+g1a2b3c4d5", None, False, False),
     ],
 )
-def test_untested_version_warns_and_unknown_is_separate(
+def test_untested_version_is_separate(
     caplog: pytest.LogCaptureFixture,
     version: str,
     number: tuple[int, int] | None,
@@ -59,14 +59,14 @@ def test_untested_version_warns_and_unknown_is_separate(
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.9.2"])
-def test_what_is_too_old_is_refused_with_the_range(version: str) -> None:
+def test_old_version_names_range(version: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         refuse_too_old(version)
     words = [version, "0.31", "0.33"]
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
-def test_a_connector_gives_the_engine_to_its_spec() -> None:
+def test_connector_passes_engine() -> None:
     engine = EngineContext(object(), object())
     with providing_engine(engine):
         assert engine_context() is engine
@@ -85,7 +85,7 @@ def test_a_connector_gives_the_engine_to_its_spec() -> None:
         (False, True, [16, 64], object(), False),
     ],
 )
-def test_engines_that_write_before_stores_end(
+def test_writes_before_stores_end(
     second_runner: bool, zeroes: bool, lengths: list[int], sparse: object, late: bool
 ) -> None:
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=length)) for length in lengths]
@@ -96,7 +96,7 @@ def test_engines_that_write_before_stores_end(
     assert EngineContext(vllm, cache).flushes_late is late
 
 
-def test_vllm_connector_engine_is_found_among_callers() -> None:
+def test_engine_is_found_among_callers() -> None:
     found: list[EngineContext] = []
 
     def connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -36,7 +36,7 @@ def is_found_again(config: VllmConfig, **settings: Any) -> bool:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("cache_gb", [0, 4])
-def test_media_that_vllm_numbers_are_found_by_no_other_start(
+def test_numbered_media_stay_private(
     model: Path, caplog: pytest.LogCaptureFixture, cache_gb: float, prefix_caching: bool
 ) -> None:
     config = configure(model, enable_prefix_caching=prefix_caching)
@@ -51,11 +51,11 @@ def test_media_that_vllm_numbers_are_found_by_no_other_start(
     assert ("number images and other media" in caplog.text) is bool(numbered)
 
 
-def test_text_models_need_no_media_hashes(model: Path) -> None:
+def test_text_models_need_no_hashes(model: Path) -> None:
     assert is_found_again(configure(model, enable_prefix_caching=False))
 
 
-def test_adapters_at_immutable_paths_are_found(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_immutable_adapters_are_found(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configure(model, enable_lora=True)
     assert not is_found_again(config)
     assert "set immutable_adapters" in caplog.text
@@ -63,7 +63,7 @@ def test_adapters_at_immutable_paths_are_found(model: Path, caplog: pytest.LogCa
     assert not is_found_again(config, namespace="tenant")
 
 
-def test_every_source_of_a_block_hash_was_reviewed() -> None:
+def test_hash_sources_were_reviewed() -> None:
     """Tokens, the salt and embeddings are content; media and adapters are refused where they are not."""
     source = Path(kv_cache_utils.__file__).read_text(encoding="utf-8")
     (body,) = re.findall(r"^def generate_block_hash_extra_keys\((.*?)^def ", source, re.MULTILINE | re.DOTALL)

@@ -83,13 +83,13 @@ UNUSED = {
 """Fields, of one release or another, that the adapter leaves out on purpose."""
 
 
-def test_every_module_of_the_adapter_can_be_imported() -> None:
+def test_adapter_modules_import() -> None:
     for _, name, _ in pkgutil.iter_modules(kvtier.adapters.vllm.__path__):
         importlib.import_module(f"kvtier.adapters.vllm.{name}")
 
 
 @pytest.mark.parametrize("theirs", HOOKS, ids=lambda kind: kind.__name__)
-def test_every_hook_is_defined_or_left_out_on_purpose(theirs: type) -> None:
+def test_hooks_are_defined_or_excluded(theirs: type) -> None:
     ours, hooks = _methods(HOOKS[theirs]), _methods(theirs)
     assert {
         name for name in hooks.keys() - ours.keys() if f"{theirs.__name__}.{name}" not in NOT_DEFINED
@@ -121,7 +121,7 @@ def _comes_later(kind: type, name: str) -> bool:
 
 
 @pytest.mark.parametrize("record", USED, ids=lambda record: record.__name__)
-def test_every_field_of_a_record_is_known(record: type) -> None:
+def test_record_fields_are_known(record: type) -> None:
     there, used = _fields(record), set(USED[record].split())
     assert used <= there
     assert {name for name in there - used if f"{record.__name__}.{name}" not in UNUSED} == set()
@@ -133,6 +133,6 @@ def _fields(record: Any) -> Set[str]:
     return set(record._fields)
 
 
-def test_the_connector_is_made_with_the_configurations_by_name() -> None:
+def test_connector_takes_named_arguments() -> None:
     """They are looked for in its callers' frames."""
     assert {"vllm_config", "kv_cache_config"} <= {*_parameters(OffloadingConnector.__init__)}

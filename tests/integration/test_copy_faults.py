@@ -61,7 +61,7 @@ class Counted:
         return {key: value for key, value in since.items() if value}
 
 
-def test_a_copy_that_fails_once_is_noticed_by_the_counters_alone(plain: Engine, reference: Ask) -> None:
+def test_retried_copy_shows_in_counters(plain: Engine, reference: Ask) -> None:
     counted = Counted(plain)
     plain.fail_copies(stores=1, loads=1)
     cold, _ = plain.served(prompt(1))
@@ -73,7 +73,7 @@ def test_a_copy_that_fails_once_is_noticed_by_the_counters_alone(plain: Engine, 
     assert counted() == {("store", "repeated"): 1, ("load", "repeated"): 1}
 
 
-def test_chunks_whose_store_failed_are_never_read(recomputing: Engine, reference: Ask) -> None:
+def test_failed_stores_are_never_read(recomputing: Engine, reference: Ask) -> None:
     counted = Counted(recomputing)
     dropped = recomputing.metrics().value("kvtier_dropped_chunks", verb="store")
     recomputing.fail_copies(stores=ATTEMPTS)
@@ -90,7 +90,7 @@ def test_chunks_whose_store_failed_are_never_read(recomputing: Engine, reference
     assert recomputing.metrics().value("kvtier_dropped_chunks", verb="store") - dropped == PROMPT_CHUNKS
 
 
-def test_request_with_failed_load_is_computed(recomputing: Engine, reference: Ask) -> None:
+def test_failed_load_is_computed(recomputing: Engine, reference: Ask) -> None:
     others = [prompt(seed) for seed in (2, 3)]
     recomputing.served(prompt(1), *others)
     recomputing.reset(connector=False)
@@ -117,7 +117,7 @@ def test_request_with_failed_load_is_computed(recomputing: Engine, reference: As
     assert stored_anew == (answers, {"cpu": PROMPT_CHUNKS})
 
 
-def test_without_connector_failed_load_is_staged(plain: Engine, reference: Ask) -> None:
+def test_without_connector_load_is_staged(plain: Engine, reference: Ask) -> None:
     plain.served(prompt(1))
     plain.reset(connector=False)
     counted = Counted(plain)
@@ -128,7 +128,7 @@ def test_without_connector_failed_load_is_staged(plain: Engine, reference: Ask) 
     assert counted() == {("load", "staged"): 1}
 
 
-def test_with_the_connector_the_engine_outlives_a_lost_device(recomputing: Engine, reference: Ask) -> None:
+def test_connector_survives_lost_device(recomputing: Engine, reference: Ask) -> None:
     """The last test of this engine, which has no device from now on."""
     prompts = [prompt(seed) for seed in range(1, 9)]
     recomputing.served(*prompts)
@@ -150,9 +150,7 @@ def test_with_the_connector_the_engine_outlives_a_lost_device(recomputing: Engin
 
 
 @pytest.mark.full
-def test_a_failure_of_one_worker_of_two_is_one_of_all(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
+def test_one_failed_worker_fails_all(launcher: Launcher, llama: Path, reference: Ask) -> None:
     cores = sorted(os.sched_getaffinity(0))
     two: dict[str, Any] = {
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
@@ -193,7 +191,7 @@ def test_a_failure_of_one_worker_of_two_is_one_of_all(
         (RECOMPUTING, {"cpu_bytes_to_use": 2**26, "spec_name": "CPUOffloadingSpec"}, "set spec_name"),
     ],
 )
-def test_the_connector_refuses_what_it_cannot_work_with(
+def test_unsupported_is_refused(
     launcher: Launcher, llama: Path, transfer: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineError, match=message):

@@ -21,9 +21,7 @@ from tests.integration.harness import (
 ROUNDS = [[prompt(seed) for seed in range(first, first + 15)] for first in (200, 300)]
 
 
-def test_killed_in_the_midst_of_cascades(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_killed_during_cascades(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     settings = {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     generator = random.Random(7)
     left: list[Path] = []

@@ -54,7 +54,7 @@ def _explained(engine: Engine) -> list[tuple[dict[str, int], str | None, dict[st
     return [(one.tokens, one.reason, one.tiers) for one in lines]
 
 
-def test_damaged_files_are_recomputed_counted_and_set_aside(
+def test_damaged_files_are_recomputed(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}

@@ -19,7 +19,7 @@ SHIPPED = PROJECT / "docs" / "assets" / "deploy" / "compose" / "engine.yaml"
 
 
 @pytest.mark.full
-def test_an_engine_with_the_configuration_of_the_compose_file(llama: Path, tmp_path: Path) -> None:
+def test_compose_file_engine(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, model := tmp_path / "model")
     add_tokenizer(model)
     socket = tmp_path / "redis.sock"

@@ -105,9 +105,7 @@ class Counts:
         return {reason: count for reason, count in by.items() if count}
 
 
-def test_decode_loads_first_chunks_during_prefill(
-    decode: Engine, prefill: Engine, reference: Ask, tmp_path: Path
-) -> None:
+def test_decode_loads_during_prefill(decode: Engine, prefill: Engine, reference: Ask, tmp_path: Path) -> None:
     check_a_wait(decode, prefill, prompt(1), reference, tmp_path)
 
 
@@ -137,7 +135,7 @@ def check_a_wait(decode: Engine, prefill: Engine, asked: Tokens, reference: Ask,
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(len(CORES) < 2, reason="the prefill engine would starve beside workers that spin")
-def test_two_rank_decode_waits_for_one_rank_prefill(
+def test_two_ranks_read_one(
     launcher: Launcher, llama: Path, shared: SharedTier, reference: Ask, tmp_path: Path
 ) -> None:
     if shared.name not in ("fs", "redis"):
@@ -165,7 +163,7 @@ def until(condition: Any, has_ended: Any) -> None:
         time.sleep(0.005)
 
 
-def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
+def test_prefill_response_feeds_decode(
     decode: Engine, prefill: Engine, reference: Ask, shared: SharedTier
 ) -> None:
     asked, counts = prompt(2), Counts(decode)
@@ -184,7 +182,7 @@ def test_a_response_to_a_prefill_is_what_a_decode_engine_is_sent(
     assert plain["params"] is None, "who does not ask for it gets nothing new"
 
 
-def test_a_response_explains_what_was_found_of_its_prompt(prefill: Engine) -> None:
+def test_response_explains_prompt(prefill: Engine) -> None:
     asked, explain = prompt(20), {"kvtier": {"explain": True}}
     prefill.served(asked)
     prefill.reset(connector=False)
@@ -192,7 +190,7 @@ def test_a_response_explains_what_was_found_of_its_prompt(prefill: Engine) -> No
     assert told["kvtier"]["explained"]["tokens"] == {"cpu": PROMPT_CHUNKS * BLOCK_TOKENS}
 
 
-def test_uncomputed_prompt_misses_in_time(decode: Engine, reference: Ask) -> None:
+def test_uncomputed_prompt_misses(decode: Engine, reference: Ask) -> None:
     """A hint that is wrong or stale costs its own request that time. Others are answered meanwhile."""
     stale, others, counts = prompt(3), [prompt(4), prompt(5)], Counts(decode)
     hint = {"kvtier": {"wait_s": WAIT_S}}
@@ -205,7 +203,7 @@ def test_uncomputed_prompt_misses_in_time(decode: Engine, reference: Ask) -> Non
     assert counts.misses()["not_arrived"] >= 1
 
 
-def test_an_aborted_request_waits_no_longer(decode: Engine) -> None:
+def test_aborted_request_stops_waiting(decode: Engine) -> None:
     counts = Counts(decode)
     hint = {"kvtier": {"wait_s": WAIT_S}}
     decode.call("abort", module=ROLES, prompt=prompt(6), params=hint)
@@ -213,7 +211,7 @@ def test_an_aborted_request_waits_no_longer(decode: Engine) -> None:
     assert "not_arrived" not in counts.misses()
 
 
-def test_a_prefill_engine_is_killed_in_its_midst(
+def test_prefill_engine_is_killed(
     launcher: Launcher, llama: Path, shared: SharedTier, decode: Engine, reference: Ask, tmp_path: Path
 ) -> None:
     asked, counts = prompt(7), Counts(decode)

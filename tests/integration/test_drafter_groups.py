@@ -129,7 +129,7 @@ def engine(request: pytest.FixtureRequest, blocks_per_chunk: int) -> Iterator[En
     engine.close()
 
 
-def test_prompt_returns_except_drafters_last_chunk(engine: Engine, blocks_per_chunk: int) -> None:
+def test_all_but_drafters_last_chunk(engine: Engine, blocks_per_chunk: int) -> None:
     first = engine.request("first")
     assert engine.hit(first) == 0
     theirs = [

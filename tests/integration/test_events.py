@@ -138,7 +138,7 @@ def _start(launcher: Launcher, model: Path, settings: dict[str, Any], router: Ro
 
 
 @pytest.mark.parametrize("blocks", [1, in_full(2)])
-def test_a_router_knows_what_is_where_whoever_evicts(
+def test_router_sees_every_eviction(
     launcher: Launcher, llama: Path, tmp_path: Path, router: Router, blocks: int
 ) -> None:
     root = tmp_path / "root"

@@ -221,9 +221,7 @@ def subscriber(tmp_path: Path) -> Iterator[Subscriber]:
 
 
 @pytest.mark.parametrize("kept", [PLENTY, FEW])
-def test_losses_and_restarts_never_overstate_belief(
-    tmp_path: Path, subscriber: Subscriber, kept: int
-) -> None:
+def test_beliefs_are_never_overstated(tmp_path: Path, subscriber: Subscriber, kept: int) -> None:
     believed = 0
     for seed in range(3):  # the same root each time
         small = dummy(

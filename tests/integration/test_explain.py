@@ -113,16 +113,14 @@ Lines = Callable[[], list[Explanation]]
 
 
 @pytest.mark.parametrize("call", ["complete_load", "complete_store"])
-def test_a_request_s_id_does_not_forge_lines_of_the_log(
-    make: Make, call: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_request_id_forges_no_line(make: Make, call: str, caplog: pytest.LogCaptureFixture) -> None:
     it = make()
     getattr(it.manager, call)(set(), ReqContext(req_id="a\nERROR forged"))
     assert "ignored" in caplog.text
     assert "\nERROR forged" not in caplog.text
 
 
-def test_a_line_says_what_was_found_where_and_why_not_more(make: Make, tmp_path: Path, lines: Lines) -> None:
+def test_line_tells_found_and_lost(make: Make, tmp_path: Path, lines: Lines) -> None:
     before, keys = make(files(tmp_path)), prompt(1, 6)
     before.serves("cold", keys[:4])
     before.serves("warm", keys)
@@ -150,7 +148,7 @@ def test_a_line_says_what_was_found_where_and_why_not_more(make: Make, tmp_path:
     assert [cold, warm, restarted] == expected
 
 
-def test_a_response_has_the_explanation_that_was_asked_for(make: Make, lines: Lines) -> None:
+def test_response_has_explanation(make: Make, lines: Lines) -> None:
     it, keys = make(rate=1.0), prompt(1, 4)
     it.serves("cold", keys)
     for name, params in (("asked", ASKED), ("drawn", None)):
@@ -165,7 +163,7 @@ def test_a_response_has_the_explanation_that_was_asked_for(make: Make, lines: Li
     assert it.manager.response_params("asked", ASKED) is None
 
 
-def test_a_prompt_that_is_all_there_has_no_reason(make: Make, lines: Lines) -> None:
+def test_full_prompt_has_no_reason(make: Make, lines: Lines) -> None:
     it, keys = make(), prompt(1, 4)
     it.serves("cold", keys)
     it.serves("warm", keys)
@@ -174,7 +172,7 @@ def test_a_prompt_that_is_all_there_has_no_reason(make: Make, lines: Lines) -> N
     assert (warm.tokens, warm.prefix_end, warm.reason) == ({"cpu": 64}, _end(64), None)
 
 
-def test_failed_load_is_the_reason_without_tokens(make: Make, lines: Lines) -> None:
+def test_failed_load_is_the_reason(make: Make, lines: Lines) -> None:
     it, keys = make(), prompt(1, 4)
     it.serves("cold", keys, None)
     context = it.arrives("a", keys)
@@ -185,7 +183,7 @@ def test_failed_load_is_the_reason_without_tokens(make: Make, lines: Lines) -> N
     assert (line.tokens, line.prefix_end, line.reason) == ({}, _end(0), "load_failed")
 
 
-def test_only_the_last_scan_gives_the_reason(make: Make, lines: Lines) -> None:
+def test_last_scan_gives_reason(make: Make, lines: Lines) -> None:
     it, keys = make(), prompt(1, 4)
     there, own = it.arrives("there", keys), it.arrives("own", keys)
     for context in (there, own):
@@ -199,7 +197,7 @@ def test_only_the_last_scan_gives_the_reason(make: Make, lines: Lines) -> None:
 
 
 @pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
-def test_the_prefix_does_not_end_within_a_chunk(make: Make, lines: Lines) -> None:
+def test_prefix_ends_between_chunks(make: Make, lines: Lines) -> None:
     it, keys, (boundary,) = make(), prompt(1, 4), prompt(2, 1)
     it.serves("cold", keys[:2], None)
     context = it.arrives("warm", keys)
@@ -229,7 +227,7 @@ LAST_FROM = {"dummy0": {"cpu": 16, "dummy0": 24}, "cpu": {"cpu": 40}}
 
 @pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
 @pytest.mark.parametrize("last_from", LAST_FROM)
-def test_shared_tokens_count_once_and_partial_chunks_in_part(make: Make, last_from: str) -> None:
+def test_shared_tokens_count_once(make: Make, last_from: str) -> None:
     """Two groups: full attention, and recurrent state with only its last two chunks stored."""
     it = make(dummy())
     it.explainer = Explainer(["dummy0"], {0: CHUNK_TOKENS, 1: CHUNK_TOKENS})
@@ -249,7 +247,7 @@ def test_shared_tokens_count_once_and_partial_chunks_in_part(make: Make, last_fr
 
 
 @pytest.mark.skipif(not SAYS_WHERE, reason="this vLLM does not say where in a prompt a chunk is")
-def test_excess_of_longer_chunks_does_not_count(make: Make) -> None:
+def test_excess_chunks_do_not_count(make: Make) -> None:
     it = make()
     it.explainer = Explainer([], {0: CHUNK_TOKENS, 1: 4 * CHUNK_TOKENS})
     context = ReqContext(req_id="mixed", kv_transfer_params=ASKED)
@@ -262,7 +260,7 @@ def test_excess_of_longer_chunks_does_not_count(make: Make) -> None:
     assert (tracked.tokens, tracked.end) == ({"cpu": 48}, 48)
 
 
-def test_preempted_request_is_explained_once(make: Make, lines: Lines) -> None:
+def test_preempted_explained_once(make: Make, lines: Lines) -> None:
     it, keys = make(dummy()), prompt(1, 2)
     context = it.arrives("a", keys)
     it.loads(keys, context)
@@ -274,7 +272,7 @@ def test_preempted_request_is_explained_once(make: Make, lines: Lines) -> None:
     assert it.explainer.tracked == {}
 
 
-def test_requests_that_end_unscheduled_leave_nothing_behind(make: Make, lines: Lines) -> None:
+def test_unscheduled_leaves_nothing(make: Make, lines: Lines) -> None:
     it = make(dummy())
     for number in range(50):
         context = it.arrives(f"aborted-{number}", keys := prompt(number, 3))
@@ -288,16 +286,14 @@ def test_requests_that_end_unscheduled_leave_nothing_behind(make: Make, lines: L
 
 
 @pytest.mark.parametrize(("chance", "explained"), [(0.05, ["any", "asked"]), (0.5, ["asked"])])
-def test_a_share_of_the_requests_is_explained_unasked(
-    make: Make, lines: Lines, chance: float, explained: list[str]
-) -> None:
+def test_share_is_explained_unasked(make: Make, lines: Lines, chance: float, explained: list[str]) -> None:
     it = make(rate=0.1, chance=chance)
     it.serves("any", prompt(1, 2), None)
     it.serves("asked", prompt(1, 2))
     assert [one.request for one in lines()] == explained
 
 
-def test_requests_that_ask_for_nothing_are_not_followed(make: Make, lines: Lines) -> None:
+def test_silent_requests_are_not_followed(make: Make, lines: Lines) -> None:
     it = make()
     params: Any
     for params in (None, {}, {"max_load_tokens": 8}, {"kvtier": {}}, {"kvtier": {"explain": False}}):
@@ -307,7 +303,7 @@ def test_requests_that_ask_for_nothing_are_not_followed(make: Make, lines: Lines
     assert lines() == []
 
 
-def test_what_is_unknown_does_not_hide_what_is_known(make: Make, lines: Lines) -> None:
+def test_unknown_hides_nothing_known(make: Make, lines: Lines) -> None:
     it = make()
     it.serves("a", prompt(1, 2), {"kvtier": {"explain": True, "later": 1}})
     assert len(lines()) == 1
@@ -322,7 +318,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
-def test_a_refused_lookup_has_a_span(make: Make, exporter: InMemorySpanExporter) -> None:
+def test_refused_lookup_has_span(make: Make, exporter: InMemorySpanExporter) -> None:
     it = make()
     it.core.refusal = "device_lost"
     context = it.arrives("refused", prompt(1, 2), None)
@@ -332,7 +328,7 @@ def test_a_refused_lookup_has_a_span(make: Make, exporter: InMemorySpanExporter)
     assert (span.name, (span.attributes or {})["kvtier.reason"]) == ("kvtier.lookup", "device_lost")
 
 
-def test_unfinished_load_has_a_span(make: Make, exporter: InMemorySpanExporter) -> None:
+def test_unfinished_load_has_span(make: Make, exporter: InMemorySpanExporter) -> None:
     it, keys = make(), prompt(1, 2)
     it.serves("cold", keys, None)
     it.manager.prepare_load(keys[: it.find(keys, context := it.arrives("warm", keys, None))], context)
@@ -341,9 +337,7 @@ def test_unfinished_load_has_a_span(make: Make, exporter: InMemorySpanExporter) 
     assert (last.name, last.status.is_ok) == ("kvtier.load", False)
 
 
-def test_a_step_looks_only_at_requests_that_were_asked_in_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_sees_its_requests_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     it, looked = make(dummy()), []
     contexts = [it.arrives(str(number), prompt(number, 2)) for number in range(20)]
     for number, context in enumerate(contexts):
@@ -363,7 +357,7 @@ def test_a_step_looks_only_at_requests_that_were_asked_in_it(
     assert len(it.explainer.tracked) == 19
 
 
-def test_spans_say_the_same_as_the_line(make: Make, lines: Lines, exporter: InMemorySpanExporter) -> None:
+def test_spans_match_the_line(make: Make, lines: Lines, exporter: InMemorySpanExporter) -> None:
     it, keys = make(dummy()), prompt(1, 4)
     it.serves("cold", keys)
     it.serves("warm", keys, None)

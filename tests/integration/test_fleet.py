@@ -67,7 +67,7 @@ def computed(engines: Sequence[Engine], prompts: Sequence[list[Tokens]]) -> tupl
 
 
 @pytest.mark.parametrize("name", ["redis", "nixl"])
-def test_shared_prompts_are_computed_about_once(
+def test_shared_prompts_computed_once(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path, name: str
 ) -> None:
     with (
@@ -84,7 +84,7 @@ def test_shared_prompts_are_computed_about_once(
 
 
 @pytest.mark.parametrize("has_new_weights", [False, True], ids=["reset", "weights"])
-def test_nixl_refuses_reset_engines_and_other_weights(
+def test_nixl_refuses_other_caches(
     launcher: Launcher,
     llama: Path,
     make_llama: Callable[..., Path],

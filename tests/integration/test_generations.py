@@ -46,7 +46,7 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Launche
 
 
 @pytest.mark.timeout(1800)
-def test_every_version_reads_what_every_other_has_written(
+def test_versions_read_each_other(
     launchers: list[Launcher], make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Let each version write its own prompts to one root and read all of them, also after a restart."""

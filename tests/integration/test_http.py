@@ -239,12 +239,12 @@ def _has_settled(metrics: Metrics) -> bool:
     )
 
 
-def test_tokens_are_streamed_and_right(first_run: FirstRun, reference: Ask) -> None:
+def test_streamed_tokens_are_right(first_run: FirstRun, reference: Ask) -> None:
     assert [_joined(pieces) for pieces in first_run.answers] == reference(PROMPT) * 2
     assert max(map(len, first_run.answers)) > 1  # tokens that are held back arrive with the next piece
 
 
-def test_every_metric_is_there_and_no_other(first_run: FirstRun) -> None:
+def test_metrics_are_complete(first_run: FirstRun) -> None:
     catalogue = {metric.name: metric for metric in _catalogue()}
     declared = first_run.metrics.declared
     assert catalogue.keys() <= declared
@@ -258,7 +258,7 @@ def test_every_metric_is_there_and_no_other(first_run: FirstRun) -> None:
                 assert labels["reason"] in metric.reasons.keys() | FsTier.reasons.keys()
 
 
-def test_finds_and_moves_are_counted_and_usage_reported(first_run: FirstRun) -> None:
+def test_moves_are_counted(first_run: FirstRun) -> None:
     value, nbytes = first_run.metrics.value, STORED * CHUNK_BYTES
     assert first_run.metrics.loaded() == {"cpu": PROMPT_CHUNKS}
     assert value("kvtier_misses") == value("kvtier_misses", reason="absent") >= 1 + len(OTHERS)
@@ -281,7 +281,7 @@ def test_finds_and_moves_are_counted_and_usage_reported(first_run: FirstRun) -> 
     assert capacity == {"cpu": SLOTS * CHUNK_BYTES, "fs": ROOMY_BYTES, "full": FULL_BYTES}
 
 
-def test_what_did_not_get_into_a_tier_is_counted_by_cause(first_run: FirstRun) -> None:
+def test_failed_puts_counted_by_cause(first_run: FirstRun) -> None:
     value = first_run.metrics.value
     failed, stuck = "kvtier_put_failed_chunks", {"tier": "stuck"}
     refused = value(failed, tier="full", reason="max_bytes")
@@ -300,7 +300,7 @@ def test_what_did_not_get_into_a_tier_is_counted_by_cause(first_run: FirstRun) -
         assert value("kvtier_tier_up", tier=tier) == 1
 
 
-def test_prometheus_shows_the_hanging_tier(first_run: FirstRun) -> None:
+def test_prometheus_shows_hanging_tier(first_run: FirstRun) -> None:
     shown = [panel for panel, expression in panels().items() if _has_samples(first_run.metrics, expression)]
     assert len(shown) >= 15  # the others show gets and failures that there were none of
     may_be_seen = {"KvtierTierFull", "KvtierTierTakesNothing", "KvtierPutsDropped"}
@@ -311,7 +311,7 @@ def test_prometheus_shows_the_hanging_tier(first_run: FirstRun) -> None:
     assert not [tier for _, tier, _ in first_run.alerts if tier not in ("full", "stuck")]
 
 
-def test_top_shows_every_tier_of_a_real_engine(first_run: FirstRun) -> None:
+def test_top_shows_every_tier(first_run: FirstRun) -> None:
     view = first_run.top
     tiers = {tier["tier"]: tier for tier in view["tiers"]}
     assert (view["error"], set(tiers)) == (None, {"cpu", "fs", "full", "stuck"})
@@ -325,7 +325,7 @@ def test_top_shows_every_tier_of_a_real_engine(first_run: FirstRun) -> None:
     assert tiers["fs"]["read_per_written"] == 0.0
 
 
-def test_replay_finds_chunks_lost_by_the_device(first_run: FirstRun) -> None:
+def test_replay_finds_lost_chunks(first_run: FirstRun) -> None:
     (served,), (work,) = first_run.replayed["Served"], first_run.replayed["Workload"]
     assert (served["sent"], served["failed"], served["prompts"]) == (20, "0", "token ids")
     assert served["left_out"] is None
@@ -339,7 +339,7 @@ def test_replay_finds_chunks_lost_by_the_device(first_run: FirstRun) -> None:
 
 
 @pytest.mark.full
-def test_two_api_servers_after_a_restart_and_a_reset(
+def test_two_servers_restart_and_reset(
     first_run: FirstRun, model: Path, reference: Ask, tmp_path: Path
 ) -> None:
     settings = _settings([{"type": "fs", "root_dir": str(first_run.root), "max_bytes": ROOMY_BYTES}])

@@ -34,7 +34,7 @@ def _other_rope(model: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_other_weights, in_full(_other_rope)])
-def test_another_model_at_the_same_path(
+def test_other_model_at_same_path(
     launcher: Launcher,
     llama: Path,
     reference: Ask,

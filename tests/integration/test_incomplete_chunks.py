@@ -53,7 +53,7 @@ def expected(launcher: Launcher, model: Path) -> list[Tokens]:
     [({"cpu_bytes_to_use": "6MiB"}, OTHERS), ({"store_threshold": 2}, [])],
     ids=["evicted", "store_threshold"],
 )
-def test_a_window_that_begins_inside_a_chunk(
+def test_window_begins_inside_chunk(
     launcher: Launcher, model: Path, expected: list[Tokens], more: dict[str, Any], between: list[Tokens]
 ) -> None:
     settings = {"cpu_bytes_to_use": "64MiB", "blocks_per_chunk": None, **more}

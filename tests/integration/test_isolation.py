@@ -31,7 +31,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_dead_tier_process_costs_misses_and_returns(
+def test_dead_process_costs_misses(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:

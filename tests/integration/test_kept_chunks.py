@@ -23,7 +23,7 @@ def _kept(engine: Engine) -> float:
     return engine.settled().value("kvtier_kept_bytes")
 
 
-def test_kept_until_released_or_expired(launcher: Launcher, llama: Path, reference: Ask) -> None:
+def test_kept_until_released(launcher: Launcher, llama: Path, reference: Ask) -> None:
     (right,) = reference(SESSION)
     with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
         engine.generate(SESSION, **_hints(pin="agent-7"))
@@ -53,9 +53,7 @@ def test_kept_until_released_or_expired(launcher: Launcher, llama: Path, referen
         assert engine.served(SESSION) == ([right], {})
 
 
-def test_kept_chunks_are_in_memory_on_return(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_kept_chunks_stay_in_memory(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     (right,) = reference(SESSION)
     settings = {**SETTINGS, "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
     with launcher.start(llama, settings, num_gpu_blocks_override=24, max_model_len=640) as engine:
@@ -76,7 +74,7 @@ def test_kept_chunks_are_in_memory_on_return(
         assert engine.settled().value("kvtier_fetched_chunks") == fetched, "nothing had to be fetched for it"
 
 
-def test_priorities_decide_survival_of_floods(launcher: Launcher, llama: Path, reference: Ask) -> None:
+def test_priorities_survive_floods(launcher: Launcher, llama: Path, reference: Ask) -> None:
     high, default = reference(SESSION, STRANGER)
     with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
         engine.generate(SESSION, **_hints(priority=2))
@@ -101,7 +99,7 @@ def _release(engine: Engine, chunks: int, **how: Any) -> None:
     engine.reset(connector=False)
 
 
-def test_released_prompt_moves_to_the_tier(
+def test_released_prompt_moves_to_tier(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     right, other = reference(SESSION, STRANGER)

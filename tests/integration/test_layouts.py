@@ -274,7 +274,7 @@ def _owned(cache: Cache, group: int, blocks: Sequence[int], case: Case) -> torch
 
 
 @from_vllm((0, 32), "pads no blocks in such a cache")
-def test_a_layout_that_vllm_tells_only_a_part_of_is_refused() -> None:
+def test_partial_layout_is_refused() -> None:
     # Pages that are padded to an alignment look like a packed block to vLLM's worker (0.32, 0.33): it
     # tells of the first layer alone. The sizes do not add up then, and nothing may be offloaded.
     case = Case([(replace(FULL, block_stride_alignment=768), 3)])
@@ -292,7 +292,7 @@ def test_a_layout_that_vllm_tells_only_a_part_of_is_refused() -> None:
         (3, 0, [False, False]),  # a block of each chunk is missing
     ],
 )
-def test_a_chunk_that_lacks_blocks_is_never_given_back(size: int, first: int, kept: list[bool]) -> None:
+def test_incomplete_chunk_never_returned(size: int, first: int, kept: list[bool]) -> None:
     cache = Cache(Case([(WINDOW, 2)]), blocks_per_chunk=3)
     worker, manager = cache.register(), cache.spec.get_manager()
     request = ReqContext(req_id="a")
@@ -352,15 +352,15 @@ def blocks_of(pages: int, block_tokens: int = BLOCK_TOKENS) -> Case:
         (CASES["states alone"], 1),
     ],
 )
-def test_a_chunk_has_half_a_mebibyte_and_at_most_256_tokens(case: Case, chosen: int) -> None:
+def test_default_chunk_size(case: Case, chosen: int) -> None:
     assert chunk_size(case, {"cpu_bytes_to_use": "4MiB"}) == chosen
 
 
-def test_a_chunk_size_that_is_set_is_kept() -> None:
+def test_set_chunk_size_is_kept() -> None:
     assert chunk_size(blocks_of(1), {"blocks_per_chunk": 3}) == 3
     assert chunk_size(blocks_of(1), {"blocks_per_chunk": 1}) == 1
     assert chunk_size(blocks_of(1), {"block_size": 32}) == 2
 
 
-def test_chosen_checkpoint_intervals_are_not_coarsened() -> None:
+def test_checkpoint_interval_is_kept() -> None:
     assert chunk_size(CASES["groups over the same tensors"], {}, retention=32) == 1

@@ -36,9 +36,7 @@ def _fs(root: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_second_tiers_chunks_go_to_the_first(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_later_tier_fills_first(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     first, second = _fs(tmp_path / "first", name="first"), _fs(tmp_path / "second", name="second")
     size = {"cpu_bytes_to_use": "64MiB"}
     for tier, stored in ((first, PROMPTS[0]), (second, PROMPTS[1])):
@@ -58,7 +56,7 @@ def test_second_tiers_chunks_go_to_the_first(
 
 
 @pytest.mark.full
-def test_a_store_threshold_holds_for_every_tier(
+def test_threshold_holds_for_all_tiers(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with launcher.start(llama, {**settings, "store_threshold": 2}) as engine:
@@ -78,9 +76,7 @@ def test_a_store_threshold_holds_for_every_tier(
 
 
 @pytest.mark.full
-def test_the_size_may_come_from_vllms_own_option(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_vllm_option_sets_size(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     """``--kv-offloading-size`` sets the connector and the bytes; the rest is where it always is."""
     extra = {"spec_name": "KVTierOffloadingSpec", **patient({"secondary_tiers": [_fs(tmp_path)]})}
     transfer = {"kv_connector_extra_config": extra}
@@ -112,7 +108,7 @@ def test_preempted_requests_are_reloaded(launcher: Launcher, llama: Path, refere
 
 
 @pytest.mark.parametrize("preempts", [False, True])
-def test_results_of_pre_reset_blocks_are_not_stored(
+def test_reset_blocks_are_not_stored(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], preempts: bool
 ) -> None:
     """vLLM resets the connector even where running requests keep their blocks, and does not say so."""
@@ -159,7 +155,7 @@ def answers_of_trained(launcher: Launcher, trained: Path) -> list[list[int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("told_by", ["sleep", "a reset"])
-def test_new_weights_never_meet_old_chunks(
+def test_new_weights_need_new_chunks(
     launcher: Launcher,
     llama: Path,
     trained: Path,
@@ -190,7 +186,7 @@ def test_new_weights_never_meet_old_chunks(
 # --- shutdown -------------------------------------------------------------------------------------
 
 
-def test_confirmed_chunks_survive_shutdown(
+def test_confirmed_chunks_survive(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     """Stores not yet reported by the workers are lost: their outcome is unknown."""
@@ -206,7 +202,7 @@ def test_confirmed_chunks_survive_shutdown(
 
 
 @pytest.mark.full
-def test_hung_tier_delays_neither_shutdown_nor_other_puts(
+def test_hung_tier_delays_nothing(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     hanging = {"type": "dummy", "hang_rate": 1.0}
@@ -225,7 +221,7 @@ def test_hung_tier_delays_neither_shutdown_nor_other_puts(
 
 
 @pytest.mark.full
-def test_hung_file_system_delays_no_shutdown(
+def test_hung_disk_delays_no_shutdown(
     launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
 ) -> None:
     """vLLM kills an engine that takes longer than 5 s to stop. The tier process hangs on in the kernel."""

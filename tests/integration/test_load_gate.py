@@ -41,7 +41,7 @@ def ask(engine: Engine, tokens: Sequence[int], expected: Tokens) -> tuple[float,
     return seconds, engine.settled().loaded().get("dummy", 0) > before
 
 
-def test_a_slow_tier_delays_nobody_and_comes_back(launcher: Launcher, llama: Path, reference: Ask) -> None:
+def test_slow_tier_delays_nothing(launcher: Launcher, llama: Path, reference: Ask) -> None:
     answers = reference(*PROMPTS)
     with launcher.start(llama, SETTINGS, num_gpu_blocks_override=24, max_model_len=640) as engine:
         _throttle_in_turns(engine, answers)
@@ -66,7 +66,7 @@ def test_with_sliding_windows(launcher: Launcher, tmp_path: Path) -> None:
     ],
     ids=["full attention", "windows of two chunks", "states", "states alone"],
 )
-def test_which_group_is_judged(
+def test_judged_group(
     case: Case, judged: int | None, window_chunks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = Cache(case, 2).spec

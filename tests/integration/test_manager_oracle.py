@@ -107,7 +107,7 @@ def prompts(random: Random) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("batch", [1, 3, MOST_CHUNKS])
 @pytest.mark.parametrize("seed", range(6))
-def test_requests_one_after_the_other_agree(seed: int, batch: int) -> None:
+def test_sequential_requests_agree(seed: int, batch: int) -> None:
     managers, compared = (kvtier_manager(), vllm_manager()), 0
     for number, prompt in enumerate(prompts(Random(seed))):
         ours, theirs = lives = [Life(manager, f"r{number}", prompt) for manager in managers]
@@ -125,7 +125,7 @@ def test_requests_one_after_the_other_agree(seed: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, MOST_CHUNKS])
-def test_requests_beside_each_other_hit_as_often(batch: int) -> None:
+def test_concurrent_requests_hit_as_often(batch: int) -> None:
     ours, theirs = (
         sum(hits_of(make(), seed, batch) for seed in range(6)) for make in (kvtier_manager, vllm_manager)
     )

@@ -156,7 +156,7 @@ def row(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_tier_costs_only_bounded_time(
+def test_faulty_tier_costs_bounded_time(
     row: Row, reference_engine: Engine, reference: Ask, fault: str
 ) -> None:
     row.answered.clear()

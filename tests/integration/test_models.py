@@ -210,7 +210,7 @@ def run_all(launcher: Launcher, model: Path, settings: dict[str, Any], **argumen
         "local chunks, two blocks",
     ],
 )
-def test_a_hit_equals_the_engines_own(
+def test_hit_equals_engines_own(
     launcher: Launcher, tmp_path: Path, model: tuple[str, str, dict[str, Any]], more: dict[str, Any]
 ) -> None:
     directory = launcher.make_model(tmp_path / "model", *model)
@@ -238,7 +238,7 @@ def test_a_hit_equals_the_engines_own(
         "short convolution",
     ],
 )
-def test_a_hit_of_states_equals_the_engines_own(
+def test_state_hit_equals_engines_own(
     launcher: Launcher, tmp_path: Path, model: tuple[str, str, dict[str, Any]], arguments: dict[str, Any]
 ) -> None:
     if model is not QWEN3_NEXT_MODEL and vllm_release() < (0, 32):

@@ -32,7 +32,7 @@ PIECES = 3 * BLOCK_TOKENS  # no multiple of it is a prompt's or a chunk's length
     ],
     ids=["ngram", "async", "sync", "pieces, async", "pieces", "no prefix caching"],
 )
-def test_the_same_tokens_from_every_tier(
+def test_every_tier_gives_same_tokens(
     launcher: Launcher,
     llama: Path,
     reference: Ask,
@@ -70,7 +70,7 @@ def _whole_chunks(chunk_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("prompt_only", [in_full(True), False])
-def test_answers_are_stored_where_asked_for(
+def test_answers_stored_on_request(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], prompt_only: bool
 ) -> None:
     settings["offload_prompt_only"] = prompt_only
@@ -89,7 +89,7 @@ def test_answers_are_stored_where_asked_for(
     assert loaded == {"cpu": tokens // BLOCK_TOKENS}
 
 
-def test_a_chunk_has_several_small_blocks_by_default(
+def test_chunks_have_several_blocks(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     prompts = PROMPTS[:3]

@@ -63,7 +63,7 @@ def texts(engine: Engine, how: str) -> list[Tokens]:
 
 
 @pytest.mark.parametrize("first", [False, in_full(True)])
-def test_blocks_that_a_neighbour_gets_are_stored_before(
+def test_neighbour_waits_for_stores(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], first: bool
 ) -> None:
     children = [TRANSPORT, ours(settings, CHECKED)]
@@ -77,9 +77,7 @@ def test_blocks_that_a_neighbour_gets_are_stored_before(
     assert loaded["cpu"] >= len(asked) * 16, "each text is stored whole"
 
 
-def test_the_plain_connector_stores_nothing_beside_another(
-    launcher: Launcher, llama: Path, settings: dict[str, Any]
-) -> None:
+def test_plain_connector_stores_nothing(launcher: Launcher, llama: Path, settings: dict[str, Any]) -> None:
     with start_small(launcher, llama, TRANSPORT, ours(settings, PLAIN)) as engine:
         texts(engine, "async")
         metrics = engine.settled()
@@ -88,7 +86,7 @@ def test_the_plain_connector_stores_nothing_beside_another(
     assert "use KVTierConnector" in engine.log()
 
 
-def test_two_connectors_of_kvtier_are_refused(launcher: Launcher, llama: Path) -> None:
+def test_two_kvtier_connectors_refused(launcher: Launcher, llama: Path) -> None:
     child = ours({"cpu_bytes_to_use": "16MiB"}, PLAIN)
     with pytest.raises(EngineError, match="two connectors with kvtier's spec"):
         start(launcher, llama, child, child)
@@ -96,7 +94,7 @@ def test_two_connectors_of_kvtier_are_refused(launcher: Launcher, llama: Path) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", [False, True])
-def test_a_prefill_comes_through_nixl_and_again_from_kvtier(
+def test_nixl_prefill_then_kvtier(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], first: bool
 ) -> None:
     pytest.importorskip("nixl")

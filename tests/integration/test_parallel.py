@@ -54,7 +54,7 @@ def swap_heads(engine: Engine) -> None:
 
 
 @pytest.mark.full
-def test_two_ranks_and_one_worker_share_what_is_canonical(
+def test_ranks_share_canonical_chunks(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     settings["canonical_layout"] = True
@@ -82,7 +82,7 @@ def test_two_ranks_and_one_worker_share_what_is_canonical(
 
 
 @pytest.mark.full
-def test_ranks_share_noncanonical_chunks_only_with_equals(
+def test_noncanonical_needs_equal_split(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with launcher.start(llama, settings, **TWO_RANKS) as engine:
@@ -106,7 +106,7 @@ def test_ranks_share_noncanonical_chunks_only_with_equals(
 
 
 @pytest.mark.full
-def test_stages_of_different_lengths(
+def test_uneven_stages(
     launcher: Launcher, make_llama: Callable[..., Path], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     # Three layers and two. The primary tier has room for whole slots of either number, so that a stage

@@ -124,7 +124,7 @@ def fleet(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         servers.append(Server(model, folder / "root", log, cpus[number // 2]))
     with ExitStack() as stack:
         for server in servers:
-            stack.callback(server.end)
+            stack.callback(server.end_process)
         for server in servers:
             stack.enter_context(server)
         port = free_port()
@@ -151,7 +151,7 @@ def _until_healthy(url: str, process: subprocess.Popen[bytes]) -> Mapping[str, A
             time.sleep(0.1)
 
 
-def test_answers_survive_faulty_prefill_engines(fleet: Fleet, reference: Ask) -> None:
+def test_answers_survive_prefill_faults(fleet: Fleet, reference: Ask) -> None:
     with ThreadPoolExecutor(AT_ONCE) as clients:
         assert list(clients.map(fleet.ask, CALM)) == reference(*CALM)
         assert fleet.counted("kvtier_stored_chunks") == 0, "decode engines have computed tails only"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
-def test_vllm_accepts_the_command_of_a_page(page: str, tmp_path: Path) -> None:
+def test_vllm_accepts_page_command(page: str, tmp_path: Path) -> None:
     (command,) = re.findall(r"^vllm serve .*?}'$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     serve = shlex.split(command)[3:]  # after the model, which is not on this machine
     model = make_model(tmp_path / "model")

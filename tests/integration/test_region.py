@@ -55,7 +55,7 @@ def _start(model: Path) -> VllmConfig:
     return config
 
 
-def test_surviving_worker_keeps_the_old_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surviving_worker_keeps_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     model = make_model(tmp_path / "model")
     scheduler, contents = _open(_start(model))
@@ -82,7 +82,7 @@ def test_surviving_worker_keeps_the_old_region(tmp_path: Path, monkeypatch: pyte
             worker.communicate("\n", timeout=60)
 
 
-def test_all_processes_of_a_start_open_one_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_start_shares_one_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     config = _start(make_model(tmp_path / "model"))
     # vLLM pickles the configuration for its workers.

@@ -50,7 +50,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedTie
 
 
 @pytest.mark.parametrize("shared", ["redis", "s3", "mooncake"], indirect=True)
-def test_served_after_restart_but_not_after_reset(
+def test_restart_serves_reset_does_not(
     launcher: Launcher, llama: Path, reference: Ask, shared: SharedTier
 ) -> None:
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [shared.of(0)]}
@@ -68,9 +68,7 @@ def test_served_after_restart_but_not_after_reset(
     assert metrics.value("kvtier_get_failed_chunks") == metrics.value("kvtier_put_failed_chunks") == 0
 
 
-def test_peer_memory_serves_until_peer_is_killed(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_peer_memory_until_killed(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     # Only the first engine has memory.
     with mooncake_pools().Pool(tmp_path / "pool", segment_bytes=0) as pool:
         tier = {"type": "mooncake", "master": pool.address}
@@ -88,9 +86,7 @@ def test_peer_memory_serves_until_peer_is_killed(
     assert alone == (answers[2:], {})
 
 
-def test_nixl_peer_serves_until_it_is_killed(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_nixl_peer_until_killed(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     def start(shared: SharedTier, number: int) -> Engine:
         settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [shared.of(number)]}
         return launcher.start(llama, settings, environment=shared.environment)
@@ -109,9 +105,7 @@ def test_nixl_peer_serves_until_it_is_killed(
 
 
 @pytest.mark.full
-def test_lost_bucket_is_survived_without_leaking_secrets(
-    launcher: Launcher, llama: Path, reference: Ask, s3: SharedTier
-) -> None:
+def test_lost_bucket_leaks_no_secret(launcher: Launcher, llama: Path, reference: Ask, s3: SharedTier) -> None:
     tier, keys = s3.of(0), s3.environment
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [{**tier, "bucket": "not-there"}]}
     with launcher.start(llama, settings, environment=keys) as engine:

@@ -20,9 +20,7 @@ STORED = [prompt(seed) for seed in range(6)]
 NEW = [prompt(seed) for seed in range(50, 56)]
 
 
-def test_aborted_requests_leave_nothing_behind(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_aborts_leave_nothing(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}
     settings: dict[str, Any] = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
     with launcher.start(llama, settings) as engine:
@@ -72,7 +70,7 @@ def engine(launcher: Launcher, llama: Path, shared_settings: dict[str, Any]) -> 
     ("seed", "bound", "chunks"),
     [(100, 0, 0), (101, 31, 0), (102, 100, 3), (103, 10**6, PROMPT_CHUNKS), (104, None, PROMPT_CHUNKS)],
 )
-def test_what_a_request_stores_is_bounded_in_every_tier(
+def test_stores_are_bounded_per_tier(
     engine: Engine, reference: Ask, seed: int, bound: int | None, chunks: int
 ) -> None:
     before = engine.settled()
@@ -88,9 +86,7 @@ def test_what_a_request_stores_is_bounded_in_every_tier(
 
 
 @pytest.mark.parametrize(("bound", "chunks"), [(0, 0), (100, 3), (None, PROMPT_CHUNKS)])
-def test_what_a_request_loads_is_bounded(
-    engine: Engine, reference: Ask, bound: int | None, chunks: int
-) -> None:
+def test_loads_are_bounded(engine: Engine, reference: Ask, bound: int | None, chunks: int) -> None:
     asked = prompt(120)
     engine.served(asked)
     engine.reset(connector=False)
@@ -100,9 +96,7 @@ def test_what_a_request_loads_is_bounded(
 
 
 @from_vllm((0, 33), "loads nothing within a step")
-def test_what_fits_into_the_budget_is_loaded_within_a_step(
-    launcher: Launcher, llama: Path, reference: Ask
-) -> None:
+def test_budgeted_loads_take_a_step(launcher: Launcher, llama: Path, reference: Ask) -> None:
     asked = prompt(1)
     settings = {"cpu_bytes_to_use": "64MiB", "sync_load_budget_bytes": PROMPT_CHUNKS * 2**17}
     transfer = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -136,9 +130,7 @@ FILTERS: list[tuple[Any, dict[str, int]]] = [
 
 
 @pytest.mark.full
-def test_a_request_is_loaded_from_the_tiers_that_it_allows(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_only_allowed_tiers_load(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     tiers = [
         {"type": "fs", "name": "near", "root_dir": str(tmp_path / "near"), "locality": "LOCAL"},
         {"type": "fs", "name": "far", "root_dir": str(tmp_path / "far"), "locality": "REMOTE"},
@@ -168,7 +160,7 @@ def test_a_request_is_loaded_from_the_tiers_that_it_allows(
 # --- whose a request is ---------------------------------------------------------------------------
 
 
-def test_a_salt_keeps_tenants_apart_in_every_tier(
+def test_salt_separates_tenants(
     engine: Engine, launcher: Launcher, llama: Path, reference: Ask, shared_settings: dict[str, Any]
 ) -> None:
     asked = prompt(130)

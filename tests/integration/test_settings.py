@@ -25,7 +25,7 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_wrong_setting_is_named_at_the_start(
+def test_wrong_setting_is_named(
     launcher: Launcher, llama: Path, wrong: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(EngineError) as refusal:
@@ -34,9 +34,7 @@ def test_a_wrong_setting_is_named_at_the_start(
     assert [word for word in words if word not in message] == [], message
 
 
-def test_a_root_that_cannot_be_written(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_unwritable_root(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     root = tmp_path / "file"
     root.write_text("not a directory")
     with launcher.start(llama, _fs(root)) as engine:

@@ -105,16 +105,14 @@ def defaults() -> Mapping[str, Any]:
     return found
 
 
-def test_every_setting_was_looked_at(reviewed: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def test_every_setting_was_reviewed(reviewed: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     new = sorted(defaults.keys() - reviewed["defaults"].keys())
     assert not new, f"vLLM {vllm.__version__} has settings that nobody has looked at:\n" + "\n".join(
         f"{path} = {defaults[path]!r}" for path in new
     )
 
 
-def test_no_default_of_a_setting_that_counts_has_changed(
-    reviewed: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> None:
+def test_counted_defaults_are_unchanged(reviewed: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     known = reviewed["defaults"]
     changed = [
         f"{path} = {value!r}, and {known[path]!r} before"
@@ -124,12 +122,12 @@ def test_no_default_of_a_setting_that_counts_has_changed(
     assert not changed, f"vLLM {vllm.__version__} has other defaults:\n" + "\n".join(changed)
 
 
-def test_models_naming_request_length_were_reviewed(reviewed: Mapping[str, Any]) -> None:
+def test_length_models_were_reviewed(reviewed: Mapping[str, Any]) -> None:
     new = sorted(files_with_length() - set(reviewed["files"]))
     assert not new, f"vLLM {vllm.__version__} names max_model_len in files that nobody has looked at: {new}"
 
 
-def test_the_list_names_classes_and_fields_that_there_are() -> None:
+def test_listed_names_exist() -> None:
     """A name that is misspelled would leave a setting counting that was meant to be left out."""
     kinds = {kind.__name__: kind for kind in _configurations(VllmConfig, set())}
     missing = []
@@ -167,5 +165,5 @@ ELSEWHERE = {
 }
 
 
-def test_this_version_was_looked_at_as_a_whole() -> None:
+def test_version_was_reviewed() -> None:
     assert is_reviewed(), f"vLLM {vllm.__version__} has no KV format generation in compat.KV_FORMATS"

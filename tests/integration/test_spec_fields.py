@@ -44,7 +44,7 @@ def _with_one_field_changed(spec: KVCacheSpec) -> Iterator[tuple[str, KVCacheSpe
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
-def test_every_field_of_a_spec_tells_caches_apart(spec: KVCacheSpec) -> None:
+def test_spec_fields_separate_caches(spec: KVCacheSpec) -> None:
     known = {digest(spec)}
     for name, changed in _with_one_field_changed(spec):
         found = digest(changed)
@@ -52,7 +52,7 @@ def test_every_field_of_a_spec_tells_caches_apart(spec: KVCacheSpec) -> None:
         known.add(found)
 
 
-def test_a_group_of_unlike_layers_is_told_by_all_of_them() -> None:
+def test_unlike_layers_all_count() -> None:
     def group(last: KVCacheSpec) -> KVCacheSpec:
         return UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": last})
 

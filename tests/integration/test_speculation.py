@@ -62,7 +62,7 @@ def _call(launcher: Launcher, function: str, **arguments: Any) -> None:
         "EAGLE",
     ],
 )
-def test_the_same_tokens_while_drafts_are_verified(
+def test_drafts_change_no_token(
     launcher: Launcher,
     tmp_path: Path,
     model: tuple[str, str, dict[str, Any]],

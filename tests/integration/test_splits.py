@@ -250,13 +250,13 @@ def passes(model: Model, writing: int, reading: int) -> None:
 @pytest.mark.parametrize("windows", [False, True], ids=["one group", "windows too"])
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_any_split_reads_what_any_other_has_written(kind: Kind, heads: int, windows: bool) -> None:
+def test_any_split_reads_any_other(kind: Kind, heads: int, windows: bool) -> None:
     model = Model(kind, heads, windows)
     for writing, reading in product(SPLITS, repeat=2):
         passes(model, writing, reading)
 
 
-def test_a_latent_cache_is_the_same_for_all_splits() -> None:
+def test_latent_cache_ignores_split() -> None:
     model = Model(LATENT, 1)
     for writing, reading in product(SPLITS, repeat=2):
         passes(model, writing, reading)
@@ -264,13 +264,13 @@ def test_a_latent_cache_is_the_same_for_all_splits() -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("windows", [False, True])
-def test_all_processes_of_all_splits_expect_the_same_slots(heads: int, windows: bool) -> None:
+def test_processes_expect_equal_slots(heads: int, windows: bool) -> None:
     model = Model(KINDS["packed, tokens inside"], heads, windows)
     shapes = {rank.shape for tp in SPLITS for rank in ranks(model, tp)}
     assert shapes == {SlotShape(1, len(model.groups[0]) * TOKENS * 4 * SIZE * heads, PER_CHUNK, "v1-hnd")}
 
 
-def test_padding_is_no_part_of_a_canonical_page() -> None:
+def test_padding_is_left_out() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
     plain = rank.shape
     (group,) = rank.kv_cache_config.kv_cache_groups
@@ -283,7 +283,7 @@ def test_padding_is_no_part_of_a_canonical_page() -> None:
 # --- what cannot be proven ----------------------------------------------------------------------------
 
 
-def test_worker_refuses_pages_without_mapping() -> None:
+def test_unmapped_pages_are_refused() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
     caches = rank.caches()
     caches.group_data_refs[0][1].mapping = None
@@ -291,14 +291,14 @@ def test_worker_refuses_pages_without_mapping() -> None:
         as_kv_caches(caches, canonical=True)
 
 
-def test_worker_refuses_single_layout_mappings() -> None:
+def test_single_layout_is_refused() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
     rank.views = [view.contiguous().flatten(1) for view in rank.views]  # of a shape that vLLM does not know
     with pytest.raises(ConfigError, match=r"canonical_layout.*remove canonical_layout"):
         as_kv_caches(rank.caches(), canonical=True)
 
 
-def test_worker_refuses_unexpected_tensors() -> None:
+def test_unexpected_tensors_are_refused() -> None:
     (rank,) = ranks(Model(KINDS["packed, tokens inside"], 2), 1)
     for shape in (rank.shape, replace(rank.shape, areas=2)):  # of two tensor-parallel workers
         with pytest.raises(RegionError, match="64 bytes of a slot, but the engine says 256"):
@@ -313,7 +313,7 @@ def test_worker_refuses_unexpected_tensors() -> None:
     ],
     ids=["stages", "kind of cache"],
 )
-def test_an_engine_that_cannot_be_undone_is_refused_in_words(change: dict[str, Any], words: str) -> None:
+def test_irreversible_engine_is_refused(change: dict[str, Any], words: str) -> None:
     rank = ranks(Model(KINDS["packed, tokens inside"], 2), 2)[1]
     config = replace(rank.config, parallel=replace(rank.config.parallel, **change))
     with pytest.raises(ConfigError, match=f"^canonical_layout .*{words}.*; remove canonical_layout"):
@@ -323,7 +323,7 @@ def test_an_engine_that_cannot_be_undone_is_refused_in_words(change: dict[str, A
 # --- stages -------------------------------------------------------------------------------------------
 
 
-def test_area_fits_the_largest_stage() -> None:
+def test_area_fits_largest_stage() -> None:
     model = Model(KINDS["packed, tokens inside"], 2)
     page = TOKENS * 4 * SIZE * 2
     for held in (1, 2, 3):  # three stages of four layers: 1, 2, 1

@@ -22,7 +22,7 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache 
 CHUNKS = len(PROMPTS) * PROMPT_CHUNKS
 
 
-def test_served_from_memory_and_after_a_restart_from_files(
+def test_restart_serves_from_files(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
@@ -43,7 +43,7 @@ def test_served_from_memory_and_after_a_restart_from_files(
     assert (loaded_restarted, loaded_from_memory) == ({"fs": CHUNKS}, {"cpu": CHUNKS})
 
 
-def test_reset_or_sleep_hides_chunks_and_frees_slots(
+def test_reset_and_sleep_hide_chunks(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
 ) -> None:
     with launcher.start(llama, settings) as engine:
@@ -69,7 +69,7 @@ def test_reset_or_sleep_hides_chunks_and_frees_slots(
 
 @pytest.mark.full
 @pytest.mark.parametrize("plugins", ["", "kvtier"])
-def test_found_by_path_and_by_plugin_name(
+def test_found_by_path_and_plugin(
     launcher: Launcher, llama: Path, settings: dict[str, Any], plugins: str
 ) -> None:
     path = {} if plugins else {"spec_module_path": "kvtier.adapters.vllm.spec"}
@@ -80,9 +80,7 @@ def test_found_by_path_and_by_plugin_name(
 
 
 @from_vllm((0, 33), "publishes no configuration")
-def test_the_configuration_is_among_the_metrics(
-    launcher: Launcher, llama: Path, settings: dict[str, Any]
-) -> None:
+def test_configuration_is_a_metric(launcher: Launcher, llama: Path, settings: dict[str, Any]) -> None:
     with launcher.start(llama, {**settings, "eviction_policy": "arc"}) as engine:
         samples = engine.settled().samples
     published = [labels for name, labels, _ in samples if name == "vllm:kv_offload_config_info" and labels]
@@ -94,7 +92,7 @@ def test_the_configuration_is_among_the_metrics(
     assert [expected.items() <= labels.items() for labels in published] == [True]
 
 
-def test_replicas_have_a_primary_tier_each_and_share_the_rest(
+def test_replicas_share_lower_tiers(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     # As vLLM names the replicas of a data-parallel engine.

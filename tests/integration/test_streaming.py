@@ -27,7 +27,7 @@ def converse(engine: Engine, number: int, **how: int) -> Tokens:
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, in_full(2)])
-def test_prompts_that_continue_a_session_are_answered_right(
+def test_continued_prompts_are_right(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], blocks_per_chunk: int
 ) -> None:
     settings["blocks_per_chunk"] = blocks_per_chunk

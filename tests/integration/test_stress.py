@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_model_len": 1024, 
     ],
     ids=["full attention", "sliding windows, answers too", "chunks larger than windows"],
 )
-def test_answers_match_an_engine_without_reuse(
+def test_answers_match_without_reuse(
     launcher: Launcher,
     tmp_path: Path,
     model: tuple[str, str, dict[str, Any]],

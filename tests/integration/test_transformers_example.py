@@ -45,7 +45,7 @@ def open_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("prefix_cache").open_prefix_cache
 
 
-def test_a_second_run_has_the_first_ones_files(tmp_path: Path) -> None:
+def test_second_run_reuses_files(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path), "--tokens", "520"]
     computed, loaded = "nothing loaded", "8 chunks from fs"
     for first in (computed, loaded):
@@ -56,9 +56,7 @@ def test_a_second_run_has_the_first_ones_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-async def test_what_differs_after_a_shared_prefix_is_computed(
-    open_prefix_cache: Any, tmp_path: Path, device: str
-) -> None:
+async def test_only_the_rest_is_computed(open_prefix_cache: Any, tmp_path: Path, device: str) -> None:
     device = "cpu" if device == "cpu" else torch.accelerator.current_accelerator().type
     model = llama(1, device)
     shared = torch.arange(1, 201)
@@ -85,7 +83,7 @@ async def test_other_weights_find_nothing(open_prefix_cache: Any, tmp_path: Path
             assert not cache.loaded_chunks()
 
 
-async def test_what_keys_do_not_say_is_refused(open_prefix_cache: Any, tmp_path: Path) -> None:
+async def test_unkeyed_input_is_refused(open_prefix_cache: Any, tmp_path: Path) -> None:
     async with open_prefix_cache(llama(1), config(tmp_path), chunk_tokens=16) as cache:
         with pytest.raises(ValueError, match="num_beams"):
             await cache.generate(torch.arange(1, 40).unsqueeze(0), max_new_tokens=1, num_beams=2)
@@ -93,7 +91,7 @@ async def test_what_keys_do_not_say_is_refused(open_prefix_cache: Any, tmp_path:
             await cache.generate(torch.ones((2, 40), dtype=torch.int64), max_new_tokens=1)
 
 
-async def test_models_with_another_state_are_refused(open_prefix_cache: Any, tmp_path: Path) -> None:
+async def test_other_state_is_refused(open_prefix_cache: Any, tmp_path: Path) -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     models = {
         "layer 0 keeps a DynamicSlidingWindowLayer": Gemma3ForCausalLM(

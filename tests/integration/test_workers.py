@@ -107,7 +107,7 @@ def impatient() -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize("flushes_late", [False, True])
-def test_a_store_whose_blocks_were_given_on_first_is_dropped(flushes_late: bool) -> None:
+def test_overwritten_store_is_dropped(flushes_late: bool) -> None:
     bench = Bench(flushes_late=flushes_late)
     bench.store(1, 2)
     bench.store(3)
@@ -121,7 +121,7 @@ def test_a_store_whose_blocks_were_given_on_first_is_dropped(flushes_late: bool)
     bench.close()
 
 
-def test_a_failed_load_is_told_of_once_and_by_request(it: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_load_told_once(it: Bench, caplog: pytest.LogCaptureFixture) -> None:
     it.worker.report_failed_loads()
     it.failures = 2
     it.load(1, request="first\nERROR forged")
@@ -133,7 +133,7 @@ def test_a_failed_load_is_told_of_once_and_by_request(it: Bench, caplog: pytest.
     assert it.counts() == {("copy_failed", "load", "recomputed"): 1}
 
 
-def test_unreportable_load_is_staged_or_raises(it: Bench) -> None:
+def test_unreportable_load_is_staged(it: Bench) -> None:
     it.failures = 2
     it.load(1)
     assert it.finish() == [True]
@@ -144,7 +144,7 @@ def test_unreportable_load_is_staged_or_raises(it: Bench) -> None:
         it.finish()
 
 
-def test_awaited_load_is_never_reported_late(it: Bench) -> None:
+def test_awaited_load_is_not_late(it: Bench) -> None:
     it.worker.report_failed_loads()
     it.failures = 3
     it.load(1, expedited=True)
@@ -153,7 +153,7 @@ def test_awaited_load_is_never_reported_late(it: Bench) -> None:
     assert it.worker.take_failed_requests() == set()
 
 
-def test_endless_store_drops_it_and_the_device(impatient: Bench) -> None:
+def test_endless_store_drops_device(impatient: Bench) -> None:
     impatient.store(2, 3)
     impatient.store(4)
     assert impatient.finish() == [True, True]
@@ -162,7 +162,7 @@ def test_endless_store_drops_it_and_the_device(impatient: Bench) -> None:
 
 
 @pytest.mark.parametrize("can_tell", [False, True])
-def test_endless_load_is_an_error_while_blocks_are_at_risk(impatient: Bench, can_tell: bool) -> None:
+def test_endless_load_is_an_error(impatient: Bench, can_tell: bool) -> None:
     if can_tell:
         impatient.worker.report_failed_loads()
     impatient.load(1, request="stuck")
@@ -175,7 +175,7 @@ def test_endless_load_is_an_error_while_blocks_are_at_risk(impatient: Bench, can
     assert impatient.worker.take_failed_requests() == set()
 
 
-def test_waiting_for_other_copies_hides_no_hang(impatient: Bench) -> None:
+def test_waiting_hides_no_hang(impatient: Bench) -> None:
     impatient.load(1)
     impatient.store(5)
     impatient.worker.wait({2})
@@ -191,7 +191,7 @@ class Closing:
         return True
 
 
-def test_shutdown_drain_starts_when_workers_end() -> None:
+def test_drain_starts_after_workers() -> None:
     """vLLM waits for its workers first, and its limit for both is 5 s."""
     bench = Bench()
     executor: Any = Closing()

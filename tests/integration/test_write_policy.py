@@ -10,9 +10,7 @@ from tests.integration.harness import PROMPT_CHUNKS, Launcher, chunk_files, prom
 ONCE, TWICE = prompt(1), prompt(2)
 
 
-def test_chunks_are_written_at_their_second_use(
-    launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path
-) -> None:
+def test_second_use_writes(launcher: Launcher, llama: Path, reference: Ask, tmp_path: Path) -> None:
     fs = {"type": "fs", "root_dir": str(tmp_path / "kv"), "write_policy": "reused"}
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [fs]}
     answers = reference(ONCE, TWICE)

@@ -81,7 +81,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine.scheduler.shutdown()
 
 
-def test_continuation_needs_a_replaced_table(engine: Engine) -> None:
+def test_continuation_replaces_table(engine: Engine) -> None:
     assert engine.step([1, 2, 3, 4, 5], TOKENS) > 0
     engine.say(3 * BLOCK_TOKENS)
     stored = engine.step([1, 2, 3, 4, 5, 6, 7, 8], 3 * BLOCK_TOKENS)
@@ -89,7 +89,7 @@ def test_continuation_needs_a_replaced_table(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_request_that_ends_while_preempted_stores_nothing(engine: Engine, resumes: bool) -> None:
+def test_preempted_end_stores_nothing(engine: Engine, resumes: bool) -> None:
     assert engine.step([1, 2, 3, 4, 5, 6, 7], TOKENS) > 0
     engine.step(preempted={"a"})
     engine.request.num_computed_tokens = 0
@@ -122,5 +122,5 @@ def test_a_request_that_ends_while_preempted_stores_nothing(engine: Engine, resu
         ([0, 8, 9], [7, 9, 8], False),
     ],
 )
-def test_named_blocks_are_compared_with_the_table(table: list[int], named: list[int], may: bool) -> None:
+def test_named_blocks_match_table(table: list[int], named: list[int], may: bool) -> None:
     assert may_hold(table, named) is may

@@ -84,12 +84,12 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_one
 
 
-def test_a_chunk_survives_a_restart_natively(run: Run, tmp_path: Path) -> None:
+def test_restart_works_natively(run: Run, tmp_path: Path) -> None:
     run("python", "-c", STORY, "put", tmp_path)
     run("python", "-c", STORY, "get", tmp_path)
 
 
-def test_doctor_refuses_only_fs_without_native_library(run: Run, tmp_path: Path) -> None:
+def test_doctor_refuses_only_fs(run: Run, tmp_path: Path) -> None:
     tier = json.dumps({"type": "fs", "root_dir": str(tmp_path / "root")})
     without = {"KVTIER_NATIVE": "0"}
     assert json.loads(run("kvtier", "doctor", "--json", "--tier", tier))["not_well"] == []
@@ -99,7 +99,7 @@ def test_doctor_refuses_only_fs_without_native_library(run: Run, tmp_path: Path)
     run("kvtier", "doctor", "--tier", '{"type": "dummy"}', env=without)
 
 
-def test_all_that_is_built_carries_the_licence(wheel: Path) -> None:
+def test_builds_carry_licence(wheel: Path) -> None:
     licence = (PROJECT / "LICENSE").read_bytes()
     for path in wheel.parent.glob("*.whl"):
         with zipfile.ZipFile(path) as archive:
@@ -112,7 +112,7 @@ def test_all_that_is_built_carries_the_licence(wheel: Path) -> None:
             assert file.read() == licence, path
 
 
-def test_the_sdist_has_sources_and_nothing_built(wheel: Path) -> None:
+def test_sdist_has_only_sources(wheel: Path) -> None:
     sdists = list(wheel.parent.glob("kvtier-*.tar.gz"))
     if not sdists:
         pytest.skip("no sdist: nox -s wheels builds it")

@@ -106,7 +106,7 @@ class Writer:
             wanted = int(granted * UNIT * share)
             added = min(wanted, max(0, self.machine.quota - self.machine.root_bytes))
             self.machine.root_bytes += added
-            self.quota.settle(granted, added)
+            self.quota.end_reservation(granted, added)
             if added < wanted:
                 self.refused(wanted)
 
@@ -250,7 +250,7 @@ class BoundsMachine(RuleBasedStateMachine):
             granted, _ = busy.quota.reserve(5)
             added = int(granted * UNIT * share)
             machine.root_bytes += added
-            busy.quota.settle(granted, added)
+            busy.quota.end_reservation(granted, added)
             removal = Removal(busy, busy.quota.mark())
             removed = int(before * share / 2)
             removal.nbytes = removed
@@ -309,7 +309,7 @@ class BoundsMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(300)
-def test_no_number_of_writers_passes_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_respect_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota, "_AHEAD_SHARE", 4)  # of the little room here, for the sake of leases ahead
     machine = BoundsMachine
     machine.TestCase.settings = settings(max_examples=effort(12, 150), stateful_step_count=40, deadline=None)
@@ -320,7 +320,7 @@ def test_no_number_of_writers_passes_the_bounds(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(st.binary(max_size=300))
-def test_what_is_no_ledger_is_none(text: bytes) -> None:
+def test_non_ledger_is_refused(text: bytes) -> None:
     assert _parse(text) is None
 
 
@@ -338,7 +338,7 @@ def test_what_is_no_ledger_is_none(text: bytes) -> None:
     st.integers(0),
     st.integers(0, 255),
 )
-def test_ledger_round_trips_and_shows_damage(accounts: Accounts, where: int, value: int) -> None:
+def test_ledger_shows_damage(accounts: Accounts, where: int, value: int) -> None:
     text = _encode(accounts)
     assert _parse(text) == accounts
     damaged = bytearray(text)
@@ -352,7 +352,7 @@ def test_ledger_round_trips_and_shows_damage(accounts: Accounts, where: int, val
 
 
 @given(st.integers(-5, 2**52))
-def test_a_bucket_holds_its_ages_and_is_narrow(age: int) -> None:
+def test_buckets_are_narrow(age: int) -> None:
     bucket = bucket_of(age)
     assert 0 <= bucket < BUCKETS
     clamped = min(max(age, 0), 2**50 - 1)
@@ -370,7 +370,7 @@ lessons = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.integers(0, 47), st
 
 @settings(deadline=None)
 @given(files, lessons, st.integers(1, 10**8), st.sampled_from([0.0, 20.0, 300.0]))
-def test_plan_frees_enough_by_least_density(
+def test_plan_frees_least_dense(
     found: list[tuple[int, int, int]], lessons: list[tuple[int, int, int]], need: int, lag_s: float
 ) -> None:
     histogram, model = new_histogram(), new_model()

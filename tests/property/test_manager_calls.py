@@ -115,18 +115,18 @@ async def _use(it: World, calls: list[tuple[str, list[Any], str]]) -> None:
 
 @settings(max_examples=effort(60, 600))
 @given(_calls)
-def test_any_call_works_or_raises_a_documented_error(calls: list[tuple[str, list[Any], str]]) -> None:
+def test_calls_work_or_raise_documented(calls: list[tuple[str, list[Any], str]]) -> None:
     asyncio.run(_use(World(dummy(), slots=32), calls))
 
 
 @given(_junk, _junk)
-def test_a_key_is_packed_or_refused(content_hash: Any, group: Any) -> None:
+def test_key_is_packed_or_refused(content_hash: Any, group: Any) -> None:
     with suppress(TypeError, ValueError):
         key = pack_key(content_hash, group)
         assert type(key) is bytes
         assert len(key) == len(content_hash) + 4
 
 
-def test_the_list_of_calls_is_complete() -> None:
+def test_call_list_is_complete() -> None:
     public = {name for name, value in vars(TieringManager).items() if not name.startswith("_") and value}
     assert public <= {*_NAMES, "aclose"}

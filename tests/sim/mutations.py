@@ -229,7 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "cancelled_while_bytes_move",
-        "kvtier.tiers._drain:wait_for_end",
+        "kvtier.tiers._waiting:wait_for_end",
         (("cancelled = error", "raise"),),
     ),
     Mutation(

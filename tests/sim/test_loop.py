@@ -26,14 +26,14 @@ def _order(seed: int) -> list[int]:
     return simulate(run_ten, seed)
 
 
-def test_seed_orders_tasks_ready_together() -> None:
+def test_seed_orders_ready_tasks() -> None:
     orders = [_order(seed) for seed in range(5)]
     assert orders == [_order(seed) for seed in range(5)]
     assert len(set(map(tuple, orders))) == 5
     assert all(sorted(order) == list(range(10)) for order in orders)
 
 
-def test_what_would_run_in_threads_runs_in_this_one() -> None:
+def test_threads_run_inline() -> None:
     async def work() -> list[int]:
         loop = asyncio.get_running_loop()
         return [
@@ -46,7 +46,7 @@ def test_what_would_run_in_threads_runs_in_this_one() -> None:
     assert threading.active_count() == before
 
 
-def test_a_thread_goes_on_when_who_waits_for_it_is_cancelled() -> None:
+def test_thread_outlives_its_waiter() -> None:
     async def work() -> tuple[list[str], bool]:
         done: list[str] = []
         task = asyncio.ensure_future(anyio.to_thread.run_sync(done.append, "work"))
@@ -61,7 +61,7 @@ def test_a_thread_goes_on_when_who_waits_for_it_is_cancelled() -> None:
     assert all(done == ["work"] for done, _ in ends)
 
 
-def test_a_wakeup_that_never_comes_ends_the_run() -> None:
+def test_lost_wakeup_ends_run() -> None:
     async def wait() -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -69,7 +69,7 @@ def test_a_wakeup_that_never_comes_ends_the_run() -> None:
         simulate(wait)
 
 
-def test_what_spins_without_time_going_on_ends_the_run() -> None:
+def test_spinning_ends_run() -> None:
     async def spin() -> None:
         while True:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -16,16 +16,14 @@ FLEETS = range(200)  # of four engines each
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_planted_bug_is_found(mutation: Mutation, record_property: Callable[[str, object], None]) -> None:
+def test_planted_bug_is_found(mutation: Mutation, record_property: Callable[[str, object], None]) -> None:
     _require_found(mutation, SEEDS, 1, record_property)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", FLEET_MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_bug_planted_among_peers_is_found(
-    mutation: Mutation, record_property: Callable[[str, object], None]
-) -> None:
+def test_peer_bug_is_found(mutation: Mutation, record_property: Callable[[str, object], None]) -> None:
     _require_found(mutation, FLEETS, 4, record_property)
 
 
@@ -43,13 +41,13 @@ def _require_found(
 
 
 @pytest.mark.parametrize("mutation", [*MUTATIONS, *FLEET_MUTATIONS], ids=lambda mutation: mutation.name)
-def test_a_bug_can_be_planted(mutation: Mutation) -> None:
+def test_bug_can_be_planted(mutation: Mutation) -> None:
     """Whether it is found is seen in the full tests only: here, that the code it changes is still there."""
     with planted(mutation):
         pass
 
 
-def test_what_was_planted_is_gone_afterwards() -> None:
+def test_planting_is_undone() -> None:
     mutation = next(one for one in MUTATIONS if one.name == "checksum_not_verified")
     seed = next(seed for seed in SEEDS if _is_found(mutation, seed))
     run(seed)

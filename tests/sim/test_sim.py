@@ -31,7 +31,7 @@ for seed in range(2):
 """
 
 
-def test_a_seed_gives_the_same_run_in_another_process() -> None:
+def test_seed_repeats_across_processes() -> None:
     traces = {
         subprocess.run(
             [sys.executable, "-c", TRACE],
@@ -81,13 +81,13 @@ SHOWN = (
 
 
 @pytest.mark.full
-def test_each_of_these_happens(seen: Counter[str]) -> None:
+def test_every_event_happens(seen: Counter[str]) -> None:
     """An event that never happens in the simulation is not tested by it."""
     assert [what for what in SHOWN if not seen[what]] == []
 
 
 @pytest.mark.full
-def test_most_of_what_is_stored_is_of_use(seen: Counter[str]) -> None:
+def test_stores_are_mostly_useful(seen: Counter[str]) -> None:
     """A world in which nearly everything fails would show no wrong bytes either."""
     assert seen["chunks loaded"] > seen["chunks stored"] / 10
     assert seen["core loaded"] > seen["core loaded cpu"] / 20
@@ -101,7 +101,7 @@ PEERS_SHOWN = (
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_each_of_these_happens_among_peers() -> None:
+def test_every_peer_event_happens() -> None:
     seen: Counter[str] = Counter()
     for seed in range(100):
         seen += run(seed, engines=4).seen
@@ -109,7 +109,7 @@ def test_each_of_these_happens_among_peers() -> None:
 
 
 @pytest.mark.parametrize("trailer", [b"", b"trailer"])
-def test_damage_is_never_none(trailer: bytes) -> None:
+def test_damage_changes_bytes(trailer: bytes) -> None:
     """A chunk that ends like a torn one must still change when torn."""
     for payload in (GARBAGE[:-1] + b"x", b"x" + GARBAGE[1:], b"x" * (len(GARBAGE) - 1) + GARBAGE[-1:]):
         for seed in range(1000):
@@ -128,7 +128,7 @@ def run_some(count: int, given: Overrides) -> None:
         run(seed, given)
 
 
-def test_a_tier_of_ones_own() -> None:
+def test_own_tier() -> None:
     run_some(20, Overrides(tier=dummy))
 
 
@@ -158,7 +158,7 @@ class Trusting(SimTier):
 
 
 @pytest.mark.parametrize("tier", [Forgetful, Careless, Trusting])
-def test_a_tier_that_breaks_its_contract_is_found(tier: type[SimTier]) -> None:
+def test_bad_tier_is_found(tier: type[SimTier]) -> None:
     def make(backend: Backend) -> SimTier:
         return tier(SimTierConfig(), backend)
 
@@ -173,7 +173,7 @@ class Stale(LRU):
         pass
 
 
-def test_a_policy_that_breaks_its_contract_is_found() -> None:
+def test_bad_policy_is_found() -> None:
     with pytest.raises(AssertionError):
         run_some(50, Overrides(policy=Stale))
 
@@ -181,14 +181,14 @@ def test_a_policy_that_breaks_its_contract_is_found() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_runs_seeds_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "8", "--jobs", "2", "--show"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("8 runs")
     assert "chunks stored" in told
 
 
-def test_the_command_runs_worlds_of_several_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_runs_many_engines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "2", "--jobs", "1", "--engines", "3"]) == 0
     assert main(["--fleet", "5"]) == 0
     assert "5 engines, 25 connections" in capsys.readouterr().out

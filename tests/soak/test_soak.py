@@ -37,12 +37,12 @@ def samples(figure: Callable[[int], float], count: int = 36) -> list[Sample]:
         (lambda kills: 201 if kills == 2 else 68, False),  # beyond what may ever be, warm-up or not
     ],
 )
-def test_a_leak_is_found_and_noise_is_none(figure: Callable[[int], float], is_flat: bool) -> None:
+def test_leak_is_told_from_noise(figure: Callable[[int], float], is_flat: bool) -> None:
     (found,) = judge(samples(figure), {"it": BOUND})
     assert found.is_flat == is_flat
 
 
-def test_a_leak_is_named_with_its_seed_and_too_few_samples_are_a_failure(
+def test_leak_names_seed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = Report(4711)
@@ -57,7 +57,7 @@ def test_a_leak_is_named_with_its_seed_and_too_few_samples_are_a_failure(
     assert "--seed 4711" in printed
 
 
-def test_memory_descriptors_and_dead_children_are_seen(tmp_path: Path) -> None:
+def test_all_resources_are_seen(tmp_path: Path) -> None:
     gc.collect()  # else garbage of other tests is freed between the two samples
     before = ProcessStats.of(os.getpid(), tmp_path)
     zombies = zombies_of(os.getpid())

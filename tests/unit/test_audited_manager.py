@@ -51,7 +51,7 @@ async def opened(*tiers: AnyTier, **more: Any) -> AsyncIterator[AuditedWorld]:
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
-async def test_whatever_way_a_chunk_goes_its_audits_hold(kind: str, tmp_path: Path) -> None:
+async def test_audits_hold_on_every_path(kind: str, tmp_path: Path) -> None:
     tier = files(tmp_path / "root") if kind == "files" else dummy()
     async with opened(tier) as it:
         await it.store(KEYS)
@@ -67,7 +67,7 @@ async def test_whatever_way_a_chunk_goes_its_audits_hold(kind: str, tmp_path: Pa
         await it.check_idle()
 
 
-async def test_changed_primary_tier_ends_all_traffic() -> None:
+async def test_changed_primary_tier_stops_all() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.manager.drain()
@@ -78,7 +78,7 @@ async def test_changed_primary_tier_ends_all_traffic() -> None:
         await it.check_that_nothing_is_copied()
 
 
-async def test_change_after_promotion_is_blamed_on_the_tier(tmp_path: Path) -> None:
+async def test_tier_is_blamed_after_promotion(tmp_path: Path) -> None:
     async with opened(files(tmp_path / "root"), dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()
@@ -96,7 +96,7 @@ async def test_change_after_promotion_is_blamed_on_the_tier(tmp_path: Path) -> N
         await it.check_idle()
 
 
-async def test_what_changes_before_it_is_put_is_not_put() -> None:
+async def test_changed_chunk_is_not_put() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         it.flip()  # the put is ordered and has not begun
@@ -109,7 +109,7 @@ async def test_what_changes_before_it_is_put_is_not_put() -> None:
         await it.check_that_nothing_is_copied()
 
 
-async def test_caller_written_slots_drop_old_expectations() -> None:
+async def test_written_slots_are_forgotten() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold
@@ -126,7 +126,7 @@ async def test_caller_written_slots_drop_old_expectations() -> None:
         await it.check_idle()
 
 
-async def test_lent_slots_drop_old_expectations() -> None:
+async def test_lent_slots_are_forgotten() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         await it.forget_primary()  # of all slots it is known by now what they must hold

@@ -57,7 +57,7 @@ def healthy(it: World) -> None:
     assert not words & {"overdue", "breaker_opened", "put_dropped", "put_failed", "tier_down", "expired"}
 
 
-async def test_a_blocked_loop_fails_no_put(caplog: pytest.LogCaptureFixture) -> None:
+async def test_fails_no_put(caplog: pytest.LogCaptureFixture) -> None:
     tier = Begun(DummyConfig(deadline_s=DEADLINE_S, put_latency_s=0.1))
     async with opened(tier) as it:
         for round_ in range(3):
@@ -72,7 +72,7 @@ async def test_a_blocked_loop_fails_no_put(caplog: pytest.LogCaptureFixture) -> 
     assert "the event loop was blocked for 1." in caplog.text
 
 
-async def test_a_blocked_loop_fails_no_get() -> None:
+async def test_fails_no_get() -> None:
     tier = Begun(DummyConfig(deadline_s=DEADLINE_S, get_latency_s=0.1, complete_index=False))
     async with opened(tier, slots=64) as it:
         await it.store(prompt(1, 4))
@@ -86,7 +86,7 @@ async def test_a_blocked_loop_fails_no_get() -> None:
         healthy(it)
 
 
-async def test_a_client_s_own_timeout_is_not_charged() -> None:
+async def test_client_timeout_is_excused() -> None:
     tier = TimesOut(DummyConfig(deadline_s=PATIENCE_S))
     async with opened(tier) as it:
         for round_ in range(6):  # five failures in a row would open the breaker
@@ -98,7 +98,7 @@ async def test_a_client_s_own_timeout_is_not_charged() -> None:
         assert state.puts is BreakerState.CLOSED
 
 
-async def test_a_tier_that_is_late_on_its_own_is_charged() -> None:
+async def test_late_tier_is_charged() -> None:
     async with opened(DummyTier(DummyConfig(deadline_s=0.2, put_latency_s=PATIENCE_S))) as it:
         await it.store(prompt(1, 2))
         await it.check_idle()
@@ -106,7 +106,7 @@ async def test_a_tier_that_is_late_on_its_own_is_charged() -> None:
 
 
 @pytest.mark.parametrize("block_s", [0.4])
-async def test_a_loop_that_is_often_blocked_a_little_fails_no_put(block_s: float) -> None:
+async def test_brief_blocks_fail_no_put(block_s: float) -> None:
     tier = DummyTier(DummyConfig(deadline_s=DEADLINE_S, put_latency_s=DEADLINE_S / 3))
     async with opened(tier) as it:
         await it.store(prompt(1, 4))
@@ -117,7 +117,7 @@ async def test_a_loop_that_is_often_blocked_a_little_fails_no_put(block_s: float
         healthy(it)
 
 
-def test_a_blocked_uvloop_fails_no_put() -> None:
+def test_uvloop_fails_no_put() -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def use() -> None:

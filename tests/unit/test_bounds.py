@@ -38,12 +38,12 @@ ABSURD = [math.inf, -math.inf, math.nan, -1, -0.5, 1e300, 10**30, "99999999999Ti
         ("4503599627370497KiB", 4503599627370497 * 1024),  # a float would lose the last bits
     ],
 )
-def test_a_size_is_bytes_or_text_with_a_unit(text: object, meant: int) -> None:
+def test_sizes_have_units(text: object, meant: int) -> None:
     assert size(text) == meant
 
 
 @pytest.mark.parametrize("value", [*ABSURD, True, None, [], "", "much", "8EiB", "1 potato", 1.5, "9" * 9999])
-def test_what_is_no_size_is_refused_with_what_to_write(value: object) -> None:
+def test_bad_size_names_format(value: object) -> None:
     with pytest.raises(ValueError, match=r"64GiB|at most 9223372036854775807"):
         size(value)
 
@@ -51,7 +51,7 @@ def test_what_is_no_size_is_refused_with_what_to_write(value: object) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("0s", 0), ("90s", 90), ("1.5m", 90), ("12h", 43_200), ("30 d", 2_592_000)]
 )
-def test_a_duration_has_a_unit(text: str, seconds: float) -> None:
+def test_durations_have_units(text: str, seconds: float) -> None:
     assert duration(text) == seconds
     assert duration("36500d") == MOST_SECONDS
 
@@ -59,7 +59,7 @@ def test_a_duration_has_a_unit(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "30", "never", "-1d", "nan", "1e300d", "36501d", "99999999999999999d", "9" * 9999 + "s"]
 )
-def test_what_is_no_duration_is_refused_with_what_to_write(text: str) -> None:
+def test_bad_duration_names_format(text: str) -> None:
     with pytest.raises(ValueError, match=r"12h|at most 36500d"):
         duration(text)
 
@@ -93,9 +93,7 @@ def _kinds(annotation: object) -> Iterator[object]:
 @pytest.mark.parametrize(
     ("model", "least", "name"), [pytest.param(*one, id=f"{one[0].__name__}.{one[2]}") for one in numbers()]
 )
-def test_no_number_of_any_tier_may_be_absurd(
-    model: type[BaseModel], least: dict[str, Any], name: str
-) -> None:
+def test_absurd_numbers_are_refused(model: type[BaseModel], least: dict[str, Any], name: str) -> None:
     may_be_negative = name in ("seed",)
     for value in ABSURD:
         if not (may_be_negative and value == -1):
@@ -122,7 +120,7 @@ class Third(TierConfig):
         ("ratio", math.nan, "finite"),
     ],
 )
-def test_an_author_of_a_tier_need_not_think_of_it(name: str, value: float, words: str) -> None:
+def test_tier_author_need_not_check(name: str, value: float, words: str) -> None:
     from kvtier._settings import validation
 
     with pytest.raises(ConfigError, match=f"tier.{name}.*{words}"):
@@ -130,7 +128,7 @@ def test_an_author_of_a_tier_need_not_think_of_it(name: str, value: float, words
 
 
 @given(st.floats(min_value=0, allow_nan=False))
-def test_what_leaves_for_a_ttl_is_older_however_long_it_is(ttl_s: float) -> None:
+def test_long_ttl_still_expires(ttl_s: float) -> None:
     leaving, ttl_us = ages.expired(ttl_s), int(min(ttl_s * 1e6, 2.0**64))
     assert len(leaving) == ages.CLASSES * ages.BUCKETS
     oldest = min(ttl_us, 2**50 - 1)

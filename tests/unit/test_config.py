@@ -21,13 +21,13 @@ def refusal(**settings):
     return str(caught.value)
 
 
-def test_only_the_size_is_required():
+def test_only_size_is_required():
     assert config().cpu_bytes_to_use == GIB
     with pytest.raises(ConfigError, match=r"^cpu_bytes_to_use is missing \(Size of the primary tier"):
         TieringConfig.from_mapping({})
 
 
-def test_tiers_become_their_own_models_in_order(acme):
+def test_tiers_get_own_models(acme):
     tiers = config(
         secondary_tiers=[{"type": "dummy", "seed": 7}, {"type": "acme", "root_dir": "/x"}]
     ).secondary_tiers
@@ -36,16 +36,16 @@ def test_tiers_become_their_own_models_in_order(acme):
 
 
 @pytest.mark.parametrize("tier", ["dummy", 3, None])
-def test_tier_that_is_no_mapping(tier):
+def test_non_mapping_tier(tier):
     assert refusal(secondary_tiers=[tier]).startswith("secondary_tiers[0] must be a mapping")
 
 
 @pytest.mark.parametrize("tiers", ["dummy", {"type": "dummy"}, 3])
-def test_tiers_that_are_no_list(tiers):
+def test_tiers_not_a_list(tiers):
     assert refusal(secondary_tiers=tiers).startswith("secondary_tiers: a list of tiers is needed")
 
 
-def test_unknown_policy_lists_those_installed():
+def test_unknown_policy_lists_installed():
     assert refusal(eviction_policy="lur").startswith(
         "eviction_policy = 'lur': no such eviction policy; installed are: arc, auto, lhd, lru"
     )
@@ -65,11 +65,11 @@ def test_unknown_policy_lists_those_installed():
         ("namespace", "\ud800"),
     ],
 )
-def test_values_out_of_range_are_shown(name, value):
+def test_out_of_range_is_shown(name, value):
     assert refusal(**{name: value}).startswith(f"{name} = {value!r}: ")
 
 
-def test_chunk_size_in_one_unit_only():
+def test_chunk_size_has_one_unit():
     assert "set block_size or blocks_per_chunk, not both" in refusal(block_size=32, blocks_per_chunk=2)
     assert config(blocks_per_chunk=2).blocks_per_chunk == 2
 
@@ -84,37 +84,37 @@ def test_chunk_size_in_one_unit_only():
         ([None, "dummy-2", None], ("dummy", "dummy-2", "dummy-3")),
     ],
 )
-def test_tiers_have_names_of_their_own(names, expected):
+def test_tiers_have_own_names(names, expected):
     tiers = [{"type": "dummy", "name": name} for name in names]
     assert config(secondary_tiers=tiers).tier_names == expected
 
 
-def test_one_name_for_two_tiers_is_refused():
+def test_duplicate_name_is_refused():
     tiers = [{"type": "dummy", "name": "near"}, {"type": "dummy", "name": "near"}]
     assert "two tiers have the name near" in refusal(secondary_tiers=tiers)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", 'a"', "a\n", "a" * 65])
-def test_a_name_that_is_no_label_is_refused(name):
+def test_non_label_name_is_refused(name):
     message = refusal(secondary_tiers=[{"type": "dummy", "name": name}])
     assert "secondary_tiers[0].name" in message
     assert "letters, digits" in message
 
 
-def test_no_tier_may_count_as_the_primary_one():
+def test_primary_name_is_refused():
     assert "'cpu' is reserved for the primary tier" in refusal(
         secondary_tiers=[{"type": "dummy", "name": "cpu"}]
     )
 
 
 @pytest.mark.parametrize("paths", ["", "/a\0b"])
-def test_unnamed_root_is_not_the_working_directory(paths):
+def test_unnamed_root_is_refused(paths):
     message = refusal(secondary_tiers=[{"type": "fs", "root_dir": paths}])
     assert "secondary_tiers[0]." in message
     assert "name a directory" in message
 
 
-def test_all_errors_are_reported_at_once(install_distribution):
+def test_all_errors_are_reported(install_distribution):
     install_distribution("acme-broken", "1 / 0", {"broken": "Tier"})
     tiers = [
         {"type": "dumny"},
@@ -146,7 +146,7 @@ def test_all_errors_are_reported_at_once(install_distribution):
         ["/", "/a"],
     ],
 )
-def test_tiers_with_overlapping_roots_are_refused(roots):
+def test_overlapping_roots_are_refused(roots):
     tiers = [{"type": "fs", "root_dir": root} for root in roots]
     message = refusal(secondary_tiers=tiers)
     assert "secondary_tiers: fs (/" in message
@@ -154,7 +154,7 @@ def test_tiers_with_overlapping_roots_are_refused(roots):
     assert "fs-2 (/" in message
 
 
-def test_roots_beside_each_other_are_no_nested_ones():
+def test_sibling_roots_are_accepted():
     assert config(secondary_tiers=[{"type": "fs", "root_dir": root} for root in ("/a/b", "/a/bc", "/a/c")])
 
 
@@ -169,13 +169,13 @@ def test_roots_beside_each_other_are_no_nested_ones():
         ("max_bytes", -1, "write a number of bytes, or text with a unit, such as 64GiB"),
     ],
 )
-def test_a_refusal_speaks_of_settings_and_not_of_types(name, value, words):
+def test_refusal_names_settings(name, value, words):
     message = refusal(secondary_tiers=[{"type": "fs", "root_dir": "/a", name: value}])
     assert f"secondary_tiers[0].{name} = {value!r}: {words}" in message
 
 
 class TestExtraConfig:
-    def test_what_the_engine_reads_itself_is_left_to_it(self):
+    def test_engine_settings_pass(self):
         raw = {
             "spec_name": "KVTierOffloadingSpec",
             "spec_module_path": "kvtier.adapters.vllm.spec",
@@ -185,16 +185,16 @@ class TestExtraConfig:
         }
         assert TieringConfig.from_extra_config(raw) == config(store_threshold=2)
 
-    def test_what_the_engine_reads_too_is_checked_here(self):
+    def test_shared_settings_are_checked(self):
         raw = {"cpu_bytes_to_use": GIB, "canonical_layout": True}
         assert TieringConfig.from_extra_config(raw).canonical_layout
         with pytest.raises(ConfigError, match=r"^canonical_layout = 'yes': .*valid boolean"):  # true to vLLM
             TieringConfig.from_extra_config({**raw, "canonical_layout": "yes"})
 
-    def test_the_engines_keys_are_no_settings_elsewhere(self):
+    def test_engine_keys_are_not_settings(self):
         assert refusal(spec_name="x").startswith("spec_name is not a setting")
 
     @pytest.mark.parametrize("key", ["backpressure", "cache_policy_module_path", "tier_poll_interval_s"])
-    def test_settings_of_other_specs_are_refused_with_a_way_out(self, key):
+    def test_other_specs_settings_refused(self, key):
         with pytest.raises(ConfigError, match=f"^remove {key}: it belongs to vLLM's own"):
             TieringConfig.from_extra_config({"cpu_bytes_to_use": GIB, key: 1})

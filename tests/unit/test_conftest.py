@@ -9,6 +9,6 @@ from kvtier.tiers import _registry as registry
 blockbuster = pytest.importorskip("blockbuster")
 
 
-async def test_a_blocking_call_of_kvtier_in_the_loop_is_refused():
+async def test_blocking_call_is_refused():
     with pytest.raises(blockbuster.BlockingError):
         registry.installed()  # reads the metadata files of every distribution

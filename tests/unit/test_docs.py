@@ -88,7 +88,7 @@ def blocks_of(page: Path, *languages: str) -> list[Block]:
 
 
 @every_page
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks run one after the other in one namespace and on one event loop; they may await."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -109,7 +109,7 @@ async def _awaited(coroutine: Any) -> None:
 
 
 @every_page
-def test_the_configurations_of_a_page_are_accepted(page: Path) -> None:
+def test_page_configurations_work(page: Path) -> None:
     texts = [(block.where, block.text) for block in blocks_of(page, "json")]
     texts += [
         (block.where, found)
@@ -130,7 +130,7 @@ def test_the_configurations_of_a_page_are_accepted(page: Path) -> None:
 
 
 @every_page
-def test_excerpts_of_a_page_are_in_their_files(page: Path) -> None:
+def test_excerpts_match_files(page: Path) -> None:
     for block in blocks_of(page):
         if block.excerpt_of:
             shown = [textwrap.indent(block.text, indent) for indent in ("", " " * 4)]
@@ -151,13 +151,13 @@ def generated(page: str, hooks: Any) -> str:
     return str(hooks.GENERATED.sub(replace, (DOCS / page).read_text()))
 
 
-def test_the_configuration_page_has_every_setting_once(hooks: Any) -> None:
+def test_configuration_page_is_complete(hooks: Any) -> None:
     told = re.findall(r"^\| `(\w+)` \|", generated("configure.md", hooks), re.MULTILINE)
     settings = [*TieringConfig.model_fields, *FsTier.Config.model_fields]
     assert sorted(told) == sorted(settings), "name each setting in one table of docs/configure.md"
 
 
-def test_the_error_page_has_every_error() -> None:
+def test_error_page_is_complete() -> None:
     page = (DOCS / "reference" / "errors.md").read_text()
     public = {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
     assert set(re.findall(r"^## (\w+)", page, re.MULTILINE)) == public - {"KVTierError"}
@@ -206,7 +206,7 @@ def module_exists(dotted: str) -> bool:
 
 
 @every_page
-def test_the_names_on_a_page_exist(page: Path) -> None:
+def test_page_names_exist(page: Path) -> None:
     code = code_of(page)
     groups = {group.name for group in vars(plugins).values() if isinstance(group, plugins.Group)}
     modules = (
@@ -242,14 +242,14 @@ def test_the_names_on_a_page_exist(page: Path) -> None:
 
 
 @every_page
-def test_the_commands_on_a_page_exist(page: Path, commands: dict[str, set[str]]) -> None:
+def test_page_commands_exist(page: Path, commands: dict[str, set[str]]) -> None:
     for line in re.findall(r"^(?:\$ )?(kvtier [a-z-]+.*)", code_of(page), re.MULTILINE):
         *_, path = (path for path in itertools.accumulate(line.split(), "{} {}".format) if path in commands)
         assert path != "kvtier", line
         assert set(re.findall(r"(?<=\s)--[a-z-]+", line)) - {"--help"} <= commands[path], line
 
 
-def test_the_tests_that_are_to_show_a_feature_are_there() -> None:
+def test_named_tests_exist() -> None:
     lines = (DOCS / "vllm.md").read_text().splitlines()
     start = lines.index("| feature | vLLM's own tiering | kvtier | shown by |") + 2
     rows = [row.strip("| ").split("|") for row in itertools.takewhile(bool, lines[start:])]
@@ -266,11 +266,11 @@ def links_of(page: Path) -> Iterator[Path]:
 
 
 @every_page
-def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
+def test_page_links_work(page: Path) -> None:
     assert [target for target in links_of(page) if not target.exists()] == []
 
 
-def test_the_keys_of_statistics_name_their_metrics() -> None:
+def test_statistics_name_metrics() -> None:
     page = (DOCS / "python.md").read_text()
     rows = [row.split("|") for row in re.findall(r'^\| `\(".*', page, re.MULTILINE)]
     assert len(rows) > 10

@@ -16,14 +16,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DISTRIBUTIONS = {"second_chance", "shelf"}
 
 
-def test_every_example_is_tested() -> None:
+def test_examples_are_tested() -> None:
     """The others have tests of their own: ``test_pd_proxy``, ``test_transformers_example``."""
     assert not list(EXAMPLES.glob("*.py"))
     assert {path.parent.name for path in EXAMPLES.glob("*/pyproject.toml")} == DISTRIBUTIONS
 
 
 @pytest.mark.full  # the conformance session runs them as well
-def test_the_example_of_a_policy_installs_and_passes_its_tests(tmp_path: Path) -> None:
+def test_policy_example_passes(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="the build backend of the example is not installed")
     project = shutil.copytree(EXAMPLES / "second_chance", tmp_path / "second_chance")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]

@@ -123,7 +123,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
         ([1, 2, 3], 4, [MISSING, LOCATED, LOCATED, LOCATED]),
     ],
 )
-async def test_a_fetch_brings_the_run_from_the_front(
+async def test_fetch_brings_leading_run(
     tier: AnyTier, present: list[int], slots: int, answers: list[Answer]
 ) -> None:
     async with world(tier) as it:
@@ -140,7 +140,7 @@ async def test_a_fetch_brings_the_run_from_the_front(
 # --- touches -------------------------------------------------------------------------------------
 
 
-async def test_uses_gathered_during_a_report_are_sent_together() -> None:
+async def test_uses_are_batched() -> None:
     opened = anyio.Event()
     tier = Scripted(touch=[opened.wait])
     async with world(tier) as it:
@@ -191,7 +191,7 @@ class SlowMemory(HeapMemory):
         return super().view(slot)
 
 
-async def test_a_reset_between_the_seal_and_the_put_is_seen() -> None:
+async def test_reset_before_put_is_seen() -> None:
     """The tier would keep the chunk in its new epoch: bytes of old weights under a new key."""
     memory = SlowMemory()
     tier = Gated()
@@ -250,7 +250,7 @@ async def test_lost_tier_reopens_once_idle() -> None:
     assert it.bytes_in(11) == content(1)
 
 
-async def test_down_is_sent_before_the_tier_closes() -> None:
+async def test_down_precedes_close() -> None:
     sent: list[Event] = []
     at_close: list[Event] = []
 
@@ -276,7 +276,7 @@ async def test_down_is_sent_before_the_tier_closes() -> None:
     assert isinstance(at_close[-1], TierDown)
 
 
-async def test_reopened_tier_is_reset_again() -> None:
+async def test_reopened_tier_is_reset() -> None:
     """Reopening joins a cache that other engines use, and they may not have reset it."""
     tier = Losing()
     tier.open_all()
@@ -291,7 +291,7 @@ async def test_reopened_tier_is_reset_again() -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "aclose"])
-async def test_shutdown_does_not_fail_the_step(step: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_shutdown_fails_no_step(step: str, caplog: pytest.LogCaptureFixture) -> None:
     begun = anyio.Event()
 
     class Slow(Losing):
@@ -367,7 +367,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_transfer_that_goes_wrong_is_answered_once(fault: str) -> None:
+async def test_failed_transfer_answers_once(fault: str) -> None:
     act, reason = FAULTS[fault]
     async with world(Scripted(put=act), Scripted(get=act), dummy()) as it:
         ended = await it.ended(it.put([1, 2, 3]))
@@ -390,7 +390,7 @@ async def test_a_transfer_that_goes_wrong_is_answered_once(fault: str) -> None:
         lambda: 7,
     ],
 )
-async def test_a_question_that_goes_wrong_is_answered_once(verb: str, act: Callable[[], Any]) -> None:
+async def test_failed_question_answers_once(verb: str, act: Callable[[], Any]) -> None:
     async with world(Scripted(**{verb: act}), dummy()) as it:
         event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12]))
         assert (list(event.answers), event.reasons) == ([MISSING] * 3, {"error": 3})
@@ -400,7 +400,7 @@ async def test_a_question_that_goes_wrong_is_answered_once(verb: str, act: Calla
 @pytest.mark.parametrize(
     "error", [TierError("no directory"), OSError("refused"), asyncio.CancelledError(), Panic("no arena")]
 )
-async def test_unopenable_tier_is_down_and_others_are_not(error: BaseException) -> None:
+async def test_unopenable_tier_is_down(error: BaseException) -> None:
     closed: list[str] = []
     tier = Scripted(open=raises(error), aclose=lambda: closed.append("closed"))
     async with world(tier, dummy()) as it:
@@ -420,7 +420,7 @@ async def test_unopenable_tier_is_down_and_others_are_not(error: BaseException) 
 @pytest.mark.parametrize(
     "error", [OSError("no"), SystemExit(1), asyncio.CancelledError(), Panic("no"), Unspeakable()]
 )
-async def test_failing_close_does_not_keep_next_open(error: BaseException) -> None:
+async def test_failed_close_allows_open(error: BaseException) -> None:
     closed: list[str] = []
     first, second = Scripted(aclose=raises(error)), Scripted(aclose=lambda: closed.append("second"))
     async with world(first, second) as it:
@@ -428,7 +428,7 @@ async def test_failing_close_does_not_keep_next_open(error: BaseException) -> No
     assert closed == ["second"]
 
 
-async def test_a_tier_that_does_not_close_is_given_up() -> None:
+async def test_unclosable_tier_is_given_up() -> None:
     class Clinging(DummyTier):
         async def aclose(self) -> None:
             await anyio.sleep_forever()
@@ -489,7 +489,7 @@ def _other_chunk(batch: Batch, index: int, other: tuple[bytes, bytes]) -> None:
         (_no_trailer, "torn"),
     ],
 )
-async def test_a_chunk_damaged_in_the_tier_is_discarded(forge: Forge, reason: str) -> None:
+async def test_damaged_chunk_is_discarded(forge: Forge, reason: str) -> None:
     tier = Forger(forge, [2])
     async with world(tier) as it:
         await it.hold([1, 2, 3])
@@ -514,7 +514,7 @@ class ReadsBadly(DummyTier):
         return await (self.get(batch) if self.bad_rereads else super().get(batch))
 
 
-async def test_a_chunk_that_is_sound_when_read_again_is_a_hit(caplog: pytest.LogCaptureFixture) -> None:
+async def test_sound_reread_is_a_hit(caplog: pytest.LogCaptureFixture) -> None:
     async with world(ReadsBadly(DummyConfig())) as it:
         await it.hold([1, 2])
         event = await it.ended(it.fetch([1, 2], [10, 11]))
@@ -536,7 +536,7 @@ async def test_bad_reader_discards_nothing() -> None:
             assert (set(event.answers), event.reasons) == ({MISSING}, {})
 
 
-async def test_few_chunks_an_hour_are_discarded() -> None:
+async def test_discards_are_rationed() -> None:
     tier = Forger(_wrong_byte, range(20))
     async with world(tier) as it:
         await it.hold(range(20))
@@ -549,9 +549,7 @@ async def test_few_chunks_an_hour_are_discarded() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("busy"), SystemExit(1), Panic("poisoned"), Unspeakable()])
-async def test_usage_is_asked_again_after_failure(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_usage_is_asked_again(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runners, "_USAGE_EVERY_S", 0.01)
     answers = iter([Usage(1, 9), error, "odd", Usage(2, 9)])
     last: Any = None
@@ -573,7 +571,7 @@ async def test_usage_is_asked_again_after_failure(
     assert seen[-1] is None  # an earlier result is not reported any more
 
 
-async def test_removals_are_reported_in_few_events() -> None:
+async def test_removals_are_batched() -> None:
     context: list[TierContext] = []
 
     def tell() -> None:
@@ -603,7 +601,7 @@ def removed_of(events: Iterable[Event]) -> list[OffloadKey]:
 # --- the end -------------------------------------------------------------------------------------
 
 
-async def test_in_flight_commands_are_cancelled_once_at_end() -> None:
+async def test_in_flight_cancelled_once() -> None:
     tier = Gated(max_concurrency=2)
     async with world(tier) as it:
         ids = [it.put([number, number + 1]) for number in range(0, 20, 2)]
@@ -650,7 +648,7 @@ def beside(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_commands_submitted_before_the_start_are_run() -> None:
+def test_early_commands_run() -> None:
     it = Harness(dummy(), where="thread")
     early = it.put([1])
     it.process.start()
@@ -666,7 +664,7 @@ def test_close_lets_puts_end(launch: MakeHarness, beside: str) -> None:
     assert [it.kept(id_) for id_ in ids] == [[True]] * 5
 
 
-def test_close_lets_a_reset_end(launch: MakeHarness) -> None:
+def test_close_lets_reset_end(launch: MakeHarness) -> None:
     """A tier that outlives the process would give what is from before it to the next one."""
     tier = SlowReset(0.1)
     it = launch(tier)
@@ -675,7 +673,7 @@ def test_close_lets_a_reset_end(launch: MakeHarness) -> None:
     assert tier.was_reset
 
 
-def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness, beside: str) -> None:
+def test_close_cancels_late_calls(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(hang_rate=1, deadline_s=600), where=beside)
     put, fetch = it.put([1]), it.fetch([1], [10])
     it.until(lambda: it.process.activity[0].puts.running, "the put")
@@ -686,14 +684,14 @@ def test_close_cancels_what_does_not_end_in_time(launch: MakeHarness, beside: st
     assert list(found.answers) == [MISSING]
 
 
-def test_close_can_be_called_again_and_without_a_start(launch: MakeHarness, beside: str) -> None:
+def test_close_is_idempotent(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(), where=beside)
     assert it.process.close(1, PATIENCE_S)
     assert it.process.close(1, PATIENCE_S)
     assert Harness(dummy(), where=beside).process.close(1, PATIENCE_S)
 
 
-def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -> None:
+def test_ended_executor_fails_commands(launch: MakeHarness, beside: str) -> None:
     it = launch(dummy(), where=beside)
     assert it.process.close(1, PATIENCE_S)
     put, fetch = it.put([1, 2]), it.fetch([1], [10])
@@ -704,7 +702,7 @@ def test_after_the_end_commands_fail_at_once(launch: MakeHarness, beside: str) -
     assert {event.tier for event in it.received if isinstance(event, TierDown)} == {0}
 
 
-def test_a_failing_log_handler_does_not_end_the_thread() -> None:
+def test_failing_log_ends_no_thread() -> None:
     class Fails(DummyTier):
         async def open(self, context: TierContext) -> None:
             raise OSError("unplugged")
@@ -718,7 +716,7 @@ def test_a_failing_log_handler_does_not_end_the_thread() -> None:
     assert any("unplugged" in line for line in written)
 
 
-def test_dying_thread_answers_all_commands() -> None:
+def test_dying_thread_answers_all() -> None:
     class Dies(Executor):
         def submit(self, commands: Any) -> None:
             super().submit(commands)
@@ -740,7 +738,7 @@ def test_dying_thread_answers_all_commands() -> None:
     assert thread.close(1, PATIENCE_S)
 
 
-def test_start_raises_where_the_executor_cannot_be_made() -> None:
+def test_failed_start_raises() -> None:
     def make(_post: object) -> Executor:
         raise TierError("no such directory")
 
@@ -782,7 +780,7 @@ print(thread.close(0.1), time.monotonic() - begin < 40, *names, flush=True)
 """
 
 
-def test_hung_tier_delays_neither_close_nor_exit() -> None:
+def test_hung_tier_delays_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", HANGING], capture_output=True, text=True, timeout=60
     )
@@ -790,7 +788,7 @@ def test_hung_tier_delays_neither_close_nor_exit() -> None:
 
 
 @given(drain_s=floats(0, 100), passed_s=floats(0, 100))
-def test_a_shutdown_that_began_earlier_ends_at_the_same_time(drain_s: float, passed_s: float) -> None:
+def test_earlier_shutdown_sets_end(drain_s: float, passed_s: float) -> None:
     left_s, close_s = time_left(drain_s, passed_s)
     assert left_s == max(0.0, drain_s - passed_s)
     assert 0.5 <= close_s <= _executor.CLOSE_S

@@ -25,7 +25,7 @@ def public_modules() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("module", sorted({*public_modules()} - {"kvtier.adapters", "kvtier.adapters.vllm"}))
-def test_the_reference_lists_what_a_public_module_exports(module: str) -> None:
+def test_reference_lists_exports(module: str) -> None:
     listed = set(re.findall(r"^::: (\S+)", (PROJECT / "docs/reference/api.md").read_text(), re.MULTILINE))
     if module in listed:
         return
@@ -35,5 +35,5 @@ def test_the_reference_lists_what_a_public_module_exports(module: str) -> None:
         assert {f"{module}.{name}", home} & listed, name
 
 
-def test_every_error_is_exported() -> None:
+def test_errors_are_exported() -> None:
     assert {name for name in vars(errors) if name.endswith("Error")} <= set(kvtier.__all__)

@@ -88,7 +88,7 @@ def is_free(lock: Path) -> bool:
     return False
 
 
-def test_forked_child_keeps_no_parent_resources(child: tuple[int, list[str]], tmp_path: Path) -> None:
+def test_child_keeps_no_resources(child: tuple[int, list[str]], tmp_path: Path) -> None:
     pid, sockets = child
     locks = [path for path in (tmp_path / "root").rglob("*.lock*") if path.is_file()]
     assert any(path.parent.name == ".kvtier" for path in locks)

@@ -19,18 +19,18 @@ def step(script: str, limit_s: float) -> gpu.Step:
     return gpu.Step("step", ("sh", "-c", script), ("sh",), limit_s, gpu.counts)
 
 
-def test_failed_steps_keep_their_output() -> None:
+def test_failed_steps_keep_output() -> None:
     found = gpu.run(step("echo half; echo why >&2; exit 3", 60))
     assert (found["failed"], found["output"]) == ("status 3", "half\nwhy\n")
 
 
-def test_hung_steps_end_with_their_children() -> None:
+def test_hung_steps_end_whole() -> None:
     found = gpu.run(step("sleep 600 & sleep 600", 0.0))
     assert found["failed"] == "hung: not over after 0 s"
     assert "output" in found
 
 
-def test_tables_need_only_the_steps_that_ran() -> None:
+def test_tables_need_run_steps_only() -> None:
     found = {
         "machine": MACHINE,
         "conformance": {"seconds": 9.0, "result": {"passed": 298, "skipped": 39}},

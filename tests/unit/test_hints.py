@@ -22,12 +22,12 @@ def reader() -> HintReader:
 
 
 @pytest.mark.parametrize("params", [None, {}, {"max_load_tokens": 3}, {"kvtier": None}, {"kvtier": {}}])
-def test_without_hints_nothing_is_said(reader: HintReader, params: Any, caplog: pytest.LogCaptureFixture):
+def test_no_hints_no_lines(reader: HintReader, params: Any, caplog: pytest.LogCaptureFixture):
     assert reader.read("a", params) == NO_HINTS
     assert caplog.text == ""
 
 
-def test_failing_log_handler_costs_no_request(reader: HintReader, capsys: pytest.CaptureFixture[str]):
+def test_failing_log_costs_no_request(reader: HintReader, capsys: pytest.CaptureFixture[str]):
     with failing_log_handler() as lines:
         assert reader.read("a", {"kvtier": 7}) == NO_HINTS
     assert len(lines) == 1
@@ -74,30 +74,28 @@ def test_all_hints_together(reader: HintReader):
         ({"from": ["\ud800:1"]}, "from must be a list of 1 to 16 addresses"),
     ],
 )
-def test_what_is_wrong_is_ignored_with_a_warning(
-    reader: HintReader, wrong: Any, words: str, caplog: pytest.LogCaptureFixture
-):
+def test_wrong_hint_warns(reader: HintReader, wrong: Any, words: str, caplog: pytest.LogCaptureFixture):
     assert reader.read("a", {"kvtier": wrong}) == NO_HINTS
     assert words in caplog.text
     assert len(caplog.text) < 400
 
 
-def test_what_is_right_beside_it_counts(reader: HintReader):
+def test_valid_neighbours_count(reader: HintReader):
     assert reader.read("a", {"kvtier": {"pin": "x", "ttl_s": "soon"}}) == Hints(pin="x")
 
 
-def test_a_client_cannot_flood_the_log(reader: HintReader, caplog: pytest.LogCaptureFixture):
+def test_client_cannot_flood_log(reader: HintReader, caplog: pytest.LogCaptureFixture):
     for index in range(1000):
         reader.read(str(index), {"kvtier": {"ttl_s": -1, "pin": 3}})
     assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("params", [None, {}, 7, {"do_remote_decode": 1}, {"do_remote_decode": False}])
-def test_an_ordinary_request_is_no_prefill(params: Any):
+def test_ordinary_request_is_no_prefill(params: Any):
     assert not is_prefill(params)
 
 
-def test_prefill_result_is_a_hint_for_decode(reader: HintReader):
+def test_prefill_result_hints_decode(reader: HintReader):
     assert is_prefill({"do_remote_decode": True, "kvtier": {"explain": True}})
     assert reader.read("a", {"kvtier": {"wait_s": 5.0, "explained": {"tokens": {}}}}) == Hints(wait_s=5.0)
     told = {"wait_s": 5.0, "from": ["10.0.0.1:18570"]}
@@ -128,7 +126,7 @@ class Session:
         return len(self.core.retention.pinned)
 
 
-def test_name_expires_only_without_active_requests():
+def test_idle_name_expires():
     session = Session()
     session.begin("first")
     session.offer("first")
@@ -146,7 +144,7 @@ def test_name_expires_only_without_active_requests():
     assert session.core.retention.is_empty
 
 
-def test_a_request_that_begins_twice_keeps_its_chunks_no_longer():
+def test_second_start_extends_nothing():
     session = Session()
     session.begin("same")
     session.begin("same")
@@ -157,7 +155,7 @@ def test_a_request_that_begins_twice_keeps_its_chunks_no_longer():
     assert session.core.retention.is_empty
 
 
-def test_announced_chunks_keep_order_and_pin_keeps_nothing():
+def test_announcement_keeps_order():
     core = world.make(16, 1, pin_budget=0.5)
     now_s = 0.0
     hints = ClientHints(core.retention, core.prefetches, lambda: now_s)

@@ -57,7 +57,7 @@ def test_canonical_spelling(value, expected):
 
 
 @pytest.mark.parametrize("value", [object(), len, 1j, [object()], {"a": object()}])
-def test_what_has_no_spelling_is_refused(value):
+def test_unspellable_is_refused(value):
     with pytest.raises(IdentityError, match="cannot be part of an identity"):
         canonical(value)
 
@@ -75,16 +75,16 @@ def test_what_has_no_spelling_is_refused(value):
         ("fp8_e5m2", "fp8_e5m2"),
     ],
 )
-def test_spelling_of_dtypes(given_name, expected):
+def test_dtype_spellings(given_name, expected):
     assert canonical_dtype(given_name) == expected
 
 
-def test_torch_dtype_is_spelled_as_its_name():
+def test_torch_dtype_has_its_name():
     torch = pytest.importorskip("torch")
     assert canonical(torch.bfloat16) == "bfloat16"
 
 
-def test_spelling_of_the_caller_does_not_matter():
+def test_callers_spelling_is_irrelevant():
     one = Identity.make("m", {"ranks": (1, 2), "root": Path("/a"), "kind": Layout.NHD, "tags": {"y", "x"}})
     two = Identity.make("m", {"tags": ["x", "y"], "kind": "nhd", "root": "/a", "ranks": [1, 2]})
     assert one.digest == two.digest
@@ -95,7 +95,7 @@ def test_spelling_of_the_caller_does_not_matter():
 BASE = {"block_size": 16, "dtype": "bfloat16", "groups": [{"heads": 2}], "namespace": ""}
 
 
-def test_a_field_cannot_pretend_to_be_the_model():
+def test_field_cannot_pose_as_model():
     assert Identity.make("m", {"model": "n", "kvtier_format": 99}) == Identity.make("m", {})
 
 
@@ -113,13 +113,13 @@ def test_a_field_cannot_pretend_to_be_the_model():
         ("x" * 300, "x" * 48),
     ],
 )
-def test_namespace_is_readable_and_safe(model, readable):
+def test_namespace_is_readable(model, readable):
     namespace = Identity.make(model, {}).namespace
     assert namespace.rpartition("_")[0] == readable
 
 
 @given(st.text())
-def test_namespace_is_a_file_name_whatever_the_model(model):
+def test_namespace_is_a_file_name(model):
     assert re.fullmatch(r"[A-Za-z0-9-][A-Za-z0-9.-]{0,47}_[0-9a-f]{16}", Identity.make(model, {}).namespace)
 
 
@@ -131,12 +131,12 @@ _values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), _values, max_size=4))
-def test_an_identity_accepts_its_own_manifest(fields):
+def test_own_manifest_is_accepted(fields):
     identity = Identity.make("m", fields)
     identity.require(identity.manifest, "config.json")
 
 
-def test_difference_is_told_in_words():
+def test_difference_is_in_words():
     there = Identity.make("m", {**BASE, "seed": 1})
     here = Identity.make("m", {**BASE, "groups": [{"heads": 4}], "block_size": 32, "hash": "sha256"})
     with pytest.raises(IdentityError) as caught:
@@ -155,12 +155,12 @@ UNREADABLE = r"^config.json is not readable JSON .*; move it away to start an em
     ("text", "words"),
     [*((text, UNREADABLE) for text in ("", "{", "\x00")), ("null", "another cache"), ("[]", "another cache")],
 )
-def test_a_torn_or_foreign_manifest_is_refused(text, words):
+def test_torn_manifest_is_refused(text, words):
     with pytest.raises(IdentityError, match=words):
         Identity.make("m", {}).require(text, "config.json")
 
 
-def test_numbers_that_json_does_not_know_are_refused():
+def test_non_json_numbers_are_refused():
     with pytest.raises(ValueError, match="not JSON compliant"):
         _ = Identity.make("m", {"scale": float("nan")}).digest
 
@@ -181,5 +181,5 @@ def test_numbers_that_json_does_not_know_are_refused():
         ),
     ],
 )
-def test_differences_of_values(found, expected, lines):
+def test_value_differences(found, expected, lines):
     assert differences(found, expected) == lines

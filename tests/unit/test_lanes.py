@@ -77,7 +77,7 @@ def run(lanes: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_table_has_each_result_with_failures_last(run: Run) -> None:
+def test_table_puts_failures_last(run: Run) -> None:
     results, said = run({"passes": "passes", "fails": "fails", "skipped": "skipped"})
     assert results == ["passed", "FAILED (1)", "skipped"]
     table = said[said.index("==== sessions ====") :]
@@ -87,13 +87,13 @@ def test_table_has_each_result_with_failures_last(run: Run) -> None:
     assert "FAILED tests/test_one.py::test_it" in said[said.index("==== the end of nox -s fails") :]
 
 
-def test_a_session_that_hangs_is_ended_and_named(run: Run) -> None:
+def test_hung_session_is_named(run: Run) -> None:
     results, said = run({"hangs": "hangs"}, limit_s=1.0)
     assert results == ["ENDED after its limit of 1 s"]
     assert said.splitlines()[-1] == "failed: hangs"
 
 
-def test_a_run_waits_for_another_one_whose_sessions_are_alive(
+def test_run_waits_for_other_run(
     lanes: ModuleType, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is killed leaves its session behind, which holds the lock to its end."""
@@ -111,7 +111,7 @@ def test_a_run_waits_for_another_one_whose_sessions_are_alive(
         assert results.result(30)[0] == ["passed"]
 
 
-def test_uv_is_told_what_pip_is(lanes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_gets_pip_settings(lanes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///one\nfile:///two")
     monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")

@@ -35,7 +35,7 @@ from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferErr
 from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._lru import LRU
 from kvtier.tiers._base import Batch, Outcome, SecondaryTier
-from kvtier.tiers._drain import until_done
+from kvtier.tiers._waiting import until_done
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
@@ -218,7 +218,7 @@ class Gate:
 # --- what it is for ------------------------------------------------------------------------------
 
 
-async def test_groups_and_chunks_of_several_blocks() -> None:
+async def test_groups_of_several_blocks() -> None:
     async with opened(dummy(), device=Device(groups=2, blocks_per_chunk=2), slots=64) as it:
         mixed = [key for pair in zip(prompt(1, 6), prompt(1, 6, group=1), strict=True) for key in pair]
         blocks = random.Random(1).sample(range(64), 24)
@@ -233,7 +233,7 @@ async def test_groups_and_chunks_of_several_blocks() -> None:
         await it.check_idle()
 
 
-async def test_blocks_that_do_not_fit_the_keys_are_refused() -> None:
+async def test_unfit_blocks_are_refused() -> None:
     async with opened(device=Device(groups=2, blocks_per_chunk=2)) as it:
         for call in (it.manager.store, it.manager.load):
             with pytest.raises(ValueError, match="2 keys need 4 blocks, not 3"):
@@ -247,7 +247,7 @@ async def test_blocks_that_do_not_fit_the_keys_are_refused() -> None:
         await it.check_idle()
 
 
-async def test_acquired_chunks_can_be_read_and_stay() -> None:
+async def test_acquired_chunks_stay() -> None:
     async with opened(slots=8) as it:
         keys = prompt(1, 4)
         await it.store(keys)
@@ -280,7 +280,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTier:
     return dummy(complete_index=request.param == "dummy")
 
 
-async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
+async def test_evicted_chunks_return(tier: AnyTier) -> None:
     async with opened(tier, slots=64) as it:
         keys = prompt(1, 8)
         await it.store(keys)
@@ -293,7 +293,7 @@ async def test_what_has_left_the_primary_tier_comes_back(tier: AnyTier) -> None:
         await it.check_idle()
 
 
-async def test_slow_tier_is_skipped_if_computing_is_quicker() -> None:
+async def test_slow_tier_is_skipped() -> None:
     async with opened(dummy(get_latency_s=0.05), slots=64, limits=Limits(load_gate="latency")) as it:
         keys = prompt(1, 8)
         await it.store(keys)
@@ -311,7 +311,7 @@ async def test_slow_tier_is_skipped_if_computing_is_quicker() -> None:
 
 
 @pytest.mark.parametrize("report", [(0, 1.0, 0), (1, -1.0, 0), (1, float("nan"), 0), (1, 1.0, -1)])
-async def test_a_report_that_cannot_be_is_refused(report: tuple[int, float, int]) -> None:
+async def test_impossible_report_is_refused(report: tuple[int, float, int]) -> None:
     chunks, seconds, first = report
     async with opened() as it:
         with pytest.raises(ValueError, match="chunks must be at least 1"):
@@ -346,7 +346,7 @@ class Deaf(DummyTier):
 # --- one waits for the other ---------------------------------------------------------------------
 
 
-async def test_endless_stores_slots_are_never_reused() -> None:
+async def test_endless_slots_stay_unused() -> None:
     gate = Gate()
     async with opened(copy=gate, copy_deadline_s=0.2, limits=Limits(request_deadline_s=0.2)) as it:
         free = it.manager.statistics().free_slots
@@ -361,7 +361,7 @@ async def test_endless_stores_slots_are_never_reused() -> None:
     gate.opened.set()
 
 
-async def test_cancelled_stores_slots_are_kept_unless_caller_filled() -> None:
+async def test_cancelled_slots_stay_unused() -> None:
     gate, keys = Gate(), prompt(1, 2)
     # Before its time is over it has to be cancelled, on a busy machine too.
     async with opened(copy=gate, copy_deadline_s=2.0, limits=Limits(request_deadline_s=0.2)) as it:
@@ -384,7 +384,7 @@ async def test_cancelled_stores_slots_are_kept_unless_caller_filled() -> None:
 # --- reset ---------------------------------------------------------------------------------------
 
 
-async def test_a_lookup_that_a_reset_overtakes_ends_at_once() -> None:
+async def test_reset_ends_lookup() -> None:
     silent = Silent(DummyConfig(deadline_s=600))
     async with opened(silent, slots=16, limits=Limits(request_deadline_s=600), drain_s=0) as it:
         keys = prompt(1, 4)
@@ -402,7 +402,7 @@ async def test_a_lookup_that_a_reset_overtakes_ends_at_once() -> None:
 
 
 @pytest.mark.blocking(reason="plug-ins are looked up where the manager is made")
-async def test_open_manager_wires_all_of_it(tmp_path: Path) -> None:
+async def test_open_manager_wires_all(tmp_path: Path) -> None:
     device = Device(groups=2, blocks_per_chunk=2)
     config = TieringConfig.from_mapping(
         {
@@ -430,13 +430,13 @@ async def test_open_manager_wires_all_of_it(tmp_path: Path) -> None:
                 assert device.holds(keys, range(12, 24))
 
 
-def test_canonical_pages_need_to_be_known() -> None:
+def test_canonical_pages_must_be_known() -> None:
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "canonical_layout": True})
     with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* no mappings"):
         open_manager(config, IDENTITY, Device().caches)
 
 
-async def test_a_store_under_way_when_the_manager_closes_is_put_too(tmp_path: Path) -> None:
+async def test_close_puts_running_store(tmp_path: Path) -> None:
     gate = Gate()
     async with opened(files(tmp_path), copy=gate) as it:
         store = asyncio.ensure_future(it.store(prompt(1, 3)))
@@ -447,7 +447,7 @@ async def test_a_store_under_way_when_the_manager_closes_is_put_too(tmp_path: Pa
         assert await it.load(prompt(1, 3)) == 3
 
 
-async def test_leaving_lets_a_reset_end() -> None:
+async def test_exit_lets_reset_end() -> None:
     tier = SlowReset(0.1)
     async with opened(tier) as it:
         reset = asyncio.ensure_future(it.manager.reset())
@@ -456,7 +456,7 @@ async def test_leaving_lets_a_reset_end() -> None:
     assert tier.was_reset
 
 
-async def test_a_reset_that_closing_cuts_off_ends_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_close_ends_reset(caplog: pytest.LogCaptureFixture) -> None:
     async with opened(SlowReset(1000), drain_s=0.05) as it:
         reset = asyncio.ensure_future(it.manager.reset())
         await anyio.wait_all_tasks_blocked()
@@ -465,7 +465,7 @@ async def test_a_reset_that_closing_cuts_off_ends_and_is_told(caplog: pytest.Log
     assert "shut down before its reset to epoch 1 ended" in caplog.text
 
 
-async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
+async def test_close_is_bounded(tmp_path: Path) -> None:
     silent = Silent(DummyConfig(deadline_s=600, put_latency_s=600))
     with anyio.fail_after(PATIENCE_S):
         async with opened(silent, drain_s=0.05, limits=Limits(request_deadline_s=600)) as it:
@@ -477,7 +477,7 @@ async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert it.manager.statistics().pinned_chunks == 0
 
 
-async def test_unstoppable_tier_is_abandoned_with_its_memory(
+async def test_unstoppable_tier_is_abandoned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     deaf, tasks = Deaf(DummyConfig(deadline_s=600)), asyncio.all_tasks()
@@ -498,7 +498,7 @@ async def test_unstoppable_tier_is_abandoned_with_its_memory(
     await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory
 
 
-async def test_a_shutdown_that_drops_puts_says_how_many_and_why(caplog: pytest.LogCaptureFixture) -> None:
+async def test_shutdown_counts_dropped_puts(caplog: pytest.LogCaptureFixture) -> None:
     slow = dummy(put_latency_s=600, deadline_s=600)
     async with opened(slow, drain_s=0.01) as it:
         await it.store(prompt(1, 3))
@@ -509,7 +509,7 @@ async def test_a_shutdown_that_drops_puts_says_how_many_and_why(caplog: pytest.L
     )
 
 
-async def test_copy_in_flight_outlives_drain_time() -> None:
+async def test_copy_outlives_drain() -> None:
     gate = Gate()
     with anyio.fail_after(PATIENCE_S):
         async with opened(dummy(), copy=gate, drain_s=0) as it:
@@ -521,7 +521,7 @@ async def test_copy_in_flight_outlives_drain_time() -> None:
     assert it.manager.statistics().pinned_chunks == 0
 
 
-async def test_use_before_opening_and_after_closing_is_refused() -> None:
+async def test_use_outside_life_is_refused() -> None:
     it = World(dummy())
     keys = prompt(1, 2)
 
@@ -553,7 +553,7 @@ async def test_use_before_opening_and_after_closing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["task", "scope"])
-async def test_opening_can_be_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
+async def test_open_is_cancellable(kind: str, tmp_path: Path) -> None:
     async def open_and_store() -> None:
         async with it.manager:
             await it.store(prompt(1, 2))
@@ -645,7 +645,7 @@ async def _reset(it: World) -> None:
 @pytest.mark.parametrize("kind", ["task", "scope"])
 @pytest.mark.parametrize("work", [_store, _load, _acquire, _lookup, _reset])
 @pytest.mark.parametrize("promoted", [False, True])
-async def test_a_call_cancelled_anywhere_leaves_nothing_behind(
+async def test_cancelled_call_leaves_nothing(
     work: Callable[[World], Coroutine[Any, Any, None]], kind: str, promoted: bool
 ) -> None:
     for number in itertools.count():
@@ -671,7 +671,7 @@ async def test_a_call_cancelled_anywhere_leaves_nothing_behind(
 
 @pytest.mark.parametrize("kind", ["task", "scope"])
 @pytest.mark.parametrize("verb", ["store", "load"])
-async def test_cancelled_call_holds_slots_while_bytes_move(verb: str, kind: str) -> None:
+async def test_moving_bytes_hold_slots(verb: str, kind: str) -> None:
     gate = Gate()
     gate.opened.set()
     async with opened(copy=gate, slots=4) as it:
@@ -695,7 +695,7 @@ async def test_cancelled_call_holds_slots_while_bytes_move(verb: str, kind: str)
         await it.check_idle()
 
 
-async def test_repeated_cancellation_does_not_cut_the_wait() -> None:
+async def test_repeated_cancel_still_waits() -> None:
     gate = Gate()
     async with opened(copy=gate) as it:
         store = asyncio.ensure_future(it.store(prompt(1, 4)))

@@ -84,13 +84,13 @@ def elsewhere(work: Callable[[], object]) -> BaseException | None:
     return raised[0]
 
 
-def test_the_list_of_calls_has_all() -> None:
+def test_call_list_is_complete() -> None:
     public = {name for name, value in vars(TieringManager).items() if not name.startswith("_") and value}
     assert public | {"enter"} == set(CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_another_loop_is_refused(name: str) -> None:
+async def test_other_loop_is_refused(name: str) -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         error = await anyio.to_thread.run_sync(
@@ -103,14 +103,14 @@ async def test_another_loop_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["report_computed", "statistics"])
-async def test_another_thread_is_refused(name: str) -> None:
+async def test_other_thread_is_refused(name: str) -> None:
     async with opened(dummy()) as it:
         arguments = (1, 1.0) if name == "report_computed" else ()
         error = await anyio.to_thread.run_sync(elsewhere, lambda: getattr(it.manager, name)(*arguments))
         assert isinstance(error, StateError)
 
 
-async def test_acquired_chunks_load_on_their_loop_alone() -> None:
+async def test_loads_stay_on_their_loop() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
         async with it.manager.acquire(KEYS) as acquired:
@@ -121,7 +121,7 @@ async def test_acquired_chunks_load_on_their_loop_alone() -> None:
             await acquired.load(range(10, 12))
 
 
-async def test_entering_twice_is_refused() -> None:
+async def test_second_entry_is_refused() -> None:
     async with opened(dummy()) as it:
         with pytest.raises(StateError, match="entered already"):
             await _enter(it.manager)
@@ -129,7 +129,7 @@ async def test_entering_twice_is_refused() -> None:
         await it.check_idle()
 
 
-def test_entering_without_asyncio_is_refused() -> None:
+def test_entry_needs_asyncio() -> None:
     it = World(dummy())
     with pytest.raises(StateError, match="asyncio"):
         it.manager.__aenter__().send(None)
@@ -187,7 +187,7 @@ async def test_wrong_blocks_are_refused(call: str, blocks: Any, error: type[Exce
         await it.check_idle()
 
 
-def test_a_manager_that_is_never_closed_is_told_of() -> None:
+def test_unclosed_manager_warns() -> None:
     async def use() -> None:
         it = World(dummy(put_latency_s=PATIENCE_S))
         await it.manager.__aenter__()
@@ -201,7 +201,7 @@ def test_a_manager_that_is_never_closed_is_told_of() -> None:
     gc.collect()
 
 
-async def test_a_closed_manager_answers_from_anywhere() -> None:
+async def test_closed_manager_answers() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
     closed = it.manager
@@ -220,19 +220,19 @@ def _config(**settings: object) -> TieringConfig:
     return TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", **settings})
 
 
-def test_more_memory_than_the_machine_has_is_refused() -> None:
+def test_excess_memory_is_refused() -> None:
     config = _config(cpu_bytes_to_use=2**60)
     with pytest.raises(RegionError, match=r"needs \d+ bytes, but about \d+ are free"):
         open_manager(config, IDENTITY, Device().caches)
 
 
-def test_a_tier_without_room_for_chunks_is_refused(tmp_path: Path) -> None:
+def test_roomless_tier_is_refused(tmp_path: Path) -> None:
     config = _config(secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path), "max_bytes": "10KiB"}])
     with pytest.raises(ConfigError, match=r"tier fs: max_bytes \(10240\) .* at least 4 chunks"):
         open_manager(config, IDENTITY, Device().caches)
 
 
-def test_a_missing_tier_names_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tier_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([]))
     with pytest.raises(ConfigError, match=r"no such tier.*: pip install kvtier-s3"):
         plugins.require(plugins.TIERS, "s3", "type")

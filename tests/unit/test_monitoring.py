@@ -33,7 +33,7 @@ def expressions() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("expression", sorted({*expressions()}))
-def test_an_expression_uses_metrics_and_labels_that_exist(expression: str) -> None:
+def test_expressions_use_real_metrics(expression: str) -> None:
     used = METRIC.findall(expression)
     assert used
     grouped = {label for labels in GROUPED.findall(expression) for label in labels.split(", ")}
@@ -42,7 +42,7 @@ def test_an_expression_uses_metrics_and_labels_that_exist(expression: str) -> No
         assert set(re.findall(r"(\w+)=", matchers)) | grouped <= known, metric
 
 
-def test_each_alert_names_a_row_of_the_runbook() -> None:
+def test_alerts_have_runbook_rows() -> None:
     page, rules = (ROOT / "docs" / "operate.md").read_text(), (FILES / "alerts.yml").read_text()
     assert sorted(re.findall(r"`(Kvtier\w+)`", page)) == sorted(re.findall(r"alert: (\w+)", rules))
     named = re.findall(r"runbook: (.*)", rules)
@@ -50,7 +50,7 @@ def test_each_alert_names_a_row_of_the_runbook() -> None:
         assert re.search(rf"^\| (\*\*)?{row}(\*\*)? \|", page, re.MULTILINE), row
 
 
-def test_each_alert_fires_when_it_should_and_not_before() -> None:
+def test_alerts_fire_when_due() -> None:
     rules = (FILES / "alerts.yml").read_text()
     cases = Path(__file__).with_name("alerts_test.yml")
     assert set(re.findall(r"alert: (\w+)", rules)) == set(re.findall(r"alertname: (\w+)", cases.read_text()))
@@ -60,7 +60,7 @@ def test_each_alert_fires_when_it_should_and_not_before() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prometheus_takes_the_configuration_of_the_compose_file(tmp_path: Path) -> None:
+def test_prometheus_accepts_compose_file(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: it comes with Prometheus")
     for file in (DEPLOY / "compose" / "prometheus.yml", FILES / "alerts.yml"):
@@ -70,7 +70,7 @@ def test_prometheus_takes_the_configuration_of_the_compose_file(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: it comes with systemd")
     unit = tmp_path / "kvtier-engine.service"

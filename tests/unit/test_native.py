@@ -47,7 +47,7 @@ LENGTHS = [0, 1, 7, 8, 9, 255, 767, 768, 769, 12287, 12288, 12289, 100_003, 2**2
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_crc32c_is_that_of_the_package(helper, length):
+def test_crc32c_matches_package(helper, length):
     data = bytearray(random.Random(length).randbytes(length + 9))
     for offset in (0, 3):
         expected = reference.crc32c(memoryview(data)[offset : offset + length], 12345)
@@ -56,7 +56,7 @@ def test_crc32c_is_that_of_the_package(helper, length):
 
 @needs_library
 @pytest.mark.parametrize("length", LENGTHS)
-def test_crc32c_without_the_instruction_is_the_same(length):
+def test_crc32c_without_instruction(length):
     data, value = random.Random(length).randbytes(length), length * 2654435761 % 2**32
     assert native.library is not None
     portable = native.library.kvt_crc32c_portable
@@ -66,7 +66,7 @@ def test_crc32c_without_the_instruction_is_the_same(length):
     assert native.crc32c(address_of(buffer), len(data), value) == reference.crc32c(data, value)
 
 
-def test_populate_changes_no_byte_and_makes_pages_resident(helper):
+def test_populate_keeps_bytes(helper):
     length = 64 * mmap.PAGESIZE
     region = mmap.mmap(-1, length)
     region[5] = 99
@@ -85,7 +85,7 @@ def _resident_pages():
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
-def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path, caplog, monkeypatch):
+def test_unloadable_library_is_unused(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("KVTIER_NATIVE", "1")
     shutil.copy(native.__file__, tmp_path / "__init__.py")
     (tmp_path / native.LIBRARY_NAME).write_bytes(b"no library")
@@ -119,7 +119,7 @@ needs_compiler = pytest.mark.skipif(not _has_compiler(), reason="there is no C c
 
 
 @needs_compiler
-def test_the_source_compiles_without_warnings_and_is_used(source_folder, monkeypatch):
+def test_source_compiles_cleanly(source_folder, monkeypatch):
     monkeypatch.setenv("KVTIER_NATIVE", "1")
     library = build.compile_library(source_folder, ("-Werror",))
     assert [path.name for path in source_folder.glob("*.so*")] == [library.name]
@@ -127,7 +127,7 @@ def test_the_source_compiles_without_warnings_and_is_used(source_folder, monkeyp
 
 
 @needs_compiler
-def test_a_library_of_another_version_is_not_used(source_folder, caplog, monkeypatch):
+def test_other_version_is_unused(source_folder, caplog, monkeypatch):
     monkeypatch.setenv("KVTIER_NATIVE", "1")
     source = source_folder / build.SOURCE
     source.write_text(source.read_text().replace("#define KVT_ABI ", "#define KVT_ABI 9"))
@@ -145,9 +145,7 @@ def test_a_library_of_another_version_is_not_used(source_folder, caplog, monkeyp
         ("kvtier_native.c", "int64_t failed; ", "int32_t failed; ", "tree_sums"),
     ],
 )
-def test_library_with_other_layout_is_not_used(
-    source_folder, caplog, monkeypatch, file, before, after, struct
-):
+def test_other_layout_is_unused(source_folder, caplog, monkeypatch, file, before, after, struct):
     monkeypatch.setenv("KVTIER_NATIVE", "1")
     text = (source_folder / file).read_text()
     assert before in text
@@ -160,7 +158,7 @@ def test_library_with_other_layout_is_not_used(
 
 
 @needs_compiler
-def test_a_source_that_does_not_compile_leaves_nothing(source_folder, monkeypatch):
+def test_failed_compile_leaves_nothing(source_folder, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     (source_folder / build.SOURCE).write_text("int main(")
     with pytest.raises(build.BuildError, match="ended with 1"):
@@ -168,7 +166,7 @@ def test_a_source_that_does_not_compile_leaves_nothing(source_folder, monkeypatc
     assert list(source_folder.glob("*.so*")) == []
 
 
-def test_without_a_compiler_building_says_so(source_folder, monkeypatch):
+def test_missing_compiler_is_named(source_folder, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(build.BuildError, match="no C compiler"):
@@ -199,7 +197,7 @@ def run_hook(root):
     return data, application.warnings
 
 
-def test_a_wheel_without_the_helper_is_pure_and_says_why(source_folder, monkeypatch):
+def test_wheel_without_helper_is_pure(source_folder, monkeypatch):
     monkeypatch.setenv("CC", "/nowhere/cc")
     data, warnings = run_hook(source_folder.parent.parent)
     assert (data["artifacts"], data["pure_python"], data["tag"]) == ([], True, "")

@@ -15,7 +15,7 @@ def after_reset(*holders: str, preempted: tuple[str, ...] = (), loading: tuple[s
     return blocks
 
 
-def test_reset_fails_if_a_request_was_not_preempted() -> None:
+def test_reset_needs_preemption() -> None:
     assert after_reset().may_store("new")
     assert after_reset("a", "b", preempted=("a", "b")).may_store("a")
     for failed in (after_reset("a", "b", preempted=("a",)), after_reset(loading=("ended",))):
@@ -25,7 +25,7 @@ def test_reset_fails_if_a_request_was_not_preempted() -> None:
         assert not failed.may_store("b")
 
 
-def test_the_next_reset_decides_anew() -> None:
+def test_next_reset_decides_anew() -> None:
     blocks = after_reset("a", "b")
     blocks.ended("a")
     blocks.reset(())
@@ -33,7 +33,7 @@ def test_the_next_reset_decides_anew() -> None:
     assert blocks.may_store("b")
 
 
-def test_earlier_preemption_proves_nothing_for_others() -> None:
+def test_earlier_preemption_is_no_proof() -> None:
     blocks = OldBlocks()
     blocks.has_blocks("a")
     blocks.step_ended(["a"])

@@ -161,7 +161,7 @@ ALL = "data: one\n\ndata: two\n\ndata: [DONE]\n\n"
 
 
 @pytest.mark.anyio
-async def test_both_engines_are_asked_and_the_answer_streamed() -> None:
+async def test_both_engines_are_asked() -> None:
     (prefill,), (decode,) = [Engine()], [Engine()]
     async with world([prefill], [decode]) as it, asyncio.TaskGroup() as tasks:
         answering = tasks.create_task(it.text({**BODY, "min_tokens": 3, "kv_transfer_params": {"x": 1}}))
@@ -179,7 +179,7 @@ async def test_both_engines_are_asked_and_the_answer_streamed() -> None:
 
 
 @pytest.mark.anyio
-async def test_engines_are_used_in_turn() -> None:
+async def test_engines_take_turns() -> None:
     prefill, decode = ready(2), [Engine(), Engine()]
     prefill[1].arrived = prefill[0].arrived
     async with world(prefill, decode) as it:
@@ -198,7 +198,7 @@ async def test_engines_are_used_in_turn() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("how", ["dead", "failing"])
-async def test_another_prefill_engine_is_asked_where_one_fails(how: str) -> None:
+async def test_other_prefill_engine_is_asked(how: str) -> None:
     prefill = [Engine()] if how == "dead" else [*ready(status=500), Engine()]
     async with world(prefill, [Engine()], dead_prefill=how == "dead") as it:
         for _ in range(2):  # whichever is the first
@@ -214,7 +214,7 @@ async def test_another_prefill_engine_is_asked_where_one_fails(how: str) -> None
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
-async def test_failed_prefill_is_computed_by_decode(status: int) -> None:
+async def test_decode_computes_failed_prefill(status: int) -> None:
     """A request that waits for a prefill that fails does not wait on."""
     prefill, decode = Engine(status), Engine()
     async with world([prefill], [decode]) as it, asyncio.TaskGroup() as tasks:
@@ -228,14 +228,14 @@ async def test_failed_prefill_is_computed_by_decode(status: int) -> None:
 
 
 @pytest.mark.anyio
-async def test_with_decode_engines_alone_it_is_a_plain_proxy() -> None:
+async def test_plain_proxy_without_prefill() -> None:
     async with world([], ready()) as it:
         assert await it.text() == (200, ALL)
         assert it.decode[0].asked == [BODY]
 
 
 @pytest.mark.anyio
-async def test_a_client_that_leaves_aborts_both() -> None:
+async def test_leaving_client_aborts_both() -> None:
     async with world([Engine()], [Engine()]) as it:
         leaving = asyncio.create_task(it.text())
         await it.prefill[0].arrived.wait()
@@ -248,7 +248,7 @@ async def test_a_client_that_leaves_aborts_both() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+async def test_broken_stream_ends_with_error() -> None:
     (decode,) = ready()
     decode.breaks_off = asyncio.Event()
     async with world(ready(), [decode]) as it, it.post() as answer:
@@ -261,7 +261,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_is_no_stream_breaks_off_with_the_engine() -> None:
+async def test_broken_answer_breaks_off() -> None:
     """A client does not take it for complete, nor an error for a part of it."""
     (decode,) = ready(content_type="application/json")
     decode.breaks_off = asyncio.Event()
@@ -273,7 +273,7 @@ async def test_what_is_no_stream_breaks_off_with_the_engine() -> None:
 
 
 @pytest.mark.anyio
-async def test_crashing_request_goes_to_two_engines() -> None:
+async def test_crashing_request_stops_at_two() -> None:
     decode = ready(4)
     for engine in decode:
         engine.crashes = True
@@ -283,7 +283,7 @@ async def test_crashing_request_goes_to_two_engines() -> None:
 
 
 @pytest.mark.anyio
-async def test_decode_engines_are_asked_even_if_all_seem_to_be_down() -> None:
+async def test_decode_is_asked_even_if_down() -> None:
     (decode,) = ready()
     decode.is_healthy = False
     async with world(ready(), [decode]) as it:
@@ -292,20 +292,20 @@ async def test_decode_engines_are_asked_even_if_all_seem_to_be_down() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_an_engine_refuses_is_passed_on() -> None:
+async def test_refusals_are_passed_on() -> None:
     async with world(ready(status=400), ready(status=400)) as it:
         assert (await it.text())[0] == 400
 
 
 @pytest.mark.anyio
-async def test_without_decode_engines_it_says_so() -> None:
+async def test_no_decode_engine_is_told() -> None:
     async with world(ready(), ready(status=500)) as it:
         status, text = await it.text()
         assert (status, json.loads(text)["error"]["message"]) == (503, "no decode engine answers")
 
 
 @pytest.mark.anyio
-async def test_what_is_no_object_is_refused() -> None:
+async def test_non_object_is_refused() -> None:
     async with world(ready(), ready()) as it:
         assert (await it.text([1]))[0] == 400
         for body, kind in (("[" * 100_000, "json"), ("{}", "json; charset=unheard-of")):
@@ -317,7 +317,7 @@ async def test_what_is_no_object_is_refused() -> None:
 
 
 @pytest.mark.anyio
-async def test_however_deep_a_body_is_it_is_answered_or_refused() -> None:
+async def test_deep_body_is_handled() -> None:
     """A body one level below the decoder's limit may exceed the encoder's."""
     statuses = []
     async with world(ready(), ready()) as it:
@@ -342,7 +342,7 @@ async def test_health_and_models() -> None:
 
 
 @pytest.mark.anyio
-async def test_models_are_those_of_another_engine_where_one_hangs() -> None:
+async def test_hung_engine_hides_no_models() -> None:
     hanging, other = ready(2)
     hanging.is_hanging = True
     async with AsyncExitStack() as stack:
@@ -356,7 +356,7 @@ async def test_models_are_those_of_another_engine_where_one_hangs() -> None:
 
 
 @pytest.mark.anyio
-async def test_health_checks_survive_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_checks_survive_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "CHECK_EVERY_S", 0.01)
     asked = 0
     goes_on = asyncio.Event()

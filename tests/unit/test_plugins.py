@@ -31,7 +31,7 @@ def load(name: str) -> type[EvictionPolicy]:
     return plugins.load(POLICIES, name, EvictionPolicy, "eviction_policy")
 
 
-def test_a_policy_of_another_distribution_is_used_by_its_name(install_policy):
+def test_policy_is_used_by_name(install_policy):
     install_policy("mine", f"{LRU_IMPORT}class Policy(LRU): pass")
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "eviction_policy": "mine"})
     assert type(make_core(config, 4096).table.orders[1]).__name__ == "Policy"
@@ -51,7 +51,7 @@ def test_a_policy_of_another_distribution_is_used_by_its_name(install_policy):
     ],
     ids=["needs what is missing", "exits", "has no such name", "is no policy", "is not complete"],
 )
-def test_a_broken_policy_is_named_and_stops_no_other(install_policy, source, words):
+def test_broken_policy_is_named(install_policy, source, words):
     install_policy("bad", source)
     with pytest.raises(ConfigError, match=words):
         load("bad")
@@ -59,7 +59,7 @@ def test_a_broken_policy_is_named_and_stops_no_other(install_policy, source, wor
     assert {"arc", "bad", "lru"} <= {info.name for info in plugins.installed(POLICIES)}
 
 
-def test_a_name_taken_twice_names_both_distributions(install_policy):
+def test_doubled_name_names_both(install_policy):
     install_policy("mine", f"{LRU_IMPORT}class Policy(LRU): pass")
     install_policy("mine", f"{LRU_IMPORT}class Policy(LRU): pass", "acme-rival")
     with pytest.raises(
@@ -69,7 +69,7 @@ def test_a_name_taken_twice_names_both_distributions(install_policy):
     assert load("lru") is LRU
 
 
-def test_a_policy_that_cannot_be_made_is_named(install_policy):
+def test_unmakable_policy_is_named(install_policy):
     install_policy("bad", f"{LRU_IMPORT}class Policy(LRU):\n def __init__(self, ghosts): pass")
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "eviction_policy": "bad"})
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_a_policy_that_cannot_be_made_is_named(install_policy):
         make_core(config, 4096)
 
 
-def test_a_tier_that_cannot_be_made_is_named(install_distribution):
+def test_unmakable_tier_is_named(install_distribution):
     source = """
 from kvtier.tiers.dummy import DummyTier
 class Tier(DummyTier):

@@ -20,12 +20,12 @@ from kvtier import _reasons as reasons
         (KeyError("x"), "error"),
     ],
 )
-def test_every_exception_has_a_word(error: BaseException, word: str) -> None:
+def test_exceptions_have_words(error: BaseException, word: str) -> None:
     assert reasons.word_for(error) == word
     assert word in reasons.TRANSFER
 
 
-def test_unknown_words_are_errors_and_the_sum_is_right() -> None:
+def test_unknown_words_are_errors() -> None:
     words = {"full", "checksum"}
     assert reasons.bounded({"full": 2, "of their own": 3}, words, 5) == {"full": 2, "error": 3}
     assert reasons.bounded({"full": 2}, words, 5) == {"full": 2, "error": 3}

@@ -47,7 +47,7 @@ def modes_below(root: Path) -> dict[str, set[int]]:
     return found
 
 
-def test_nobody_else_can_read_the_shared_region(tmp_path: Path, no_umask: None) -> None:
+def test_region_is_private(tmp_path: Path, no_umask: None) -> None:
     region = Region.open("security-test", slots=4, chunk_bytes=4096, directory=tmp_path)
     try:
         assert modes_below(tmp_path)["files"] == {0o600}
@@ -101,7 +101,7 @@ def secret_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_secret_is_in_no_text_of_the_configuration(secret_tier: None) -> None:
+def test_configuration_text_is_clean(secret_tier: None) -> None:
     config = TieringConfig.from_mapping(
         {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "secret", "password": SECRET}]}
     )
@@ -128,9 +128,7 @@ def test_a_secret_is_in_no_text_of_the_configuration(secret_tier: None) -> None:
         {"type": "acme", "root_dir": "/x", "logins": SECRET},
     ],
 )
-def test_a_secret_is_in_no_error_of_the_configuration(
-    secret_tier: None, acme: None, wrong: dict[str, object]
-) -> None:
+def test_configuration_error_is_clean(secret_tier: None, acme: None, wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]") as caught:
         TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [wrong]})
     assert_hidden(caught.value)
@@ -141,7 +139,7 @@ VERBS = ("open", "contains", "put", "get", "touch", "discard", "usage", "reset",
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_secret_that_a_client_repeats_is_in_no_log(
+def test_client_secret_stays_out_of_log(
     verb: str, secret_tier: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(SecretTier, "fails", (verb,))
@@ -168,14 +166,14 @@ async def use(config: TieringConfig) -> None:
 
 
 @pytest.mark.parametrize("verb", ["open", "put", "get", "discard", "aclose"])
-def test_doctor_hides_a_clients_secret(verb: str, secret_tier: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_hides_client_secret(verb: str, secret_tier: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SecretTier, "fails", ("contains" if verb == "get" else verb,))
     checks = doctor.run(None, [json.dumps(SETTINGS)], 4096)
     assert any("unknown command 'AUTH', with args beginning with: '*" in check.result for check in checks)
     assert SECRET not in repr(checks)
 
 
-def test_bench_tier_hides_a_clients_secret(
+def test_bench_hides_client_secret(
     secret_tier: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(SecretTier, "fails", ("open",))
@@ -187,17 +185,17 @@ def test_bench_tier_hides_a_clients_secret(
 
 
 @pytest.mark.parametrize("password", ["b", "kv", "uck"])
-def test_a_short_secret_is_not_told_by_where_it_is_hidden(password: str) -> None:
+def test_short_secret_leaves_no_trace(password: str) -> None:
     text = "s3 bucket kv-cache: b is not its password"
     assert hide(text, SecretConfig(type="secret", password=SecretStr(password))) == text
 
 
-def test_a_secret_of_four_characters_is_hidden() -> None:
+def test_four_characters_are_hidden() -> None:
     config = SecretConfig(type="secret", password=SecretStr("pass"))
     assert hide("AUTH 'pass'", config) == "AUTH '**********'"
 
 
-def test_failing_plug_in_hides_its_secret(secret_tier: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_plug_in_is_clean(secret_tier: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(self: SecretTier, config: SecretConfig) -> None:
         raise RuntimeError(f"no {config.password.get_secret_value()}")
 

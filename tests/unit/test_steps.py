@@ -64,7 +64,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("ends_last", [False, True])
-def test_a_step_is_what_was_offered_in_it(ends_last: bool) -> None:
+def test_step_is_its_offers(ends_last: bool) -> None:
     it = Engine(ends_last=ends_last)
     it.step(5.0)
     assert not it.is_known, "it has computed nothing"
@@ -87,7 +87,7 @@ def test_steps_ahead_of_each_other(ends_last: bool) -> None:
         assert it.chunk_s == pytest.approx(CHUNK_S)
 
 
-def test_the_time_between_steps_does_not_count() -> None:
+def test_idle_time_does_not_count() -> None:
     it = Engine()
     it.step(10.5 * CHUNK_S, ("a", 0, 10))
     it.now_s += 1000.0
@@ -95,7 +95,7 @@ def test_the_time_between_steps_does_not_count() -> None:
     assert it.chunk_s == pytest.approx(CHUNK_S)
 
 
-def test_what_is_offered_again_counts_once() -> None:
+def test_repeated_offer_counts_once() -> None:
     it = Engine()
     it.step(10.5 * CHUNK_S, ("a", 0, 10))
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_what_is_offered_again_counts_once() -> None:
     assert it.chunk_s == pytest.approx(CHUNK_S)
 
 
-def test_what_the_engine_had_in_its_own_cache_does_not_count() -> None:
+def test_engine_hits_do_not_count() -> None:
     """vLLM offers those chunks, too: of a prompt of 100 that was looked up from 90 on ten are computed."""
     it = Engine()
     for req_id in "abcdef":
@@ -113,7 +113,7 @@ def test_what_the_engine_had_in_its_own_cache_does_not_count() -> None:
     assert rates[(95).bit_length()] == pytest.approx(CHUNK_S)
 
 
-def test_the_chunk_that_a_hit_has_left_does_not_count() -> None:
+def test_chunk_after_hit_does_not_count() -> None:
     """vLLM recomputes a prompt's last chunk for sliding-window models: a step's overhead."""
     it = Engine()
     it.step(20.5 * CHUNK_S, ("a", 0, 20))
@@ -123,7 +123,7 @@ def test_the_chunk_that_a_hit_has_left_does_not_count() -> None:
     assert it.core.shared.gate.compute.rates == pytest.approx([CHUNK_S] * 5)
 
 
-def test_chunks_of_other_groups_do_not_count() -> None:
+def test_other_groups_do_not_count() -> None:
     it = Engine()
     it.meter.begin()
     a, first = Context("a"), keys("a")[0]
@@ -135,7 +135,7 @@ def test_chunks_of_other_groups_do_not_count() -> None:
     assert it.meter.place(a, keys("a", 4)[3]) == 3
 
 
-def test_a_preempted_request_is_computed_anew() -> None:
+def test_preempted_is_computed_anew() -> None:
     it = Engine()
     it.step(10.5 * CHUNK_S, ("a", 0, 10))
     it.meter.forget("a")
@@ -145,7 +145,7 @@ def test_a_preempted_request_is_computed_anew() -> None:
     assert it.chunk_s > CHUNK_S
 
 
-def test_without_a_lookup_or_positions_nothing_is_measured() -> None:
+def test_no_position_no_measure() -> None:
     it = Engine()
     it.meter.begin()
     it.meter.offered(Context("a"), keys("a", 10), None)
@@ -163,7 +163,7 @@ def test_generated_chunks_do_not_count() -> None:
     assert it.chunk_s == pytest.approx(CHUNK_S)
 
 
-def test_no_statistics_means_no_measuring() -> None:
+def test_no_statistics_no_measure() -> None:
     it = Engine()
     for number in range(100):
         it.schedule((f"{number}", 0, 10))

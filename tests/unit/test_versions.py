@@ -43,12 +43,12 @@ def supported() -> tuple[tuple[int, int], tuple[int, int]]:
     return ast.literal_eval(oldest), ast.literal_eval(newest)
 
 
-def test_the_oldest_and_the_newest_are_tested(supported: tuple[tuple[int, int], tuple[int, int]]) -> None:
+def test_range_ends_are_tested(supported: tuple[tuple[int, int], tuple[int, int]]) -> None:
     oldest, newest = (ast.literal_eval(constant("noxfile.py", name)) for name in ("VLLM_OLDEST", "VLLM_NEXT"))
     assert (release(oldest), release(newest)) == supported
 
 
-def test_the_extra_asks_for_the_range(supported: tuple[tuple[int, int], tuple[int, int]]) -> None:
+def test_extra_asks_for_range(supported: tuple[tuple[int, int], tuple[int, int]]) -> None:
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
@@ -57,14 +57,14 @@ def test_the_extra_asks_for_the_range(supported: tuple[tuple[int, int], tuple[in
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "kvtier/adapters/vllm/_compat.py"])
-def test_the_range_is_told_as_it_is(supported: tuple[tuple[int, int], tuple[int, int]], page: str) -> None:
+def test_range_is_told(supported: tuple[tuple[int, int], tuple[int, int]], page: str) -> None:
     oldest, newest = (".".join(map(str, number)) for number in supported)
     text = " ".join((PROJECT / page).read_text(encoding="utf-8").split())
     assert f"vLLM {oldest} to {newest}" in text or f"vLLM, {oldest} to {newest}" in text
 
 
 @pytest.mark.parametrize("module", ["spec", "connector"])
-def test_a_vllm_that_lacks_whole_modules_is_refused_in_words(module: str) -> None:
+def test_incomplete_vllm_is_refused(module: str) -> None:
     script = OLD_VLLM.replace("MODULE", module)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PROJECT)
     last = run.stderr.splitlines()[-1]

@@ -44,7 +44,7 @@ async def check(it: World, keys: list[OffloadKey]) -> int:
         return len(acquired.keys)
 
 
-async def test_what_a_caller_writes_is_found_in_every_tier(tmp_path: Path) -> None:
+async def test_written_is_found_in_every_tier(tmp_path: Path) -> None:
     async with opened(files(tmp_path)) as it:
         assert await write(it, prompt(1, 4)) == 4
         assert await write(it, prompt(1, 6)) == 2, "the others are there"
@@ -54,7 +54,7 @@ async def test_what_a_caller_writes_is_found_in_every_tier(tmp_path: Path) -> No
         await it.check_idle()
 
 
-async def test_what_was_not_written_to_the_end_is_not_stored() -> None:
+async def test_unfinished_write_is_not_stored() -> None:
     async with opened(dummy()) as it:
         block = it.manager.write(prompt(1, 4))
         written = await block.__aenter__()
@@ -68,7 +68,7 @@ async def test_what_was_not_written_to_the_end_is_not_stored() -> None:
         await it.check_idle()
 
 
-async def test_what_is_written_across_a_reset_is_not_stored() -> None:
+async def test_write_across_reset_is_lost() -> None:
     async with opened(dummy()) as it:
         async with it.manager.write(prompt(1, 4)):
             await it.manager.reset()
@@ -76,7 +76,7 @@ async def test_what_is_written_across_a_reset_is_not_stored() -> None:
         await it.check_idle()
 
 
-async def test_without_room_nothing_is_written() -> None:
+async def test_no_room_writes_nothing() -> None:
     async with opened(slots=2) as it:
         await write(it, prompt(1, 2))
         async with it.manager.acquire(prompt(1, 2)):
@@ -85,7 +85,7 @@ async def test_without_room_nothing_is_written() -> None:
         await it.check_idle()
 
 
-async def test_chunks_are_located_but_not_brought(tmp_path: Path) -> None:
+async def test_locating_brings_nothing(tmp_path: Path) -> None:
     async with opened(dummy(), files(tmp_path)) as it:
         await write(it, prompt(1, 2))
         await it.forget_primary()
@@ -97,7 +97,7 @@ async def test_chunks_are_located_but_not_brought(tmp_path: Path) -> None:
         assert "fetched" not in {key[0] for key, count in it.manager.statistics().counts.items() if count}
 
 
-async def test_what_is_known_while_a_locate_waits_is_counted_once() -> None:
+async def test_known_is_counted_once() -> None:
     limits = Limits(request_deadline_s=60.0)
     async with opened(dummy(get_latency_s=0.05, complete_index=False), limits=limits) as it:
         async with asyncio.TaskGroup() as tasks:
@@ -107,7 +107,7 @@ async def test_what_is_known_while_a_locate_waits_is_counted_once() -> None:
         await it.check_idle()
 
 
-async def test_a_reset_while_a_locate_waits() -> None:
+async def test_reset_during_locate() -> None:
     tier = Waiting()
     async with opened(tier, limits=Limits(request_deadline_s=60.0)) as it:
         await write(it, prompt(1, 1))
@@ -121,7 +121,7 @@ async def test_a_reset_while_a_locate_waits() -> None:
         await it.check_idle()
 
 
-async def test_a_locate_beside_an_acquire_of_the_same_keys() -> None:
+async def test_locate_beside_acquire() -> None:
     tier = Waiting()
     async with opened(tier, slots=8, limits=Limits(request_deadline_s=60.0)) as it:
         tier.let_go.set()
@@ -139,7 +139,7 @@ async def test_a_locate_beside_an_acquire_of_the_same_keys() -> None:
         await it.check_idle()
 
 
-async def test_only_puts_in_time_are_drained() -> None:
+async def test_timely_puts_are_drained() -> None:
     tier = Waiting()
     async with opened(tier, limits=Limits(request_deadline_s=60.0)) as it:
         locating = asyncio.ensure_future(it.manager.locate(prompt(1, 1)))
@@ -164,7 +164,7 @@ async def test_overdue_puts_are_not_drained() -> None:
         await it.check_idle()
 
 
-async def test_a_tier_that_hangs_has_located_nothing_by_the_deadline() -> None:
+async def test_hung_tier_locates_nothing() -> None:
     hanging = dummy(hang_rate=1.0, get_latency_s=60.0, complete_index=False, deadline_s=0.2)
     async with opened(hanging, limits=Limits(request_deadline_s=0.2), drain_s=0.0) as it:
         assert await it.manager.locate(prompt(1, 3)) == [False] * 3

@@ -10,8 +10,8 @@ from typing import Final
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
 from kvtier._cli.root.roots import RootArgument, require_root
-from kvtier.tiers.fs._files.call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from kvtier.tiers.fs._files.native_call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Namespace, Root, Tick
 

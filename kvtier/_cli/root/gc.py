@@ -22,7 +22,7 @@ from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
 from kvtier._settings.quantities import duration, size
 from kvtier.errors import TierError
 from kvtier.tiers.fs import _layout as layout
-from kvtier.tiers.fs._files.call import Failures, StopFlag, errno_name
+from kvtier.tiers.fs._files.native_call import Failures, StopFlag, errno_name
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, no_tick

@@ -20,7 +20,7 @@ from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
 from kvtier._log import GuardedLogger
 from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._checking import FileCheck, FileChecker
-from kvtier.tiers.fs._files.call import Result, errno_name
+from kvtier.tiers.fs._files.native_call import Result, errno_name
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, UnknownEntry
 

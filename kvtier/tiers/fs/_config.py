@@ -105,12 +105,12 @@ class FsConfig(TierConfig):
         return (self.root_dir,)
 
     @model_validator(mode="after")
-    def _has_library(self) -> FsConfig:
+    def _require_library(self) -> FsConfig:
         require_library()
         return self
 
     @model_validator(mode="after")
-    def _marks_in_order(self) -> FsConfig:
+    def _require_order_of_marks(self) -> FsConfig:
         if self.low_watermark >= self.high_watermark:
             raise ValueError(
                 f"low_watermark is {self.low_watermark:g}, and must be less than high_watermark, which is "

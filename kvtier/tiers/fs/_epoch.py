@@ -10,8 +10,8 @@ from typing import Final
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import GONE, THERE, FileCall, Place, StopFlag
 from kvtier.tiers.fs._files.index import Index
+from kvtier.tiers.fs._files.native_call import GONE, THERE, FileCall, Place, StopFlag
 from kvtier.tiers.fs._layout import PART, names_in
 from kvtier.tiers.fs._locks import close_lock
 

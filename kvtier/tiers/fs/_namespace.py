@@ -29,7 +29,7 @@ from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import OpenEpoch
-from kvtier.tiers.fs._files.call import Flag, Place, errno_name
+from kvtier.tiers.fs._files.native_call import Flag, Place, errno_name
 from kvtier.tiers.fs._locks import close_lock, make_writer_lock, open_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs._quota import ledger
 

@@ -13,10 +13,18 @@ import anyio
 
 from kvtier.errors import TierError
 from kvtier.tiers._base import Batch, TierContext
-from kvtier.tiers._drain import wait_for_end
+from kvtier.tiers._waiting import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import OpenEpoch
-from kvtier.tiers.fs._files.call import CORRUPT, FileCall, Result, StopFlag, Verb, chunks_with, errno_name
+from kvtier.tiers.fs._files.native_call import (
+    CORRUPT,
+    FileCall,
+    Result,
+    StopFlag,
+    Verb,
+    chunks_with,
+    errno_name,
+)
 from kvtier.tiers.fs._files.pool import NativePool
 from kvtier.tiers.fs._files.workers import Workers, run
 from kvtier.tiers.fs._layout import max_disk_bytes
@@ -177,7 +185,7 @@ class Session:
     def _settle(self, granted: int, added: int) -> None:
         """End a reservation. A timer or the next put reports it to the ledger."""
         if granted:
-            self.quota.settle(granted, added)
+            self.quota.end_reservation(granted, added)
             if not self._flush_is_due:
                 self._flush_is_due = True
                 self._loop.call_later(_FLUSH_S, self._flush_soon)

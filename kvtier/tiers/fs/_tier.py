@@ -23,12 +23,12 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
-from kvtier.tiers._drain import wait_for_end
 from kvtier.tiers._faults import require_answers
+from kvtier.tiers._waiting import wait_for_end
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import OpenEpoch
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import REASONS, THERE, FileCall, Result, Verb, errno_name, outcome_of
+from kvtier.tiers.fs._files.native_call import REASONS, THERE, FileCall, Result, Verb, errno_name, outcome_of
 from kvtier.tiers.fs._files.workers import run
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 from kvtier.tiers.fs._quota.ledger import NO_ROOM

@@ -122,7 +122,7 @@ def test_device(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {speed["way"] for speed in found["CopySpeed"]} == {"store", "load", "both"}
 
 
-def test_a_missing_engine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
@@ -140,18 +140,14 @@ def test_a_missing_engine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         ({"sed": 1}, "sed is not a setting; did you mean seed"),
     ],
 )
-def test_a_tier_that_fails_is_not_measured(
-    run: Run, tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
+def test_failing_tier_is_not_measured(run: Run, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     result = run(
         "tier", "--config", tier_file(tmp_path, **settings), "--chunk-bytes", str(SIZE), "--mib", "1"
     )
     assert words in str(result.exception)
 
 
-def test_full_disk_is_refused_before_writing(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_refused_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8 * 2**20))
     result = run("fs", str(tmp_path), "--chunk-bytes", str(SIZE))
     assert "GiB are free: name a directory" in str(result.exception)

@@ -14,7 +14,7 @@ from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
 
 
-def test_second_engine_is_compared_with_files_per_round() -> None:
+def test_second_engine_compared_per_round() -> None:
     def one(ttft_s: float, answer: int, cached: int = fleet.PROMPT_TOKENS) -> Sample:
         return Sample(ttft_s, [ttft_s], [[answer]], {"cached": cached})
 
@@ -27,7 +27,7 @@ def test_second_engine_is_compared_with_files_per_round() -> None:
     assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
 
 
-def test_losses_are_measured_against_neighbouring_stretches() -> None:
+def test_losses_compare_with_neighbours() -> None:
     idle, slower = serving.Stretch(2.0, 1.0, 0.0, 0.0), serving.Stretch(4.0, 1.0, 0.0, 0.0)
     found = {
         serving.CONTROL: [(idle, serving.Stretch(3.0, 1.0, 0.0, 0.0), slower)],
@@ -39,7 +39,7 @@ def test_losses_are_measured_against_neighbouring_stretches() -> None:
     assert (reading.gb_s, reading.engine_cpu, reading.tier_s_per_gb) == (0.5, 1.5, 0.5)
 
 
-def test_stored_tokens_count_every_prompt_and_answer() -> None:
+def test_stored_tokens_count_both_sides() -> None:
     work = speed.Work(rounds=2)
     prompts = [*work.single("storage", 0), *work.single("cold", 0), *work.together("unseen", 0)]
     prompts += work.together("convoy", 0)
@@ -47,7 +47,7 @@ def test_stored_tokens_count_every_prompt_and_answer() -> None:
     assert work.stored_tokens == 3 * (sum(map(len, prompts)) + answers)
 
 
-def test_phases_are_compared_with_the_matching_control() -> None:
+def test_phases_have_matching_controls() -> None:
     def answered(tokens: list[int], **loaded: int) -> demo.Round:
         return demo.Round([0.1], [tokens], Counter(loaded))
 
@@ -59,7 +59,7 @@ def test_phases_are_compared_with_the_matching_control() -> None:
     ]
 
 
-def test_measures_are_compared_within_a_round() -> None:
+def test_measures_compare_within_round() -> None:
     found = {
         speed.HOST: {LMCACHE: [20.0, 400.0, 60.0], KVTIER: [10.0, 100.0, 20.0]},
         speed.UNSEEN: {KVTIER: [1.1, 2.2, 3.3], PLAIN: [1.0, 2.0, 3.0]},
@@ -88,16 +88,14 @@ def test_measures_are_compared_within_a_round() -> None:
         ([1, 2], [-0.5, -1.0], 0, 1),
     ],
 )
-def test_wrong_answer_with_matching_tokens_is_detected(
-    tokens: list[int], logprobs: list[float], wrong: int, failed: int
-) -> None:
+def test_wrong_answer_detected(tokens: list[int], logprobs: list[float], wrong: int, failed: int) -> None:
     reference = {"answers": [[1, 2, 3], [5]], "logprobs": [[-0.5, -1.0, -1.5], [-2.0]]}
     answer = {"answers": [tokens, [5]], "logprobs": [logprobs, [-2.0]]}
     assert faults.count_wrong(answer, reference) == wrong
     assert faults.count_failed(answer, reference) == failed
 
 
-def test_a_flipped_bit_makes_one_number_of_a_chunk_huge(tmp_path: Path) -> None:
+def test_flipped_bit_gives_huge_number(tmp_path: Path) -> None:
     path = tmp_path / "chunk"
     path.write_bytes(struct.pack("<101f", *[0.1] * 101))
     faults.flip_a_bit(path)

@@ -53,7 +53,7 @@ def common(one: list[Any], other: list[Any]) -> int:
     st.sampled_from([16, 32, 100, 512]),
     st.integers(0, 3),
 )
-def test_scaled_prompts_share_what_they_shared_and_no_more(
+def test_scaled_prompts_share_the_same(
     trace: list[TimedLine], speed: float, tokens_per_chunk: int, seed: int
 ) -> None:
     scale = Scale(speed, tokens_per_chunk, seed)
@@ -71,9 +71,7 @@ def test_scaled_prompts_share_what_they_shared_and_no_more(
 
 @some
 @hypothesis.given(st.lists(lines(), min_size=1, max_size=8), st.floats(0.1, 1000), st.integers(16, 512))
-def test_times_and_lengths_are_those_of_the_trace_divided(
-    trace: list[TimedLine], speed: float, tokens_per_chunk: int
-) -> None:
+def test_trace_is_divided(trace: list[TimedLine], speed: float, tokens_per_chunk: int) -> None:
     chosen = Scale(speed, tokens_per_chunk, 0).requests(trace, len(trace))
     assert all(earlier.at_s <= later.at_s for earlier, later in pairwise(chosen))
     by_time = sorted(trace, key=lambda line: line.timestamp)
@@ -100,7 +98,7 @@ def conversations(count: int, turns: int) -> list[TimedLine]:
     ]
 
 
-def test_trace_sample_has_whole_conversations_over_time() -> None:
+def test_sample_keeps_conversations() -> None:
     trace = conversations(100, 5)
     scale = Scale(1.0, 32, 1)
     chosen = scale.requests(trace, 50)
@@ -140,7 +138,7 @@ vllm:external_prefix_cache_hits_total 20.0
 """
 
 
-def test_tokens_and_bytes_come_from_available_metrics() -> None:
+def test_tokens_come_from_metrics() -> None:
     nothing, now = Counters(None), Counters(PAGE)
     assert now.tokens(nothing) == {COMPUTED: 1000, DEVICE: 600, "cpu": 300, "fs": 100}
     assert set(now.tokens(now).values()) == {0}
@@ -266,9 +264,7 @@ def replayed(*arguments: str) -> dict[str, list[dict[str, Any]]]:
     ids=["ids", "text"],
     indirect=True,
 )
-def test_a_replay_sends_every_request_and_counts_what_fails(
-    service: Service, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_replay_counts_failures(service: Service, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     trace = conversations(4, 3)
     service.refuses = 4 * 20  # the second turns
     found = replayed(write(tmp_path / "trace.jsonl", trace), "--url", service.url, "--tokens-per-chunk", "20")
@@ -293,7 +289,7 @@ def test_a_replay_sends_every_request_and_counts_what_fails(
 
 
 @pytest.mark.parametrize("service", [{"takes_ids": True, "has_metrics": False}], indirect=True)
-def test_too_long_requests_are_refused_with_fitting_scale(service: Service, tmp_path: Path) -> None:
+def test_long_requests_suggest_scale(service: Service, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", conversations(1, 12))
     with pytest.raises(KVTierError, match=r"--tokens-per-chunk (\d+) or less") as caught:
         replayed(trace, "--url", service.url, "--tokens-per-chunk", "64")
@@ -315,9 +311,7 @@ def test_too_long_requests_are_refused_with_fitting_scale(service: Service, tmp_
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_named(
-    tmp_path: Path, line: str, arguments: tuple[str, ...], words: str
-) -> None:
+def test_unreplayable_is_named(tmp_path: Path, line: str, arguments: tuple[str, ...], words: str) -> None:
     (path := tmp_path / "trace.jsonl").write_text(line)
     with pytest.raises(KVTierError, match=words):
         replayed(str(path), *arguments)

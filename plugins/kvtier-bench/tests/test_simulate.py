@@ -55,7 +55,7 @@ def test_lru_is_a_naive_lru(ids: list[list[int]], capacity: int) -> None:
 @pytest.mark.parametrize("policy", [LRU, ARC, LHD, Auto])
 @some
 @hypothesis.given(ids=prompts, capacity=st.integers(1, 15), device=st.integers(0, 6))
-def test_no_policy_beats_the_optimum(
+def test_optimum_is_never_beaten(
     policy: type[EvictionPolicy], ids: list[list[int]], capacity: int, device: int
 ) -> None:
     requests = sample(ids).requests
@@ -66,7 +66,7 @@ def test_no_policy_beats_the_optimum(
 
 @hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(ids=prompts, capacity=st.integers(1, 15), device=st.integers(0, 6))
-def test_files_do_not_beat_it_either(ids: list[list[int]], capacity: int, device: int) -> None:
+def test_files_do_not_beat_optimum(ids: list[list[int]], capacity: int, device: int) -> None:
     requests = sample(ids).requests
     hits = device_hits(requests, device)
     loaded = sum(loaded for loaded, _ in replay_files(requests, hits, capacity))
@@ -77,7 +77,7 @@ def test_files_do_not_beat_it_either(ids: list[list[int]], capacity: int, device
     "name",
     ["scans", pytest.param("heads", marks=pytest.mark.full), pytest.param("loops", marks=pytest.mark.full)],
 )
-def test_of_files_what_returns_outlives_what_came_once(name: str) -> None:
+def test_returning_files_outlive_single_use(name: str) -> None:
     requests = sample(generate(name, 1500, 0)).requests
     nothing, capacity = [0] * len(requests), 200
     files = sum(loaded for loaded, _ in replay_files(requests, nothing, capacity))
@@ -86,13 +86,13 @@ def test_of_files_what_returns_outlives_what_came_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(("capacity", "loaded"), [(1, 2), (2, 3), (3, 3)])
-def test_the_optimum_keeps_what_comes_back_first(capacity: int, loaded: int) -> None:
+def test_optimum_keeps_next_used(capacity: int, loaded: int) -> None:
     """Of a, b, c, a, b, a with one slot, only a is worth keeping; b as well with two; c never."""
     requests = sample([[1], [2], [3], [1], [2], [1]]).requests
     assert optimum(requests, [0] * 6, capacity) == loaded
 
 
-def test_a_sample_keeps_all_uses_of_a_chunk() -> None:
+def test_sample_keeps_all_uses() -> None:
     ids = list(generate("heads", 500, 1))
     whole, part = sample(ids), sample(ids, max_lookups=3000)
     assert whole.sampled == 1
@@ -104,7 +104,7 @@ def test_a_sample_keeps_all_uses_of_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_a_seed_gives_one_trace(name: str) -> None:
+def test_seed_gives_one_trace(name: str) -> None:
     first, again, other = (list(generate(name, 50, seed)) for seed in (1, 1, 2))
     assert first == again != other
 
@@ -114,7 +114,7 @@ def simulate(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output + str(result.exception or "")
 
 
-def test_command_compares_policy_with_the_optimum(tmp_path: Path) -> None:
+def test_compares_policy_with_optimum(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n{"hash_ids": ["a"]}\n{"hash_ids": [1, 2]}\n')
     status, text = simulate(
@@ -153,14 +153,14 @@ def refused(*arguments: str) -> str:
         (["heads", "--chunk-bytes", "0"], "--chunk-bytes 0: must be at least 1 byte"),
     ],
 )
-def test_a_wrong_argument_is_named(arguments: list[str], words: str) -> None:
+def test_wrong_argument_is_named(arguments: list[str], words: str) -> None:
     assert words in refused(*arguments, "--requests", "50")
 
 
 @pytest.mark.parametrize(
     "line", [b'{"ids": [2]}', b'{"hash_ids": ["\xff"]}', b'{"hash_ids": ["\\ud800x"]}', b"[]"]
 )
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: bytes) -> None:
+def test_invalid_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"hash_ids": [1]}\n \r\n' + line)  # neither BOM nor blank line is wrong
     assert f"{path}, line 3: " in (text := refused(str(path)))
@@ -168,13 +168,13 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: bytes) -> None
 
 
 @pytest.mark.parametrize("text", ["", "\n", '{"hash_ids": []}\n'])
-def test_a_trace_without_chunks_is_named(tmp_path: Path, text: str) -> None:
+def test_empty_trace_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     assert f"{path} has no chunks to simulate" in refused(str(path))
 
 
-def test_a_policy_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_policy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "acme_worn.py").write_text(
         "from kvtier.policies import LRU\n"
         "class Worn(LRU):\n    def evict(self, count):\n        raise LookupError('worn out')\n"
@@ -188,7 +188,7 @@ def test_a_policy_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--policy acme-worn: it raised LookupError: worn out" in said
 
 
-def test_shared_prefix_hits_first_cache_at_true_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefix_hit_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 chunks of 100, of which the sample has fewer than its share."""
     monkeypatch.setattr(run, "sample", partial(sample, max_lookups=20_000))
     path, head = tmp_path / "trace.jsonl", [f"shared {number}" for number in range(20)]

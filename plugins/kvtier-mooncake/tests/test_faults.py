@@ -26,7 +26,7 @@ async def until(call: Callable[[], Awaitable[Outcome]], *statuses: Status) -> No
             await anyio.sleep(0.05)
 
 
-async def test_killed_master_misses_until_restart(own_pool: Pool) -> None:
+async def test_killed_master_misses(own_pool: Pool) -> None:
     async with opened(own_pool) as it:
         await it.outcome_of_put(range(8))
         await to_thread.run_sync(own_pool.kill_master)
@@ -51,7 +51,7 @@ async def test_killed_master_misses_until_restart(own_pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["master", "client"])
-async def test_who_hangs_holds_calls_until_it_answers(own_pool: Pool, client: bool) -> None:
+async def test_hanging_master_holds_calls(own_pool: Pool, client: bool) -> None:
     async with opened(own_pool) as it:
         await it.outcome_of_put(range(4))
         batch, slots = it.empty(range(4))
@@ -65,26 +65,26 @@ async def test_who_hangs_holds_calls_until_it_answers(own_pool: Pool, client: bo
         assert set(await it.get(range(4))) == {Status.OK}
 
 
-async def test_a_master_that_hangs_at_the_start_is_said_at_once(own_pool: Pool) -> None:
+async def test_hanging_master_fails_open(own_pool: Pool) -> None:
     tier = MooncakeTier(MooncakeConfig(master=own_pool.address))
     with own_pool.stopped(), anyio.fail_after(30), pytest.raises(TierError, match="cannot be reached"):
         await tier.open(TierContext("pool", IDENTITY, 4096))
 
 
-async def test_no_master_at_the_start_is_said_with_the_setting() -> None:
+async def test_missing_master_names_setting() -> None:
     tier = MooncakeTier(MooncakeConfig(master=f"127.0.0.1:{free_port()}"))
     with pytest.raises(TierError, match=r"tier pool: the master at 127.* set master to its host:port"):
         await tier.open(TierContext("pool", IDENTITY, 4096))
 
 
-async def test_missing_metadata_server_error_names_setting(pool: Pool) -> None:
+async def test_missing_metadata_names_setting(pool: Pool) -> None:
     url = f"http://127.0.0.1:{free_port()}/metadata"
     tier = MooncakeTier(MooncakeConfig(master=pool.address, metadata_server=url))
     with pytest.raises(TierError, match=r"the metadata server at http.* or correct metadata_server"):
         await tier.open(TierContext("pool", IDENTITY, 4096))
 
 
-async def test_empty_pool_error_names_setting(tmp_path: Path) -> None:
+async def test_empty_pool_names_setting(tmp_path: Path) -> None:
     with Pool(tmp_path, 0) as pool:
         with pytest.raises(TierError, match=r"no client of the master contributes memory.*segment_bytes"):
             async with opened(pool):
@@ -94,7 +94,7 @@ async def test_empty_pool_error_names_setting(tmp_path: Path) -> None:
             assert set(await it.get(range(8))) == {Status.OK}
 
 
-async def test_pool_recovers_after_client_is_killed(tmp_path: Path) -> None:
+async def test_recovers_after_client_is_killed(tmp_path: Path) -> None:
     with Pool(tmp_path, 128 << 20, "--client_ttl", "5") as pool:
         async with opened(pool, segment_bytes=0) as it:
             await it.outcome_of_put(range(8))
@@ -109,7 +109,7 @@ async def test_pool_recovers_after_client_is_killed(tmp_path: Path) -> None:
             assert set(await it.get(range(8))) == {Status.OK}
 
 
-async def test_full_pool_evicts_and_leases_refuse_puts(tmp_path: Path) -> None:
+async def test_full_pool_evicts_unleased(tmp_path: Path) -> None:
     with Pool(tmp_path, 32 << 20, lease="60s") as pool:
         async with opened(pool, chunk_bytes=1 << 20) as it:
             there = [
@@ -125,7 +125,7 @@ async def test_full_pool_evicts_and_leases_refuse_puts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("master", ["", "host", "host:", ":50051", "host:0", "host:70000", "http://host"])
-def test_a_master_that_is_no_address_is_refused(master: str) -> None:
+def test_bad_master_address_refused(master: str) -> None:
     with pytest.raises(ValueError, match="is not host:port"):
         MooncakeConfig(master=master)
 
@@ -133,12 +133,12 @@ def test_a_master_that_is_no_address_is_refused(master: str) -> None:
 @pytest.mark.parametrize(
     "server", ["", "nonsense", "P2P", "http://host/metadata", "ftp://host:1", "etcd://:2379"]
 )
-def test_a_metadata_server_that_is_none_is_refused(server: str) -> None:
+def test_bad_metadata_server_refused(server: str) -> None:
     with pytest.raises(ValueError, match="is neither P2PHANDSHAKE nor a URL with a port"):
         MooncakeConfig(metadata_server=server)
 
 
-def test_the_readme_lists_every_setting() -> None:
+def test_readme_lists_settings() -> None:
     readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     for name, field in MooncakeConfig.model_fields.items():
         if name in MooncakeConfig.__annotations__ and name != "type":

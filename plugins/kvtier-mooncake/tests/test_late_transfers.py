@@ -91,7 +91,7 @@ async def open_tier(lost: Callable[[str], None], **settings: Any) -> TierRig:
 @pytest.mark.parametrize("verb", ["put", "get"])
 @pytest.mark.parametrize("code", [TRANSFER, UNREACHABLE, LEASE, UNKNOWN])
 @pytest.mark.usefixtures("gives_up_at_once")
-async def test_abandoned_transfer_stops_before_call_ends(client: StandIn, verb: str, code: int) -> None:
+async def test_abandoned_transfer_stops(client: StandIn, verb: str, code: int) -> None:
     lost: list[str] = []
     it = await open_tier(lost.append)
     client.codes = [OK if verb == "get" else 0, code]
@@ -118,9 +118,7 @@ async def test_abandoned_transfer_stops_before_call_ends(client: StandIn, verb: 
         (UNKNOWN, "tcp", True),
     ],
 )
-async def test_failure_closes_client_if_transfer_may_continue(
-    client: StandIn, code: int, protocol: str, closes: bool
-) -> None:
+async def test_failure_closes_busy_client(client: StandIn, code: int, protocol: str, closes: bool) -> None:
     lost: list[str] = []
     it = await open_tier(lost.append, protocol=protocol)
     client.codes = [code]
@@ -130,7 +128,7 @@ async def test_failure_closes_client_if_transfer_may_continue(
 
 
 @pytest.mark.usefixtures("gives_up_at_once")
-async def test_slow_miss_does_not_close_client(client: StandIn) -> None:
+async def test_slow_miss_keeps_client(client: StandIn) -> None:
     it = await open_tier(pytest.fail)
     client.codes = [OK, NOT_FOUND]
     outcome = await it.tier.get(it.empty(range(2))[0])
@@ -139,7 +137,7 @@ async def test_slow_miss_does_not_close_client(client: StandIn) -> None:
     await it.tier.aclose()
 
 
-async def test_a_call_that_raises_closes_the_client(client: StandIn) -> None:
+async def test_raising_call_closes_client(client: StandIn) -> None:
     it = await open_tier(lambda why: None)
     client.error = MemoryError()
     with pytest.raises(MemoryError):
@@ -148,7 +146,7 @@ async def test_a_call_that_raises_closes_the_client(client: StandIn) -> None:
 
 
 @pytest.mark.usefixtures("gives_up_at_once")
-async def test_the_client_is_closed_only_when_nobody_is_inside(client: StandIn) -> None:
+async def test_client_closes_when_unused(client: StandIn) -> None:
     it = await open_tier(lambda why: None)
     client.codes = [TRANSFER]
     inside, leave, found = threading.Event(), threading.Event(), list[bool]()
@@ -182,7 +180,7 @@ async def test_the_client_is_closed_only_when_nobody_is_inside(client: StandIn) 
 @pytest.mark.parametrize(
     ("codes", "error"), [([-900, -900], ConnectionError), ([-1, -900], Exception), ([0, -1], None)]
 )
-async def test_a_lookup_fails_where_the_pool_can_answer_for_no_key(
+async def test_unanswered_lookup_fails(
     client: StandIn, codes: list[int], error: type[Exception] | None
 ) -> None:
     it = await open_tier(pytest.fail)
@@ -196,7 +194,7 @@ async def test_a_lookup_fails_where_the_pool_can_answer_for_no_key(
 
 
 @pytest.mark.full
-async def test_slow_link_never_writes_into_reused_slots(tmp_path: Path) -> None:
+async def test_slow_link_spares_reused_slots(tmp_path: Path) -> None:
     """The client gives a transfer up after 60 s if bytes keep coming, but not all of them."""
     with Pool(tmp_path, 256 << 20) as pool:
         async with opened(pool, chunk_bytes=64 << 20) as it:

@@ -69,7 +69,7 @@ def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[],
     monkeypatch.setattr(agent, "read", wrapped)
 
 
-async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: Holder) -> None:
+async def test_only_held_chunks_are_got(holder: Holder) -> None:
     async with opened(holder.address, holder.address.replace("127.0.0.1", "localhost")) as it:
         await until_found(it, EIGHT)
         assert set(await it.get(EIGHT)) == {Status.OK}
@@ -81,7 +81,7 @@ async def test_chunks_of_a_peer_are_got_and_those_of_nobody_are_absent(holder: H
 
 
 @pytest.mark.full  # as where a get waits for receiving memory
-async def test_chunks_beyond_receiving_memory_come_in_turn(holder: Holder) -> None:
+async def test_excess_chunks_come_in_turn(holder: Holder) -> None:
     async with opened(holder.address, receive_bytes=3 * CHUNK_BYTES) as it:
         await until_found(it, EIGHT)
         async with anyio.create_task_group() as tasks:
@@ -90,7 +90,7 @@ async def test_chunks_beyond_receiving_memory_come_in_turn(holder: Holder) -> No
         assert set(await it.get(EIGHT)) == {Status.OK}
 
 
-async def test_a_peer_that_has_reset_the_connection_is_not_connected() -> None:
+async def test_reset_connection_is_closed() -> None:
     async with pair() as (_, it):
         peer = first_peer(it)
         link = peer._link
@@ -104,7 +104,7 @@ async def test_a_peer_that_has_reset_the_connection_is_not_connected() -> None:
 
 
 @pytest.mark.full  # the next two cover a loss and a return
-async def test_killed_peer_misses_until_it_returns(holder: Holder, tmp_path: Path) -> None:
+async def test_killed_peer_misses_until_return(holder: Holder, tmp_path: Path) -> None:
     async with opened(holder.address) as it:
         await it.put(range(100, 104))
         await until_found(it, EIGHT)
@@ -117,9 +117,7 @@ async def test_killed_peer_misses_until_it_returns(holder: Holder, tmp_path: Pat
             assert set(await it.get(EIGHT)) == {Status.OK}
 
 
-async def test_a_peer_that_is_killed_in_mid_transfer_is_a_miss_at_once(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_peer_killed_in_transfer_misses(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
         await it.outcome_of_get(EIGHT)
@@ -142,9 +140,7 @@ async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
     holder.kill()
 
 
-async def test_late_bytes_of_stopped_peer_are_harmless(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_bytes_are_harmless(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: dict[str, Any] = {"deadline_s": 6.0, "answer_timeout_s": 3.0}
     async with opened(holder.address, receive_bytes=8 * CHUNK_BYTES, **waits) as it:
         lost: list[str] = []
@@ -184,7 +180,7 @@ async def test_get_waiting_for_memory_keeps_peer() -> None:
         assert set(await it.get(EIGHT)) == {Status.OK}
 
 
-async def test_a_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(holder.address, answer_timeout_s=3.0) as it:
         await until_found(it, EIGHT)
         lookups: list[Peer] = []
@@ -204,9 +200,7 @@ async def test_a_stopped_peer_costs_one_lookup(holder: Holder, monkeypatch: pyte
         await until_found(it, EIGHT)
 
 
-async def test_late_peer_is_not_awaited_after_others_answered(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_peer_is_not_awaited(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     late = f"127.0.0.1:{free_port()}"
     async with opened(listen=late) as near:
         await near.put(range(8, 16))
@@ -233,9 +227,7 @@ async def test_late_peer_is_not_awaited_after_others_answered(
             await until_found(it, range(16))
 
 
-async def test_late_peer_is_not_read_if_another_holds(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_other_holder_replaces_late_peer(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     other = f"127.0.0.1:{free_port()}"
     async with opened(listen=other) as near:
         await near.put(EIGHT)
@@ -262,9 +254,7 @@ async def test_late_peer_is_not_read_if_another_holds(
 
 
 @pytest.mark.full  # as with a thread that hangs
-async def test_a_stopped_peer_does_not_keep_the_tier_from_closing(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stopped_peer_allows_close(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
         agent = tier_of(it)._opened
@@ -289,7 +279,7 @@ async def test_a_stopped_peer_does_not_keep_the_tier_from_closing(
 
 
 @pytest.mark.full  # what kvtier does when a tier process ends is tested where the process is
-async def test_holder_survives_reader_killed_in_transfer(holder: Holder, tmp_path: Path) -> None:
+async def test_holder_survives_killed_reader(holder: Holder, tmp_path: Path) -> None:
     """If UCX emulates reads, as over TCP, it may abort a holder that answers a dead reader."""
     with Holder(tmp_path / "reader.log", {"peers": [holder.address]}, chunks=0) as reader:
         reader.tell("read", holder.process.pid)  # which it stops; the read is in flight for certain
@@ -309,7 +299,7 @@ async def test_holder_survives_reader_killed_in_transfer(holder: Holder, tmp_pat
 @pytest.mark.parametrize(
     "is_confirmed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["clock", "only-the-seal"]
 )
-async def test_chunks_whose_lease_ran_out_are_never_given(
+async def test_expired_leases_give_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_confirmed: bool
 ) -> None:
     """Their memory holds other chunks by then. The seal detects damage that the clock misses."""
@@ -333,9 +323,7 @@ async def test_chunks_whose_lease_ran_out_are_never_given(
     assert set(fetched.reasons) == ({"checksum"} if is_confirmed else {"lease"})
 
 
-async def test_a_holder_that_is_reset_gives_nothing_of_before(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reset_holder_gives_nothing(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
 
@@ -352,7 +340,7 @@ async def test_a_holder_that_is_reset_gives_nothing_of_before(
         assert set(await later.get(EIGHT)) == {Status.ABSENT}
 
 
-async def test_a_reader_that_is_reset_gets_nothing_of_before() -> None:
+async def test_reset_reader_gets_nothing() -> None:
     async with pair() as (_, it):
         await it.put(range(100, 104))
         await it.tier.reset()
@@ -362,7 +350,7 @@ async def test_a_reader_that_is_reset_gets_nothing_of_before() -> None:
         assert set(await it.get(range(100, 104))) == {Status.OK}
 
 
-async def test_interrupted_reset_serves_nothing_and_repeats(
+async def test_interrupted_reset_repeats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
@@ -382,9 +370,7 @@ async def test_interrupted_reset_serves_nothing_and_repeats(
             socket.create_connection(parse_address(listen))
 
 
-async def test_strangers_are_refused_and_both_sides_log_each_cause(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_refusals_are_logged_on_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret = tmp_path / "secret"
     secret.write_text(secrets.token_hex(32))
     others: list[tuple[dict[str, Any], str]] = [
@@ -400,7 +386,7 @@ async def test_strangers_are_refused_and_both_sides_log_each_cause(
             assert f"is not used: it refuses: '{words}" in caplog.text
 
 
-async def test_engines_that_share_a_secret_serve_each_other(tmp_path: Path) -> None:
+async def test_shared_secret_connects(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text(f"{secrets.token_hex(32)}\n")
     with Holder(tmp_path / "log", {"secret_file": str(path)}) as holder:
@@ -409,7 +395,7 @@ async def test_engines_that_share_a_secret_serve_each_other(tmp_path: Path) -> N
             assert set(await it.get(EIGHT)) == {Status.OK}
 
 
-async def test_a_rotated_secret_is_read_again(tmp_path: Path) -> None:
+async def test_rotated_secret_is_read(tmp_path: Path) -> None:
     path, listen = tmp_path / "secret", f"127.0.0.1:{free_port()}"
     path.write_text(secrets.token_hex(32))
     async with opened(listen=listen, secret_file=path) as older:
@@ -419,7 +405,7 @@ async def test_a_rotated_secret_is_read_again(tmp_path: Path) -> None:
             await until_found(it, EIGHT)
 
 
-async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: Holder) -> None:
+async def test_nonsense_is_turned_away(holder: Holder) -> None:
     host, _, port = holder.address.partition(":")
     strangers = []
     for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, bytes(64), secrets.token_bytes(5000)):
@@ -432,7 +418,7 @@ async def test_who_sends_nonsense_is_turned_away_and_others_are_served(holder: H
         stranger.close()
 
 
-async def test_hanging_nixl_thread_does_not_block_closing(
+async def test_hanging_thread_allows_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_agent, "_CLOSE_S", 0.5)
@@ -456,7 +442,7 @@ async def test_hanging_nixl_thread_does_not_block_closing(
     assert agent._agent is None
 
 
-async def test_those_that_prove_nothing_do_not_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unproven_peers_leave_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_server, "_MAX_STRANGERS", 2)
     async with pair() as (near, it):
         address = parse_address(tier_of(near).config.listen)
@@ -470,7 +456,7 @@ async def test_those_that_prove_nothing_do_not_take_all_connections(monkeypatch:
         assert answers == 2 * [protocol.Challenge] + [protocol.Refused]
 
 
-async def test_silent_peer_does_not_block_opening(
+async def test_silent_peer_allows_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_peers, "_FIRST_TRIES_S", 0.2)
@@ -480,7 +466,7 @@ async def test_silent_peer_does_not_block_opening(
             assert not first_peer(it).was_tried.is_set()
 
 
-async def test_its_own_address_among_the_peers_is_ignored(holder: Holder) -> None:
+async def test_own_address_is_ignored(holder: Holder) -> None:
     mine = f"127.0.0.1:{free_port()}"
     async with opened(mine, holder.address, listen=mine) as it:
         await until_found(it, EIGHT)
@@ -489,9 +475,7 @@ async def test_its_own_address_among_the_peers_is_ignored(holder: Holder) -> Non
         assert [peer.is_connected for peer in peers._peers] == [False, True]
 
 
-async def test_what_keeps_it_from_opening_is_said_with_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_open_names_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = tmp_path / "short"
     short.write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as taken:

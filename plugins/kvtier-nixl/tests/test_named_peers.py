@@ -53,7 +53,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[TierRig,
 
 
 @pytest.mark.anyio
-async def test_a_client_names_the_peer_that_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_named_peer_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(monkeypatch) as (it, others, asked):
         first, second, third = (other.tier.config.listen for other in others)
         await others[0].put(EIGHT)
@@ -85,9 +85,7 @@ async def test_a_client_names_the_peer_that_is_asked_first(monkeypatch: pytest.M
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("how", ["unknown", "gone", "late"])
-async def test_all_peers_are_asked_where_the_named_one_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_all_peers_asked_on_silence(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     async with fleet(monkeypatch) as (it, others, asked):
         first, second, third = (other.tier.config.listen for other in others)
         await others[1].put(EIGHT)
@@ -133,10 +131,10 @@ async def test_all_peers_are_asked_where_the_named_one_does_not_answer(
         ),
     ],
 )
-def test_listen_address_is_advertised_by_default(settings: dict[str, str], address: str | None) -> None:
+def test_listen_address_is_advertised(settings: dict[str, str], address: str | None) -> None:
     assert validation.build(NixlConfig, settings).peer_address() == address
 
 
-def test_an_advertised_address_has_a_port() -> None:
+def test_advertised_address_has_port() -> None:
     with pytest.raises(ConfigError, match="advertise"):
         validation.build(NixlConfig, {"advertise": "10.0.0.1:0"})

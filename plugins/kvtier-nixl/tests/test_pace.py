@@ -43,13 +43,13 @@ def shares(paces: Mapping[str, Pace]) -> Counter[str]:
     return Counter(share_out(dict.fromkeys(CHUNKS, tuple(paces)), paces.__getitem__).values())
 
 
-def test_a_large_get_is_split_by_throughput() -> None:
+def test_large_get_is_split_by_throughput() -> None:
     clock = Clock()
     found = shares({"fast": measured(clock, 0.001), "slow": measured(clock, 0.003)})
     assert found == {"fast": 48, "slow": 16}
 
 
-def test_chunks_in_flight_count_against_a_holder() -> None:
+def test_in_flight_chunks_count() -> None:
     clock = Clock()
     paces = {"idle": measured(clock, 0.001), "busy": measured(clock, 0.001)}
     with paces["busy"].reading(32):
@@ -57,7 +57,7 @@ def test_chunks_in_flight_count_against_a_holder() -> None:
     assert paces["busy"].in_flight == 0
 
 
-def test_a_slow_peer_is_tried_again_after_a_while() -> None:
+def test_slow_peer_is_tried_again() -> None:
     clock = Clock()
     slow = measured(clock, 5.0)
     assert shares({"slow": slow, "fast": measured(clock, 0.001)}) == {"fast": 64}
@@ -65,7 +65,7 @@ def test_a_slow_peer_is_tried_again_after_a_while() -> None:
     assert shares({"slow": slow, "fast": measured(clock, 0.001)})["slow"] == 32
 
 
-def test_a_read_that_fails_is_not_measured_and_not_in_flight() -> None:
+def test_failed_read_is_not_measured() -> None:
     clock = Clock()
     pace = measured(clock, 0.001)
     with suppress(OSError), pace.reading(8):
@@ -76,7 +76,7 @@ def test_a_read_that_fails_is_not_measured_and_not_in_flight() -> None:
 
 
 @given(st.lists(st.sets(st.sampled_from("abc"), min_size=1), min_size=1, max_size=64))
-def test_each_chunk_is_read_from_one_of_its_holders(held: Sequence[set[str]]) -> None:
+def test_each_chunk_has_one_holder(held: Sequence[set[str]]) -> None:
     paces = {name: Pace() for name in "abc"}
     holders = {key: sorted(names) for key, names in zip(CHUNKS, held, strict=False)}
     chosen = share_out(holders, paces.__getitem__)
@@ -85,7 +85,7 @@ def test_each_chunk_is_read_from_one_of_its_holders(held: Sequence[set[str]]) ->
 
 
 @pytest.mark.anyio
-async def test_a_get_reads_from_all_engines_that_hold_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_get_reads_from_all_holders(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     async with AsyncExitStack() as stack:
         for address in addresses:

@@ -38,7 +38,7 @@ MESSAGES = st.one_of(
 
 
 @given(MESSAGES)
-async def test_a_message_arrives_as_it_was_sent(message: protocol.AnyMessage) -> None:
+async def test_messages_round_trip(message: protocol.AnyMessage) -> None:
     assert await received(protocol.encode(message)) == message
 
 
@@ -47,7 +47,7 @@ def framed(body: bytes) -> bytes:
 
 
 @given(st.one_of(st.binary(max_size=300), st.binary(max_size=300).map(framed)))
-async def test_any_bytes_are_a_message_or_a_named_error(sent: bytes) -> None:
+async def test_any_bytes_parse_or_are_refused(sent: bytes) -> None:
     try:
         message = await received(sent)
     except (protocol.ProtocolError, ConnectionError):
@@ -57,9 +57,7 @@ async def test_any_bytes_are_a_message_or_a_named_error(sent: bytes) -> None:
 
 
 @given(MESSAGES, st.integers(0), st.integers(1, 255))  # nothing is drawn within the event loop
-async def test_a_damaged_message_is_a_message_or_a_named_error(
-    message: protocol.AnyMessage, place: int, change: int
-) -> None:
+async def test_damage_parses_or_is_refused(message: protocol.AnyMessage, place: int, change: int) -> None:
     frame = bytearray(protocol.encode(message))
     frame[place % len(frame)] ^= change
     with suppress(protocol.ProtocolError, ConnectionError):
@@ -67,12 +65,12 @@ async def test_a_damaged_message_is_a_message_or_a_named_error(
 
 
 @pytest.mark.parametrize("limit_bytes", [protocol.MAX_HELLO_BYTES, protocol.MAX_FRAME_BYTES])
-async def test_a_frame_that_is_too_long_is_refused_before_it_is_read(limit_bytes: int) -> None:
+async def test_long_frame_is_refused_early(limit_bytes: int) -> None:
     with pytest.raises(protocol.ProtocolError, match="exceeds the limit"):
         await received(struct.pack(">I", limit_bytes + 1), limit_bytes)
 
 
-async def test_too_many_keys_are_refused_and_the_limit_fits() -> None:
+async def test_key_limit_is_enforced() -> None:
     keys = tuple(bytes([1]) * 68 for _ in range(protocol.MAX_KEYS))
     assert await received(protocol.encode(protocol.Lease(keys))) == protocol.Lease(keys)
     leased = protocol.Leased(2**60, 600.0, (2**63,) * protocol.MAX_KEYS, (bytes(128),) * protocol.MAX_KEYS)
@@ -82,12 +80,12 @@ async def test_too_many_keys_are_refused_and_the_limit_fits() -> None:
 
 
 @pytest.mark.parametrize("lasts_s", [-1.0, float("inf"), float("nan")])
-def test_a_lease_lasts_for_a_time(lasts_s: float) -> None:
+def test_lease_expires(lasts_s: float) -> None:
     with pytest.raises(protocol.ProtocolError, match="invalid frame"):
         protocol.decode(protocol.encode(protocol.Leased(1, lasts_s, (), ()))[4:])
 
 
-def test_proof_binds_side_secret_connection_and_cache() -> None:
+def test_proof_binds_everything() -> None:
     challenge = protocol.Challenge(1, b"n" * 32)
     proofs = {
         protocol.proof(secret, side, one, nonce, cache, agent)
@@ -118,23 +116,23 @@ def test_proof_binds_side_secret_connection_and_cache() -> None:
         ),
     ],
 )
-def test_wrong_settings_are_refused_with_the_field(settings: dict[str, Any], words: str) -> None:
+def test_wrong_settings_name_field(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         validation.build(NixlConfig, settings)
 
 
-def test_a_peer_may_take_half_of_the_deadline_to_answer() -> None:
+def test_answer_takes_half_the_deadline() -> None:
     assert validation.build(NixlConfig, {"deadline_s": 4.0, "answer_timeout_s": 2.0}).answer_timeout_s == 2.0
 
 
-def test_loopback_addresses_need_no_secret_and_others_do(tmp_path: Path) -> None:
+def test_only_loopback_needs_no_secret(tmp_path: Path) -> None:
     local = ["127.0.0.1:1", "[::1]:1", "localhost:1"]
     assert validation.build(NixlConfig, {"peers": local}).peers == tuple(local)
     public = {"listen": "0.0.0.0:0", "secret_file": tmp_path / "secret"}
     assert validation.build(NixlConfig, public).secret_file == tmp_path / "secret"
 
 
-def test_the_readme_lists_every_setting() -> None:
+def test_readme_lists_settings() -> None:
     readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     for name, field in NixlConfig.model_fields.items():
         if name in NixlConfig.__annotations__ and name != "type":
@@ -157,7 +155,7 @@ class TestPool:
     def key(name: int) -> Any:
         return bytes([name])
 
-    def test_the_least_recently_used_leave_and_not_what_is_leased(self) -> None:
+    def test_oldest_unleased_leave(self) -> None:
         pool, evicted = self.filled()
         number, chunks = pool.lease([self.key(0), self.key(9)], 0.0)
         assert chunks[0] is not None
@@ -169,7 +167,7 @@ class TestPool:
         pool.release(number)
         assert len(pool.reserve(9, 2.0)) == 1
 
-    def test_discarded_chunk_keeps_row_until_lease_expires(self) -> None:
+    def test_discarded_row_waits_for_lease(self) -> None:
         pool, _ = self.filled()
         number, _ = pool.lease([self.key(0)], 0.0)
         pool.clear()
@@ -178,7 +176,7 @@ class TestPool:
         pool.release(number)
         assert not pool.reserve(9, 10.0)
 
-    def test_leases_take_half_of_the_rows_at_most(self) -> None:
+    def test_leases_take_half_the_rows(self) -> None:
         pool, _ = self.filled()
         _, chunks = pool.lease([self.key(name) for name in range(4)], 0.0)
         assert [chunk is not None for chunk in chunks] == [True, True, False, False]

@@ -55,7 +55,7 @@ async def lookup_fails(it: TierRig, numbers: Sequence[int], reason: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
-async def test_hanging_server_misses_and_frees_slots_by_deadline(own_server: Server, verb: str) -> None:
+async def test_hanging_server_frees_slots(own_server: Server, verb: str) -> None:
     async with opened(own_server, **HANGING) as it:
         await it.outcome_of_put(range(16))
         slots: Slots | None = None
@@ -82,7 +82,7 @@ async def test_hanging_server_misses_and_frees_slots_by_deadline(own_server: Ser
         assert set(stored.statuses) <= {Status.OK, Status.ABSENT}
 
 
-async def test_closing_does_not_wait_for_a_hanging_server(own_server: Server) -> None:
+async def test_close_ignores_hanging_server(own_server: Server) -> None:
     tier = opened(own_server)
     it = await tier.__aenter__()
     await it.tier.reset()
@@ -91,7 +91,7 @@ async def test_closing_does_not_wait_for_a_hanging_server(own_server: Server) ->
         await tier.__aexit__(None, None, None)
 
 
-async def test_killed_server_misses_until_restart(own_server: Server) -> None:
+async def test_killed_server_misses(own_server: Server) -> None:
     async with opened(own_server) as it:
         await it.outcome_of_put(range(8))
         await anyio.to_thread.run_sync(own_server.kill)
@@ -112,9 +112,7 @@ async def test_killed_server_misses_until_restart(own_server: Server) -> None:
     [("--maxmemory 12mb --maxmemory-policy noeviction", {}), ("", {"max_bytes": "12MiB"})],
     ids=["maxmemory", "max_bytes"],
 )
-async def test_a_full_server_refuses_puts_and_serves_gets(
-    tmp_path: Path, options: str, settings: dict[str, Any]
-) -> None:
+async def test_full_server_serves_gets(tmp_path: Path, options: str, settings: dict[str, Any]) -> None:
     with Server(tmp_path, options) as server:
         async with opened(server, **settings) as it:
             statuses: list[Status] = []
@@ -133,7 +131,7 @@ async def test_a_full_server_refuses_puts_and_serves_gets(
             assert await all_ok(it, range(4))
 
 
-async def test_puts_and_touches_restart_the_expiry(own_server: Server) -> None:
+async def test_use_restarts_expiry(own_server: Server) -> None:
     async with opened(own_server, ttl_s=1000) as it:
         await it.outcome_of_put(range(3))
         with own_server.client() as client:
@@ -154,7 +152,7 @@ async def test_puts_and_touches_restart_the_expiry(own_server: Server) -> None:
         ("CONFIG SET maxmemory 1", "full", "CONFIG SET maxmemory 0"),
     ],
 )
-async def test_a_server_that_takes_no_writes_fails_puts_until_it_does(
+async def test_unwritable_server_fails_puts(
     own_server: Server, refuse: str, reason: str, accept: str
 ) -> None:
     async with opened(own_server) as it:
@@ -166,9 +164,7 @@ async def test_a_server_that_takes_no_writes_fails_puts_until_it_does(
         await until_ok(lambda: it.outcome_of_put(range(10, 12)))
 
 
-async def test_a_user_who_loses_permissions_or_the_password_is_denied(
-    own_server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_lost_permissions_are_denied(own_server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     own_server.add_user("kv", "hunter2")
     with own_server.client() as client:
@@ -185,7 +181,7 @@ async def test_a_user_who_loses_permissions_or_the_password_is_denied(
     assert "hunter2" not in caplog.text + repr(it.tier.config)
 
 
-async def test_a_rotated_password_is_read_again(own_server: Server, tmp_path: Path) -> None:
+async def test_rotated_password_is_read(own_server: Server, tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("old")
     logins: list[dict[str, Any]] = [{"password_file": file}, {"password_command": ["cat", str(file)]}]
@@ -201,7 +197,7 @@ async def test_a_rotated_password_is_read_again(own_server: Server, tmp_path: Pa
             await until_ok(lambda: it.outcome_of_get(range(4)))
 
 
-async def test_rotated_tls_files_are_read_again(tmp_path: Path) -> None:
+async def test_rotated_tls_files_are_read(tmp_path: Path) -> None:
     with TlsServer(tmp_path) as tls:
         async with opened(tls.server, **tls.settings) as it:
             await it.outcome_of_put(range(2))
@@ -209,7 +205,7 @@ async def test_rotated_tls_files_are_read_again(tmp_path: Path) -> None:
             await until_ok(lambda: it.outcome_of_put(range(4, 8)))
 
 
-async def test_a_bad_link_removes_no_keys(own_server: Server) -> None:
+async def test_bad_link_removes_no_keys(own_server: Server) -> None:
     with ForgetfulProxy(own_server.port) as proxy, own_server.client() as client:
         driver = Driver(TierRig(redis_servers.tier(proxy), redis_servers.IDENTITY, CHUNK_BYTES), 32)
         async with driver.executor:
@@ -224,7 +220,7 @@ async def test_a_bad_link_removes_no_keys(own_server: Server) -> None:
         assert len(client.keys("*:*:*:*")) == 24
 
 
-async def test_connections_that_a_firewall_forgot_cost_one_timeout(own_server: Server) -> None:
+async def test_forgotten_connections_cost_one_timeout(own_server: Server) -> None:
     with ForgetfulProxy(own_server.port) as proxy:
         async with opened(proxy, deadline_s=DEADLINE_S, connections=4) as it:
             await it.outcome_of_put(range(64))  # over several connections
@@ -235,9 +231,7 @@ async def test_connections_that_a_firewall_forgot_cost_one_timeout(own_server: S
                 assert await all_ok(it, range(64))
 
 
-async def test_idle_connections_are_not_used_again(
-    own_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_connections_are_dropped(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_redis._client._IDLE_S", 0.0)
     with ForgetfulProxy(own_server.port) as proxy:
         async with opened(proxy) as it:
@@ -252,7 +246,7 @@ def own_cluster(tmp_path: Path) -> Iterator[list[Server]]:
         yield servers
 
 
-async def test_keys_moved_to_another_server_are_found_there(own_cluster: list[Server]) -> None:
+async def test_moved_keys_are_found(own_cluster: list[Server]) -> None:
     async with opened(own_cluster[0], mode="cluster") as it:
         await it.outcome_of_put(range(24))
         where = {}
@@ -281,7 +275,7 @@ async def test_keys_moved_to_another_server_are_found_there(own_cluster: list[Se
         await until_ok(lambda: it.outcome_of_get(range(24)))
 
 
-async def test_max_bytes_bounds_the_servers_of_a_cluster_together(cluster: list[Server]) -> None:
+async def test_max_bytes_bounds_the_cluster(cluster: list[Server]) -> None:
     async with opened(*cluster, mode="cluster", max_bytes="1GiB") as it:
         assert set(await it.put(range(4))) == {Status.OK}
         usage = it.tier.usage()
@@ -293,7 +287,7 @@ async def test_max_bytes_bounds_the_servers_of_a_cluster_together(cluster: list[
         assert (await it.outcome_of_put(range(100, 104))).reasons == {"full": 4}
 
 
-async def test_cluster_serves_remaining_servers_after_loss(own_cluster: list[Server]) -> None:
+async def test_cluster_survives_lost_server(own_cluster: list[Server]) -> None:
     async with opened(*own_cluster, mode="cluster") as it:
         await it.outcome_of_put(range(48))
         await anyio.to_thread.run_sync(own_cluster[1].kill)
@@ -304,7 +298,7 @@ async def test_cluster_serves_remaining_servers_after_loss(own_cluster: list[Ser
         assert 0 < sum(found) < 48
 
 
-async def test_the_tier_follows_a_failover(tmp_path: Path) -> None:
+async def test_follows_failover(tmp_path: Path) -> None:
     with (
         Server(tmp_path / "one") as one,
         Server(tmp_path / "two", f"--replicaof 127.0.0.1 {one.port}") as two,

@@ -68,9 +68,7 @@ async def test_wrong_and_missing_passwords(own_server: Server) -> None:
         await check_put(it)
 
 
-async def test_a_password_from_a_file_is_used_and_never_shown(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_password_file_stays_hidden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     file = tmp_path / "password"
     login: dict[str, Any] = {"username": "kv", "password_file": file}
@@ -94,7 +92,7 @@ async def test_a_password_from_a_file_is_used_and_never_shown(
     assert "hunter2" not in text + caplog.text
 
 
-async def test_a_password_command_prints_the_password(tmp_path: Path, own_server: Server) -> None:
+async def test_password_command_is_run(tmp_path: Path, own_server: Server) -> None:
     own_server.add_user("kv", "hunter2")
     for command, words in (
         (["sh", "-c", "echo hunter2; exit 3"], "password_command = 'sh' failed (exit status 3)"),
@@ -109,7 +107,7 @@ async def test_a_password_command_prints_the_password(tmp_path: Path, own_server
 
 
 @pytest.mark.parametrize("refused", [("client",), ("client", "info", "role", "touch")], ids="+".join)
-async def test_commands_that_a_service_refuses(
+async def test_refused_commands(
     tmp_path: Path, refused: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     with Server(tmp_path / "acl") as denied:
@@ -139,7 +137,7 @@ async def check_degraded(
             assert set(await it.put(range(10, 12))) == {Status.REFUSED}
 
 
-async def test_wrong_passwords_of_sentinels_and_of_their_primary(tmp_path: Path) -> None:
+async def test_wrong_sentinel_passwords(tmp_path: Path) -> None:
     with (
         Server(tmp_path / "primary") as primary,
         Server(tmp_path / "replica", f"--replicaof 127.0.0.1 {primary.port}"),
@@ -168,9 +166,7 @@ async def test_wrong_passwords_of_sentinels_and_of_their_primary(tmp_path: Path)
     assert all(f"{address}: Error " in text for address in addresses)
 
 
-async def test_databases_and_modes_that_do_not_fit(
-    server: Server, cluster: list[Server], tmp_path: Path
-) -> None:
+async def test_unfit_databases_and_modes(server: Server, cluster: list[Server], tmp_path: Path) -> None:
     text = await problem(server, db=99)
     assert "has no database 99" in text
     assert "set db" in text
@@ -190,7 +186,7 @@ async def test_databases_and_modes_that_do_not_fit(
         assert "set sentinel_master" in text
 
 
-async def test_tls_settings_that_do_not_fit(server: Server, tls_server: TlsServer) -> None:
+async def test_unfit_tls_settings(server: Server, tls_server: TlsServer) -> None:
     mine = tls_server.settings
     assert "tls" in await problem(tls_server.server, connect_timeout_s=1, deadline_s=1)
     assert "is it a port without TLS?" in await problem(server, tls=True, connect_timeout_s=1, deadline_s=1)
@@ -206,7 +202,7 @@ async def test_tls_settings_that_do_not_fit(server: Server, tls_server: TlsServe
         await check_put(it)
 
 
-async def test_a_manifest_of_another_cache_is_refused(own_server: Server) -> None:
+async def test_foreign_manifest_is_refused(own_server: Server) -> None:
     async with opened(own_server):
         pass
     with own_server.client() as client:
@@ -217,7 +213,7 @@ async def test_a_manifest_of_another_cache_is_refused(own_server: Server) -> Non
     assert name.decode() in text
 
 
-async def test_nothing_is_found_after_the_server_lost_the_epoch(own_server: Server) -> None:
+async def test_lost_epoch_finds_nothing(own_server: Server) -> None:
     async with opened(own_server) as it:
         await it.put(range(4))
         await it.tier.reset()
@@ -227,9 +223,7 @@ async def test_nothing_is_found_after_the_server_lost_the_epoch(own_server: Serv
         assert set(await it.get(range(4))) == {Status.ABSENT}
 
 
-async def test_chunks_of_private_epochs_are_removed(
-    own_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_private_epochs_are_removed(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine may not remove them within the default, and leave the rest to expire.
     monkeypatch.setattr("kvtier_redis.tier._CLOSING_CLEANUP_S", 60.0)
     async with opened(own_server) as it:
@@ -242,7 +236,7 @@ async def test_chunks_of_private_epochs_are_removed(
         assert len(client.keys("*:*:*:*")) == 3  # of the shared epoch; they expire
 
 
-async def test_chunks_that_are_longer_than_a_value_may_be_are_refused() -> None:
+async def test_long_chunks_are_refused() -> None:
     context = TierContext("cache", redis_servers.IDENTITY, 512 * 2**20)
     with pytest.raises(TierError, match="exceed the maximum of a Redis value"):
         await RedisTier(RedisConfig()).open(context)
@@ -276,21 +270,21 @@ SENTINEL = {"mode": "sentinel", "sentinel_master": "kv"}
         ({"pasword": "hunter2"}, "did you mean password?"),
     ],
 )
-def test_invalid_settings_are_refused_by_name(settings: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_named(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validation.build(RedisConfig, {"type": "redis", **settings})
     assert words in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_readme_has_the_table_of_settings_and_each_reason() -> None:
+def test_readme_lists_settings_and_reasons() -> None:
     table = schema.own_table("redis")
     assert table in README, f"copy this table:\n{table}"
     for reason in REASONS:
         assert f"| `{reason}` |" in README
 
 
-def test_the_readmes_configurations_are_accepted() -> None:
+def test_readme_configurations_work() -> None:
     (block,) = re.findall(r"^```json\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert {registry.validate(json.loads(line)).type for line in block.splitlines()} == {"redis"}
 
@@ -307,6 +301,6 @@ def test_the_readmes_configurations_are_accepted() -> None:
         ("unix:/run/redis.sock", "/run/redis.sock"),
     ],
 )
-def test_addresses_are_parsed_in_every_spelling(text: str, shown: str) -> None:
+def test_addresses_in_every_spelling(text: str, shown: str) -> None:
     (address,) = RedisConfig(addresses=(text,)).parsed_addresses
     assert str(address) == shown

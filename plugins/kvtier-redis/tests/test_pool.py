@@ -14,13 +14,13 @@ def thread() -> threading.Thread:
     return threading.current_thread()
 
 
-async def test_calls_one_after_the_other_share_a_thread() -> None:
+async def test_sequential_calls_share_thread() -> None:
     threads = WorkerThreads()
     assert len({await threads.start(thread) for _ in range(500)}) == 1
     await threads.close(1)
 
 
-async def test_calls_at_once_have_a_thread_each_and_closing_ends_them() -> None:
+async def test_concurrent_calls_have_threads() -> None:
     threads, all_there = WorkerThreads(), threading.Barrier(3)
 
     def meet() -> threading.Thread:
@@ -40,9 +40,7 @@ async def test_calls_at_once_have_a_thread_each_and_closing_ends_them() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_abandoned_call_is_awaited_and_its_failure_ignored(
-    fails: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_abandoned_call_is_awaited(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     threads = WorkerThreads()
     begun, go_on, ended = (threading.Event() for _ in range(3))
 

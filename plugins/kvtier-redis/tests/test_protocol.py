@@ -62,7 +62,7 @@ def after(data: bytes, call: Callable[[RespSocket], object]) -> object:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_replies_of_every_kind_in_pieces_of_any_size(pair: Pair, size: int) -> None:
+def test_replies_in_any_pieces(pair: Pair, size: int) -> None:
     sock, theirs = pair
     send_in_pieces(theirs, b"+OK\r\n:1\r\n-OOM no room\r\n:-2\r\n", size)
     found = [sock.reply() for _ in range(4)]
@@ -72,7 +72,7 @@ def test_replies_of_every_kind_in_pieces_of_any_size(pair: Pair, size: int) -> N
 
 
 @pytest.mark.parametrize("size", [1, 5, 11, 1000])
-def test_values_of_wrong_length_are_skipped(pair: Pair, size: int) -> None:
+def test_wrong_lengths_are_skipped(pair: Pair, size: int) -> None:
     sock, theirs = pair
     replies = b"".join(map(bulk, [CONTENT, b"short", b"", b"much too long", b"abcdefghij"]))
     send_in_pieces(theirs, replies + b"$-1\r\n-LOADING it\r\n:7\r\n", size)
@@ -109,7 +109,7 @@ STREAMS = st.binary(max_size=64) | st.lists(PIECES | st.binary(max_size=8), max_
 @example(b":" + b"9" * 5000 + b"\r\n")
 @example(b"+" + b"x" * 160_000)  # a line without an end is not buffered for ever
 @example(b"HTTP/1.1 400 Bad Request\r\n")
-def test_any_bytes_are_a_reply_or_a_broken_connection(data: bytes) -> None:
+def test_any_bytes_parse_or_break(data: bytes) -> None:
     reply = after(data, lambda sock: sock.reply())
     assert isinstance(reply, (bytes, int, ErrorReply, ConnectionError))
     if isinstance(reply, bytes):
@@ -121,7 +121,7 @@ def test_any_bytes_are_a_reply_or_a_broken_connection(data: bytes) -> None:
 @example(b"$ten\r\n")
 @example(b"$" + b"9" * 18 + b"\r\n")
 @example(b"*1\r\n")
-def test_a_value_fills_its_buffers_or_is_refused(data: bytes) -> None:
+def test_value_fills_buffers_or_is_refused(data: bytes) -> None:
     whole = bytearray(5)
     reply = after(data, lambda sock: sock.value_into([memoryview(whole)]))
     if reply is True:
@@ -133,7 +133,7 @@ WHOLE = bulk(CONTENT + TRAILER)
 
 
 @pytest.mark.parametrize("cut", range(0, 2 * len(WHOLE), 5))
-def test_a_get_that_breaks_off_gives_whole_chunks_or_none(cut: int) -> None:
+def test_broken_get_gives_whole_chunks(cut: int) -> None:
     chunks = empty(2)
     error = after((2 * WHOLE)[:cut], lambda sock: _commands.get(sock, chunks))
     assert isinstance(error, ConnectionError)
@@ -150,7 +150,7 @@ def test_a_get_that_breaks_off_gives_whole_chunks_or_none(cut: int) -> None:
         (b"-LOADING\r\n", Result(Status.FAILED, "loading")),
     ],
 )
-def test_a_reply_is_the_result_of_its_chunk_alone(reply: bytes, result: Result) -> None:
+def test_replies_match_their_chunks(reply: bytes, result: Result) -> None:
     chunks = empty(2)
     after(WHOLE + reply, lambda sock: _commands.get(sock, chunks))
     assert [chunk.result for chunk in chunks] == [OK, result]
@@ -165,7 +165,7 @@ def test_a_reply_is_the_result_of_its_chunk_alone(reply: bytes, result: Result) 
         (b"-WHAT is this\r\n", Result(Status.FAILED, "error")),
     ],
 )
-def test_a_put_sends_what_is_not_there_and_gives_each_its_result(reply: bytes, result: Result) -> None:
+def test_put_skips_existing_chunks(reply: bytes, result: Result) -> None:
     chunks = empty(2)
     after(b":1\r\n:0\r\n" + reply, lambda sock: _commands.put(sock, chunks, 60))
     assert [chunk.result for chunk in chunks] == [OK, result]

@@ -37,21 +37,21 @@ async def cancelled(
     assert task.cancelled()
 
 
-async def test_a_put_holds_its_slots_until_its_requests_end(place: Place, proxy: Proxy) -> None:
+async def test_put_holds_slots_to_the_end(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         async with cancelled(proxy, it.tier.put(it.filled(range(3))[0]), ("PUT",), held=3) as put:
             assert not put.done()
         assert await it.get(range(3)) == [Status.OK] * 3
 
 
-async def test_requests_of_a_put_that_were_not_sent_are_dropped(place: Place, proxy: Proxy) -> None:
+async def test_unsent_puts_are_dropped(place: Place, proxy: Proxy) -> None:
     async with place.opened(max_requests=2, **UNLISTED) as it:
         async with cancelled(proxy, it.tier.put(it.filled(range(20))[0]), ("PUT",), held=2) as put:
             assert not put.done()
         assert len(place.paths("chunks")) == 2
 
 
-async def test_a_discard_does_not_delete_what_is_put_after_it(place: Place, proxy: Proxy) -> None:
+async def test_discard_spares_later_put(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         await it.put(range(3))
         async with cancelled(proxy, it.tier.discard(keys(range(3))), ("POST", "DELETE"), held=1) as discard:
@@ -61,7 +61,7 @@ async def test_a_discard_does_not_delete_what_is_put_after_it(place: Place, prox
         assert await it.get(range(3)) == [Status.OK] * 3
 
 
-async def test_a_cancelled_reset_is_a_reset(place: Place, proxy: Proxy) -> None:
+async def test_cancelled_reset_counts(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         await it.put(range(3))
         async with cancelled(proxy, it.tier.reset(), ("PUT",), held=1) as reset:

@@ -61,7 +61,7 @@ def made(raw: dict[str, Any]) -> S3Config:
         ({**AZURE, "account_key": "K", "sas_token": "T"}, ["account_key and sas_token", "remove one"]),
     ],
 )
-def test_invalid_settings_are_refused_by_name(raw: dict[str, Any], words: list[str]) -> None:
+def test_invalid_settings_are_named(raw: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         registry.validate(raw, "secondary_tiers[0]")
     message = str(caught.value)
@@ -70,21 +70,21 @@ def test_invalid_settings_are_refused_by_name(raw: dict[str, Any], words: list[s
     assert "hidden" not in message
 
 
-def test_secrets_are_shown_nowhere() -> None:
+def test_secrets_stay_hidden() -> None:
     config = made({**S3, **SECRETS})
     whole = TieringConfig.from_mapping({"cpu_bytes_to_use": "1GiB", "secondary_tiers": [{**S3, **SECRETS}]})
     for text in (repr(config), str(config), config.model_dump_json(), repr(whole), whole.model_dump_json()):
         assert "hidden" not in text
 
 
-def test_the_readme_has_the_table_of_settings_and_each_reason() -> None:
+def test_readme_lists_settings_and_reasons() -> None:
     table = schema.own_table("s3")
     assert table in README, f"copy this table:\n{table}"
     for reason in REASONS:
         assert f"`{reason}`" in README, f"README.md does not say what {reason} means"
 
 
-def test_the_readmes_configurations_are_accepted() -> None:
+def test_readme_configurations_work() -> None:
     blocks = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)]
     tiers = [made(block) for block in blocks if "type" in block]
     assert {tier.provider for tier in tiers} == {"s3", "gcs", "azure"}
@@ -109,14 +109,14 @@ def test_the_readmes_configurations_are_accepted() -> None:
         ({**AZURE, "sas_token": "?sv=1&sig=2"}, AzureStore, {"account_name": "acme"}),
     ],
 )
-def test_obstore_is_given_the_settings(raw: dict[str, Any], kind: type, expected: dict[str, str]) -> None:
+def test_obstore_gets_settings(raw: dict[str, Any], kind: type, expected: dict[str, str]) -> None:
     store = make_store(made(raw))
     assert isinstance(store, kind)
     config = {name: str(value).lower() for name, value in store.config.items()}
     assert {name: config.get(name) for name in expected} == expected
 
 
-def test_obstore_is_given_timeouts_and_tls() -> None:
+def test_obstore_gets_timeouts_and_tls() -> None:
     store = make_store(made({**S3, "timeout_s": 7, "connect_timeout_s": 3, "verify": False}))
     options = store.client_options
     assert options is not None
@@ -126,7 +126,7 @@ def test_obstore_is_given_timeouts_and_tls() -> None:
     assert store.retry_config["max_retries"] == 0  # kvtier retries
 
 
-def test_invalid_credentials_are_named(tmp_path: Path) -> None:
+def test_invalid_credentials_named(tmp_path: Path) -> None:
     file = tmp_path / "account.json"
     with pytest.raises(TierError, match=f"service_account_file {file} does not exist"):
         make_store(made({**GCS, "service_account_file": str(file)}))
@@ -160,7 +160,7 @@ def test_invalid_credentials_are_named(tmp_path: Path) -> None:
         (400, "InvalidRequest", "request"),
     ],
 )
-def test_errors_of_stores_are_classified(proxy_alone: Proxy, status: int, code: str, reason: str) -> None:
+def test_store_errors_are_classified(proxy_alone: Proxy, status: int, code: str, reason: str) -> None:
     settings = {**S3, **SECRETS, "endpoint": proxy_alone.endpoint, "allow_http": True}
     store = make_store(made(settings))
     proxy_alone.be(Faults(refused=True, status=status, code=code))

@@ -20,7 +20,7 @@ GONE = [Status.ABSENT] * 3
 KEPT = [Status.OK] * 3
 
 
-async def test_tiers_that_were_open_before_a_reset_keep_their_epoch(place: Place) -> None:
+async def test_open_tiers_keep_their_epoch(place: Place) -> None:
     async with place.opened() as first, place.opened() as second:
         await first.put(range(3))
         await second.tier.reset()
@@ -30,7 +30,7 @@ async def test_tiers_that_were_open_before_a_reset_keep_their_epoch(place: Place
             assert await third.get(range(3)) == GONE
 
 
-async def test_puts_after_a_reset_are_private(place: Place) -> None:
+async def test_puts_after_reset_are_private(place: Place) -> None:
     async with place.opened() as first:
         await first.tier.reset()
         assert await first.put(range(3)) == KEPT
@@ -42,7 +42,7 @@ async def test_puts_after_a_reset_are_private(place: Place) -> None:
         assert await third.get(range(3), versions=(1,)) == KEPT
 
 
-async def test_each_of_many_concurrent_resets_hides_earlier_puts(place: Place) -> None:
+async def test_concurrent_resets_all_count(place: Place) -> None:
     async with place.opened() as first:
         await first.put(range(3))
     rigs = [place.opened() for _ in range(6)]
@@ -59,7 +59,7 @@ async def test_each_of_many_concurrent_resets_hides_earlier_puts(place: Place) -
         await rig.__aexit__(None, None, None)
 
 
-async def test_a_slow_reset_hides_concurrent_puts_of_others(place: Place, proxy: Proxy) -> None:
+async def test_slow_reset_hides_concurrent_puts(place: Place, proxy: Proxy) -> None:
     direct: dict[str, Any] = {"endpoint": place.server.endpoint}
     async with place.opened(timeout_s=60.0) as slow, place.opened(**direct) as quick:
         for _ in range(6):  # two markers with one number have a random order
@@ -81,7 +81,7 @@ async def test_markers_do_not_pile_up(place: Place) -> None:
         assert len([path for path in place.paths("caches") if "/epochs/" in path]) == 1
 
 
-async def test_an_epoch_whose_marker_is_lost_does_not_come_back(place: Place) -> None:
+async def test_lost_marker_revives_no_epoch(place: Place) -> None:
     async with place.opened() as it:
         await it.put(range(3))
         await it.tier.reset()
@@ -91,9 +91,7 @@ async def test_an_epoch_whose_marker_is_lost_does_not_come_back(place: Place) ->
 
 
 @pytest.mark.parametrize("refused", [("PUT",), ("GET",)])
-async def test_failed_reset_raises_and_hides_everything(
-    place: Place, proxy: Proxy, refused: tuple[str, ...]
-) -> None:
+async def test_failed_reset_hides_all(place: Place, proxy: Proxy, refused: tuple[str, ...]) -> None:
     async with place.opened() as it:
         await it.put(range(3))
         with (
@@ -111,7 +109,7 @@ async def test_failed_reset_raises_and_hides_everything(
         assert await it.put(range(3)) == KEPT
 
 
-async def test_foreign_objects_below_the_prefix_are_ignored(place: Place) -> None:
+async def test_foreign_objects_are_ignored(place: Place) -> None:
     async with place.opened() as it:
         await it.put(range(3))
         markers = [path for path in place.paths("caches") if "/epochs/" in path]

@@ -91,9 +91,7 @@ def asks_for_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("asks_for_the_bucket")
-async def test_a_fault_fails_each_chunk_with_the_reason(
-    place: Place, proxy: Proxy, faults: Faults, reason: str
-) -> None:
+async def test_fault_reason_per_chunk(place: Place, proxy: Proxy, faults: Faults, reason: str) -> None:
     async with place.opened(**TIMES) as it:
         with proxy.faulty(faults):
             await check_all_fail(it, reason)
@@ -103,7 +101,7 @@ async def test_a_fault_fails_each_chunk_with_the_reason(
 
 
 @pytest.mark.usefixtures("asks_for_the_bucket")
-async def test_a_deleted_bucket_is_no_empty_cache(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+async def test_deleted_bucket_is_an_error(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     bucket = f"deleted-{uuid.uuid4().hex[:12]}"
     place.server.make_bucket(bucket)
     place.store = place.server.store(bucket)
@@ -119,7 +117,7 @@ async def test_a_deleted_bucket_is_no_empty_cache(place: Place, caplog: pytest.L
         await check_all_is_well(it)
 
 
-async def test_a_miss_asks_for_the_bucket_only_now_and_then(
+async def test_misses_rarely_check_bucket(
     place: Place, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier_s3.tier._BUCKET_EVERY_S", UNTIL_RELEASED_S)
@@ -129,13 +127,13 @@ async def test_a_miss_asks_for_the_bucket_only_now_and_then(
                 assert await it.contains(ALL) == [False] * len(ALL)
 
 
-async def test_a_server_that_is_full_refuses(place: Place, proxy: Proxy) -> None:
+async def test_full_server_refuses(place: Place, proxy: Proxy) -> None:
     async with place.opened() as it:
         with proxy.faulty(Faults(refused=True, status=403, code="QuotaExceeded", methods=("PUT",))):
             check_all(await put(it), Status.REFUSED, "full")
 
 
-async def test_a_truncated_body_is_never_returned(place: Place, proxy: Proxy) -> None:
+async def test_truncated_body_never_returned(place: Place, proxy: Proxy) -> None:
     async with place.opened(**TIMES) as it:
         await it.put(ALL)
         with proxy.faulty(Faults(cut_after=CHUNK_BYTES // 2, methods=("GET",))):
@@ -144,7 +142,7 @@ async def test_a_truncated_body_is_never_returned(place: Place, proxy: Proxy) ->
 
 
 @pytest.mark.parametrize("spoiled", ["html", "zeros", "bare"])
-async def test_a_gateway_that_spoils_objects_deletes_none(place: Place, proxy: Proxy, spoiled: str) -> None:
+async def test_spoiling_gateway_deletes_nothing(place: Place, proxy: Proxy, spoiled: str) -> None:
     driver = Driver(TierRig(place.tier(), IDENTITY, CHUNK_BYTES), len(ALL))
     async with driver.executor:
         await driver.put(ALL)
@@ -159,7 +157,7 @@ def has_renewed(tier: Any) -> bool:
     return bool(tier._renewal._task.done())
 
 
-async def test_connections_that_a_firewall_forgot_cost_one_timeout(place: Place, server: ceph.Ceph) -> None:
+async def test_forgotten_connections_cost_one_timeout(place: Place, server: ceph.Ceph) -> None:
     with ForgetfulProxy(int(server.endpoint.rpartition(":")[2])) as passing:
         endpoint = f"http://127.0.0.1:{passing.port}"
         async with place.opened(endpoint=endpoint, **{**TIMES, "timeout_s": 1.0}) as it:
@@ -171,7 +169,7 @@ async def test_connections_that_a_firewall_forgot_cost_one_timeout(place: Place,
             it.expect_kept(await it.get(ALL), "a get after connections were forgotten")
 
 
-async def test_rotated_credentials_are_read_again(
+async def test_rotated_credentials_are_read(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "credentials"
@@ -188,7 +186,7 @@ async def test_rotated_credentials_are_read_again(
                 await anyio.sleep(0.05)
 
 
-async def test_an_unreachable_server_fails_each_chunk(place: Place, server: ceph.Ceph) -> None:
+async def test_unreachable_server_fails_chunks(place: Place, server: ceph.Ceph) -> None:
     with Proxy(int(server.endpoint.rpartition(":")[2])) as passing:
         tier = place.opened(endpoint=passing.endpoint, **TIMES)
         it = await tier.__aenter__()
@@ -196,7 +194,7 @@ async def test_an_unreachable_server_fails_each_chunk(place: Place, server: ceph
     await tier.__aexit__(None, None, None)
 
 
-async def test_closing_does_not_wait_for_a_hanging_server(place: Place, proxy: Proxy) -> None:
+async def test_close_ignores_hanging_server(place: Place, proxy: Proxy) -> None:
     tier = place.opened(list_every_s=0.01, timeout_s=60.0)
     await tier.__aenter__()
     proxy.be(Faults(delay_s=inf))
@@ -205,7 +203,7 @@ async def test_closing_does_not_wait_for_a_hanging_server(place: Place, proxy: P
         await tier.__aexit__(None, None, None)
 
 
-async def test_request_with_lost_answer_is_repeated(place: Place, proxy: Proxy) -> None:
+async def test_lost_answer_is_retried(place: Place, proxy: Proxy) -> None:
     async with place.opened(**TIMES) as it:
         with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=("PUT",))):
             await put(it)  # the server gets it when the tier has given up
@@ -225,7 +223,7 @@ async def test_read_only_credentials(place: Place, proxy: Proxy, caplog: pytest.
     assert "is read-only" in caplog.text
 
 
-async def test_faults_are_logged_once_and_no_secret_is_shown(
+async def test_faults_logged_without_secrets(
     place: Place, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
@@ -239,7 +237,7 @@ async def test_faults_are_logged_once_and_no_secret_is_shown(
         assert secret not in caplog.text
 
 
-async def test_expired_chunks_are_reported_and_can_be_put_again(place: Place) -> None:
+async def test_expired_chunks_return(place: Place) -> None:
     told: list[bytes] = []
     async with place.opened(told.extend) as it:
         await it.put(ALL)

@@ -17,7 +17,7 @@ def listed(index: ChunkIndex, numbers: range) -> list[bytes]:
     return list(index.finish_listing(listing))
 
 
-def test_changes_during_a_listing_take_precedence() -> None:
+def test_changes_beat_a_listing() -> None:
     index = ChunkIndex(100, None)
     listing = index.start_listing()
     listing.add(key(1), 10)
@@ -32,7 +32,7 @@ def test_changes_during_a_listing_take_precedence() -> None:
     assert index.known(keys(range(1, 5))) == [U, P, P, U]
 
 
-def test_listing_across_reset_counts_bytes_only() -> None:
+def test_stale_listing_counts_bytes_only() -> None:
     index = ChunkIndex(100, 30)
     listing = index.start_listing()
     listing.add(key(1), 10)
@@ -45,7 +45,7 @@ def test_listing_across_reset_counts_bytes_only() -> None:
     assert index.reserve(20) is None
 
 
-def test_no_more_keys_are_remembered_than_may_be() -> None:
+def test_remembered_keys_are_bounded() -> None:
     index = ChunkIndex(3, None)
     listing = index.start_listing()
     for number in range(10):
@@ -57,21 +57,21 @@ def test_no_more_keys_are_remembered_than_may_be() -> None:
     assert index.usage() is not None
 
 
-def test_keys_that_do_not_fit_are_not_reported_as_gone() -> None:
+def test_excess_keys_are_not_gone() -> None:
     index = ChunkIndex(3, None)
     listed(index, range(3))
     assert listed(index, range(3, 9)) == []
 
 
-def test_bytes_are_reserved_until_a_put_ends() -> None:
+def test_put_reserves_its_bytes() -> None:
     index = ChunkIndex(100, 30)
     assert index.reserve(10) == "counting"
     listed(index, range(1))
     assert [index.reserve(10) for _ in range(3)] == [None, None, "max_bytes"]
-    index.settle(10, added=False)
+    index.end_reservation(10, added=False)
     assert index.reserve(10) is None
-    index.settle(10, added=True)
-    index.settle(10, added=True)
+    index.end_reservation(10, added=True)
+    index.end_reservation(10, added=True)
     assert index.reserve(10) == "max_bytes"
     index.remove(keys([0]), 10)
     assert index.reserve(10) is None

@@ -80,7 +80,7 @@ async def test_missing_credentials_are_named(place: Place, monkeypatch: pytest.M
     assert "AWS_ACCESS_KEY_ID" in message
 
 
-async def test_credentials_of_a_profile_are_used(
+async def test_profile_credentials_are_used(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     server, file = place.server, tmp_path / "credentials"
@@ -93,22 +93,20 @@ async def test_credentials_of_a_profile_are_used(
     assert "profile 'other'" in message
 
 
-async def test_configured_endpoint_overrides_environment(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_configured_endpoint_wins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     await check_round_trip(place)
 
 
-async def test_an_endpoint_that_does_not_answer_is_named_in_time(place: Place, proxy: Proxy) -> None:
+async def test_silent_endpoint_is_named(place: Place, proxy: Proxy) -> None:
     with proxy.faulty(Faults(delay_s=inf)):
         message = await refusal(place, **QUICK)
     assert "timeout" in message
     assert "endpoint is" in message
 
 
-async def test_opening_has_a_timeout_in_total(place: Place, proxy: Proxy) -> None:
+async def test_open_has_total_timeout(place: Place, proxy: Proxy) -> None:
     with proxy.faulty(Faults(delay_s=0.4)):
         message = await refusal(place, open_timeout_s=1.0)
     assert "open_timeout_s (1)" in message
@@ -133,29 +131,27 @@ class TestTLS:
             place.settings |= {"endpoint": proxy.endpoint, "allow_http": False}
             yield place
 
-    async def test_an_untrusted_certificate_is_refused(self, secure: Place) -> None:
+    async def test_untrusted_certificate_refused(self, secure: Place) -> None:
         message = await refusal(secure)
         assert "tls (UnknownIssuer)" in message
         assert "ca_file" in message
 
-    async def test_a_configured_authority_is_trusted(
-        self, secure: Place, certificate: tuple[Path, Path]
-    ) -> None:
+    async def test_configured_authority_trusted(self, secure: Place, certificate: tuple[Path, Path]) -> None:
         await check_round_trip(secure, ca_file=str(certificate[0]))
 
-    async def test_a_server_without_tls_is_named(self, place: Place, proxy: Proxy) -> None:
+    async def test_server_without_tls_is_named(self, place: Place, proxy: Proxy) -> None:
         endpoint = proxy.endpoint.replace("http:", "https:")
         message = await refusal(place, endpoint=endpoint, allow_http=False, **QUICK)
         assert f"endpoint is {endpoint}" in message
 
-    async def test_an_invalid_authority_file_is_named(self, place: Place, tmp_path: Path) -> None:
+    async def test_invalid_authority_is_named(self, place: Place, tmp_path: Path) -> None:
         file = tmp_path / "ca.pem"
         assert f"ca_file {file} cannot be read" in await refusal(place, ca_file=str(file))
         file.write_text("nothing of the kind")
         assert "check ca_file" in await refusal(place, ca_file=str(file))
 
 
-async def test_a_manifest_of_another_cache_is_refused(place: Place) -> None:
+async def test_foreign_manifest_is_refused(place: Place) -> None:
     async with place.opened():
         (manifest,) = [path for path in place.paths("caches") if path.endswith("config.json")]
     assert bytes(obstore.get(place.store, manifest).bytes()).decode() == IDENTITY.manifest
@@ -164,9 +160,7 @@ async def test_a_manifest_of_another_cache_is_refused(place: Place) -> None:
     assert "dtype is 'float16' there and 'float32' here" in message
 
 
-async def test_the_bucket_may_be_named_in_the_host(
-    place: Place, server: ceph.Ceph, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_host_may_name_bucket(place: Place, server: ceph.Ceph, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not every system resolves names below localhost: an HTTP proxy does it instead.
     monkeypatch.setenv("http_proxy", place.proxy.endpoint)
     endpoint = f"http://localhost:{server.endpoint.rpartition(':')[2]}"
@@ -175,7 +169,7 @@ async def test_the_bucket_may_be_named_in_the_host(
     assert len(chunks) == 3
 
 
-async def test_missing_support_of_conditional_puts_is_detected(place: Place, proxy: Proxy) -> None:
+async def test_missing_conditional_put_detected(place: Place, proxy: Proxy) -> None:
     refuse = Faults(refused=True, status=501, code="NotImplemented", header="if-none-match")
     for number, (faults, versions) in enumerate([(Faults(), (0,)), (refuse, (1,))]):
         proxy.be(faults)

@@ -33,7 +33,7 @@ async def wait_until_known(it: TierRig, numbers: range) -> None:
     await wait_until(lambda: set(it.tier.known(keys(numbers))) == {Knowledge.PRESENT})
 
 
-async def test_an_object_is_the_chunk_with_the_trailer_in_its_metadata(place: Place) -> None:
+async def test_trailer_is_in_metadata(place: Place) -> None:
     async with place.opened() as it:
         await it.put([1])
     (path,) = place.paths("chunks")
@@ -45,7 +45,7 @@ async def test_an_object_is_the_chunk_with_the_trailer_in_its_metadata(place: Pl
     assert Path(path).name == f"{key(1)[:-4].hex()}_g1"
 
 
-async def test_calls_take_one_request_per_chunk(place: Place, proxy: Proxy) -> None:
+async def test_one_request_per_chunk(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         counts = [proxy.requests()]
         for call in (it.put, it.get, it.contains, lambda numbers: it.tier.discard(keys(numbers))):
@@ -54,7 +54,7 @@ async def test_calls_take_one_request_per_chunk(place: Place, proxy: Proxy) -> N
     assert [after - before for before, after in pairwise(counts)] == [20, 20, 20, 1]
 
 
-async def test_known_chunks_take_no_request(place: Place, proxy: Proxy) -> None:
+async def test_known_chunks_need_no_request(place: Place, proxy: Proxy) -> None:
     async with place.opened() as it:
         await it.put(range(20))
     async with place.opened() as it:
@@ -65,7 +65,7 @@ async def test_known_chunks_take_no_request(place: Place, proxy: Proxy) -> None:
         assert proxy.requests() == before
 
 
-async def test_a_listing_finds_what_others_put_and_what_has_expired(place: Place) -> None:
+async def test_listing_finds_changes(place: Place) -> None:
     told: list[OffloadKey] = []
     async with place.opened(told.extend, list_every_s=0.05) as it, place.opened() as other:
         await other.put(range(8))
@@ -79,7 +79,7 @@ async def test_a_listing_finds_what_others_put_and_what_has_expired(place: Place
         it.expect_kept(await it.get(left), "chunks that have not expired")
 
 
-def test_readme_lifecycle_rules_name_only_chunks(place: Place) -> None:
+def test_readme_lifecycle_names_chunks(place: Place) -> None:
     readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     (rules,) = re.findall(r'^```json\n({"Rules".*?)^```', readme, re.MULTILINE | re.DOTALL)
     server = place.server
@@ -99,7 +99,7 @@ def test_readme_lifecycle_rules_name_only_chunks(place: Place) -> None:
     assert all("Expiration" in rule for rule in accepted)
 
 
-async def test_max_bytes_counts_earlier_chunks_of_every_cache(place: Place) -> None:
+async def test_max_bytes_counts_all_caches(place: Place) -> None:
     async with place.opened() as it:
         await it.put(range(6))
         before = it.tier.usage()

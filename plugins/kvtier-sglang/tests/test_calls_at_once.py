@@ -20,7 +20,7 @@ from test_storage import files, hashes, load, store
 
 from kvtier import Acquired, OffloadKey, StateError, Statistics, TieringManager
 from kvtier.tiers import SecondaryTier
-from kvtier.tiers._drain import until_done
+from kvtier.tiers._waiting import until_done
 from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsTier
 from kvtier_sglang._pages import HostPages
@@ -69,7 +69,7 @@ def begun(copies: Copies, threads: ThreadPoolExecutor, act: Any, *given: Any) ->
 
 
 @pytest.mark.parametrize("verb", ["batch_get_v1", "batch_set_v1"])
-def test_a_close_while_pages_are_copied(
+def test_close_during_page_copy(
     attach: Attach,
     copies: Copies,
     threads: ThreadPoolExecutor,
@@ -89,9 +89,7 @@ def test_a_close_while_pages_are_copied(
     assert "a miss: StateError: the storage was closed meanwhile" in caplog.text
 
 
-def test_pages_that_are_read_across_a_clear_are_misses(
-    attach: Attach, copies: Copies, threads: ThreadPoolExecutor
-) -> None:
+def test_clear_during_read_misses(attach: Attach, copies: Copies, threads: ThreadPoolExecutor) -> None:
     pool = pools.mha()
     storage = attach(pool)
     store(storage, pool)
@@ -102,7 +100,7 @@ def test_pages_that_are_read_across_a_clear_are_misses(
     assert reading.result(WAIT_S) == [False] * 8
 
 
-def test_pages_that_are_written_across_a_clear_are_not_stored(
+def test_clear_during_write_stores_nothing(
     attach: Attach, copies: Copies, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     pool = pools.mha()
@@ -117,7 +115,7 @@ def test_pages_that_are_written_across_a_clear_are_not_stored(
     assert len(files(tmp_path / "root")) == 8
 
 
-def test_unconfirmed_clear_fails_and_serves_nothing(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconfirmed_clear_serves_nothing(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = asyncio.Event()
     reset = TieringManager.reset
 
@@ -142,7 +140,7 @@ def test_unconfirmed_clear_fails_and_serves_nothing(attach: Attach, monkeypatch:
     assert store(storage, pool) == load(storage, pool) == [True] * 8
 
 
-def test_a_clear_that_a_tier_has_not_seen_fails(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_unseen_by_tier_fails(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pools.mha()
     storage = attach(pool)
     statistics = TieringManager.statistics
@@ -156,9 +154,7 @@ def test_a_clear_that_a_tier_has_not_seen_fails(attach: Attach, monkeypatch: pyt
         storage.clear()
 
 
-def test_late_part_ends_only_its_own_read(
-    attach: Attach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_late_part_ends_its_own_read(attach: Attach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pool = pools.mha()
     storage = attach(pool, settings(tmp_path / "root", cpu_bytes_to_use="64KiB"))
     store(storage, pool)
@@ -204,7 +200,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deaf]:
     deaf.let_go.set()
 
 
-def test_a_late_put_has_the_pages_that_were_given(attach: Attach, deaf: Deaf) -> None:
+def test_late_put_keeps_given_pages(attach: Attach, deaf: Deaf) -> None:
     deaf.make(FsTier, "put")
     pool = pools.mha()
     storage = attach(pool)
@@ -217,7 +213,7 @@ def test_a_late_put_has_the_pages_that_were_given(attach: Attach, deaf: Deaf) ->
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "contains", "reset"])
-def test_a_tier_that_never_answers_stops_no_call(
+def test_silent_tier_stops_no_call(
     attach: Attach, threads: ThreadPoolExecutor, deaf: Deaf, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setattr("kvtier_sglang._store._CLOSE_S", 1.0)
@@ -274,13 +270,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_all_pools_of_a_call_have_one_deadline(slow: Any, call: Callable[[Any], Any]) -> None:
+def test_pools_share_call_deadline(slow: Any, call: Callable[[Any], Any]) -> None:
     begun_s = time.monotonic()
     call(slow)
     assert time.monotonic() < begun_s + TOO_LONG_S
 
 
-def test_all_pools_of_a_clear_have_one_deadline(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_share_clear_deadline(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def late(_: TieringManager) -> None:
         await asyncio.sleep(WAIT_S)
 

@@ -54,7 +54,7 @@ def run(command: list[str], folder: Path) -> str:
     not (MODEL and torch.cuda.is_available() and find_spec("sgl_kernel")),
     reason="needs a GPU, sgl_kernel, and a model that KVTIER_SGLANG_MODEL names",
 )
-def test_a_second_engine_has_the_pages_of_the_first(tmp_path: Path) -> None:
+def test_second_engine_reuses_pages(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT)
     root = tmp_path / "root"

@@ -67,7 +67,7 @@ def with_engine(attach: Attach, pool: Any, root: Path, given: dict[str, Any], ac
     return result
 
 
-def test_an_engine_started_again_has_its_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
+def test_restarted_engine_has_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
     stored_with(attach, tmp_path / "root", model_path=str(model))
     same = {"model_path": str(model), "port": 31_000, "log_level": "debug", "max_running_requests": 3}
     found = {"random_seed": 7, "chunked_prefill_size": 512, "cuda_graph_max_bs_decode": 3, "node_rank": 1}
@@ -84,7 +84,7 @@ def test_an_engine_started_again_has_its_pages(attach: Attach, model: Path, tmp_
     ],
     ids=str,
 )
-def test_a_setting_that_can_change_bytes_counts(
+def test_byte_changing_setting_counts(
     attach: Attach, model: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     stored_with(attach, tmp_path / "root", model_path=str(model))
@@ -92,15 +92,13 @@ def test_a_setting_that_can_change_bytes_counts(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_model_that_was_replaced_in_its_folder_gets_nothing(
-    attach: Attach, model: Path, tmp_path: Path, name: str
-) -> None:
+def test_replaced_model_gets_nothing(attach: Attach, model: Path, tmp_path: Path, name: str) -> None:
     stored_with(attach, tmp_path / "root", model_path=str(model))
     (model / name).write_bytes(b"{ }" + bytes(9_997))
     assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
 
 
-def test_a_name_without_weights_behind_it_is_refused(attach: Attach, tmp_path: Path) -> None:
+def test_name_without_weights_refused(attach: Attach, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         stored_with(attach, tmp_path / "root", model_path="nobody/nothing")
 
@@ -126,9 +124,7 @@ NAMING: dict[str, Callable[[str], dict[str, Any]]] = {
     ("how", "name"),
     [*((how, WEIGHTS) for how in NAMING), *((how, CONFIG) for how in list(NAMING)[:4])],
 )
-def test_files_behind_a_setting_count(
-    attach: Attach, model: Path, tmp_path: Path, how: str, name: str
-) -> None:
+def test_referenced_files_count(attach: Attach, model: Path, tmp_path: Path, how: str, name: str) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / WEIGHTS).write_bytes(bytes(5000))
@@ -161,16 +157,14 @@ def test_files_behind_a_setting_count(
     ],
     ids=str,
 )
-def test_files_that_nothing_names_need_a_namespace(
+def test_unnamed_files_need_namespace(
     attach: Attach, model: Path, tmp_path: Path, field: str, value: Any
 ) -> None:
     with pytest.raises(ConfigError, match=f"the weights of {field}.* `namespace`"):
         stored_with(attach, tmp_path / "root", model_path=str(model), resolved={field: value})
 
 
-def test_a_setting_without_a_representation_is_refused_by_name(
-    attach: Attach, model: Path, tmp_path: Path
-) -> None:
+def test_unrepresentable_is_named(attach: Attach, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"setting dtype .*set it as text"):
         stored_with(attach, tmp_path / "root", model_path=str(model), resolved={"dtype": object()})
 
@@ -189,9 +183,7 @@ def test_a_setting_without_a_representation_is_refused_by_name(
     ],
     ids=str,
 )
-def test_what_sglang_has_resolved_counts(
-    attach: Attach, model: Path, tmp_path: Path, resolved: dict[str, Any]
-) -> None:
+def test_resolved_values_count(attach: Attach, model: Path, tmp_path: Path, resolved: dict[str, Any]) -> None:
     stored_with(attach, tmp_path / "root", model_path=str(model))
     assert not loaded_with(attach, tmp_path / "root", model_path=str(model), resolved=resolved)
     stored_with(attach, tmp_path / "root", model_path=str(model), resolved=resolved)
@@ -207,7 +199,7 @@ def snapshot(cache: Path, commit: str, name: str = "config.json") -> None:
     (repository / "snapshots" / commit / name).write_text("{}")
 
 
-def test_a_commit_of_the_hub(attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_commit(attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot(tmp_path / "hub", "a" * 40)
     stored_with(attach, tmp_path / "root", model_path="org/model")
@@ -216,9 +208,7 @@ def test_a_commit_of_the_hub(attach: Attach, tmp_path: Path, monkeypatch: pytest
     assert not loaded_with(attach, tmp_path / "root", model_path="org/model")
 
 
-def test_the_commit_is_that_of_the_cache_that_sglang_loads_from(
-    attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_is_from_used_cache(attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot(tmp_path / "hub", "a" * 40)
     given = {"model_path": "org/model", "download_dir": str(tmp_path / "own")}
@@ -231,9 +221,7 @@ def test_the_commit_is_that_of_the_cache_that_sglang_loads_from(
     assert not loaded_with(attach, tmp_path / "root", **given)
 
 
-def test_a_name_of_another_hub_needs_a_namespace(
-    attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_hub_needs_namespace(attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
     snapshot(tmp_path / "hub", "a" * 40)
@@ -264,7 +252,7 @@ def test_a_name_of_another_hub_needs_a_namespace(
         ("TRTLLM_SERVICE_HOST", False),
     ],
 )
-def test_variables_count_unless_they_cannot_change_bytes(
+def test_unsafe_variables_count(
     attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, counts: bool
 ) -> None:
     stored_with(attach, tmp_path / "root", model_path=str(model))
@@ -273,7 +261,7 @@ def test_variables_count_unless_they_cannot_change_bytes(
     assert loaded_with(attach, tmp_path / "root", model_path=str(model)) is not counts
 
 
-def test_gpus_of_amd_count_by_their_architecture(
+def test_amd_architecture_counts(
     attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def give(architecture: str) -> None:
@@ -290,7 +278,7 @@ def test_gpus_of_amd_count_by_their_architecture(
     assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
 
 
-def test_reviewed_settings_cover_all_sglang_secrets() -> None:
+def test_review_covers_all_secrets() -> None:
     fields = set(namespace_of(ServerArgs))
     assert not _settings.REVIEWED - fields
     assert not [it for it in fields - _settings.REVIEWED if it.endswith(("_key", "_password", "_secret"))]
@@ -310,12 +298,12 @@ def read_by_name() -> dict[str, str]:
     return {name: str(path) for path in files for name in names(path)}
 
 
-def test_every_variable_that_sglang_reads_counts_or_was_reviewed(read_by_name: dict[str, str]) -> None:
+def test_every_variable_was_reviewed(read_by_name: dict[str, str]) -> None:
     assert {"AITER_FORCE_A8W4", "ROCM_QUICK_REDUCE_QUANTIZATION", "ASCEND_USE_FIA"} < set(read_by_name)
     new = {name: path for name, path in read_by_name.items() if not (is_relevant(name) or name in REVIEWED)}
     assert not new, "count these, or add them to REVIEWED under what they do"
 
 
-def test_the_reviewed_variables_are_read(read_by_name: dict[str, str]) -> None:
+def test_reviewed_variables_are_read(read_by_name: dict[str, str]) -> None:
     known = {*vars(Envs), *read_by_name, "SGLANG_RUN_ID"}  # the last is made at the start
     assert not {it for it in REVIEWED - known if not it.startswith(READ_BY_KERNELS)}

@@ -47,7 +47,7 @@ def loop() -> Iterator[LoopThread]:
     loop.close()
 
 
-def test_a_block_ends_with_the_callers(loop: LoopThread) -> None:
+def test_block_ends_with_caller(loop: LoopThread) -> None:
     block = Block()
     with loop.lend(block.enter(), WAIT_S) as given:
         assert given == "given"
@@ -56,7 +56,7 @@ def test_a_block_ends_with_the_callers(loop: LoopThread) -> None:
     assert block.is_good
 
 
-def test_a_caller_that_fails_fails_the_block(loop: LoopThread) -> None:
+def test_failing_caller_fails_block(loop: LoopThread) -> None:
     block = Block()
     with pytest.raises(ZeroDivisionError), loop.lend(block.enter(), WAIT_S):
         raise ZeroDivisionError
@@ -64,7 +64,7 @@ def test_a_caller_that_fails_fails_the_block(loop: LoopThread) -> None:
     assert not block.is_good
 
 
-def test_what_is_not_given_in_time_is_never_given(loop: LoopThread) -> None:
+def test_late_values_are_never_given(loop: LoopThread) -> None:
     block = Block()
     block.let_in.clear()
     with pytest.raises(TimeoutError), loop.lend(block.enter(), 0.05):
@@ -75,7 +75,7 @@ def test_what_is_not_given_in_time_is_never_given(loop: LoopThread) -> None:
     assert not block.is_good
 
 
-def test_a_block_that_cannot_be_entered(loop: LoopThread) -> None:
+def test_unenterable_block(loop: LoopThread) -> None:
     @asynccontextmanager
     async def refuse() -> AsyncIterator[None]:
         raise OSError("no")
@@ -85,14 +85,14 @@ def test_a_block_that_cannot_be_entered(loop: LoopThread) -> None:
         pytest.fail("it was entered")
 
 
-def test_calls_after_the_end_are_refused(loop: LoopThread) -> None:
+def test_ended_loop_refuses_calls(loop: LoopThread) -> None:
     loop.close()
     with pytest.raises(StateError), loop.lend(Block().enter(), WAIT_S):
         pytest.fail("it was given")
     loop.post(lambda: pytest.fail("it was called"))
 
 
-def test_what_was_abandoned_before_it_began_leaves_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstarted_work_warns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_loop, "_CANCEL_S", 0.05)
     begun: list[asyncio.Task[None]] = []
 

@@ -36,7 +36,7 @@ def stored_states(attach: Attach, *at: int) -> tuple[Any, Any, Any]:
     return storage, kv, states
 
 
-def test_a_state_comes_back(attach: Attach) -> None:
+def test_state_comes_back(attach: Attach) -> None:
     storage, kv, states = stored_states(attach, 7)
     asked = PoolTransfer(PoolName.MAMBA, keys=["__any__"], hit_policy=TRAILING)
     result = storage.batch_exists_v2(hashes(), [asked])
@@ -49,7 +49,7 @@ def test_a_state_comes_back(attach: Attach) -> None:
 
 
 @pytest.mark.parametrize(("at", "restorable"), [((), []), ((2,), [3]), ((2, 4), [3, 5])])
-def test_a_missing_state_shortens_the_hit(attach: Attach, at: tuple[int, ...], restorable: list[int]) -> None:
+def test_missing_state_shortens_hit(attach: Attach, at: tuple[int, ...], restorable: list[int]) -> None:
     storage, _, states = stored_states(attach, *at)
     asked = PoolTransfer(PoolName.MAMBA, keys=["__any__"], hit_policy=TRAILING)
     result = storage.batch_exists_v2(hashes(), [asked])
@@ -62,7 +62,7 @@ def test_a_missing_state_shortens_the_hit(attach: Attach, at: tuple[int, ...], r
     assert pools.is_blank(states, 2)
 
 
-def test_a_pool_that_needs_every_page(attach: Attach) -> None:
+def test_all_or_nothing_pool(attach: Attach) -> None:
     kv, indexer = pools.mha(), pools.mla()
     storage = attach(kv, beside={PoolName.INDEXER: indexer})
     store(storage, kv)
@@ -77,7 +77,7 @@ def test_a_pool_that_needs_every_page(attach: Attach) -> None:
     assert all(pools.holds(indexer, page, number) for number, page in enumerate(ELSEWHERE[:5]))
 
 
-def test_windows_need_the_pages_before_an_end(attach: Attach) -> None:
+def test_windows_need_trailing_pages(attach: Attach) -> None:
     kv, window = pools.mha(), pools.mha(heads=1)
     storage = attach(kv, beside={PoolName.SWA: window})
     store(storage, kv)
@@ -98,14 +98,14 @@ def test_pools_do_not_share_pages(attach: Attach) -> None:
     assert all(pools.is_blank(draft, page) for page in STORED)
 
 
-def test_block_groups_never_gate_a_hit(attach: Attach) -> None:
+def test_block_groups_gate_no_hit(attach: Attach) -> None:
     storage, _, _ = stored_states(attach)
     asked = PoolTransfer(PoolName.MAMBA, keys=["__a__"], hit_policy=GROUPS)
     result = storage.batch_exists_v2(hashes(), [asked])
     assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (8, {PoolName.KV: 8})
 
 
-def test_a_damaged_state_is_a_miss(attach: Attach, tmp_path: Path) -> None:
+def test_damaged_state_misses(attach: Attach, tmp_path: Path) -> None:
     storage, _, states = stored_states(attach, 7)
     storage.close()
     only = min(files(tmp_path / "root"), key=lambda path: path.stat().st_size)
@@ -119,7 +119,7 @@ def test_a_damaged_state_is_a_miss(attach: Attach, tmp_path: Path) -> None:
     assert pools.is_blank(states, 2)
 
 
-def test_states_belong_to_a_rank_where_latent_pages_do_not(attach: Attach) -> None:
+def test_states_belong_to_a_rank(attach: Attach) -> None:
     kv, states = pools.mla(), pools.mamba()
     writer = attach(kv, beside={PoolName.MAMBA: states}, is_mla_model=True, tp_size=2, tp_rank=0)
     store(writer, kv)
@@ -132,9 +132,7 @@ def test_states_belong_to_a_rank_where_latent_pages_do_not(attach: Attach) -> No
     assert reader.batch_get_v2([wanted]) == {PoolName.MAMBA: [False]}
 
 
-def test_a_pool_that_cannot_be_stored_makes_its_prompts_miss(
-    attach: Attach, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_unstorable_pool_misses(attach: Attach, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     class Unaddressable:
         page_size, layout = 1, "odd"
 
@@ -151,7 +149,7 @@ def test_a_pool_that_cannot_be_stored_makes_its_prompts_miss(
     assert storage.batch_exists(hashes()) == 8
 
 
-def test_a_pool_that_is_spread_over_ranks_is_refused(attach: Attach, tmp_path: Path) -> None:
+def test_pool_over_ranks_is_refused(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
     pool.shard_size = (
         2  # as SGLang's PageInterleaveHostPool has it, whose indices reach beyond a rank's memory
@@ -160,9 +158,7 @@ def test_a_pool_that_is_spread_over_ranks_is_refused(attach: Attach, tmp_path: P
         attach(pool, settings(tmp_path))
 
 
-def test_a_draft_with_heads_beside_latent_pages_is_named(
-    attach: Attach, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draft_with_heads_is_named(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
     kv, draft = pools.mla(), pools.mha()
     storage = attach(kv, beside={PoolName.DRAFT: draft}, is_mla_model=True, tp_size=2, tp_rank=0)
     assert "nothing of host pool draft is stored" in caplog.text
@@ -175,7 +171,7 @@ def test_a_draft_with_heads_beside_latent_pages_is_named(
     assert "nothing of host pool" not in caplog.text
 
 
-def test_any_fault_of_a_pool_makes_its_prompts_miss(
+def test_any_pool_fault_misses(
     attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv, window = pools.mha(), pools.mha(heads=1)
@@ -193,7 +189,7 @@ def test_any_fault_of_a_pool_makes_its_prompts_miss(
     assert storage.batch_exists_v2(hashes(), [asked]).kv_hit_pages == 0
 
 
-def test_pools_that_gate_no_hit_are_not_asked(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ungating_pools_are_not_asked(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, _, _ = stored_states(attach)
     asked: list[object] = []
     locate = TieringManager.locate

@@ -66,7 +66,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_pages_come_back_after_a_restart(attach: Attach, make: Callable[[], Any]) -> None:
+def test_pages_survive_restart(attach: Attach, make: Callable[[], Any]) -> None:
     pool = make()
     first = attach(pool)
     assert isinstance(first, KVTierStorage)
@@ -80,14 +80,14 @@ def test_pages_come_back_after_a_restart(attach: Attach, make: Callable[[], Any]
     assert load(second, make_again, range(16, 26)) == [True] * 8 + [False] * 2
 
 
-def test_more_pages_than_the_primary_tier_holds(attach: Attach, tmp_path: Path) -> None:
+def test_more_pages_than_memory(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
     storage = attach(pool, settings(tmp_path, cpu_bytes_to_use="64KiB"))
     assert store(storage, pool, range(16)) == [True] * 16
     assert load(storage, pool, range(16, 32)) == [True] * 16
 
 
-def test_pages_that_are_there_are_stored_again(attach: Attach) -> None:
+def test_stored_pages_are_refreshed(attach: Attach) -> None:
     pool = pools.mha()
     storage = attach(pool)
     assert store(storage, pool) == store(storage, pool) == [True] * 8
@@ -108,7 +108,7 @@ def test_pages_that_are_there_are_stored_again(attach: Attach) -> None:
     ],
     ids=str,
 )
-def test_another_cache_gets_nothing(attach: Attach, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_other_cache_gets_nothing(attach: Attach, tmp_path: Path, change: dict[str, Any]) -> None:
     pool = pools.mha()
     first = attach(pool)
     store(first, pool)
@@ -121,7 +121,7 @@ def test_another_cache_gets_nothing(attach: Attach, tmp_path: Path, change: dict
     assert load(second, other) == [False] * 8
 
 
-def test_ranks_share_what_all_of_them_have_and_nothing_else(attach: Attach) -> None:
+def test_ranks_share_common_pages(attach: Attach) -> None:
     for make, is_mla in ((pools.mla, True), (pools.mha, False)):
         pool = make()
         writer = attach(pool, is_mla_model=is_mla, tp_size=2, tp_rank=0)
@@ -132,7 +132,7 @@ def test_ranks_share_what_all_of_them_have_and_nothing_else(attach: Attach) -> N
         assert load(reader, other) == [is_mla] * 8
 
 
-def test_a_damaged_file_is_a_miss(attach: Attach, tmp_path: Path) -> None:
+def test_damaged_file_misses(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
     first = attach(pool)
     store(first, pool)
@@ -149,7 +149,7 @@ def test_a_damaged_file_is_a_miss(attach: Attach, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chance", [1.0, 0.5])
-def test_sglangs_fault_injector(attach: Attach, chance: float) -> None:
+def test_sglang_fault_injector(attach: Attach, chance: float) -> None:
     pool, prompts = pools.mha(), range(50)  # at even odds some of them are certainly stored and loaded
     with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(chance):
         storage = attach(pool)
@@ -182,7 +182,7 @@ def test_threads_at_once(attach: Attach) -> None:
         assert list(threads.map(work, range(6))) == [True] * 6
 
 
-def test_a_tier_that_hangs_is_a_miss_at_the_deadline(attach: Attach) -> None:
+def test_hanging_tier_misses_in_time(attach: Attach) -> None:
     pool = pools.mha()
     hanging = {"type": "dummy", "hang_rate": 1.0, "complete_index": False, "deadline_s": 3.0}
     storage = attach(
@@ -195,7 +195,7 @@ def test_a_tier_that_hangs_is_a_miss_at_the_deadline(attach: Attach) -> None:
     assert time.monotonic() < begun_s + 60
 
 
-def test_clear_hides_everything_for_ever(attach: Attach) -> None:
+def test_clear_hides_for_ever(attach: Attach) -> None:
     pool = pools.mha()
     storage = attach(pool)
     store(storage, pool)
@@ -208,7 +208,7 @@ def test_clear_hides_everything_for_ever(attach: Attach) -> None:
     assert load(attach(pool), pool) == [False] * 8
 
 
-def test_a_closed_storage_misses(attach: Attach) -> None:
+def test_closed_storage_misses(attach: Attach) -> None:
     pool = pools.mha()
     storage = attach(pool)
     store(storage, pool)
@@ -221,7 +221,7 @@ def test_a_closed_storage_misses(attach: Attach) -> None:
     assert not [it for it in threading.enumerate() if it.name.startswith("kvtier-sglang")]
 
 
-def test_a_tier_process(attach: Attach, tmp_path: Path) -> None:
+def test_tier_process(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
     extra = settings(tmp_path / "root", isolation="process")
     first = attach(pool, extra)
@@ -231,7 +231,7 @@ def test_a_tier_process(attach: Attach, tmp_path: Path) -> None:
     assert load(attach(pool, extra), pool) == [True] * 8
 
 
-def test_what_sglang_publishes(attach: Attach) -> None:
+def test_sglang_metrics(attach: Attach) -> None:
     pool = pools.mha()
     storage = attach(pool)
     store(storage, pool)
@@ -242,7 +242,7 @@ def test_what_sglang_publishes(attach: Attach) -> None:
     assert storage.get_stats().backup_pgs == []
 
 
-def test_kvtiers_own_counters(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kvtier_counters(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     from prometheus_client import REGISTRY
 
     def stored() -> float:
@@ -260,7 +260,7 @@ def test_kvtiers_own_counters(attach: Attach, monkeypatch: pytest.MonkeyPatch) -
     assert stored() == before + 8
 
 
-def test_wrong_indices_are_a_miss(attach: Attach) -> None:
+def test_wrong_indices_miss(attach: Attach) -> None:
     pool = pools.mha()
     storage = attach(pool)
     assert storage.batch_set_v1(hashes(), torch.arange(pools.PAGE)) == [False] * 8
@@ -268,7 +268,7 @@ def test_wrong_indices_are_a_miss(attach: Attach) -> None:
     assert storage.batch_set_v1([], torch.arange(0)) == []
 
 
-def test_the_older_interface_is_a_miss(attach: Attach) -> None:
+def test_old_interface_misses(attach: Attach) -> None:
     storage: HiCacheStorage = attach()
     page = torch.zeros(8)
     assert storage.set("aa", page) is storage.batch_set(["aa"], [page]) is False
@@ -288,20 +288,20 @@ def test_the_older_interface_is_a_miss(attach: Attach) -> None:
         ({"kvtier": {"cpu_bytes_to_use": "1GiB", "store_threshold": 2}}, "remove store_threshold"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(change: dict[str, object], words: str) -> None:
+def test_wrong_settings_are_named(change: dict[str, object], words: str) -> None:
     config = storage_config({**settings(), **change})
     with pytest.raises(ConfigError, match=words):
         StorageBackendFactory.create_backend("dynamic", config, None)
 
 
-def test_another_sglang_is_refused_by_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = storage_config(settings())
     monkeypatch.setattr("kvtier_sglang.storage.version", lambda _: "0.5.24")
     with pytest.raises(ConfigError, match=r"is for SGLang 0\.5\.23, and this is SGLang 0\.5\.24"):
         StorageBackendFactory.create_backend("dynamic", config, None)
 
 
-def test_pages_refused_by_a_tier_stay_in_host_memory(attach: Attach, tmp_path: Path) -> None:
+def test_refused_pages_stay_on_host(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
     extra = settings(tmp_path / "root")
     extra["kvtier"]["secondary_tiers"][0]["write_policy"] = "reused"  # type: ignore[index]
@@ -315,12 +315,12 @@ def test_pages_refused_by_a_tier_stay_in_host_memory(attach: Attach, tmp_path: P
     assert len(files(tmp_path / "root")) == 8  # they were asked for again
 
 
-def test_weights_that_nothing_names_need_a_namespace(attach: Attach, tmp_path: Path) -> None:
+def test_unnamed_weights_need_namespace(attach: Attach, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         attach(extra=settings(tmp_path, namespace=""))
 
 
-def test_names_of_pages_stay_apart() -> None:
+def test_page_names_stay_apart() -> None:
     names = ["ab", "AB", "ab_suffix", "", "ab" * 40, hashes(1)[0], hashes(1)[0].upper(), "a b", "ab "]
     assert len({key_of(name) for name in names}) == len(names)
     assert key_of(hashes(1)[0]).hex().startswith(hashes(1)[0])

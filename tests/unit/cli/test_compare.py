@@ -27,7 +27,7 @@ def make(root: Path, fields: dict[str, Any]) -> str:
     return identity.namespace
 
 
-def test_what_differs_is_named_with_both_values(kvtier, root: Path) -> None:
+def test_difference_shows_both_values(kvtier, root: Path) -> None:
     one = make(root, ENGINE)
     other = make(root, {**ENGINE, "kv_cache": {"dtype": "fp8"}, "settings": {"lora_config": {"rank": 8}}})
     said = kvtier("compare", root, one, other, "--json")
@@ -48,14 +48,14 @@ def test_what_differs_is_named_with_both_values(kvtier, root: Path) -> None:
     assert [word for word in words if word not in shown.out] == []
 
 
-def test_unknown_cache_error_lists_known_ones(kvtier, root: Path) -> None:
+def test_unknown_cache_lists_known(kvtier, root: Path) -> None:
     name = make(root, ENGINE)
     said = kvtier("compare", root, name, "nobody")
     assert said.status == 2
     assert [word for word in ("nobody", name) if word not in said.err] == []
 
 
-def test_a_manifest_that_cannot_be_read_is_named(kvtier, root: Path) -> None:
+def test_unreadable_manifest_is_named(kvtier, root: Path) -> None:
     one, other = make(root, ENGINE), make(root, {})
     (root / other / "config.json").write_text("{")
     said = kvtier("compare", root, one, other)

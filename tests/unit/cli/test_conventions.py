@@ -38,7 +38,7 @@ OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate")]
 
 @pytest.mark.parametrize("words", [(), *ALL], ids=lambda words: " ".join(words) or "kvtier")
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_every_command_has_a_help(kvtier, words: tuple[str, ...], option: str) -> None:
+def test_commands_have_help(kvtier, words: tuple[str, ...], option: str) -> None:
     said = kvtier(*words, option)
     assert said.status == 0
     assert "Usage: " in said.out
@@ -47,7 +47,7 @@ def test_every_command_has_a_help(kvtier, words: tuple[str, ...], option: str) -
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
 @pytest.mark.parametrize("flag", ["--json", "--no-color"])
-def test_every_command_has_the_common_flags(words: tuple[str, ...], flag: str) -> None:
+def test_commands_have_common_flags(words: tuple[str, ...], flag: str) -> None:
     (option,) = [one for one in ALL[words].params if flag in one.opts]
     assert option.is_flag
 
@@ -80,14 +80,14 @@ def _saved_log(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", OWN, ids=" ".join)
-def test_json_is_one_document_on_standard_output(kvtier, cache, words: tuple[str, ...]) -> None:
+def test_json_is_one_document(kvtier, cache, words: tuple[str, ...]) -> None:
     cache.put(range(3))
     said = kvtier(*words, *arguments(words, cache.root), "--json")
     assert said.status == 0
     assert isinstance(said.json, dict)
 
 
-def test_tables_and_json_of_the_schema_exclude_each_other(kvtier) -> None:
+def test_tables_exclude_json(kvtier) -> None:
     said = kvtier("schema", "--table", "--json")
     assert said.status == 2
     assert "exclude each other" in said.err
@@ -95,9 +95,7 @@ def test_tables_and_json_of_the_schema_exclude_each_other(kvtier) -> None:
 
 @pytest.mark.parametrize("words", ["ls", "verify"])
 @pytest.mark.parametrize("columns", ["", "0"])
-def test_off_a_terminal_no_row_is_folded(
-    kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str, columns: str
-) -> None:
+def test_pipes_fold_no_row(kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str, columns: str) -> None:
     cache.put(range(3))
     monkeypatch.setenv("COLUMNS", columns)
     rows = kvtier(words, cache.root).out.splitlines()
@@ -106,7 +104,7 @@ def test_off_a_terminal_no_row_is_folded(
 
 
 @pytest.mark.parametrize("how", ["--no-color", "NO_COLOR"])
-def test_colors_can_be_turned_off(kvtier, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_colors_can_be_off(kvtier, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "")
@@ -151,7 +149,7 @@ AT_WORK = """
 
 
 @pytest.mark.parametrize("module", ["kvtier._cli", "kvtier._config"])
-def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module: str) -> None:
+def test_interrupted_import_is_quiet(tmp_path: Path, module: str) -> None:
     with started(["tiers"], AT_IMPORT.format(module=module), tmp_path) as done:
         said, complaint = done.communicate(timeout=60)
     assert done.returncode == 130, complaint
@@ -159,7 +157,7 @@ def test_an_interrupt_while_it_imports_shows_no_traceback(tmp_path: Path, module
 
 
 @pytest.mark.parametrize("words", ["verify", "doctor"])
-def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: str) -> None:
+def test_interrupted_work_is_quiet(cache, tmp_path: Path, words: str) -> None:
     cache.put(range(3))
     folder = tmp_path / "hooks"
     folder.mkdir()
@@ -178,7 +176,7 @@ def test_an_interrupt_at_work_shows_no_traceback(cache, tmp_path: Path, words: s
     ids=" ".join,
 )
 @pytest.mark.parametrize("redirect", ["| true", "2>&1 | true", "> /dev/full", ">&-"])
-def test_output_that_nobody_takes_is_no_traceback(cache, words: tuple[str, ...], redirect: str) -> None:
+def test_closed_output_is_quiet(cache, words: tuple[str, ...], redirect: str) -> None:
     cache.put(range(3))
     command = [sys.executable, "-m", "kvtier", *words, *arguments(words, cache.root)]
     script = f'set -o pipefail; "$@" {redirect}'
@@ -192,9 +190,7 @@ def test_output_that_nobody_takes_is_no_traceback(cache, words: tuple[str, ...],
 
 
 @pytest.mark.parametrize("words", ["ls", "du", "verify", "gc", "doctor"])
-def test_long_work_says_where_it_is_off_a_terminal_too(
-    kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
+def test_pipes_show_progress(kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     cache.put(range(3))
     monkeypatch.setattr(report, "LINE_EVERY_S", 1000.0)
     said = kvtier(words, *arguments((words,), cache.root), "--json")

@@ -41,7 +41,7 @@ def ill_step(result):
     return row
 
 
-def test_people_get_a_table_and_a_last_line(run):
+def test_table_ends_with_verdict(run):
     result = run("--tier", tier(name="shelf"))
     assert result.exit_code == 0
     assert "Checks of each tier" in result.output
@@ -52,7 +52,7 @@ def test_people_get_a_table_and_a_last_line(run):
     assert result.output.splitlines()[-1] == "not well: shelf"
 
 
-def test_the_return_on_writes_is_read_from_an_engines_metrics(run, tmp_path):
+def test_write_return_from_metrics(run, tmp_path):
     page = tmp_path / "metrics"
     moved = {("read", "fs"): 30, ("write", "fs"): 40, ("read", "s3"): 1, ("write", "s3"): 50}
     page.write_text(
@@ -88,7 +88,7 @@ def test_the_return_on_writes_is_read_from_an_engines_metrics(run, tmp_path):
         ({"capacity_bytes": 100}, "put", "full: the tier has no room", "more room"),
     ],
 )
-def test_real_put_and_get_find_faults_with_remedies(run, settings, step, result, remedy):
+def test_real_calls_find_faults(run, settings, step, result, remedy):
     done = run("--tier", tier(**settings), "--json")
     assert done.exit_code == 1
     row = ill_step(done)
@@ -111,7 +111,7 @@ def test_real_put_and_get_find_faults_with_remedies(run, settings, step, result,
         (RuntimeError("odd"), "RuntimeError: odd", "backend's own log"),
     ],
 )
-def test_unopenable_tier_is_reported_and_not_probed(run, monkeypatch, error, result, remedy):
+def test_unopenable_tier_not_probed(run, monkeypatch, error, result, remedy):
     async def fails(self, context):
         raise error
 
@@ -124,7 +124,7 @@ def test_unopenable_tier_is_reported_and_not_probed(run, monkeypatch, error, res
     assert len(checks(done)) == 1
 
 
-def test_losing_and_never_deleting_tiers_are_ill(run, monkeypatch):
+def test_losing_and_hoarding_are_ill(run, monkeypatch):
     async def nothing(self, keys):
         return None
 
@@ -154,7 +154,7 @@ SETTINGS = {"cpu_bytes_to_use": "1GiB", "secondary_tiers": TIERS}
         {"kv_transfer_config": {"kv_connector_extra_config": SETTINGS}},
     ],
 )
-def test_settings_are_found_in_a_file_as_engines_have_them(run, tmp_path: Path, content):
+def test_engine_file_is_read(run, tmp_path: Path, content):
     is_toml = isinstance(content, str)
     file = tmp_path / ("engine.toml" if is_toml else "engine.json")
     file.write_text(content if is_toml else json.dumps(content))
@@ -180,7 +180,7 @@ def test_settings_are_found_in_a_file_as_engines_have_them(run, tmp_path: Path, 
         ),
     ],
 )
-def test_what_is_no_configuration_is_said_in_words(run, tmp_path: Path, content, message):
+def test_invalid_configuration_named(run, tmp_path: Path, content, message):
     file = tmp_path / "engine.json"
     if content is not None:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -198,7 +198,7 @@ def test_what_is_no_configuration_is_said_in_words(run, tmp_path: Path, content,
         (("engine.json", "--tier", "{}"), "give one of them"),
     ],
 )
-def test_arguments_without_a_configuration_are_refused(run, arguments, words):
+def test_bare_arguments_are_refused(run, arguments, words):
     assert words in refused(run(*arguments))
 
 
@@ -206,14 +206,14 @@ def below(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-def test_nothing_of_the_probe_is_left_in_a_root(run, tmp_path: Path):
+def test_probe_leaves_no_trace(run, tmp_path: Path):
     settings = {"type": "fs", "root_dir": str(tmp_path / "new" / "one"), "min_free_bytes": 0}
     result = run("--tier", json.dumps(settings))
     assert result.exit_code == 0, result.output
     assert below(tmp_path) == []
 
 
-def test_what_was_in_a_root_before_stays(run, tmp_path: Path):
+def test_probe_keeps_existing_files(run, tmp_path: Path):
     (tmp_path / ".kvtier").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     settings = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}
@@ -223,7 +223,7 @@ def test_what_was_in_a_root_before_stays(run, tmp_path: Path):
     assert ".kvtier/ledger" in kept
 
 
-def test_a_probe_beside_another_one_leaves_that_ones_place(run, tmp_path: Path):
+def test_probe_spares_other_probe(run, tmp_path: Path):
     settings = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0}
     home = tmp_path / doctor.IDENTITY.namespace
     home.mkdir()
@@ -256,9 +256,7 @@ def refused(result) -> str:
         ({"cpu_bytes_to_use": "1EiB", "spec_name": "KVTierOffloadingSpec"}, 2**60, "/dev/shm has "),
     ],
 )
-def test_a_primary_tier_larger_than_its_memory_is_not_well(
-    run, tmp_path: Path, monkeypatch, settings, limit, place
-):
+def test_large_primary_tier_is_ill(run, tmp_path: Path, monkeypatch, settings, limit, place):
     monkeypatch.setattr(doctor, "memory_limits", lambda: [MemoryLimit(limit, Path("/limit"), 0)])
     result = run(written(tmp_path, {**settings, "secondary_tiers": [{"type": "dummy"}]}), "--json")
     assert result.exit_code == 1
@@ -268,7 +266,7 @@ def test_a_primary_tier_larger_than_its_memory_is_not_well(
     assert json.loads(result.stdout)["not_well"] == ["cpu"]
 
 
-def test_a_root_larger_than_its_disk_is_not_well(run, tmp_path: Path):
+def test_large_root_is_ill(run, tmp_path: Path):
     root = tmp_path / "new" / "root"
     result = run("--tier", json.dumps(fs(root, max_bytes="1EiB")), "--json")
     assert result.exit_code == 1
@@ -278,7 +276,7 @@ def test_a_root_larger_than_its_disk_is_not_well(run, tmp_path: Path):
     assert below(tmp_path) == []
 
 
-def test_roots_that_are_one_by_a_link_are_refused(run, tmp_path: Path):
+def test_linked_roots_are_refused(run, tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     tiers = [fs(tmp_path / "real"), fs(tmp_path / "link" / "below")]
@@ -287,7 +285,7 @@ def test_roots_that_are_one_by_a_link_are_refused(run, tmp_path: Path):
     assert below(tmp_path / "real") == []
 
 
-def test_unreadable_root_is_reported_in_both_formats(run, tmp_path: Path, monkeypatch):
+def test_unreadable_root_is_reported(run, tmp_path: Path, monkeypatch):
     def refusing(function):
         def call(path, *rest, **more):
             if isinstance(path, str | os.PathLike) and str(path).startswith(str(tmp_path / "locked")):
@@ -308,13 +306,13 @@ def test_unreadable_root_is_reported_in_both_formats(run, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("word", sorted(FsTier.reasons))
-def test_only_a_lack_of_room_is_answered_with_more_room(word):
+def test_only_full_disk_suggests_room(word):
     is_room = word in {"max_bytes", "min_free", "enospc", "edquot"}
     remedy = doctor._REMEDIES_OF_REASONS.get(word, doctor._REMEDIES[Status.REFUSED])
     assert ("more room" in remedy) == is_room
 
 
-def test_background_failure_is_reported_without_traceback(run, monkeypatch):
+def test_background_failure_is_reported(run, monkeypatch):
     async def put(self, batch):
         try:
             raise OverflowError("too far")

@@ -51,7 +51,7 @@ def _installed(install_distribution: InstallDistribution) -> None:
     install_distribution("acme-commands", SOURCE, names, group="kvtier.commands")
 
 
-def test_an_application_and_a_function_are_commands(run: Run) -> None:
+def test_apps_and_functions_are_commands(run: Run) -> None:
     assert run("acme", "one", "--count", "3").output == "one 3\n"
     assert run("acme", "two").exit_code == 3
     assert run("shout", "loud").output == "LOUD\n"
@@ -60,11 +60,11 @@ def test_an_application_and_a_function_are_commands(run: Run) -> None:
     assert "Print a word." in listed
 
 
-def test_a_name_of_kvtiers_own_is_kvtiers(run: Run) -> None:
+def test_own_names_win(run: Run) -> None:
     assert "Eviction policies" in run("tiers").output
 
 
-def test_broken_command_is_named_and_others_work(run: Run, install_distribution: InstallDistribution) -> None:
+def test_broken_command_is_named(run: Run, install_distribution: InstallDistribution) -> None:
     install_distribution(
         "acme-broken", "raise RuntimeError('[red]no luck')", {"broken": "it"}, group="kvtier.commands"
     )
@@ -77,7 +77,7 @@ def test_broken_command_is_named_and_others_work(run: Run, install_distribution:
         raise run("broken", "--some", "option").exception or AssertionError
 
 
-def test_a_command_that_is_run_imports_no_other(run: Run, install_distribution: InstallDistribution) -> None:
+def test_command_imports_no_other(run: Run, install_distribution: InstallDistribution) -> None:
     install_distribution("acme-other", "def it(): pass", {"other": "it"}, group="kvtier.commands")
     assert run("shout", "loud").exit_code == 0
     assert "acme_other" not in sys.modules
@@ -86,7 +86,7 @@ def test_a_command_that_is_run_imports_no_other(run: Run, install_distribution: 
 @pytest.mark.parametrize(
     "arguments", [["bench"], ["bench", "core", "--json", "x"], ["demo", "--help"], ["simulate", "x"]]
 )
-def test_missing_command_names_its_distribution(
+def test_missing_command_names_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     monkeypatch.setattr("kvtier._cli.extensions.plugins.installed", lambda group: [])

@@ -27,7 +27,7 @@ def test_version(run):
     assert result.output == f"kvtier {importlib_metadata.version('kvtier')}\n"
 
 
-def test_tiers_lists_tiers_and_policies_and_whether_they_load(run, acme, install_distribution):
+def test_tiers_lists_what_loads(run, acme, install_distribution):
     install_distribution("acme-broken", "raise RuntimeError('[red]no luck[/red]')", {"broken": "Tier"}, "0.3")
     result = run("tiers")
     assert result.exit_code == 1
@@ -53,7 +53,7 @@ def test_tiers_lists_tiers_and_policies_and_whether_they_load(run, acme, install
         (MemoryError(), "out of memory: "),
     ],
 )
-def test_an_error_ends_it_in_one_line(monkeypatch, capsys, error: Exception, line: str) -> None:
+def test_error_is_one_line(monkeypatch, capsys, error: Exception, line: str) -> None:
     def fail() -> None:
         raise error
 
@@ -64,7 +64,7 @@ def test_an_error_ends_it_in_one_line(monkeypatch, capsys, error: Exception, lin
     assert said.startswith(f"kvtier: {line}")
 
 
-def test_the_tools_need_neither_torch_nor_an_engine(cache) -> None:
+def test_tools_need_no_torch(cache) -> None:
     cache.put([0])
     code = f"""
 import sys

@@ -27,12 +27,12 @@ def texts(folder: Path) -> dict[str, str]:
     }
 
 
-def test_the_template_is_the_example(tmp_path: Path) -> None:
+def test_template_is_the_example(tmp_path: Path) -> None:
     made = new_tier.create("shelf", tmp_path)
     assert texts(made.parent / "kvtier-shelf") == texts(EXAMPLE)
 
 
-def test_nothing_of_the_examples_name_is_left(tmp_path: Path) -> None:
+def test_no_example_name_is_left(tmp_path: Path) -> None:
     made = texts(new_tier.create("tape-robot", tmp_path))
     assert set(made) == {
         "README.md",
@@ -57,13 +57,13 @@ def test_nothing_of_the_examples_name_is_left(tmp_path: Path) -> None:
         ("fs", r"the tier of this name is that of kvtier .*FsTier"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused_with_what_can(tmp_path: Path, name: str, words: str) -> None:
+def test_impossible_name_is_refused(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s)NAME = .*{words}"):
         new_tier.create(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_never_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_kept(tmp_path: Path) -> None:
     made = new_tier.create("tape", tmp_path)
     (made / "pyproject.toml").write_text("mine")
     with pytest.raises(ConfigError, match="kvtier-tape is there already, and is left as it is"):
@@ -71,7 +71,7 @@ def test_what_is_there_is_never_written_over(tmp_path: Path) -> None:
     assert (made / "pyproject.toml").read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/kvtier-tape cannot be made: Not a directory"):
         new_tier.create("tape", tmp_path / "file")
@@ -79,7 +79,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_what_the_page_says_is_so(tmp_path: Path) -> None:
+def test_page_is_right(tmp_path: Path) -> None:
     """Its commands are carried out as they stand; pip installs into a folder, and asks no network."""
     pytest.importorskip("hatchling", reason="the build backend of the new distribution is not installed")
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

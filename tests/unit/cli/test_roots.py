@@ -99,7 +99,7 @@ def one(said: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- ls, du, stat
 
 
-def test_ls_tells_what_a_cache_is_and_how_much_it_holds(kvtier, cache) -> None:
+def test_ls_describes_caches(kvtier, cache) -> None:
     cache.put(range(10))
     said = kvtier("ls", cache.root, "--json")
     found = one(said)
@@ -117,7 +117,7 @@ def test_ls_tells_what_a_cache_is_and_how_much_it_holds(kvtier, cache) -> None:
     assert "200.0 KiB" in shown
 
 
-def test_ls_sees_the_living_and_does_not_disturb_them(kvtier, cache, living) -> None:
+def test_ls_spares_live_engines(kvtier, cache, living) -> None:
     assert one(kvtier("ls", cache.root, "--json"))["in_use"] is True
     assert kvtier("du", cache.root, "--json").json["writers"] == 1
     cache.put([1])  # the locks that were looked at are free again
@@ -126,7 +126,7 @@ def test_ls_sees_the_living_and_does_not_disturb_them(kvtier, cache, living) -> 
     assert one(kvtier("ls", cache.root, "--json"))["in_use"] is False
 
 
-def test_users_of_a_cache_are_unknown_without_locks(kvtier, cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_unknown_without_locks(kvtier, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put([0])
 
     def refuse(fd: int, operation: int) -> None:
@@ -137,7 +137,7 @@ def test_users_of_a_cache_are_unknown_without_locks(kvtier, cache, monkeypatch: 
     assert "unknown" in kvtier("ls", cache.root).out
 
 
-def test_ls_tells_chunks_of_old_epochs_apart(kvtier, cache) -> None:
+def test_ls_separates_old_epochs(kvtier, cache) -> None:
     cache.put(range(4))
     cache.put(range(4, 7), resets=1)
     found = one(kvtier("ls", cache.root, "--json"))
@@ -145,7 +145,7 @@ def test_ls_tells_chunks_of_old_epochs_apart(kvtier, cache) -> None:
     assert (found["chunks"], found["old_chunks"]) == (0, found["bytes"] // FILE_BYTES)
 
 
-def test_ls_names_what_is_wrong_and_what_is_not_kvtiers(kvtier, cache) -> None:
+def test_ls_names_foreign_files(kvtier, cache) -> None:
     cache.put(range(2))
     (cache.home / "config.json").write_text("{")
     (cache.root / "notes.txt").write_text("mine")
@@ -162,7 +162,7 @@ def test_ls_names_what_is_wrong_and_what_is_not_kvtiers(kvtier, cache) -> None:
 
 @pytest.mark.parametrize("content", [b"garbage", b"", None])
 @pytest.mark.parametrize("command", ["ls", "verify"])
-def test_an_epoch_that_is_not_readable_is_told(kvtier, cache, content: bytes | None, command: str) -> None:
+def test_unreadable_epoch_is_told(kvtier, cache, content: bytes | None, command: str) -> None:
     cache.put(range(6))
     (cache.home / "epoch").unlink()
     if content is not None:
@@ -174,14 +174,14 @@ def test_an_epoch_that_is_not_readable_is_told(kvtier, cache, content: bytes | N
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "verify", "gc"])
-def test_a_root_that_is_not_there_is_named(kvtier, tmp_path: Path, command: str) -> None:
+def test_missing_root_is_named(kvtier, tmp_path: Path, command: str) -> None:
     said = kvtier(command, tmp_path / "nowhere")
     assert said.status == 2
     assert str(tmp_path / "nowhere") in said.err
     assert len(said.err.splitlines()) == 1
 
 
-def test_du_adds_up_to_what_the_system_says(kvtier, cache) -> None:
+def test_du_matches_the_system(kvtier, cache) -> None:
     cache.put(range(20))
     cache.put([30], resets=1)
     damage(cache.file(0), "checksum") if cache.file(0).exists() else None
@@ -200,7 +200,7 @@ def test_du_adds_up_to_what_the_system_says(kvtier, cache) -> None:
 # ------------------------------------------------------------------------------------- verify
 
 
-def test_verify_proves_every_chunk_and_changes_nothing(kvtier, cache) -> None:
+def test_verify_changes_nothing(kvtier, cache) -> None:
     cache.put(range(30))
     before = {path: (path.stat().st_atime_ns, path.stat().st_mtime_ns) for path in cache.root.rglob("*.bin")}
     said = kvtier("verify", cache.root, "--json")
@@ -210,7 +210,7 @@ def test_verify_proves_every_chunk_and_changes_nothing(kvtier, cache) -> None:
     assert after == before  # to be read by this tool is no use: eviction goes by it
 
 
-def test_verify_finds_all_damage_and_repair_moves_it(kvtier, cache) -> None:
+def test_repair_moves_all_damage(kvtier, cache) -> None:
     cache.put(range(30))
     damage(cache.file(1), "checksum")
     damage(cache.file(2), "torn")
@@ -231,7 +231,7 @@ def test_verify_finds_all_damage_and_repair_moves_it(kvtier, cache) -> None:
     assert cache.had(range(30)) == [n for n in range(30) if n not in (1, 2, 3, 9)]
 
 
-def test_a_chunk_of_another_cache_is_foreign(kvtier, cache, tmp_path: Path) -> None:
+def test_other_caches_chunk_is_foreign(kvtier, cache, tmp_path: Path) -> None:
     other = type(cache)(cache.root, "org/Other-7B")
     cache.put([0])
     other.put([0])
@@ -244,7 +244,7 @@ def test_a_chunk_of_another_cache_is_foreign(kvtier, cache, tmp_path: Path) -> N
     assert one(kvtier("verify", cache.root, "--namespace", other.name, "--json"))["sound"] == 1
 
 
-def test_verify_finds_nothing_ill_beside_a_writer(kvtier, cache) -> None:
+def test_verify_beside_writer_is_clean(kvtier, cache) -> None:
     cache.put(range(200))
     churn = """
             for number in range(1000, 1000000):
@@ -272,7 +272,7 @@ def test_verify_finds_nothing_ill_beside_a_writer(kvtier, cache) -> None:
         other.communicate(timeout=30)
 
 
-def test_strays_and_links_are_left_alone(kvtier, cache, tmp_path: Path) -> None:
+def test_strays_are_left_alone(kvtier, cache, tmp_path: Path) -> None:
     cache.put(range(3))
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(FILE_BYTES))
@@ -309,7 +309,7 @@ def locked_out() -> Iterator[Callable[[Path], None]]:
     assert libc.capset(header, held) == 0
 
 
-def test_what_cannot_be_read_is_told_and_is_not_set_aside(kvtier, cache, locked_out) -> None:
+def test_unreadable_is_not_set_aside(kvtier, cache, locked_out) -> None:
     cache.put(range(3))
     locked_out(cache.file(1))
     said = kvtier("verify", cache.root, "--repair", "--json")
@@ -319,7 +319,7 @@ def test_what_cannot_be_read_is_told_and_is_not_set_aside(kvtier, cache, locked_
     assert cache.file(1).exists()
 
 
-def test_a_cache_of_vllms_own_tier_is_left_alone(kvtier, cache) -> None:
+def test_vllms_own_cache_is_left_alone(kvtier, cache) -> None:
     fields = {"inference_engine": "vllm", "model_name": "org/m", "blocks_per_file": 1}
     for digits in (12, 16):  # vLLM's names have 12 today
         name = f"org_m_{hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:digits]}"
@@ -350,7 +350,7 @@ def age(cache, numbers: Iterable[int], seconds: float) -> None:
         os.utime(cache.file(number), (when, when))
 
 
-def test_gc_removes_what_is_too_old(kvtier, cache) -> None:
+def test_gc_removes_old(kvtier, cache) -> None:
     cache.put(range(20))
     age(cache, range(8), 3600)
     done = kvtier("gc", cache.root, "--older-than", "30m", "--json")
@@ -359,7 +359,7 @@ def test_gc_removes_what_is_too_old(kvtier, cache) -> None:
     assert cache.had(range(20)) == list(range(8, 20))
 
 
-def test_gc_makes_room_from_the_oldest_on(kvtier, cache) -> None:
+def test_gc_removes_oldest_first(kvtier, cache) -> None:
     cache.put(range(40))
     age(cache, range(20), 3600)
     limit = kvtier("du", cache.root, "--json").json["bytes"] - 12 * FILE_BYTES
@@ -371,7 +371,7 @@ def test_gc_makes_room_from_the_oldest_on(kvtier, cache) -> None:
     assert len(left) == 40 - done.json["evicted_files"] >= 20
 
 
-def test_dry_run_separates_expired_from_evicted(kvtier, cache) -> None:
+def test_dry_run_separates_causes(kvtier, cache) -> None:
     cache.put(range(20))
     age(cache, range(8), 3600)
     limit = kvtier("gc", cache.root, "--dry-run", "--json").json["bytes_before"] - 12 * FILE_BYTES
@@ -383,7 +383,7 @@ def test_dry_run_separates_expired_from_evicted(kvtier, cache) -> None:
     assert cache.had(range(20)) == list(range(20))
 
 
-def test_gc_removes_orphans_that_engines_leave(kvtier, cache) -> None:
+def test_gc_removes_orphans(kvtier, cache) -> None:
     orphan = cache.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
     orphan.parent.mkdir(parents=True)
     orphan.write_bytes(bytes(FILE_BYTES))
@@ -393,7 +393,7 @@ def test_gc_removes_orphans_that_engines_leave(kvtier, cache) -> None:
     assert not orphan.exists()
 
 
-def test_gc_keeps_a_users_file_among_chunks_that_leave(kvtier, cache) -> None:
+def test_gc_keeps_users_file(kvtier, cache) -> None:
     cache.put(range(4))
     cache.put(range(4), resets=1)  # the epoch before it is swept
     orphans = cache.root / "model_0123456789abcdef_r0"
@@ -415,7 +415,7 @@ def test_gc_keeps_a_users_file_among_chunks_that_leave(kvtier, cache) -> None:
     assert [path for path in notes if not path.exists()] == []
 
 
-def test_du_flags_a_ledger_that_is_wrong(kvtier, cache) -> None:
+def test_du_flags_wrong_ledger(kvtier, cache) -> None:
     cache.put(range(40))
     assert not kvtier("du", cache.root, "--json").json["ledger_is_wrong"]
     for number in range(40):
@@ -424,7 +424,7 @@ def test_du_flags_a_ledger_that_is_wrong(kvtier, cache) -> None:
     assert "the ledger is wrong" in kvtier("du", cache.root).out
 
 
-def test_gc_of_one_cache_leaves_the_others(kvtier, cache) -> None:
+def test_gc_spares_other_caches(kvtier, cache) -> None:
     other = type(cache)(cache.root, "org/Other-7B")
     cache.put(range(5))
     other.put(range(5))
@@ -433,7 +433,7 @@ def test_gc_of_one_cache_leaves_the_others(kvtier, cache) -> None:
     assert (cache.had(range(5)), other.had(range(5))) == ([], list(range(5)))
 
 
-def test_gc_removes_only_kvtiers_leftovers(kvtier, cache, killed) -> None:
+def test_gc_removes_own_leftovers(kvtier, cache, killed) -> None:
     cache.put([1])
     cache.put([2], resets=1)
     foreign = cache.root / "models_0123456789abcdef_r0" / "weights"
@@ -455,7 +455,7 @@ def test_gc_removes_only_kvtiers_leftovers(kvtier, cache, killed) -> None:
     assert film.exists()
 
 
-def test_gc_beside_a_living_engine_keeps_what_it_is_at(kvtier, cache, living) -> None:
+def test_gc_spares_live_engine(kvtier, cache, living) -> None:
     cache.put([5], resets=1)  # the living engine's epoch is old now
     assert kvtier("gc", cache.root).status == 0
     assert cache.file(0).exists()
@@ -465,7 +465,7 @@ def test_gc_beside_a_living_engine_keeps_what_it_is_at(kvtier, cache, living) ->
     assert not cache.file(0).exists()
 
 
-def test_gc_corrects_the_ledger_that_du_shows(kvtier, cache) -> None:
+def test_gc_corrects_ledger(kvtier, cache) -> None:
     cache.put(range(30))
     found = kvtier("du", cache.root, "--json").json
     before = found["ledger_bytes"]
@@ -478,7 +478,7 @@ def test_gc_corrects_the_ledger_that_du_shows(kvtier, cache) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("--max-bytes", "-1"), ("--older-than", "inf")])
-def test_gc_refuses_an_absurd_limit_and_removes_nothing(kvtier, cache, option: str, value: str) -> None:
+def test_gc_refuses_absurd_limit(kvtier, cache, option: str, value: str) -> None:
     cache.put([0])
     said = kvtier("gc", cache.root, f"{option}={value}")
     assert said.status == 2
@@ -486,7 +486,7 @@ def test_gc_refuses_an_absurd_limit_and_removes_nothing(kvtier, cache, option: s
     assert cache.file(0).exists()
 
 
-def test_unknown_namespace_error_lists_known_ones(kvtier, cache) -> None:
+def test_unknown_namespace_lists_known(kvtier, cache) -> None:
     cache.put([0])
     for command in ("gc", "verify"):
         said = kvtier(command, cache.root, "--namespace", "x")
@@ -498,7 +498,7 @@ def test_unknown_namespace_error_lists_known_ones(kvtier, cache) -> None:
 
 
 @pytest.mark.parametrize("which", ["a whole root", "one cache"])
-def test_documented_copy_works_in_an_engine(cache, tmp_path: Path, which: str) -> None:
+def test_documented_copy_works(cache, tmp_path: Path, which: str) -> None:
     cache.put(range(20))
     other = type(cache)(cache.root, "org/Other-7B")
     other.put(range(3))
@@ -532,7 +532,7 @@ def test_documented_copy_works_in_an_engine(cache, tmp_path: Path, which: str) -
 # -------------------------------------------------------------------------------------- the rest
 
 
-def test_long_work_shows_its_progress_on_a_terminal(kvtier, cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_progress(kvtier, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put(range(3))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -548,9 +548,7 @@ def test_long_work_shows_its_progress_on_a_terminal(kvtier, cache, monkeypatch: 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
 @pytest.mark.parametrize("name", ["config.json", "epoch", "../.kvtier/ledger", "epoch.lock"])
 @pytest.mark.parametrize("command", ["ls", "verify", "gc", "du"])
-def test_no_tool_hangs_or_breaks_at_what_is_no_file(
-    kvtier, cache, name: str, make: Callable[[Path], None], command: str
-) -> None:
+def test_non_files_hang_no_tool(kvtier, cache, name: str, make: Callable[[Path], None], command: str) -> None:
     cache.put(range(3))
     place = cache.home / name
     place.unlink(missing_ok=True)
@@ -561,7 +559,7 @@ def test_no_tool_hangs_or_breaks_at_what_is_no_file(
 
 
 @pytest.mark.parametrize("command", ["verify", "gc", "du"])
-def test_directory_below_a_root_is_refused(kvtier, cache, command: str) -> None:
+def test_subdirectory_is_refused(kvtier, cache, command: str) -> None:
     cache.put(range(3))
     for inside in (cache.home, cache.file(0).parent):
         said = kvtier(command, inside)
@@ -570,7 +568,7 @@ def test_directory_below_a_root_is_refused(kvtier, cache, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["verify", "gc", "du"])
-def test_foreign_files_are_no_clean_root(kvtier, tmp_path: Path, command: str) -> None:
+def test_foreign_files_are_unclean(kvtier, tmp_path: Path, command: str) -> None:
     assert kvtier(command, tmp_path).status == kvtier("ls", tmp_path).status == 0
     (tmp_path / "lost+found").mkdir()
     assert kvtier(command, tmp_path).status == 0
@@ -580,7 +578,7 @@ def test_foreign_files_are_no_clean_root(kvtier, tmp_path: Path, command: str) -
     assert "it contains other files, and no cache" in said.err.replace("\n", " ")
 
 
-def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
+def test_names_are_escaped(kvtier, cache) -> None:
     cache.put([0])
     (cache.root / "\x1b[31mred").mkdir()
     os.mkdir(os.fsencode(cache.root) + b"/caf\xe9")
@@ -593,7 +591,7 @@ def test_names_of_others_do_not_command_the_terminal(kvtier, cache) -> None:
 # ------------------------------------------------------------------- what operators must be told
 
 
-def test_gc_says_how_many_chunks_it_may_not_remove_and_why(kvtier, cache) -> None:
+def test_gc_counts_unremovable(kvtier, cache) -> None:
     cache.put(range(10))
     kept = [cache.file(number) for number in (1, 2, 3)]
     if (
@@ -614,7 +612,7 @@ def test_gc_says_how_many_chunks_it_may_not_remove_and_why(kvtier, cache) -> Non
 @pytest.mark.parametrize(
     "command", [["ls"], ["verify"], ["du"], ["gc"], ["gc", "--dry-run"], ["gc", "--older-than", "1d"]]
 )
-def test_a_directory_that_cannot_be_read_is_reported(kvtier, cache, locked_out, command: list[str]) -> None:
+def test_unreadable_directory_is_told(kvtier, cache, locked_out, command: list[str]) -> None:
     cache.put(range(3))
     locked_out(cache.file(1).parent)
     said = kvtier(command[0], cache.root, *command[1:])
@@ -623,7 +621,7 @@ def test_a_directory_that_cannot_be_read_is_reported(kvtier, cache, locked_out, 
     assert words.get(command[0], "cannot be read") in said.out
 
 
-def test_stat_of_a_chunk_says_what_its_trailer_says(kvtier, cache) -> None:
+def test_stat_matches_trailer(kvtier, cache) -> None:
     cache.put(range(3))
     said = kvtier("stat", cache.file(2), "--json")
     assert said.status == 0
@@ -634,7 +632,7 @@ def test_stat_of_a_chunk_says_what_its_trailer_says(kvtier, cache) -> None:
     assert said.json["hash"] in kvtier("stat", cache.file(2)).out
 
 
-def test_stat_says_what_is_wrong_with_a_chunk(kvtier, cache, tmp_path: Path) -> None:
+def test_stat_names_damage(kvtier, cache, tmp_path: Path) -> None:
     cache.put(range(7))
     damage(cache.file(1), "checksum")
     damage(cache.file(2), "torn")
@@ -651,7 +649,7 @@ def test_stat_says_what_is_wrong_with_a_chunk(kvtier, cache, tmp_path: Path) -> 
     assert kvtier("stat", aside, "--json").json["finding"] == "unverified"
 
 
-def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:
+def test_stat_is_no_use(kvtier, cache) -> None:
     cache.put([0])
     age(cache, range(1), 10 * 86_400)
     before = cache.file(0).stat()
@@ -661,7 +659,7 @@ def test_stat_of_a_chunk_does_not_count_as_a_use(kvtier, cache) -> None:
     assert (after.st_atime_ns, after.st_mtime_ns) == (before.st_atime_ns, before.st_mtime_ns)
 
 
-def test_stat_of_what_is_no_chunk_is_refused(kvtier, tmp_path: Path) -> None:
+def test_stat_refuses_non_chunk(kvtier, tmp_path: Path) -> None:
     file = tmp_path / "passwd"
     file.write_text("root:x:0:0\n" * 1000)
     said = kvtier("stat", file)

@@ -30,7 +30,7 @@ DOCUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_keys_of_a_document_are_told(document: str) -> None:
+def test_document_keys_are_told(document: str) -> None:
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {document} | `")]
     told = re.findall(r"`([a-z_]+)`", row.split("|")[2])
     assert told == [field.name for field in dataclasses.fields(DOCUMENTS[document])]

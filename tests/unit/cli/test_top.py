@@ -74,7 +74,7 @@ def serve() -> Iterator[Callable[..., str]]:
         server.server_close()
 
 
-def test_two_samples_give_shares_and_rates(kvtier, serve):
+def test_two_samples_give_rates(kvtier, serve):
     said = kvtier("top", serve(FIRST, SECOND), "--once", "--interval", 0.1, "--json")
     (view,) = said.json["engines"]
     assert said.status == 0
@@ -93,7 +93,7 @@ def test_two_samples_give_shares_and_rates(kvtier, serve):
     assert (disk["written_bytes_s"], disk["read_per_written"]) == (0.0, 2.5)
 
 
-def test_a_saved_page_gives_sums_since_the_start(kvtier, tmp_path):
+def test_saved_page_gives_sums(kvtier, tmp_path):
     page = tmp_path / "page"
     page.write_text(FIRST)
     with page.open("a") as file:
@@ -110,14 +110,14 @@ def test_a_saved_page_gives_sums_since_the_start(kvtier, tmp_path):
     assert (cells["up"], cells["used"], cells["hits"], cells["queued"]) == ("yes", "2.0 KiB", "20.0 %", "7")
 
 
-def test_an_engine_that_was_started_anew_counts_from_zero():
+def test_restarted_engine_counts_from_zero():
     before, now = Snapshot(0.0, parse(SECOND)), Snapshot(1.0, parse(FIRST))
     view = view_of("engine", now, before)
     assert view.chunks == 10 + 20 + 69
     assert all(tier.read_bytes_s is None or tier.read_bytes_s >= 0 for tier in view.tiers)
 
 
-def test_several_engines_and_one_that_does_not_answer(kvtier, serve):
+def test_silent_engine_among_several(kvtier, serve):
     answers = serve(FIRST)
     said = kvtier(
         "top", answers, "127.0.0.1:9", serve("up 1\n"), "file:///etc/passwd", "--once", "--interval", 0.1
@@ -161,7 +161,7 @@ def test_engines_are_asked_at_once(kvtier, monkeypatch):
     assert (said.status, "cannot be read" in said.out) == (0, False)
 
 
-def test_silent_engine_does_not_delay_interrupts():
+def test_silent_engine_allows_interrupt():
     code = (
         "import signal; from kvtier._cli import top; from kvtier.__main__ import main; top._TIMEOUT_S = 600; "
         # Whoever runs the tests in the background may have it ignored.
@@ -178,7 +178,7 @@ def test_silent_engine_does_not_delay_interrupts():
                 process.kill()
 
 
-def test_ranks_on_one_port_are_joined_per_metric():
+def test_ranks_join_per_metric():
     page = "".join(
         f'kvtier_breaker_state{{engine="{rank}",tier="fs",verb="get"}} 2\n'
         f'kvtier_tier_up{{engine="{rank}",tier="fs"}} {rank}\n'
@@ -190,7 +190,7 @@ def test_ranks_on_one_port_are_joined_per_metric():
     assert (fs.breaker_get, fs.is_up, fs.used_bytes, cpu.used_bytes) == ("open", False, 1000, 21)
 
 
-def test_what_cannot_be_read_is_said_and_ends_with_status_1(kvtier, tmp_path):
+def test_unreadable_ends_with_status_1(kvtier, tmp_path):
     def greet(server: socket.socket) -> None:
         with server.accept()[0] as connection:
             connection.send(b"SSH-2.0-x\r\n")
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_said_and_ends_with_status_1(kvtier, tmp_path):
     assert "missing: cannot be read: " in said.out
 
 
-def test_slow_server_does_not_delay_others(kvtier, serve, monkeypatch):
+def test_slow_server_delays_no_other(kvtier, serve, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("kvtier._cli.top._MAX_PAGE_BYTES", len(FIRST) - 1)
         said = kvtier("top", serve(FIRST), "--once")
@@ -217,7 +217,7 @@ def test_slow_server_does_not_delay_others(kvtier, serve, monkeypatch):
     assert re.search("cannot be read: (the page has not ended within 0.2 s|.*timed out)", said.out)
 
 
-def test_a_page_that_ends_early_is_not_taken_for_a_whole_one(kvtier):
+def test_cut_page_is_refused(kvtier):
     said = asked_of(lambda connection: connection.send(b"Content-Length: 100\r\n\r\nkvtier_x 12"), kvtier)
     assert "cannot be read: the page has ended 89 bytes early" in said.out
 
@@ -249,7 +249,7 @@ def asked_of(answer: Callable[[socket.socket], object], kvtier: Any) -> Any:
 
 
 @pytest.mark.parametrize("source", ["http://me:hidden@localhost:1/metrics", "me:hidden@localhost:1"])
-def test_credentials_in_a_url_are_refused_and_not_shown(kvtier, source):
+def test_url_credentials_are_refused(kvtier, source):
     said = kvtier("top", "--once", source)
     assert said.status != 0
     assert "credentials in a URL are not supported" in " ".join(
@@ -258,7 +258,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown(kvtier, source):
     assert "hidden" not in said.out + said.err
 
 
-def test_values_that_no_engine_has_are_left_out(kvtier, tmp_path):
+def test_missing_values_are_left_out(kvtier, tmp_path):
     page = tmp_path / "page"
     names = (
         "kvtier_loaded_chunks_total",
@@ -275,7 +275,7 @@ def test_values_that_no_engine_has_are_left_out(kvtier, tmp_path):
     assert "0 chunks looked up since it started" in said.out
 
 
-def test_labels_do_not_command_the_terminal(kvtier, tmp_path):
+def test_labels_are_escaped(kvtier, tmp_path):
     page = tmp_path / "page"
     page.write_text(
         'kvtier_misses_total{reason="\x1b[31m\\"[red]\\\\"} 5\nkvtier_tier_up{tier="[bold]x"} 0\n'
@@ -292,7 +292,7 @@ def test_any_page_is_read(text):
         assert (type(name), type(labels), type(value)) == (str, dict, float)
 
 
-def test_it_reads_metrics_that_there_are():
+def test_read_metrics_exist():
     from kvtier._cli import top
 
     published = {

@@ -66,7 +66,7 @@ def files_of(root: Path, name: str) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_upgrade_starts_empty_and_rollback_finds_all(kvtier: Kvtier, cache: Cache, other: int) -> None:
+def test_rollback_finds_all(kvtier: Kvtier, cache: Cache, other: int) -> None:
     cache.put(range(4))
     ours = files_of(cache.root, cache.name)
 
@@ -102,7 +102,7 @@ def _check_tools(kvtier: Kvtier, cache: Cache, name: str, other: int) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-async def test_new_version_does_not_disturb_a_running_one(cache: Cache, other: int) -> None:
+async def test_new_version_spares_old(cache: Cache, other: int) -> None:
     tier = await cache.open()
     try:
         assert set((await tier.put(cache.batch(range(4)))).statuses) == {Status.OK}
@@ -114,7 +114,7 @@ async def test_new_version_does_not_disturb_a_running_one(cache: Cache, other: i
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_versions_manifest_is_refused(cache: Cache, other: int) -> None:
+def test_other_manifest_is_refused(cache: Cache, other: int) -> None:
     cache.put(range(2))
     file = cache.home / "config.json"
     fields: dict[str, Any] = {**json.loads(file.read_text()), "kvtier_format": other}
@@ -126,9 +126,7 @@ def test_other_versions_manifest_is_refused(cache: Cache, other: int) -> None:
 
 
 @pytest.mark.parametrize("other", [_seal.VERSION - 1, _seal.VERSION + 1])
-def test_chunk_with_other_versions_trailer_is_set_aside(
-    cache: Cache, other: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_trailer_is_set_aside(cache: Cache, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that changes the trailer changes the format's number, too. Here it has not."""
     cache.put(range(2))
     file = cache.file(0)

@@ -85,7 +85,7 @@ def waits(core: Tiering) -> dict[str, float]:
     return {count[1]: number for count, number in core.take_counts().items() if count[0] == "waits"}
 
 
-def test_missing_chunks_are_polled_in_one_get_and_loaded() -> None:
+def test_poll_is_one_get() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     assert ask(core, request, PROMPT) == [RETRY] * 4
@@ -102,7 +102,7 @@ def test_missing_chunks_are_polled_in_one_get_and_loaded() -> None:
     assert waits(core) == {"arrived": 1}
 
 
-def test_expired_wait_is_a_miss_and_starts_deadline() -> None:
+def test_expired_wait_misses() -> None:
     core, request = make(request_deadline_s=5.0), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     assert request.deadline_s == WAIT_S + 5.0
@@ -120,7 +120,7 @@ def test_expired_wait_is_a_miss_and_starts_deadline() -> None:
 
 
 @pytest.mark.parametrize("news_s", [0.0, 3.0])
-def test_pause_is_a_small_share_of_arrival_time(news_s: float) -> None:
+def test_pause_follows_arrival(news_s: float) -> None:
     """Notice an arrival late by at most a small share of its travel time."""
     core, request, now_s = make(), waiting(), news_s
     begin(core, request, PROMPT, *[MISSING] * 4)
@@ -145,7 +145,7 @@ def test_pause_is_a_small_share_of_arrival_time(news_s: float) -> None:
         )
 
 
-def test_questions_of_a_wait_in_vain_are_bounded() -> None:
+def test_vain_questions_are_bounded() -> None:
     wait, now_s, asked = Wait(5.0), 0.0, 0
     wait.begin(now_s)
     wait.update(PROMPT, (), (), now_s)
@@ -158,7 +158,7 @@ def test_questions_of_a_wait_in_vain_are_bounded() -> None:
     assert asked == 42
 
 
-def test_a_step_between_two_polls_asks_nobody() -> None:
+def test_pause_asks_nothing() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     step(core, request, PROMPT)
@@ -168,7 +168,7 @@ def test_a_step_between_two_polls_asks_nobody() -> None:
     assert core.next_deadline_s() == pytest.approx(FIRST_PAUSE_S)
 
 
-def test_only_the_first_of_many_chunks_are_asked_for_again() -> None:
+def test_first_chunks_are_repolled() -> None:
     core, request, prompt = make(), waiting(), keys("a", 3 * MOST_KEYS)
     begin(core, request, prompt, *[MISSING] * len(prompt))
     now_s, get = poll(core, request, prompt, 0.0)
@@ -181,7 +181,7 @@ def test_only_the_first_of_many_chunks_are_asked_for_again() -> None:
     assert list(get.keys) == prompt[FEW_KEYS:][:FEW_KEYS]
 
 
-def test_what_arrives_early_is_promoted_and_not_held() -> None:
+def test_early_arrival_is_unheld() -> None:
     core, request = make(budget=0.25), waiting()
     begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
     assert ask(core, request, PROMPT) == [HIT, HIT, RETRY, RETRY]
@@ -199,7 +199,7 @@ def test_what_arrives_early_is_promoted_and_not_held() -> None:
     assert core.table.evictable == 3
 
 
-def test_evicted_chunk_is_repromoted_after_the_rest() -> None:
+def test_evicted_chunk_returns_last() -> None:
     core, request, now_s = make(slots=4, budget=1.0), waiting(), 0.0
     begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
     step_as_vllm(core, request, PROMPT, now_s)
@@ -214,7 +214,7 @@ def test_evicted_chunk_is_repromoted_after_the_rest() -> None:
     assert list(rest.keys) == PROMPT[:2]
 
 
-def test_it_takes_no_turn_before_others() -> None:
+def test_wait_takes_no_turn() -> None:
     """Its share of the budget goes to a request that came later and does not wait for anybody."""
     core, request, other, prompt = make(slots=8, budget=0.5), waiting(), Request(), keys("b", 4)
     begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
@@ -230,7 +230,7 @@ def test_it_takes_no_turn_before_others() -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "reset", "tier", "failure", "computed"])
-def test_it_ends_at_once(how: str) -> None:
+def test_wait_ends_at_once(how: str) -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     step_as_vllm(core, request, PROMPT, 0.0)
@@ -268,7 +268,7 @@ def test_it_ends_at_once(how: str) -> None:
     assert not core.holds.awaiting
 
 
-def test_after_a_reset_nobody_waits() -> None:
+def test_reset_ends_waits() -> None:
     """Later stores of other engines belong to an epoch that this one does not read."""
     core, request = make(), waiting()
     core.reset()
@@ -277,7 +277,7 @@ def test_after_a_reset_nobody_waits() -> None:
     assert ask(core, request, PROMPT) == [MISS]
 
 
-def test_request_without_hint_does_not_wait() -> None:
+def test_no_hint_no_wait() -> None:
     core, request, other = make(), waiting(), Request()
     ask(core, request, PROMPT)
     ask(core, other, PROMPT[:2])
@@ -288,7 +288,7 @@ def test_request_without_hint_does_not_wait() -> None:
     assert ask(core, request, PROMPT) == [RETRY] * 4
 
 
-def test_models_with_windows_do_not_wait() -> None:
+def test_windowed_models_do_not_wait() -> None:
     """Only some of a window's chunks are ever stored."""
     core, request = make(windowed=frozenset({1})), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
@@ -300,7 +300,7 @@ def test_models_with_windows_do_not_wait() -> None:
 THERE = ("10.0.0.1:18570",)
 
 
-def test_tiers_know_locations_until_the_last_question() -> None:
+def test_locations_last_until_end() -> None:
     core, request = make(), Request("decode", wait=Wait(WAIT_S), addresses=THERE)
     (get,) = step(core, request, PROMPT)
     assert get.addresses == THERE
@@ -316,7 +316,7 @@ def test_tiers_know_locations_until_the_last_question() -> None:
     assert last.addresses == (), "all are asked"
 
 
-def test_tiers_hear_all_hints_of_new_waiters() -> None:
+def test_tiers_hear_all_hints() -> None:
     core = make(tiers=[TierStatus("t0", 60.0), TierStatus("t1", 60.0)])
     one, same, other = (Request(addresses=it) for it in (THERE, THERE, ("10.0.0.2:18570",)))
     for index, (request, of_next) in enumerate([(same, THERE), (other, ()), (Request(), ())]):
@@ -344,7 +344,7 @@ def settle_until(core: Tiering, now_s: float) -> tuple[float, Get]:
             return now_s, get
 
 
-def test_full_engine_still_polls_for_waiting_requests() -> None:
+def test_full_engine_still_polls() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     now_s, get = settle_until(core, 0.0)
@@ -358,7 +358,7 @@ def test_full_engine_still_polls_for_waiting_requests() -> None:
     assert waits(core) == {"arrived": 1}
 
 
-def test_overslept_engine_gets_a_last_question() -> None:
+def test_overslept_engine_asks_again() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     now_s = WAIT_S + LAST_S / 2
@@ -369,7 +369,7 @@ def test_overslept_engine_gets_a_last_question() -> None:
     assert ask(core, request, PROMPT) == [HIT] * 4
 
 
-def test_last_answer_loads_up_to_first_missing_chunk() -> None:
+def test_last_answer_loads_prefix() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     _, (last,) = step_as_vllm(core, request, PROMPT, WAIT_S)
@@ -382,7 +382,7 @@ def test_last_answer_loads_up_to_first_missing_chunk() -> None:
     assert core.take_counts() == {("miss", "not_arrived"): 1}
 
 
-def test_it_ends_without_a_tier_to_ask() -> None:
+def test_no_tier_ends_wait() -> None:
     core, request, others = make(), waiting(), [waiting() for _ in range(MOST_POLLS)]
     begin(core, request, PROMPT, *[MISSING] * 4)
     for index, other in enumerate(others):
@@ -396,7 +396,7 @@ def test_it_ends_without_a_tier_to_ask() -> None:
     assert ask(core, request, PROMPT) == [MISS]
 
 
-def test_sleeping_owner_never_misses_a_deadline() -> None:
+def test_sleep_misses_no_deadline() -> None:
     core, requests, now_s = make(), [waiting() for _ in range(MOST_POLLS + 2)], 0.0
     for index, request in enumerate(requests):
         begin(core, request, keys(f"a{index}", 2), MISSING, MISSING)
@@ -437,7 +437,7 @@ def test_polls_are_few_and_fair() -> None:
     assert asked == {key for prompt in prompts.values() for key in prompt}
 
 
-def test_requests_that_await_the_same_chunks_share_a_poll() -> None:
+def test_equal_waits_share_a_poll() -> None:
     core, requests = make(), [waiting() for _ in range(5)]
     for request in requests:
         for get in step(core, request, PROMPT):
@@ -449,7 +449,7 @@ def test_requests_that_await_the_same_chunks_share_a_poll() -> None:
     assert not core.holds.awaiting, "all of them have heard of it"
 
 
-def test_polls_count_finds_and_absence_once() -> None:
+def test_polls_count_finds_once() -> None:
     core, request, now_s = make(), waiting(), 0.0
     begin(core, request, PROMPT, *[MISSING] * 4)
     for _ in range(30):
@@ -462,7 +462,7 @@ def test_polls_count_finds_and_absence_once() -> None:
 
 
 @pytest.mark.parametrize("how", ["arrived", "reset", "failure"])
-def test_finished_wait_has_the_usual_deadline(how: str) -> None:
+def test_finished_wait_restores_deadline(how: str) -> None:
     core, request = make(request_deadline_s=5.0), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     now_s, get = poll(core, request, PROMPT, 0.0)
@@ -479,7 +479,7 @@ def test_finished_wait_has_the_usual_deadline(how: str) -> None:
     assert core.holds.first is request
 
 
-def test_early_arrivals_evict_nothing_and_leave_the_reserve() -> None:
+def test_early_arrivals_evict_nothing() -> None:
     core, request = make(slots=8, reserve=0.25, budget=1.0), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     store(core, keys("b", 5))
@@ -492,7 +492,7 @@ def test_early_arrivals_evict_nothing_and_leave_the_reserve() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_failing_tier_ends_the_wait(failing: int) -> None:
+def test_failing_tier_ends_wait(failing: int) -> None:
     core, request = make(tiers=2), waiting()
     (get,) = step(core, request, PROMPT)
     (get,) = answer(core, get, [MISSING] * 4)
@@ -510,7 +510,7 @@ def test_failing_tier_ends_the_wait(failing: int) -> None:
     assert waits(core) == {"gave_up": 1}
 
 
-def test_a_poll_past_its_deadline_ends_the_wait() -> None:
+def test_overdue_poll_ends_wait() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, *[MISSING] * 4)
     now_s, _ = poll(core, request, PROMPT, 0.0)
@@ -520,7 +520,7 @@ def test_a_poll_past_its_deadline_ends_the_wait() -> None:
     assert waits(core) == {"gave_up": 1}
 
 
-def test_awaited_location_is_known_before_its_prefix() -> None:
+def test_location_precedes_prefix() -> None:
     core, request = make(), waiting()
     begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
     ask(core, request, PROMPT)
@@ -532,7 +532,7 @@ def test_awaited_location_is_known_before_its_prefix() -> None:
     assert request.wait.leading == 2
 
 
-def test_a_wait_that_load_gate_ends_is_not_in_vain() -> None:
+def test_gated_wait_is_not_vain() -> None:
     core, request = make(load_gate="latency"), waiting()  # type: ignore[arg-type]
     begin(core, request, PROMPT, *[MISSING] * 4)
     core.shared.gate.compute.note(0, 1, 0.001)
@@ -545,7 +545,7 @@ def test_a_wait_that_load_gate_ends_is_not_in_vain() -> None:
     assert core.take_counts() == {("miss", "gate"): 1, ("waits", "gave_up"): 1}
 
 
-def test_new_wait_holds_nothing_while_its_tier_may_be_idle() -> None:
+def test_new_wait_holds_nothing() -> None:
     core, first, request = make(tiers=2, budget=0.125), Request("first"), waiting()
     step(core, first, keys("b", 1))
     store(core, PROMPT[:1])

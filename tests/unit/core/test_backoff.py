@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvtier._core.tiers.backoff import Backoff
 
 
-def test_pauses_double_up_to_the_longest_and_begin_anew() -> None:
+def test_pauses_double_and_restart() -> None:
     backoff = Backoff(1.0, 5.0)
     assert [backoff.next_s() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     backoff.reset()
@@ -20,7 +20,7 @@ def test_pauses_double_up_to_the_longest_and_begin_anew() -> None:
     longest_s=st.floats(0.01, 1000),
     chances=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=40),
 )
-def test_pauses_stay_within_jitter_bounds(first_s: float, longest_s: float, chances: list[float]) -> None:
+def test_pauses_stay_within_jitter(first_s: float, longest_s: float, chances: list[float]) -> None:
     drawn = iter(chances)
     backoff = Backoff(first_s, longest_s, lambda: next(drawn))
     for _ in chances:

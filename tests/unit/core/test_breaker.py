@@ -37,7 +37,7 @@ def opened(pause_s: float = 1.0) -> Driven:
     return breaker
 
 
-def test_it_opens_when_so_many_in_a_row_have_failed() -> None:
+def test_opens_after_failures_in_a_row() -> None:
     breaker = Driven()
     assert breaker.ends(BAD, BAD, BAD, BAD) == [None] * 4
     assert breaker.state is CLOSED
@@ -45,7 +45,7 @@ def test_it_opens_when_so_many_in_a_row_have_failed() -> None:
     assert (breaker.state, breaker.refusal(0.5)) == (OPEN, "breaker_open")
 
 
-def test_it_opens_at_a_share_of_failures() -> None:
+def test_opens_at_failure_share() -> None:
     breaker = Driven(failures=10)
     assert breaker.ends(*[BAD] * 9, GOOD) == [None] * 10, "the last of them has not failed"
     assert breaker.ends(BAD) == ["failure_rate"]
@@ -53,7 +53,7 @@ def test_it_opens_at_a_share_of_failures() -> None:
     assert breaker.ends(*[GOOD, GOOD, BAD] * 20) == [None] * 60
 
 
-def test_overdue_call_opens_it_and_blocks_probes() -> None:
+def test_overdue_call_opens() -> None:
     breaker = Breaker()
     breaker.begin(1)
     assert breaker.late(1, 3.0) == "overdue"
@@ -62,7 +62,7 @@ def test_overdue_call_opens_it_and_blocks_probes() -> None:
     assert (breaker.state, breaker.refusal(1000.0)) == (OPEN, None)
 
 
-def test_after_a_pause_one_probe_is_let_through_and_closes_it() -> None:
+def test_successful_probe_closes() -> None:
     breaker = opened(pause_s=2.0)
     assert breaker.refusal(1.9) == "breaker_open"
     assert breaker.refusal(2.0) is None
@@ -73,7 +73,7 @@ def test_after_a_pause_one_probe_is_let_through_and_closes_it() -> None:
     assert breaker.ends(BAD, BAD, BAD, BAD, now_s=9.0) == [None] * 4, "old failures are forgotten"
 
 
-def test_pauses_grow_up_to_the_longest() -> None:
+def test_pauses_grow_to_the_longest() -> None:
     breaker = opened()
     now_s, pauses = 0.0, []
     for _ in range(8):
@@ -84,7 +84,7 @@ def test_pauses_grow_up_to_the_longest() -> None:
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
-def test_early_relapse_continues_longer_pauses() -> None:
+def test_early_relapse_keeps_pause() -> None:
     breaker = opened()
     assert breaker.ends(GOOD, now_s=1.0) == ["closed"]
     assert breaker.ends(*[BAD] * 5, now_s=4.0)[-1] == "failures"
@@ -92,7 +92,7 @@ def test_early_relapse_continues_longer_pauses() -> None:
     assert breaker.refusal(6.0) is None
 
 
-def test_after_a_quiet_time_pauses_begin_anew() -> None:
+def test_quiet_time_resets_pause() -> None:
     breaker = opened()
     assert breaker.ends(BAD, now_s=1.0) == ["probe"]
     assert breaker.ends(GOOD, now_s=3.0) == ["closed"]
@@ -100,7 +100,7 @@ def test_after_a_quiet_time_pauses_begin_anew() -> None:
     assert breaker.refusal(101.0) is None
 
 
-def test_a_probe_that_shows_nothing_makes_the_next_one_a_probe() -> None:
+def test_empty_probe_is_repeated() -> None:
     breaker = opened()
     assert breaker.ends(NONE, now_s=1.0) == [None]
     assert (breaker.state, breaker.refusal(1.0)) == (OPEN, None)
@@ -108,7 +108,7 @@ def test_a_probe_that_shows_nothing_makes_the_next_one_a_probe() -> None:
 
 
 @pytest.mark.parametrize("health", [GOOD, BAD])
-def test_calls_begun_before_opening_do_not_count(health: TransferHealth) -> None:
+def test_earlier_calls_do_not_count(health: TransferHealth) -> None:
     breaker = Driven()
     breaker.begin(100)
     breaker.begin(101)

@@ -53,7 +53,7 @@ def left(core: Tiering, prompt: Sequence[OffloadKey]) -> list[int]:
 
 @every_policy
 @pytest.mark.parametrize("batch", [1, 4, 16])
-def test_a_prompt_stored_in_steps_loses_its_tail(policy: type[EvictionPolicy], batch: int) -> None:
+def test_stepwise_prompt_loses_tail(policy: type[EvictionPolicy], batch: int) -> None:
     core, first = make(24, 1, policy()), keys("first", 16)
     run(core, first, batch)
     run(core, keys("second", 16), batch)
@@ -61,14 +61,14 @@ def test_a_prompt_stored_in_steps_loses_its_tail(policy: type[EvictionPolicy], b
 
 
 @every_policy
-def test_a_prompt_longer_than_memory_keeps_its_front(policy: type[EvictionPolicy]) -> None:
+def test_long_prompt_keeps_front(policy: type[EvictionPolicy]) -> None:
     core, prompt = make(8, 1, policy()), keys("prompt", 16)
     run(core, prompt, 2)
     assert left(core, prompt) == list(range(8))
 
 
 @every_policy
-def test_the_end_of_puts_is_not_the_order_of_eviction(policy: type[EvictionPolicy]) -> None:
+def test_put_order_is_irrelevant(policy: type[EvictionPolicy]) -> None:
     core, prompt = make(12, 1, policy(), put_backlog=1.0), keys("prompt", 12)
     request = request_for(prompt)
     commands: list[Put] = []
@@ -82,7 +82,7 @@ def test_the_end_of_puts_is_not_the_order_of_eviction(policy: type[EvictionPolic
 
 
 @every_policy
-def test_a_late_put_does_not_make_an_old_request_recent(policy: type[EvictionPolicy]) -> None:
+def test_late_put_is_no_use(policy: type[EvictionPolicy]) -> None:
     core, old, new = make(8, 1, policy()), keys("old", 4), keys("new", 4)
     request = request_for(old)
     core.commit(reserve(core, old, request), 0.0)
@@ -94,7 +94,7 @@ def test_a_late_put_does_not_make_an_old_request_recent(policy: type[EvictionPol
 
 
 @every_policy
-def test_groups_of_a_prompt_leave_together(policy: type[EvictionPolicy]) -> None:
+def test_groups_leave_together(policy: type[EvictionPolicy]) -> None:
     core, groups = make(8, 0, policy()), [keys("prompt", 4, group) for group in (0, 1)]
     request = request_for(*groups)
     core.commit(reserve(core, groups[0] + groups[1], request), 0.0)
@@ -103,7 +103,7 @@ def test_groups_of_a_prompt_leave_together(policy: type[EvictionPolicy]) -> None
     assert set(evicted) == {*groups[0][2:], *groups[1][2:]}
 
 
-def test_a_lack_of_slots_leaves_each_group_its_front() -> None:
+def test_groups_keep_their_fronts() -> None:
     core, groups = make(4, 0), [keys("prompt", 4, group) for group in (0, 1)]
     stored = reserve(core, groups[0] + groups[1], request_for(*groups)).keys
     assert stored == groups[0][:2] + groups[1][:2]
@@ -111,9 +111,7 @@ def test_a_lack_of_slots_leaves_each_group_its_front() -> None:
 
 @every_policy
 @pytest.mark.parametrize("is_on_device", [False, True])
-def test_a_reused_prefix_outlives_the_tail_behind_it(
-    policy: type[EvictionPolicy], is_on_device: bool
-) -> None:
+def test_reused_prefix_outlives_tail(policy: type[EvictionPolicy], is_on_device: bool) -> None:
     core, prompt, other = make(12, 1, policy()), keys("chat", 8), keys("other", 4)
     run(core, prompt[:4], 4)
     run(core, other, 4)
@@ -132,7 +130,7 @@ def test_a_reused_prefix_outlives_the_tail_behind_it(
 @every_policy
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**32))
-def test_no_life_leaves_a_tail_without_its_front(policy: type[EvictionPolicy], seed: int) -> None:
+def test_front_outlives_tail(policy: type[EvictionPolicy], seed: int) -> None:
     """Requests run concurrently, share prefixes, and their puts end in any order."""
     random = Random(seed)
     core = make(random.randint(6, 24), 2, policy())
@@ -166,7 +164,7 @@ def test_no_life_leaves_a_tail_without_its_front(policy: type[EvictionPolicy], s
             core.close(running.pop(random.randrange(len(running)))[0])
 
 
-def test_a_store_of_the_manager_is_ordered_by_its_keys() -> None:
+def test_manager_stores_keep_order() -> None:
     core, prompt = make(8, 1), keys("prompt", 6)
     for command in puts(core, prompt[3:]):
         put_ends(core, command)

@@ -65,7 +65,7 @@ def outcome(core: Tiering, request: Request, keys: Sequence[OffloadKey]) -> list
     raise AssertionError("no end")
 
 
-def test_what_a_tier_gave_is_dropped_and_what_others_gave_stays() -> None:
+def test_only_failed_tiers_chunks_drop() -> None:
     core, request = make(), Request()
     store(core, OTHERS)
     promote(core, request, KEYS[:2], tier=1)
@@ -82,7 +82,7 @@ def test_what_a_tier_gave_is_dropped_and_what_others_gave_stays() -> None:
     assert {key for change in changes if change.tier == 1 for key in change.keys} >= {*OTHERS, *KEYS[:2]}
 
 
-def test_failed_tier_gets_no_work_and_says_why() -> None:
+def test_failed_tier_says_why() -> None:
     core = make()
     core.disable_after_audit(0, "somewhere")
     core.on_event(TierUp(0, 0), 0.0)
@@ -102,14 +102,14 @@ def test_failed_tier_gets_no_work_and_says_why() -> None:
     assert "somewhere" in notice.text
 
 
-def test_it_is_reset_all_the_same() -> None:
+def test_failed_tier_is_reset() -> None:
     core = make()
     core.disable_after_audit(0, "somewhere")
     core.reset()
     assert core.take_commands() == [Reset(0, 1), Reset(1, 1)]
 
 
-def test_what_it_is_about_to_bring_does_not_land() -> None:
+def test_failed_tiers_arrivals_are_lost() -> None:
     core, request = make(), Request()
     command = fetch(core, request, KEYS, 0)
     core.disable_after_audit(0, "somewhere")
@@ -117,7 +117,7 @@ def test_what_it_is_about_to_bring_does_not_land() -> None:
     assert other.tier == 1  # the next one is asked
 
 
-def test_damaged_primary_tier_has_and_takes_nothing() -> None:
+def test_damaged_primary_tier_refuses() -> None:
     core, waiting, served = make(), Request(), Request()
     store(core, OTHERS)
     promote(core, served, KEYS[:1], tier=0)

@@ -26,7 +26,7 @@ def load(core: Tiering, request: Request, keys: Sequence[OffloadKey] = KEYS) -> 
 
 
 @pytest.mark.parametrize("unfilled", [[0], [1, 2], [3], [0, 1, 2, 3]])
-def test_chunks_that_a_store_did_not_fill_are_never_seen(unfilled: list[int]) -> None:
+def test_unfilled_chunks_stay_hidden(unfilled: list[int]) -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
     reservation = reserve(core, KEYS)
     whole = [key for index, key in enumerate(KEYS) if index not in unfilled]
@@ -44,7 +44,7 @@ def test_chunks_that_a_store_did_not_fill_are_never_seen(unfilled: list[int]) ->
     assert ask_all(core, Request("a"), KEYS[:1]) == [HIT if KEYS[0] in whole else RETRY]
 
 
-def test_endless_copy_keeps_slots_but_not_keys() -> None:
+def test_endless_copy_frees_keys() -> None:
     core = make(8, 0)
     stuck = reserve(core, KEYS)
     core.drop_unfilled(stuck, dict.fromkeys(stuck.slots, "failed"))
@@ -59,7 +59,7 @@ def test_endless_copy_keeps_slots_but_not_keys() -> None:
     assert len(core.table.free) == 4
 
 
-def test_only_the_failed_loads_request_misses_forever() -> None:
+def test_failed_load_misses_for_one() -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
     store(core, KEYS)
     request = Request("a")
@@ -77,7 +77,7 @@ def test_only_the_failed_loads_request_misses_forever() -> None:
     invariants.check(core)
 
 
-def test_lookup_in_the_round_of_a_failed_load() -> None:
+def test_lookup_beside_failed_load() -> None:
     core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
     store(core, KEYS)
     request = Request("a")

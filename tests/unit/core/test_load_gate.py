@@ -72,7 +72,7 @@ class Clocked:
 # --- estimates -------------------------------------------------------------------------------------
 
 
-def test_one_slow_get_changes_nothing_and_a_second_one_does() -> None:
+def test_second_slow_get_counts() -> None:
     it = Clocked(None)
     for _ in range(10):
         it.get(10, 0.010)
@@ -88,7 +88,7 @@ def test_one_slow_get_changes_nothing_and_a_second_one_does() -> None:
     assert it.expected_s(10) == pytest.approx(5.0)
 
 
-def test_get_sizes_tell_latency_from_bandwidth() -> None:
+def test_sizes_tell_latency_from_bandwidth() -> None:
     it = Clocked(None)
     for _ in range(100):
         for chunks in (1, 64):
@@ -97,7 +97,7 @@ def test_get_sizes_tell_latency_from_bandwidth() -> None:
     assert it.speed.chunk_s == pytest.approx(0.001, rel=0.1)
 
 
-def test_computing_is_known_by_place() -> None:
+def test_place_gives_computing_time() -> None:
     compute = ComputeSpeed()
     compute.note(3, 4, 0.04)
     compute.note(100, 50, 1.0)
@@ -106,7 +106,7 @@ def test_computing_is_known_by_place() -> None:
     assert compute.seconds(1000) == pytest.approx(64 * 0.01 + 936 * 0.02), "the nearest known place below"
 
 
-def test_one_strange_step_changes_nothing() -> None:
+def test_one_strange_step_is_ignored() -> None:
     compute = ComputeSpeed()
     compute.note(3, 4, 0.04)
     compute.note(3, 4, 4.0)
@@ -114,7 +114,7 @@ def test_one_strange_step_changes_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 100.0)), max_size=30))
-def test_estimates_are_always_of_use(samples: list[tuple[int, float]]) -> None:
+def test_estimates_are_usable(samples: list[tuple[int, float]]) -> None:
     it = Clocked(None)
     for chunks, seconds in samples:
         it.get(chunks, seconds)
@@ -148,9 +148,7 @@ def test_modes(mode: LoadGateMode, *, while_idle: bool, while_busy: bool) -> Non
     st.floats(4.0, 1000.0),
     st.integers(0, 300),
 )
-def test_slow_tier_closes_it_for_two_probes(
-    chunk_s: float, share: float, count: int, factor: float, place: int
-) -> None:
+def test_slow_tier_closes_gate(chunk_s: float, share: float, count: int, factor: float, place: int) -> None:
     """A tier quicker than the device is loaded from; throttled it is not, after two slow gets; and when the
     throttle ends it is again, after two probes at most."""
     it = Clocked(chunk_s)
@@ -193,7 +191,7 @@ def test_probes_become_rare() -> None:
 
 
 @given(st.floats(1e-5, 10.0), st.lists(st.floats(0.9, 1.1), min_size=5, max_size=30))
-def test_it_does_not_flap_with_noise(chunk_s: float, noise: list[float]) -> None:
+def test_noise_causes_no_flapping(chunk_s: float, noise: list[float]) -> None:
     """Gets that take a fifth longer than computing, more or less, do not open it."""
     it = Clocked(chunk_s)
     it.get(10, 12 * chunk_s)
@@ -205,7 +203,7 @@ def test_it_does_not_flap_with_noise(chunk_s: float, noise: list[float]) -> None
 # --- in the core -----------------------------------------------------------------------------------
 
 
-def test_a_slow_tier_is_a_miss() -> None:
+def test_slow_tier_misses() -> None:
     core = make()
     know(core, SLOW_S)
     request, chunks = Request(), keys("a", 8)
@@ -214,7 +212,7 @@ def test_a_slow_tier_is_a_miss() -> None:
     assert core.take_counts()["miss", "gate"] == 1
 
 
-def test_late_chunks_are_loaded_if_computing_slows() -> None:
+def test_slow_computing_loads_late_chunks() -> None:
     core = make()
     know(core, 2 * CHUNK_S)
     for _ in range(2):
@@ -226,7 +224,7 @@ def test_late_chunks_are_loaded_if_computing_slows() -> None:
     assert get.keys == chunks[16:]
 
 
-def test_a_get_in_flight_is_joined() -> None:
+def test_get_in_flight_is_joined() -> None:
     core = make()
     know(core, FAST_S)
     first, second, chunks = Request(), Request(), keys("a", 8)
@@ -237,7 +235,7 @@ def test_a_get_in_flight_is_joined() -> None:
     assert world.ask(core, second, chunks) == [HIT] * 8
 
 
-def test_slow_front_makes_the_rest_computed() -> None:
+def test_slow_front_is_computed() -> None:
     core = make()
     world.store(core, keys("other", 60))
     request, chunks = Request(), keys("a", 8)
@@ -251,7 +249,7 @@ def test_slow_front_makes_the_rest_computed() -> None:
     invariants.check(core)
 
 
-def test_a_closed_tier_is_probed_for_nobody() -> None:
+def test_closed_tier_is_not_probed() -> None:
     core = make()
     know(core, SLOW_S, is_probed=True)
     request, chunks = Request(), keys("a", 30)
@@ -267,7 +265,7 @@ def test_a_closed_tier_is_probed_for_nobody() -> None:
     invariants.check(core)
 
 
-def test_a_probe_that_finds_nothing_is_repeated_soon() -> None:
+def test_empty_probe_repeats_soon() -> None:
     core = make()
     know(core, SLOW_S, is_probed=True)
     (probe,) = world.step(core, Request(), keys("a", 8))
@@ -276,7 +274,7 @@ def test_a_probe_that_finds_nothing_is_repeated_soon() -> None:
     assert len(world.step(core, Request(), keys("c", 8), 0.7)) == 1
 
 
-def test_a_store_of_a_probed_chunk_is_not_lost() -> None:
+def test_probed_chunk_may_be_stored() -> None:
     core = make()
     know(core, SLOW_S, is_probed=True)
     chunks = keys("a", 8)
@@ -291,7 +289,7 @@ def test_a_store_of_a_probed_chunk_is_not_lost() -> None:
     assert world.there(core, chunks) == chunks
 
 
-def test_a_reset_leaves_no_trace_of_a_probe() -> None:
+def test_reset_forgets_probe() -> None:
     core = make()
     know(core, SLOW_S, is_probed=True)
     (probe,) = world.step(core, Request(), keys("a", 8))
@@ -301,7 +299,7 @@ def test_a_reset_leaves_no_trace_of_a_probe() -> None:
     assert world.there(core, keys("a", 8)) == []
 
 
-def test_few_slots_do_not_make_gets_look_slow() -> None:
+def test_few_slots_are_not_slow() -> None:
     """A get of two chunks is slower than computing two, but twenty follow."""
     core = make()
     know(core, FAST_S, latency_s=5 * CHUNK_S)
@@ -316,7 +314,7 @@ def test_few_slots_do_not_make_gets_look_slow() -> None:
     core.abort(reservation)
 
 
-def test_of_many_that_wait_a_few_at_a_time_are_computed() -> None:
+def test_few_waiters_are_computed() -> None:
     """The device is busy with those in front. Those behind are loaded, if the tier is fast by then."""
     core = make()
     know(core, SLOW_S)
@@ -335,7 +333,7 @@ def test_of_many_that_wait_a_few_at_a_time_are_computed() -> None:
     assert [get.keys for get in world.fetches(core)] == [requests[request] for request in last]
 
 
-def test_get_that_must_locate_costs_double_latency() -> None:
+def test_locating_doubles_latency() -> None:
     """Slots are freed only for chunks that were found: the first get finds them, a second one copies them."""
     for stored, is_got in ((0, True), (64, False)):
         core = make()
@@ -344,7 +342,7 @@ def test_get_that_must_locate_costs_double_latency() -> None:
         assert bool(world.step(core, Request(), keys("a", 10))) is is_got
 
 
-def test_who_waits_for_its_turn_does_not_expire() -> None:
+def test_queued_request_does_not_expire() -> None:
     """The device may compute what is in front for long, and the engine not ask meanwhile."""
     core = make()
     know(core, SLOW_S)
@@ -360,7 +358,7 @@ def test_who_waits_for_its_turn_does_not_expire() -> None:
     assert [get.keys for get in world.fetches(core)] == [requests[last]]
 
 
-def test_places_are_counted_from_the_front_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_count_from_front(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make()
     know(core, FAST_S)
     places: list[tuple[int, int]] = []
@@ -382,7 +380,7 @@ def test_places_are_counted_from_the_front_of_the_prompt(monkeypatch: pytest.Mon
     assert places == [(105, 25), (115, 15)]
 
 
-def test_a_probe_makes_room_for_itself() -> None:
+def test_probe_makes_room() -> None:
     """While a tier is closed all is computed and stored: no slot is free for long."""
     core = make()
     world.store(core, keys("other", 64))
@@ -391,7 +389,7 @@ def test_a_probe_makes_room_for_itself() -> None:
     assert len(probe.slots) == 4
 
 
-def test_gets_that_bring_nothing_for_long_close_a_tier() -> None:
+def test_empty_gets_close_tier() -> None:
     core = make()
     know(core, FAST_S)
     for now_s in (0.0, 3.0):
@@ -402,7 +400,7 @@ def test_gets_that_bring_nothing_for_long_close_a_tier() -> None:
     assert world.step(core, Request(), keys("a", 8), 6.0) == []
 
 
-def test_who_only_locates_is_told_of_a_slow_tier() -> None:
+def test_locating_reports_slow_tier() -> None:
     core, request, chunks = make(), Request(locates=True), keys("a", 4)
     know(core, SLOW_S, is_probed=True)
     (get,) = world.step(core, request, chunks)
@@ -413,7 +411,7 @@ def test_who_only_locates_is_told_of_a_slow_tier() -> None:
     assert not request.gated
 
 
-def test_locating_continues_to_tiers_too_slow_to_load() -> None:
+def test_locating_passes_slow_tiers() -> None:
     core, loading, locating, chunks = make(tiers=2), Request(), Request(locates=True), keys("a", 4)
     know(core, FAST_S)
     know(core, SLOW_S, tier=1)
@@ -462,7 +460,7 @@ def test_computed_front_skips_windows() -> None:
     invariants.check(core)
 
 
-def test_windows_follow_a_front_that_is_loaded() -> None:
+def test_windows_follow_loaded_front() -> None:
     core, request = make_windowed(), Request()
     know(core, FAST_S)
     front, windows = scanned(core, request, 8)
@@ -476,19 +474,19 @@ def test_windows_follow_a_front_that_is_loaded() -> None:
 
 
 @pytest.mark.parametrize(("window_chunks", "is_got"), [(2, True), (8, False)])
-def test_what_windows_take_counts(window_chunks: int, is_got: bool) -> None:
+def test_window_time_counts(window_chunks: int, is_got: bool) -> None:
     core = make_windowed(window_chunks)
     know(core, 0.6 * CHUNK_S)
     assert bool(scanned(core, Request(), 8)) is is_got
 
 
-def test_there_are_not_more_windows_than_the_prompt_is_long() -> None:
+def test_prompt_bounds_windows() -> None:
     core = make_windowed(1000)
     know(core, 0.4 * CHUNK_S)
     assert len(scanned(core, Request(), 8)) == 2
 
 
-def test_windows_of_two_gets_cost_their_latency_twice() -> None:
+def test_two_window_gets_cost_twice() -> None:
     """They are located before they are got."""
     core = make_windowed()
     know(core, FAST_S, latency_s=4 * CHUNK_S)
@@ -496,7 +494,7 @@ def test_windows_of_two_gets_cost_their_latency_twice() -> None:
 
 
 @pytest.mark.parametrize(("chunk_s", "is_got"), [(3 * CHUNK_S, True), (5 * CHUNK_S, False)])
-def test_a_window_saves_computing_all_before_it(chunk_s: float, is_got: bool) -> None:
+def test_window_saves_computing(chunk_s: float, is_got: bool) -> None:
     """Two chunks of windows, for a front of eight that is in the primary tier."""
     core, request = make_windowed(), Request()
     world.store(core, keys("a", 8))
@@ -508,7 +506,7 @@ def test_a_window_saves_computing_all_before_it(chunk_s: float, is_got: bool) ->
     invariants.check(core)
 
 
-def test_a_tier_closed_for_windows_is_probed_with_windows() -> None:
+def test_window_tier_probes_windows() -> None:
     core = make_windowed()
     world.store(core, keys("a", 8))
     know(core, 5 * CHUNK_S, is_probed=True)
@@ -517,20 +515,20 @@ def test_a_tier_closed_for_windows_is_probed_with_windows() -> None:
     assert len(probe.slots) == len(probe.keys)
 
 
-def test_where_all_groups_are_windows_everything_is_loaded() -> None:
+def test_windows_only_load_all() -> None:
     core = make_windowed()
     know(core, SLOW_S)
     assert len(world.step(core, Request(), keys("a", 8, group=1))) == 1
 
 
-def test_two_full_groups_are_got_but_one_computed() -> None:
+def test_one_of_two_groups_is_computed() -> None:
     for chunk_s, is_got in ((0.4 * CHUNK_S, True), (0.6 * CHUNK_S, False)):
         core = make()
         know(core, chunk_s)
         assert bool(world.step(core, Request(), keys("a", 8) + keys("a", 8, group=1))) is is_got
 
 
-def test_who_waits_for_its_turn_does_not_look_for_windows() -> None:
+def test_queued_request_seeks_no_windows() -> None:
     core = make_windowed()
     know(core, SLOW_S)
     requests = [Request() for _ in range(5)]

@@ -41,7 +41,7 @@ def why(core: Tiering, request: Request, prompt: list[OffloadKey]) -> Found:
     return dict(record.misses), record.refusals.get(missed, {})
 
 
-def test_tier_lacking_first_missing_chunk_is_named() -> None:
+def test_lacking_tier_is_named() -> None:
     core, (request, _), prompt = make(tiers=2), recorded(), keys("a", 4)
     (first,) = step(core, request, prompt)
     (second,) = answer(core, first, [COPIED, MISSING, MISSING, MISSING], checksum=1)
@@ -50,7 +50,7 @@ def test_tier_lacking_first_missing_chunk_is_named() -> None:
     assert why(core, request, prompt) == ({prompt[1]: "absent"}, {"t0": "absent,checksum", "t1": "absent"})
 
 
-def test_chunks_without_a_slot_cannot_have_failed() -> None:
+def test_no_slot_is_no_failure() -> None:
     core, (request, record), prompt = make(slots=4), recorded(), keys("a", 4)
     (fetch,) = step(core, request, prompt)
     assert len(fetch.slots) == 2
@@ -68,7 +68,7 @@ def test_chunks_without_a_slot_cannot_have_failed() -> None:
         ([COPIED, COPIED, MISSING, LOCATED], ["torn"]),
     ],
 )
-def test_failed_or_absent_chunk_has_both_reasons(answers: list[Answer], expected: list[str]) -> None:
+def test_failed_and_absent_both_count(answers: list[Answer], expected: list[str]) -> None:
     core, (request, record), prompt = make(), recorded(), keys("a", 4)
     (fetch,) = step(core, request, prompt)
     answer(core, fetch, answers, torn=1)
@@ -76,7 +76,7 @@ def test_failed_or_absent_chunk_has_both_reasons(answers: list[Answer], expected
     assert [record.refusals[key]["t0"] for key in missing] == expected
 
 
-def test_a_tier_that_was_not_asked_is_named_with_the_reason() -> None:
+def test_unasked_tier_is_named() -> None:
     core, (request, _), prompt = make(tiers=2), recorded(), keys("a", 2)
     core.on_event(TierDown(0, "gone"), 0.0)
     (fetch,) = step(core, request, prompt)
@@ -84,21 +84,21 @@ def test_a_tier_that_was_not_asked_is_named_with_the_reason() -> None:
     assert why(core, request, prompt) == ({prompt[0]: "absent"}, {"t0": "down", "t1": "absent"})
 
 
-def test_a_tier_that_answers_too_late_is_named() -> None:
+def test_late_tier_is_named() -> None:
     core, (request, _), prompt = make(request_deadline_s=60.0), recorded(), keys("a", 2)
     step(core, request, prompt)
     core.settle(3.5)  # past the tier's deadline
     assert why(core, request, prompt) == ({prompt[0]: "absent"}, {"t0": "timeout"})
 
 
-def test_tier_awaited_at_the_deadline_is_named() -> None:
+def test_awaited_tier_is_named() -> None:
     core, (request, _), prompt = make(request_deadline_s=1.0), recorded(), keys("a", 2)
     step(core, request, prompt)
     core.settle(1.5)
     assert why(core, request, prompt) == ({prompt[0]: "deadline"}, {"t0": "deadline"})
 
 
-def test_abandoned_tier_keeps_its_reason_at_the_deadline() -> None:
+def test_abandoned_tier_keeps_reason() -> None:
     core, (request, _), prompt = make(tiers=2, request_deadline_s=5.0), recorded(), keys("a", 2)
     step(core, request, prompt)
     core.settle(3.5)  # past the first tier's deadline
@@ -107,14 +107,14 @@ def test_abandoned_tier_keeps_its_reason_at_the_deadline() -> None:
     assert why(core, request, prompt)[1] == {"t0": "timeout", "t1": "deadline"}
 
 
-def test_chunks_beyond_the_budget_miss_for_that_reason() -> None:
+def test_over_budget_is_a_reason() -> None:
     core, (request, _), prompt = make(slots=16, budget=0.25), recorded(), keys("a", 8)
     (fetch,) = step(core, request, prompt)
     answer(core, fetch, [COPIED] * 4 + [LOCATED] * 4)
     assert why(core, request, prompt) == ({prompt[4]: "budget"}, {})
 
 
-def test_a_reset_and_a_failed_audit_are_reasons() -> None:
+def test_reset_and_audit_are_reasons() -> None:
     core, (request, _), prompt = make(), recorded(), keys("a", 2)
     step(core, request, prompt)
     core.reset()
@@ -128,7 +128,7 @@ def test_a_reset_and_a_failed_audit_are_reasons() -> None:
     assert why(core, request, prompt)[1] == {"t0": "audit"}
 
 
-def test_only_last_scans_of_recorded_requests_count() -> None:
+def test_only_last_scans_count() -> None:
     core, (request, record), (other, nothing) = make(tiers=0), recorded(), (Request(), keys("b", 1))
     prompt = keys("a", 3)
     store(core, prompt[:1])
@@ -147,7 +147,7 @@ def test_only_last_scans_of_recorded_requests_count() -> None:
     assert fetches(core) == []
 
 
-def test_a_request_whose_load_failed_misses_for_that_reason() -> None:
+def test_failed_load_is_a_reason() -> None:
     core, (request, record), prompt = make(), recorded(), keys("a", 1)
     store(core, prompt)
     assert ask(core, request, prompt) == [HIT]

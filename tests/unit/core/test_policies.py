@@ -63,14 +63,14 @@ def hits_of_scans(policy: EvictionPolicy) -> int:
 
 
 @pytest.mark.parametrize("policy", [ARC(100), ARC(1000), LHD(1000)])  # LHD learns too slowly for 100
-def test_a_scan_does_not_flush_what_is_used_again(policy: ARC | LHD) -> None:
+def test_scan_spares_reused(policy: ARC | LHD) -> None:
     size = policy.capacity
     lru, found = hits_of_scans(LRU(size)), hits_of_scans(policy)
     assert lru == 20 * size * 4 // 10  # each second use, no more: the scan has flushed the rest
     assert found > 1.8 * lru
 
 
-def test_early_evictions_that_return_move_room() -> None:
+def test_early_evictions_move_room() -> None:
     """Chunks that come back soon after they were evicted unread get more room than before."""
     policy = ARC(10)
     frequent = keys("frequent", 5)
@@ -87,7 +87,7 @@ def test_early_evictions_that_return_move_room() -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_pinned_chunk_is_skipped_and_returns_to_its_list(used: bool) -> None:
+def test_pinned_chunk_is_skipped(used: bool) -> None:
     policy = ARC(10)
     once, read = keys("once", 1) + keys("x", 1), keys("read", 2)
     policy.add(read, used=True)
@@ -101,7 +101,7 @@ def test_pinned_chunk_is_skipped_and_returns_to_its_list(used: bool) -> None:
     assert set(policy.evict(2)) == ({once[1], read[1]} if used else set(once))
 
 
-def test_clear_forgets_ghosts_too() -> None:
+def test_clear_forgets_ghosts() -> None:
     policy = ARC(4)
     a = keys("a", 2)
     policy.add(a, used=False)
@@ -115,7 +115,7 @@ def test_clear_forgets_ghosts_too() -> None:
 
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 2**48 - 1)), max_size=200))
-def test_ghosts_recall_the_last_record_or_none(remembered: list[tuple[int, int]]) -> None:
+def test_ghosts_recall_last_record(remembered: list[tuple[int, int]]) -> None:
     ghosts, last = Ghosts(), dict[OffloadKey, int]()
     ghosts.resize(64)
     for number, record in remembered:
@@ -130,7 +130,7 @@ def test_ghosts_recall_the_last_record_or_none(remembered: list[tuple[int, int]]
     assert not any(map(ghosts.recall, last)), "places of another table say nothing"
 
 
-def test_a_ghost_counts_its_earlier_uses() -> None:
+def test_ghost_counts_earlier_uses() -> None:
     """A returning key outranks a new one although it was evicted meanwhile."""
     policy = LHD(100)
     returning, new = keys("returning", 4), keys("new", 4)
@@ -141,7 +141,7 @@ def test_a_ghost_counts_its_earlier_uses() -> None:
     assert set(policy.evict(4)) == set(new)
 
 
-def test_chunk_without_ghost_counts_like_the_next() -> None:
+def test_no_ghost_counts_as_next() -> None:
     policy = LHD(100)
     prompt, new = keys("prompt", 3), keys("new", 3)
     policy.add(prompt[2:], used=False)
@@ -151,7 +151,7 @@ def test_chunk_without_ghost_counts_like_the_next() -> None:
     assert set(policy.evict(3)) == set(new)
 
 
-def test_value_falls_with_age_except_in_loops() -> None:
+def test_value_falls_with_age() -> None:
     """Hit density of keys that return after a fixed time grows until then; otherwise it falls."""
     model = ReuseModel()
     for _ in range(40):
@@ -200,7 +200,7 @@ _PARTS_OF_SHIFTS = [pytest.param(trace, marks=pytest.mark.full) for trace in (lo
 
 
 @pytest.mark.parametrize("trace", [*_PARTS_OF_SHIFTS, scans, shifts])
-def test_auto_is_close_to_the_best_of_the_others(trace: Callable[[], Iterator[int]]) -> None:
+def test_auto_is_near_the_best(trace: Callable[[], Iterator[int]]) -> None:
     names = {number: pack_key(blake2b(b"%d" % number, digest_size=16).digest()) for number in set(trace())}
 
     def hits(policy: EvictionPolicy) -> int:

@@ -81,7 +81,7 @@ def make() -> tuple[Tiering, Wild]:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_wrong_policy_is_replaced_and_room_is_made(choice: str) -> None:
+def test_wrong_policy_is_replaced(choice: str) -> None:
     core, policy = make()
     policy.act, reason = CHOICES[choice]
     reservation = reserve(core, keys("new", 3))
@@ -100,7 +100,7 @@ def test_wrong_policy_is_replaced_and_room_is_made(choice: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["evict", "add", "pin", "clear", "resize", "len"])
-def test_a_policy_that_raises_is_replaced(where: str) -> None:
+def test_raising_policy_is_replaced(where: str) -> None:
     core, policy = make()
     policy.raises_in = where
     core.on_event(SlotsReady(range(8, 9)), 0.0)
@@ -116,14 +116,14 @@ def test_a_policy_that_raises_is_replaced(where: str) -> None:
     assert type(core.table.orders[1]) is LRU
 
 
-def test_the_tail_goes_first_after_a_policy_was_replaced() -> None:
+def test_replacement_evicts_tail_first() -> None:
     core, policy = make()
     policy.act = CHOICES["nothing"][0]
     assert list(reserve(core, keys("new", 2)).evicted) == keys("old", 6)[:3:-1]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_policies_leave_the_core_consistent(seed: int) -> None:
+def test_random_policies_are_safe(seed: int) -> None:
     chance = Random(seed)
     core, policy = make()
     policy.act = lambda chosen, count: chance.choice([act for act, _ in CHOICES.values()])(chosen, count)

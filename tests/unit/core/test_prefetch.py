@@ -53,7 +53,7 @@ def long_prompt_begun() -> tuple[Tiering, list[OffloadKey], Get]:
     return core, prompt, get
 
 
-def test_chunks_are_promoted_on_time_and_kept():
+def test_chunks_come_on_time():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=10.0, until_s=30.0)
     assert due(core, 9.0) == []
@@ -69,7 +69,7 @@ def test_chunks_are_promoted_on_time_and_kept():
     assert core.prefetches.is_empty
 
 
-def test_what_is_there_already_is_only_kept():
+def test_present_chunks_are_kept():
     core = world.make(slots=16, budget=1.0, pin_budget=0.5)
     world.store(core, PROMPT)
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
@@ -78,7 +78,7 @@ def test_what_is_there_already_is_only_kept():
     assert core.take_counts()["prefetched",] == 0
 
 
-def test_nothing_is_promoted_behind_a_miss():
+def test_miss_stops_promotion():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     (get,) = due(core)
@@ -88,7 +88,7 @@ def test_nothing_is_promoted_behind_a_miss():
     assert not any(count[0] == "miss" for count in core.take_counts()), "no request has missed anything"
 
 
-def test_no_more_is_promoted_than_may_be_kept():
+def test_promotion_obeys_budget():
     core = evicted_core(pin_budget=0.25)
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     run(core)
@@ -98,7 +98,7 @@ def test_no_more_is_promoted_than_may_be_kept():
     assert counts["keep_refused", "budget"] == 2
 
 
-def test_it_begins_when_no_request_waits():
+def test_starts_without_requests():
     core = evicted_core()
     client, wanted = Request("client"), keys("tier", 4)
     (get,) = step(core, client, wanted)
@@ -109,7 +109,7 @@ def test_it_begins_when_no_request_waits():
     assert due(core, 1.0) != []
 
 
-def test_request_takes_slots_from_prefetch():
+def test_requests_take_its_slots():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     (get,) = due(core, 1.0)
@@ -123,7 +123,7 @@ def test_request_takes_slots_from_prefetch():
     core.release(core.acquire(wanted, client))
 
 
-def test_a_request_for_the_same_chunks_shares_the_get():
+def test_requests_share_its_get():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     (get,) = due(core, 1.0)
@@ -138,7 +138,7 @@ def test_a_request_for_the_same_chunks_shares_the_get():
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 @pytest.mark.parametrize("how", ["release", "reset"])
-def test_nothing_is_left_of_what_is_released_or_reset(when: str, how: str):
+def test_release_leaves_nothing(when: str, how: str):
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     gets = due(core, 1.0) if when == "during" else []
@@ -157,7 +157,7 @@ def test_nothing_is_left_of_what_is_released_or_reset(when: str, how: str):
     assert not core.holds.pending
 
 
-def test_later_announcement_replaces_same_name():
+def test_same_name_replaces():
     core = evicted_core()
     core.prefetches.announce("agent", keys("b", 3), from_s=1.0, until_s=30.0)
     core.prefetches.announce("agent", PROMPT, from_s=5.0, until_s=30.0)
@@ -166,21 +166,21 @@ def test_later_announcement_replaces_same_name():
     assert list(get.keys) == PROMPT
 
 
-def test_announcements_are_bounded_by_the_slots():
+def test_slots_bound_announcements():
     core = world.make(slots=16)
     for index in range(100):
         core.prefetches.announce(f"agent{index}", keys(f"p{index}/", 4), from_s=9.0, until_s=30.0)
     assert core.take_counts()["keep_refused", "names"] == 100 * 4 - 16 * 16
 
 
-def test_what_would_come_too_late_is_forgotten():
+def test_late_announcement_is_forgotten():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     assert due(core, 30.0) == []
     assert core.prefetches.is_empty
 
 
-def test_a_long_prompt_is_looked_up_in_pieces():
+def test_long_prompt_goes_in_pieces():
     core, prompt, get = long_prompt_begun()
     assert len(get.keys) == 32
     for more in answer(core, get, answered(get).answers, 1.0):
@@ -189,7 +189,7 @@ def test_a_long_prompt_is_looked_up_in_pieces():
     assert world.there(core, prompt) == prompt
 
 
-def test_cancelled_announcement_keeps_promoted_chunks():
+def test_cancel_keeps_promoted_chunks():
     core = evicted_core()
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     run(core, 1.0)
@@ -197,7 +197,7 @@ def test_cancelled_announcement_keeps_promoted_chunks():
     assert set(core.retention.pinned) == set(PROMPT), "the conversation is back, and waits for its turn"
 
 
-def test_quickly_computed_request_skips_prefetch_wait():
+def test_quick_request_skips_wait():
     core = world.make(slots=16, budget=1.0, pin_budget=0.5, load_gate="latency")  # type: ignore[arg-type]
     first = Request("first")
     (get,) = step(core, first, keys("first", 2))
@@ -212,7 +212,7 @@ def test_quickly_computed_request_skips_prefetch_wait():
     assert world.ask(core, client, PROMPT) == [world.MISS]
 
 
-def test_prefetch_waiting_for_a_get_asks_no_tier():
+def test_waiting_asks_no_tier():
     core = world.make(tiers=2, pin_budget=0.5, load_gate="latency")  # type: ignore[arg-type]
     core.note_computed(0, 1, 10.0)
     core.prefetches.announce("agent", PROMPT[:1], from_s=1.0, until_s=30.0)
@@ -226,7 +226,7 @@ def test_prefetch_waiting_for_a_get_asks_no_tier():
     assert world.there(core, PROMPT[:1]) == PROMPT[:1]
 
 
-def test_absent_chunks_are_not_asked_for_after_stores():
+def test_absent_chunks_are_not_asked():
     core = world.make(budget=1.0, pin_budget=0.5)
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     client = Request("client")
@@ -240,7 +240,7 @@ def test_absent_chunks_are_not_asked_for_after_stores():
     assert core.prefetches.is_empty
 
 
-def test_when_its_time_is_over_the_rest_is_not_promoted():
+def test_timeout_stops_promotion():
     core, _, get = long_prompt_begun()
     for more in answer(core, get, answered(get).answers, 1.0):
         answer(core, more, answered(more).answers, 1.0)
@@ -248,7 +248,7 @@ def test_when_its_time_is_over_the_rest_is_not_promoted():
     assert run(core, 30.0) == 0
 
 
-def test_what_is_kept_already_needs_no_room():
+def test_kept_chunks_need_no_room():
     core = world.make(slots=16, budget=1.0, pin_budget=0.25)
     world.store(core, PROMPT[:4])
     core.retention.keep("ttl", PROMPT[:4])
@@ -265,7 +265,7 @@ def test_only_permitted_tiers_are_asked():
     assert run(core, 1.0) == 0
 
 
-def test_with_sliding_windows_nothing_is_announced():
+def test_windows_announce_nothing():
     core = world.make(windowed=frozenset({1}))
     core.prefetches.announce("agent", PROMPT, from_s=1.0, until_s=30.0)
     assert core.prefetches.is_empty

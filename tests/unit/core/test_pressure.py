@@ -14,7 +14,7 @@ def slowed(pressure: PutPressure, gets: int, now_s: float = 10.0) -> None:
         pressure.get_ended(8, 0.5, now_s, beside_puts=True)
 
 
-def test_while_puts_slow_gets_down_fewer_are_let_in() -> None:
+def test_slowing_puts_are_reduced() -> None:
     pressure = PutPressure(2.0, 4)
     pressure.put_ended(1, 0.01)
     pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
@@ -25,7 +25,7 @@ def test_while_puts_slow_gets_down_fewer_are_let_in() -> None:
     assert pressure.room(0) >= 1
 
 
-def test_gets_that_were_under_way_together_halve_it_once() -> None:
+def test_concurrent_gets_halve_once() -> None:
     pressure = PutPressure(2.0, 4)
     pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
     for _ in range(8):
@@ -33,7 +33,7 @@ def test_gets_that_were_under_way_together_halve_it_once() -> None:
     assert pressure.share == 0.5
 
 
-def test_gets_as_usual_and_puts_let_it_recover() -> None:
+def test_normal_gets_recover() -> None:
     for recover in (
         lambda pressure: pressure.get_ended(8, 0.05, 99.0, beside_puts=True),
         lambda pressure: pressure.put_ended(1, 0.01),
@@ -47,7 +47,7 @@ def test_gets_as_usual_and_puts_let_it_recover() -> None:
         assert pressure.share == 1.0
 
 
-def test_slow_gets_without_puts_drop_none() -> None:
+def test_slow_gets_alone_drop_nothing() -> None:
     pressure = PutPressure(2.0, 4)
     pressure.get_ended(8, 0.05, 1.0, beside_puts=False)
     for now_s in range(2, 60):
@@ -56,7 +56,7 @@ def test_slow_gets_without_puts_drop_none() -> None:
     assert pressure.share == 1.0
 
 
-def test_differences_nobody_would_notice_change_nothing() -> None:
+def test_small_differences_change_nothing() -> None:
     pressure = PutPressure(2.0, 4)
     pressure.get_ended(1, 0.0001, 1.0, beside_puts=False)
     for now_s in range(2, 30):
@@ -71,7 +71,7 @@ def test_differences_nobody_would_notice_change_nothing() -> None:
     gets=st.lists(st.tuples(st.integers(1, 1000), st.floats(0.001, 10), st.booleans()), max_size=20),
     backlog=st.integers(0, 10_000),
 )
-def test_room_is_never_negative_and_the_share_stays_in_bounds(
+def test_share_stays_in_bounds(
     drain_s: float,
     width: int,
     puts: list[tuple[int, float]],

@@ -77,7 +77,7 @@ def releasing() -> Request:
 # --- priorities ----------------------------------------------------------------------------------
 
 
-def test_nobody_pays_where_no_client_says_anything() -> None:
+def test_no_priority_costs_nothing() -> None:
     core = make(tiers=1)
     store(core, A)
     load(core, A, Request())
@@ -86,7 +86,7 @@ def test_nobody_pays_where_no_client_says_anything() -> None:
 
 
 @any_policy
-def test_lowest_priority_flood_evicts_no_others(policy: type[EvictionPolicy]) -> None:
+def test_low_flood_evicts_no_others(policy: type[EvictionPolicy]) -> None:
     core = make(policy())
     for chunks in (A, B, C):
         store(core, chunks)
@@ -95,7 +95,7 @@ def test_lowest_priority_flood_evicts_no_others(policy: type[EvictionPolicy]) ->
 
 
 @any_policy
-def test_a_high_priority_survives_a_flood_that_evicts_another(policy: type[EvictionPolicy]) -> None:
+def test_high_survives_flood(policy: type[EvictionPolicy]) -> None:
     core = make(policy())
     store(core, A, 2)
     store(core, B)
@@ -104,7 +104,7 @@ def test_a_high_priority_survives_a_flood_that_evicts_another(policy: type[Evict
     assert there(core, B) == []
 
 
-def test_the_highest_priority_leaves_after_the_next_one() -> None:
+def test_highest_leaves_last() -> None:
     core = make(pin_budget=0.5)
     store(core, A, 3)
     store(core, B, 2)
@@ -116,7 +116,7 @@ def test_the_highest_priority_leaves_after_the_next_one() -> None:
     assert there(core, A + B + C) == A + B
 
 
-def test_least_recently_used_loses_priority() -> None:
+def test_least_recent_loses_priority() -> None:
     core = make(pin_budget=0.5)
     store(core, A, 3)
     store(core, B, 3)
@@ -127,7 +127,7 @@ def test_least_recently_used_loses_priority() -> None:
     assert core.take_counts()["keep_refused", "budget"] == 4
 
 
-def test_over_budget_priority_becomes_default() -> None:
+def test_over_budget_becomes_default() -> None:
     core = make()
     store(core, A)
     store(core, B, 3)
@@ -137,7 +137,7 @@ def test_over_budget_priority_becomes_default() -> None:
     assert there(core, A + B + C) == B + C, "the oldest of the default priority has left"
 
 
-def test_what_is_kept_shares_the_budget() -> None:
+def test_kept_chunks_share_budget() -> None:
     core = make(pin_budget=0.5)
     store(core, A, 3)
     store(core, B, 3)
@@ -148,7 +148,7 @@ def test_what_is_kept_shares_the_budget() -> None:
     assert there(core, A + B + C) == B + C
 
 
-def test_where_all_else_is_in_use_a_high_priority_is_evicted() -> None:
+def test_high_leaves_if_others_in_use() -> None:
     core = make(slots=8, pin_budget=1.0)
     store(core, A, 3)
     store(core, B)
@@ -157,7 +157,7 @@ def test_where_all_else_is_in_use_a_high_priority_is_evicted() -> None:
     assert there(core, A) == A[:2], "the tail first"
 
 
-def test_a_chunk_has_the_highest_priority_of_those_that_use_it() -> None:
+def test_highest_user_decides() -> None:
     core = make()
     store(core, A, 0)
     store(core, B)
@@ -170,7 +170,7 @@ def test_a_chunk_has_the_highest_priority_of_those_that_use_it() -> None:
     assert there(core, A + B) == B
 
 
-def test_what_was_promoted_for_a_request_has_its_priority() -> None:
+def test_promoted_has_request_priority() -> None:
     core = make(tiers=1)
     for chunks in (A, B):
         store(core, chunks)
@@ -185,7 +185,7 @@ def test_what_was_promoted_for_a_request_has_its_priority() -> None:
     assert there(core, A + B) == B
 
 
-def test_more_slots_give_more_budget() -> None:
+def test_more_slots_more_budget() -> None:
     core = make()
     core.on_event(SlotsReady(range(16, 32)), 0.0)
     store(core, A, 2)
@@ -194,7 +194,7 @@ def test_more_slots_give_more_budget() -> None:
     assert there(core, A + B) == A + B
 
 
-def test_a_reset_forgets_priorities() -> None:
+def test_reset_forgets_priorities() -> None:
     core = make()
     store(core, A, 0)
     store(core, B, 3)
@@ -217,7 +217,7 @@ class Greedy(LRU):
         return [*self.choice] or super().evict(count)
 
 
-def test_priorities_override_and_outlive_the_policy() -> None:
+def test_priorities_outlive_policy() -> None:
     policy = Greedy()
     core = make(policy)
     store(core, A, 3)
@@ -232,7 +232,7 @@ def test_priorities_override_and_outlive_the_policy() -> None:
 # --- release -------------------------------------------------------------------------------------
 
 
-def test_chunks_leave_after_request_end_and_put() -> None:
+def test_chunks_leave_after_end_and_put() -> None:
     core, request = make(tiers=1), releasing()
     (put,) = begin(core, A, request)
     core.close(request)
@@ -249,7 +249,7 @@ def test_chunks_leave_after_request_end_and_put() -> None:
     assert there(core, A + B) == B, "and it is evicted first"
 
 
-def test_chunks_stay_while_their_request_has_not_ended() -> None:
+def test_chunks_stay_with_request() -> None:
     core, request = make(tiers=1), releasing()
     store(core, A, request=request)
     assert there(core, A) == A
@@ -260,7 +260,7 @@ def test_chunks_stay_while_their_request_has_not_ended() -> None:
     assert not core.table.users
 
 
-def test_chunks_that_have_come_from_a_tier_leave_too() -> None:
+def test_promoted_chunks_leave_too() -> None:
     core, request = make(tiers=1), releasing()
     store(core, A)
     flood(core)
@@ -275,7 +275,7 @@ def test_chunks_that_have_come_from_a_tier_leave_too() -> None:
     assert there(core, A) == []
 
 
-def test_chunks_leave_after_last_put_however_it_ends() -> None:
+def test_failed_last_put_lets_leave() -> None:
     core, request = make(tiers=2), releasing()
     first, second = begin(core, A, request)
     core.close(request)
@@ -288,7 +288,7 @@ def test_chunks_leave_after_last_put_however_it_ends() -> None:
 
 
 @pytest.mark.parametrize("other", [Request(), Request(priority=0), releasing()])
-def test_what_another_request_has_used_stays(other: Request) -> None:
+def test_shared_use_stays(other: Request) -> None:
     core, request = make(tiers=1), releasing()
     puts = begin(core, A, request)
     load(core, A[:2], other)
@@ -301,7 +301,7 @@ def test_what_another_request_has_used_stays(other: Request) -> None:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_another_request_was_told_of_stays(is_held: bool) -> None:
+def test_reported_hit_stays(is_held: bool) -> None:
     core, request, other = make(tiers=1), releasing(), Request()
     store(core, A, request=request)
     (get,) = world.step(core, Request(), B[:1])
@@ -314,7 +314,7 @@ def test_what_another_request_was_told_of_stays(is_held: bool) -> None:
     load(core, A, other)
 
 
-def test_what_is_kept_stays() -> None:
+def test_kept_stays() -> None:
     core, request = make(tiers=1), releasing()
     store(core, A, request=request)
     core.retention.keep("session", A)
@@ -324,7 +324,7 @@ def test_what_is_kept_stays() -> None:
     assert there(core, A) == A
 
 
-def test_what_was_there_before_stays() -> None:
+def test_earlier_chunks_stay() -> None:
     core, request = make(tiers=1), releasing()
     store(core, A[:2])
     store(core, A, request=request)
@@ -333,7 +333,7 @@ def test_what_was_there_before_stays() -> None:
     assert there(core, A) == A[:2]
 
 
-def test_reset_cancels_earlier_releases() -> None:
+def test_reset_cancels_releases() -> None:
     core, request = make(slots=64, tiers=2), releasing()
     puts = begin(core, A, request)
     core.reset()

@@ -31,7 +31,7 @@ from tests.unit.core.world import (
 )
 
 
-def test_question_and_transfer_are_one_delay() -> None:
+def test_lookup_and_get_are_one_delay() -> None:
     core, request, prompt = make(), Request(), keys("a", 4)
     assert ask(core, request, prompt) == [RETRY] * 4
     core.settle(0.0)
@@ -48,7 +48,7 @@ def test_question_and_transfer_are_one_delay() -> None:
 
 
 @pytest.mark.parametrize(("second", "expected"), [(LOCATED, [1, 2, 3]), (MISSING, [])])
-def test_the_next_tier_closes_a_gap_or_does_not(second: Answer, expected: list[int]) -> None:
+def test_next_tier_may_close_gap(second: Answer, expected: list[int]) -> None:
     core, request, prompt = make(slots=8, tiers=2, budget=1.0), Request(), keys("a", 4)
     store(core, keys("old", 8))
     (fetch,) = step(core, request, prompt)
@@ -63,7 +63,7 @@ def test_the_next_tier_closes_a_gap_or_does_not(second: Answer, expected: list[i
     assert sorted(prompt.index(key) for fetch in begun for key in fetch.keys) == expected
 
 
-def test_located_chunk_is_got_despite_another_requests_miss() -> None:
+def test_located_chunk_is_got() -> None:
     core, prompt = make(slots=8, tiers=2, budget=1.0), keys("a", 4)
     store(core, keys("old", 8))
     one, two, three = Request(), Request(), Request()
@@ -80,7 +80,7 @@ def test_located_chunk_is_got_despite_another_requests_miss() -> None:
     assert (fetch.tier, list(fetch.keys), fetch.located) == (1, prompt[2:], True)
 
 
-def test_suffix_evicts_nothing_until_prefix_arrives() -> None:
+def test_suffix_waits_for_prefix() -> None:
     core, prompt = make(slots=8, budget=1.0), keys("a", 4)
     store(core, keys("old", 8))
     one, two = Request(), Request()
@@ -95,7 +95,7 @@ def test_suffix_evicts_nothing_until_prefix_arrives() -> None:
     assert ask(core, two, prompt) == [HIT, HIT, PENDING, PENDING]
 
 
-def test_asking_for_what_is_nowhere_evicts_nothing() -> None:
+def test_absent_chunk_evicts_nothing() -> None:
     core = make(slots=16, budget=0.5, reserve=0.25)
     store(core, keys("old", 16))
     core.settle(0.0)
@@ -113,7 +113,7 @@ def test_asking_for_what_is_nowhere_evicts_nothing() -> None:
     assert core.take_counts()["evicted",] == 4
 
 
-def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
+def test_first_request_fits_budget() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     long, other = keys("long", 8), keys("other", 8)
     (fetch,) = step(core, first, long)
@@ -132,7 +132,7 @@ def test_the_first_request_makes_do_with_what_fits_the_budget() -> None:
     assert list(turn.keys) == other[:4], "the budget is free again"
 
 
-def test_full_budget_makes_way_for_first_in_line() -> None:
+def test_full_budget_yields_to_first() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     mine, other = keys("mine", 4), keys("other", 4)
     store(core, keys("old", 16))
@@ -148,7 +148,7 @@ def test_full_budget_makes_way_for_first_in_line() -> None:
     assert ("miss", "budget") not in core.take_counts()
 
 
-def test_held_slots_make_way_for_first_in_line() -> None:
+def test_held_slots_yield_to_first() -> None:
     core, first, second, third = make(slots=4, budget=1.0), Request(), Request(), Request()
     store(core, keys("old", 4))
     (waits,) = step(core, first, keys("mine", 3))
@@ -163,7 +163,7 @@ def test_held_slots_make_way_for_first_in_line() -> None:
     assert ask(core, third, keys("old", 4)) == [HIT, RETRY, RETRY, RETRY]
 
 
-def test_chunks_no_longer_wanted_are_released() -> None:
+def test_unwanted_chunks_are_released() -> None:
     """Its engine has the first chunks by now: another request of the same prefix has run."""
     core, request, there, wanted = make(slots=8), Request(), keys("there", 2), keys("wanted", 2)
     store(core, there)
@@ -178,7 +178,7 @@ def test_chunks_no_longer_wanted_are_released() -> None:
     assert [core.table.visible[key].pins for key in there] == [0, 1], "two questions stand for all"
 
 
-def test_holds_survive_answers_during_repeated_scan() -> None:
+def test_repeated_scan_keeps_holds() -> None:
     core, request, there, wanted = make(slots=8), Request(), keys("there", 2), keys("wanted", 2)
     store(core, there)
     (fetch,) = step(core, request, [*there, *wanted])
@@ -192,7 +192,7 @@ def test_holds_survive_answers_during_repeated_scan() -> None:
     assert ask(core, request, [*there, *wanted]) == [HIT] * 4
 
 
-def test_a_scan_whose_answers_stand_is_two_questions() -> None:
+def test_standing_scan_is_two_questions() -> None:
     core, request, prompt = make(), Request(), keys("a", 4)
     assert core.repeat_answer(prompt[0], request) is None, "it was not asked yet"
     (fetch,) = step(core, request, prompt)
@@ -210,7 +210,7 @@ def test_a_scan_whose_answers_stand_is_two_questions() -> None:
     assert ask(core, request, prompt) == [HIT] * 4
 
 
-def test_windowed_groups_are_located_before_they_are_fetched() -> None:
+def test_windows_are_located_first() -> None:
     core, request = make(windowed=frozenset({1})), Request()
     window, prefix = keys("w", 6, group=1), keys("p", 2)
     for key in [*reversed(window), *prefix]:
@@ -228,7 +228,7 @@ def test_windowed_groups_are_located_before_they_are_fetched() -> None:
     assert (list(fetch.keys), fetch.located) == (window[:3:-1], True)
 
 
-def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:
+def test_passed_request_holds_nothing() -> None:
     """It was loaded without waiting for the rest; the rest must not stay pinned for its whole life."""
     core, request, prompt = make(slots=8, budget=1.0), Request(), keys("a", 4)
     store(core, prompt[:2])
@@ -242,7 +242,7 @@ def test_a_request_that_has_moved_on_is_given_nothing_to_hold() -> None:
     assert ask(core, Request(), prompt) == [HIT] * 4
 
 
-def test_a_transfer_and_a_request_end_once() -> None:
+def test_transfers_end_once() -> None:
     core, request = make(), Request("r")
     (fetch,) = step(core, request, keys("a", 1))
     answer(core, fetch, [COPIED])
@@ -256,7 +256,7 @@ def test_a_transfer_and_a_request_end_once() -> None:
 # --- which tiers may be asked for a request --------------------------------------------------------
 
 
-def test_only_filtered_tiers_are_asked_and_others_counted() -> None:
+def test_only_filtered_tiers_are_asked() -> None:
     core, request, prompt = make(tiers=3), Request("r", frozenset({1})), keys("a", 2)
     (fetch,) = step(core, request, prompt)
     assert fetch.tier == 1
@@ -269,7 +269,7 @@ def test_only_filtered_tiers_are_asked_and_others_counted() -> None:
     }
 
 
-def test_different_filters_do_not_wait_for_each_other() -> None:
+def test_different_filters_do_not_wait() -> None:
     core, prompt = make(tiers=2), keys("a", 2)
     first, second = Request("first"), Request("second", frozenset({1}))
     (slow,) = step(core, first, prompt)
@@ -288,7 +288,7 @@ def test_different_filters_do_not_wait_for_each_other() -> None:
 # --- preemption ------------------------------------------------------------------------------------
 
 
-def test_a_preempted_request_is_looked_up_anew() -> None:
+def test_preempted_is_looked_up_anew() -> None:
     core, request, prompt = make(), Request(), keys("a", 2)
     (fetch,) = step(core, request, prompt[:1])
     answer(core, fetch, [MISSING])
@@ -300,7 +300,7 @@ def test_a_preempted_request_is_looked_up_anew() -> None:
     assert ask(core, request, prompt) == [RETRY] * 2, "what was not there then may be there now"
 
 
-def test_preempted_request_keeps_hits_of_its_round() -> None:
+def test_preempted_keeps_its_hits() -> None:
     core, request, prompt = make(slots=4), Request(), keys("a", 3)
     store(core, prompt[:2])
     assert ask(core, request, prompt) == [HIT, HIT, RETRY]
@@ -313,7 +313,7 @@ def test_preempted_request_keeps_hits_of_its_round() -> None:
 # --- what a later tier brings goes to the earlier ones -----------------------------------------------
 
 
-def test_later_tiers_chunks_go_to_earlier_ones() -> None:
+def test_later_tier_feeds_earlier() -> None:
     core, request, prompt = make(tiers=3), Request(), keys("a", 2)
     for _ in range(2):
         step(core, request, prompt)
@@ -335,7 +335,7 @@ def test_later_tiers_chunks_go_to_earlier_ones() -> None:
     assert ask(core, request, prompt) == [HIT, HIT]
 
 
-def test_a_request_that_only_locates_brings_nothing() -> None:
+def test_locating_brings_nothing() -> None:
     core, request, prompt = make(tiers=2), Request(locates=True), keys("a", 4)
     store(core, prompt[:1])
     (first,) = step_over(core, request, prompt)
@@ -351,7 +351,7 @@ def test_a_request_that_only_locates_brings_nothing() -> None:
     invariants.check(core)
 
 
-def test_locating_waits_for_arrivals_and_takes_no_turn() -> None:
+def test_locating_takes_no_turn() -> None:
     core, loading, locating, prompt = make(), Request(), Request(locates=True), keys("a", 2)
     (fetch,) = step(core, loading, prompt)
     assert step_over(core, locating, prompt) == []
@@ -361,7 +361,7 @@ def test_locating_waits_for_arrivals_and_takes_no_turn() -> None:
     assert ask(core, loading, prompt) == [HIT, MISS]
 
 
-def test_who_locates_holds_nothing_and_is_not_first_in_line() -> None:
+def test_locating_is_not_first_in_line() -> None:
     core, locating, loading = make(slots=4, budget=1.0), Request(locates=True), Request()
     mine, other = keys("a", 3), keys("b", 4)
     store(core, mine[:2])
@@ -373,7 +373,7 @@ def test_who_locates_holds_nothing_and_is_not_first_in_line() -> None:
     invariants.check(core)
 
 
-def test_located_key_is_not_got_without_a_load() -> None:
+def test_located_key_is_not_got() -> None:
     core, loading, locating, prompt = make(slots=4), Request(), Request(locates=True), keys("a", 4)
     store(core, keys("b", 4))  # so that what is found is brought by a get of its own
     (fetch,) = step(core, loading, prompt)
@@ -383,7 +383,7 @@ def test_located_key_is_not_got_without_a_load() -> None:
     invariants.check(core)
 
 
-def test_locating_holds_no_promoted_chunks() -> None:
+def test_locating_holds_nothing() -> None:
     core, loading, locating, prompt = make(), Request(), Request(locates=True), keys("a", 4)
     (fetch,) = step(core, loading, prompt)
     step_over(core, locating, prompt)

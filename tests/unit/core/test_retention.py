@@ -22,7 +22,7 @@ def kept_core() -> Tiering:
     return world.make(16, 0, pin_budget=0.25)
 
 
-def test_a_chunk_is_kept_from_the_end_of_its_store():
+def test_store_end_starts_keeping():
     core = kept_core()
     reservation = world.reserve(core, keys("a", 2))
     core.retention.keep("session", keys("a", 2))
@@ -33,7 +33,7 @@ def test_a_chunk_is_kept_from_the_end_of_its_store():
     assert world.there(core, keys("a", 2)) == keys("a", 2)
 
 
-def test_what_is_over_is_not_kept_any_more():
+def test_expired_is_not_kept():
     core = kept_core()
     world.store(core, keys("a", 3))
     core.retention.keep("session", keys("a", 3))
@@ -46,7 +46,7 @@ def test_what_is_over_is_not_kept_any_more():
     assert world.there(core, keys("a", 3)) == []
 
 
-def test_chunk_is_kept_until_both_owners_end():
+def test_both_owners_must_end():
     core = kept_core()
     world.store(core, keys("a", 3))
     core.retention.keep("one", keys("a", 2))
@@ -58,7 +58,7 @@ def test_chunk_is_kept_until_both_owners_end():
     assert core.retention.pinned == {}
 
 
-def test_excess_is_refused_tail_first_and_counted():
+def test_excess_is_refused_from_tail():
     core = kept_core()
     world.store(core, keys("a", 6))
     core.retention.keep("session", keys("a", 6))
@@ -68,7 +68,7 @@ def test_excess_is_refused_tail_first_and_counted():
     world.taken(core)
 
 
-def test_a_reset_ends_all_and_gives_the_slots_back():
+def test_reset_returns_slots():
     core = kept_core()
     world.store(core, keys("a", 3))
     core.retention.keep("session", keys("a", 3))
@@ -80,7 +80,7 @@ def test_a_reset_ends_all_and_gives_the_slots_back():
     world.taken(core)
 
 
-def test_a_chunk_that_is_dropped_is_not_kept():
+def test_dropped_chunk_is_not_kept():
     core = kept_core()
     world.store(core, keys("a", 3))
     core.retention.keep("session", keys("a", 3))
@@ -92,7 +92,7 @@ def test_a_chunk_that_is_dropped_is_not_kept():
     world.taken(core)
 
 
-def test_chunks_promoted_for_others_are_paid_for_once():
+def test_shared_chunks_are_paid_once():
     core = world.make(16, 1, pin_budget=0.25, budget=0.25)
     other = Request()
     (get,) = world.step(core, other, keys("a", 4))
@@ -108,7 +108,7 @@ def test_chunks_promoted_for_others_are_paid_for_once():
     assert len(get.slots) == 4, "the promotion budget is there again"
 
 
-def test_chunks_of_names_are_bounded_in_total():
+def test_named_chunks_are_bounded():
     core = kept_core()
     world.store(core, keys("a", 4))
     for index in range(100):
@@ -121,7 +121,7 @@ def test_chunks_of_names_are_bounded_in_total():
     world.taken(core)
 
 
-def test_the_last_of_several_ends_counts():
+def test_last_end_counts():
     core = kept_core()
     world.store(core, keys("a", 2))
     for turn in range(200):
@@ -146,7 +146,7 @@ moves = st.lists(
 
 
 @given(moves)
-def test_pins_match_kept_chunks_and_end(steps):
+def test_pins_match_kept_chunks(steps):
     core, now_s = kept_core(), 0.0
     for move, name, prompt, count in steps:
         now_s += 0.5

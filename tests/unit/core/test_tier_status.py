@@ -62,7 +62,7 @@ class World:
         return [(f"{notice.subject}: {notice.text}", notice.is_good) for notice in self.core.take_notices()]
 
 
-def test_failing_puts_close_puts_until_one_succeeds() -> None:
+def test_failing_puts_close_puts() -> None:
     it = World()
     it.puts_end(*[BAD] * 5)
     assert it.statuses[0].puts.state is BreakerState.OPEN
@@ -80,7 +80,7 @@ def test_failing_puts_close_puts_until_one_succeeds() -> None:
     assert counts["breaker_closed", "t0", "put"] == 1
 
 
-def test_failing_gets_close_gets_until_one_succeeds() -> None:
+def test_failing_gets_close_gets() -> None:
     it = World(tiers=2)
     for number in range(5):
         fetch, *_ = it.ask(keys(f"a{number}"))
@@ -101,7 +101,7 @@ def test_failing_gets_close_gets_until_one_succeeds() -> None:
     assert counts["breaker_closed", "t0", "get"] == 1
 
 
-def test_located_chunks_move_on_when_gets_fail() -> None:
+def test_located_chunks_move_on() -> None:
     it = World(tiers=2, slots=64)
     for put in it.store(64):
         it.end(put, GOOD)
@@ -115,7 +115,7 @@ def test_located_chunks_move_on_when_gets_fail() -> None:
     assert it.core.take_counts()["skipped", "t0", "breaker_open"] == 2
 
 
-def test_nearly_late_lookups_open_the_breaker() -> None:
+def test_nearly_late_lookups_open() -> None:
     it = World()
     for number in range(5):
         (fetch,) = it.ask(keys(f"a{number}"))
@@ -133,7 +133,7 @@ def test_nearly_late_lookups_open_the_breaker() -> None:
     assert it.core.take_counts()["get_seconds", "t0"] == 0.0, "it has copied nothing"
 
 
-def test_nearly_late_gets_fail_but_slow_puts_do_not() -> None:
+def test_nearly_late_gets_fail() -> None:
     it = World()
     for number in range(5):
         (fetch,) = it.ask(keys(f"a{number}"))
@@ -148,7 +148,7 @@ def test_nearly_late_gets_fail_but_slow_puts_do_not() -> None:
     assert it.statuses[0].works
 
 
-def test_self_reported_lateness_counts_as_late() -> None:
+def test_reported_lateness_counts() -> None:
     """An engine that sleeps settles nothing; the tier's own clock has cut the put off."""
     it = World()
     (put,) = it.store()
@@ -159,7 +159,7 @@ def test_self_reported_lateness_counts_as_late() -> None:
     assert counts["overdue", "t0", "put"] == 1
 
 
-def test_health_is_that_of_the_last_real_put_and_get() -> None:
+def test_health_follows_real_calls() -> None:
     it = World()
     (status,) = it.statuses
     assert status.is_healthy is None
@@ -178,7 +178,7 @@ def test_health_is_that_of_the_last_real_put_and_get() -> None:
     assert status.is_healthy is False
 
 
-def test_each_change_is_told_once_and_probes_that_fail_are_not() -> None:
+def test_changes_are_told_once() -> None:
     it = World()
     it.puts_end(*[BAD] * 5)
     ((text, is_good),) = it.notices()
@@ -195,7 +195,7 @@ def test_each_change_is_told_once_and_probes_that_fail_are_not() -> None:
 # --- back-pressure ---------------------------------------------------------------------------------
 
 
-def test_puts_that_would_not_be_through_in_time_are_dropped() -> None:
+def test_hopeless_puts_are_dropped() -> None:
     it = World()
     (put,) = it.store(10)
     it.end(put, GOOD, seconds=1.0)  # 0.1 s a chunk: in half a deadline 20 of them

@@ -32,7 +32,7 @@ from tests.unit.core.world import (
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-def test_a_store_ends_once(end: str) -> None:
+def test_store_ends_once(end: str) -> None:
     core = make(8, 0)
     reservation = reserve(core, keys("a", 1))
     core.commit(reservation, 0.0)
@@ -40,7 +40,7 @@ def test_a_store_ends_once(end: str) -> None:
         core.commit(reservation, 0.0) if end == "commit" else core.abort(reservation)
 
 
-def test_room_short_while_memory_comes_has_its_reason() -> None:
+def test_coming_memory_has_a_reason() -> None:
     core = Tiering(LRU(), [], Limits(promotion_reserve=0.0))
     assert core.reserve(keys("a", 3)) is None
     core.on_event(SlotsReady(range(2), is_last=False), 0.0)
@@ -54,7 +54,7 @@ def test_room_short_while_memory_comes_has_its_reason() -> None:
     assert ("store_refused", "starting") not in counts
 
 
-def test_a_chunk_is_stored_once_it_was_offered_often_enough() -> None:
+def test_store_threshold_counts_offers() -> None:
     core, prompt = make(8, 0, store_threshold=2, max_tracker_size=4), keys("a", 3)
     assert reserve(core, prompt[:2]).keys == []
     reservation = reserve(core, prompt)
@@ -64,7 +64,7 @@ def test_a_chunk_is_stored_once_it_was_offered_often_enough() -> None:
     assert reserve(core, prompt[2:]).keys == []
 
 
-def test_a_prompt_longer_than_the_tracker_is_stored() -> None:
+def test_prompt_longer_than_tracker() -> None:
     core, prompt = make(16, 0, store_threshold=2, max_tracker_size=4), keys("a", 10)
     stored = 0
     for _ in range(6):
@@ -74,7 +74,7 @@ def test_a_prompt_longer_than_the_tracker_is_stored() -> None:
     assert stored == 10
 
 
-def test_repeated_offer_for_room_counts_once() -> None:
+def test_repeated_offer_counts_once() -> None:
     core, prompt = make(4, 0, store_threshold=2), keys("a", 4)
     reserve(core, prompt[:2])
     reserve(core, keys("b", 4))
@@ -87,7 +87,7 @@ def test_repeated_offer_for_room_counts_once() -> None:
 # --- loads ---------------------------------------------------------------------------------------
 
 
-def test_unready_chunk_makes_acquire_fail_entirely() -> None:
+def test_unready_chunk_fails_acquire() -> None:
     core = make(8, 0)
     store(core, keys("a", 1))
     reserve(core, keys("b", 1))
@@ -101,7 +101,7 @@ def test_unready_chunk_makes_acquire_fail_entirely() -> None:
 # --- the cascade ---------------------------------------------------------------------------------
 
 
-def test_stored_chunk_is_pinned_until_every_tier_has_it() -> None:
+def test_pinned_until_all_tiers_have_it() -> None:
     core, prompt = make(2, 2, put_backlog=1.0), keys("a", 2)
     first, second = puts(core, prompt)
     assert [first.tier, second.tier] == [0, 1]
@@ -122,7 +122,7 @@ def test_stored_chunk_is_pinned_until_every_tier_has_it() -> None:
 # --- touches ---------------------------------------------------------------------------------------
 
 
-def test_tiers_hear_of_other_loads_once_a_round() -> None:
+def test_other_loads_told_each_round() -> None:
     core, prompt = make(8, 2, put_backlog=1.0), keys("a", 3)
     store(core, prompt)
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_tiers_hear_of_other_loads_once_a_round() -> None:
 # --- announcements -------------------------------------------------------------------------------
 
 
-def test_removals_beyond_the_bound_withdraw_all_of_the_tier() -> None:
+def test_excess_removals_withdraw_tier() -> None:
     core, prompt, queue = make(16, 2), keys("a", 4), EventQueue()
     queue.most_removed = 2
     store(core, prompt)
@@ -158,7 +158,7 @@ def test_removals_beyond_the_bound_withdraw_all_of_the_tier() -> None:
     assert [event.keys for event in queue if isinstance(event, Removed)] == [prompt[:1]]
 
 
-def test_what_a_fetch_finds_is_announced_as_found_and_what_it_misses_is_removed() -> None:
+def test_fetch_announces_found_and_lost() -> None:
     core, prompt = make(), keys("a", 3)
     (command,) = step(core, Request(), prompt)
     (again,) = answer(core, command, [COPIED, LOCATED, MISSING])  # for the located chunk
@@ -170,20 +170,20 @@ def test_what_a_fetch_finds_is_announced_as_found_and_what_it_misses_is_removed(
     assert KVEvent((prompt[1],), 0, removed=True) in core.take_kv_events()
 
 
-def test_nothing_is_announced_where_nobody_wants_to_know() -> None:
+def test_no_listener_no_announcement() -> None:
     announcements = KVEventLog(1, 3, enabled=False)
     announcements.stored(keys("a", 2), 0)
     assert announcements.take() == []
 
 
-def test_a_request_s_id_does_not_forge_lines_of_the_log():
+def test_request_id_forges_no_line():
     request = Request("a\nERROR forged")
     request.move(RequestEvent.ENDED)
     with pytest.raises(StateError, match=r"request 'a\\nERROR forged' is CLOSED"):
         request.move(RequestEvent.ENDED)
 
 
-def test_preempted_request_stores_nothing_until_lookup() -> None:
+def test_preempted_stores_after_lookup() -> None:
     core, request = make(4), Request("a")
     core.restart(request)
     assert request.no_store is None, "it never had blocks"

@@ -32,7 +32,7 @@ def evict_all(core: Tiering) -> None:
 
 
 class TestReused:
-    def test_a_chunk_is_put_when_it_is_computed_again(self):
+    def test_second_computing_puts(self):
         core = core_with("reused")
         assert world.puts(core, keys("a", 3)) == []
         assert core.take_counts()["put_dropped", "t0", "not_reused"] == 3
@@ -40,7 +40,7 @@ class TestReused:
         (put,) = world.puts(core, keys("a", 4))
         assert put.keys == keys("a", 3)
 
-    def test_load_from_primary_tier_puts_the_chunk(self):
+    def test_load_puts(self):
         core = core_with("reused")
         world.store(core, keys("a", 3))
         request = Request()
@@ -49,7 +49,7 @@ class TestReused:
         core.settle(0.0)
         assert put_keys(core) == keys("a", 2)
 
-    def test_primary_chunk_is_put_when_offered_again(self):
+    def test_second_offer_puts(self):
         core = core_with("reused")
         world.store(core, keys("a", 3))
         core.abort(world.reserve(core, keys("a", 2)))
@@ -59,7 +59,7 @@ class TestReused:
         core.settle(0.0)
         assert put_keys(core) == [], "they have been put"
 
-    def test_chunk_without_room_is_put_at_next_use(self):
+    def test_next_use_puts_unroomed(self):
         core = core_with("reused")
         world.store(core, keys("a", 1))
         core.shared.tiers[0].down = "gone"
@@ -71,7 +71,7 @@ class TestReused:
         core.settle(0.0)
         assert put_keys(core) == keys("a", 1)
 
-    def test_chunks_from_a_later_tier_are_put(self):
+    def test_later_tiers_chunks_are_put(self):
         statuses = [TierStatus("near", 3.0, writes=WriteAdmission("reused")), TierStatus("far", 3.0)]
         core = world.make(16, statuses)
         request = Request()
@@ -81,13 +81,13 @@ class TestReused:
         (put,) = [command for command in world.taken(core) if isinstance(command, Put)]
         assert (put.tier, list(put.keys)) == (0, keys("a", 2))
 
-    def test_what_is_remembered_is_bounded(self):
+    def test_memory_is_bounded(self):
         core = core_with("reused", remembered=4)
         for index in range(10):
             world.store(core, keys(f"{index}/", 16))
         assert len(core.shared.tiers[0].writes.skipped) == 2 * 16, "twice what the primary tier holds"
 
-    def test_a_put_that_failed_is_made_again_at_the_next_use(self):
+    def test_failed_put_is_repeated(self):
         core = core_with("reused")
         world.store(core, keys("a", 1))
         core.abort(world.reserve(core, keys("a", 1)))
@@ -98,7 +98,7 @@ class TestReused:
         core.settle(0.0)
         assert put_keys(core) == keys("a", 1)
 
-    def test_a_second_offer_while_the_first_is_copied_counts(self):
+    def test_offer_during_copy_counts(self):
         core = core_with("reused")
         first = world.reserve(core, keys("a", 2))
         core.abort(world.reserve(core, keys("a", 2)))
@@ -107,7 +107,7 @@ class TestReused:
         core.settle(0.0)
         assert put_keys(core) == keys("a", 2)
 
-    def test_a_tier_that_is_down_is_not_counted_at_each_use(self):
+    def test_down_tier_is_not_counted(self):
         core = core_with("reused")
         world.store(core, keys("a", 4))
         core.shared.tiers[0].down = "gone"
@@ -170,7 +170,7 @@ def prompt(name: int) -> list[OffloadKey]:
     return [pack_key(f"{name}/".encode() + bytes([index, (index + name) % 256])) for index in range(16)]
 
 
-def test_adaptive_puts_under_a_tenth_without_reuse():
+def test_adaptive_puts_under_a_tenth():
     engine = Engine("adaptive")
     for name in range(600):
         engine.serve(prompt(name))
@@ -181,7 +181,7 @@ def test_adaptive_puts_under_a_tenth_without_reuse():
     assert engine.hits == 0
 
 
-def test_adaptive_keeps_hits_at_a_third_reused():
+def test_adaptive_keeps_hits():
     all_of_it, adaptive = Engine("all"), Engine("adaptive")
     for engine in (all_of_it, adaptive):
         chance = Random(1)
@@ -192,7 +192,7 @@ def test_adaptive_keeps_hits_at_a_third_reused():
     assert adaptive.hits >= 0.98 * all_of_it.hits
 
 
-def test_when_reuse_comes_back_adaptive_puts_everything_again():
+def test_returning_reuse_puts_all():
     engine = Engine("adaptive")
     for name in range(1000):
         engine.serve(prompt(name))
@@ -203,7 +203,7 @@ def test_when_reuse_comes_back_adaptive_puts_everything_again():
 
 
 @pytest.mark.parametrize("size", [32, 500, 4096])
-def test_a_sixteenth_is_put_whatever_the_size_of_the_offers(size):
+def test_sampling_ignores_offer_size(size):
     writes = WriteAdmission("adaptive")
     writes.pays, put = False, 0
     for index in range(200_000 // size):
@@ -221,27 +221,27 @@ class TestBudget:
         writes.begun([chunk.key for chunk in chosen])
         return len(chosen)
 
-    def test_no_day_has_more_puts_than_the_budget_and_one_burst(self):
+    def test_daily_budget_allows_one_burst(self):
         writes, put = WriteAdmission("all", chunks_per_day=2400), 0
         for hour in range(24):
             put += self.put(writes, self.chunks(f"{hour}/", 500), hour * 3600.0)
         assert 1200 <= put <= 2400
         assert writes.choose(self.chunks("late", 500), 86_399.0, reused=True)[1]["write_budget"] >= 400
 
-    def test_half_of_hourly_share_is_kept_for_reuse(self):
+    def test_half_is_kept_for_reuse(self):
         writes = WriteAdmission("all", chunks_per_day=2400)
         assert self.put(writes, self.chunks("a", 500), 0.0) == 50
         assert self.put(writes, self.chunks("a", 500), 0.0) == 50, "those that were skipped come first"
         assert self.put(writes, self.chunks("b", 30), 0.0) == 0
         assert self.put(writes, self.chunks("c", 30), 3600.0) == 30, "an hour later there is more"
 
-    def test_a_small_budget_is_kept_and_not_zero(self):
+    def test_small_budget_is_not_zero(self):
         writes, put = WriteAdmission("all", chunks_per_day=12), 0
         for hour in range(1, 49):
             put += self.put(writes, self.chunks(f"{hour}/", 5), hour * 3600.0)
         assert put == 24
 
-    def test_what_is_skipped_is_counted_by_its_own_reason(self):
+    def test_skips_have_own_reason(self):
         writes = WriteAdmission("reused", chunks_per_day=2400)
         chosen, why = writes.choose(self.chunks("a", 200), 0.0, reused=False)
         assert (chosen, why) == ([], {"not_reused": 200, "write_budget": 0})
@@ -250,7 +250,7 @@ class TestBudget:
 
 
 @pytest.mark.parametrize(("policy", "gets"), [("all", 0), ("all", 1), ("adaptive", 0)])
-def test_a_tier_that_is_only_written_to_is_named_once(policy, gets):
+def test_write_only_tier_named_once(policy, gets):
     core = core_with(policy, slots=256)
     writes = core.shared.tiers[0].writes
     writes.fetched(keys("got", gets))

@@ -97,7 +97,7 @@ class Crooked:
         copy_batch(plan)
 
 
-def test_chunks_that_are_loaded_in_part_are_audited_too() -> None:
+def test_partial_loads_are_audited() -> None:
     with audited(PLAIN) as (it, _):
         store(it)
         it.load(2, SLOTS[1:3], Blocks.make([40, 41, 42], (3,), (5,)))
@@ -131,7 +131,7 @@ class Rewriting:
 
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rewritten_blocks_do_not_blame_the_copy(shape: Shape, moment: str) -> None:
+def test_rewritten_blocks_are_excused(shape: Shape, moment: str) -> None:
     copies = Rewriting(**{moment: True})
     with audited(shape, copies) as (it, slot_checksums):
         block = int(STORED[len(it.caches.groups)].ids[-1])
@@ -151,7 +151,7 @@ def test_rewritten_blocks_do_not_blame_the_copy(shape: Shape, moment: str) -> No
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_worker_finds_any_changed_byte(shape: Shape, data: st.DataObject) -> None:
+def test_any_changed_byte_is_found(shape: Shape, data: st.DataObject) -> None:
     layout = shape.layout
     start = layout.rank * layout.area_bytes
     slot = data.draw(st.sampled_from(range(shape.slots)))
@@ -167,7 +167,7 @@ def test_worker_finds_any_changed_byte(shape: Shape, data: st.DataObject) -> Non
         assert bool(slot_checksums.take_fault(slot)) == concerned
 
 
-def test_changed_slot_is_reported_and_not_copied_again(evidence: Path) -> None:
+def test_changed_slot_is_not_retried(evidence: Path) -> None:
     copies = Crooked()
     with audited(PLAIN, copies) as (it, slot_checksums):
         store(it)
@@ -185,7 +185,7 @@ def test_changed_slot_is_reported_and_not_copied_again(evidence: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wrong", [1, 2], ids=["store", "load"])
-def test_misplaced_copy_is_repeated_and_reported(shape: Shape, wrong: int) -> None:
+def test_misplaced_copy_is_repeated(shape: Shape, wrong: int) -> None:
     with audited(shape, Crooked(wrong)) as (it, slot_checksums):
         ends = [store(it)]
         it.load(2, SLOTS, LOADED[len(it.caches.groups)])
@@ -196,7 +196,7 @@ def test_misplaced_copy_is_repeated_and_reported(shape: Shape, wrong: int) -> No
         assert any(slot_checksums.take_fault(slot) & Fault.COPY for slot in SLOTS)
 
 
-def test_misplaced_loads_fail_without_losing_device() -> None:
+def test_misplaced_load_keeps_device() -> None:
     with audited(PLAIN, Crooked(*range(2, 100))) as (it, _):
         it.engine.stages_loads = False
         store(it)
@@ -205,7 +205,7 @@ def test_misplaced_loads_fail_without_losing_device() -> None:
             assert type(error) is AuditError
 
 
-def test_reused_slot_drops_old_expectations() -> None:
+def test_reused_slot_is_forgotten() -> None:
     with audited(PLAIN) as (it, slot_checksums):
         store(it)
         slot_checksums.rate = 0.0
@@ -216,7 +216,7 @@ def test_reused_slot_drops_old_expectations() -> None:
         assert load(it).error is None
 
 
-def test_promoted_bytes_are_expected_later() -> None:
+def test_promoted_bytes_are_expected() -> None:
     with audited(SHARED) as (it, slot_checksums):  # its workers can not say what all of a slot must be
         store(it)
         assert slot_checksums.audited(SLOTS) == []

@@ -51,7 +51,7 @@ POSSIBLE = (
         (("cpu",), "abacus", f"no device backend named 'abacus'; {POSSIBLE}"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(devices: tuple[str, ...], name: str | None, message: str) -> None:
+def test_impossible_is_refused(devices: tuple[str, ...], name: str | None, message: str) -> None:
     with Region.anonymous(2, LAYOUT.chunk_bytes) as region, pytest.raises(ConfigError, match=message):
         open_transfer_engine(caches(*devices), LAYOUT, region, name)
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_refused_in_words(devices: tuple[str, ...], name: str 
         ("7.0", None, True, ("torch is built for ROCm", None)),
     ],
 )
-def test_what_torch_calls_cuda_is_one_of_two_backends(
+def test_cuda_is_two_backends(
     hip: str | None,
     built: str | None,
     found: bool,
@@ -90,7 +90,7 @@ class OnDevice:
     ("kind", "hip", "name"),
     [("cpu", None, "cpu"), ("cuda", None, "cuda"), ("cuda", "7.0", "rocm"), ("xpu", None, "xpu")],
 )
-def test_the_backend_is_that_of_the_tensors(
+def test_tensors_choose_backend(
     kind: str, hip: str | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class OpenedError(Exception):

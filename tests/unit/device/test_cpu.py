@@ -72,7 +72,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("error", [OSError("no"), SystemExit("no")])
-def test_copy_failing_twice_is_reported_and_next_works(error: BaseException) -> None:
+def test_second_failure_is_reported(error: BaseException) -> None:
     with rig(with_copy(Faulty(2, error))) as it:
         it.engine.submit_store(1, one(3), [2])
         it.store(2, one(3), [2])
@@ -90,7 +90,7 @@ def test_only_awaited_loads_are_staged(expedited: bool, attempt: Attempt) -> Non
         assert (end.error is None, end.attempt) == (expedited, attempt)
 
 
-def test_repeated_failures_lose_the_device(
+def test_repeated_failures_lose_device(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     faulty = Faulty(2 * (LOST_AFTER - 1), OSError("no"))
@@ -116,7 +116,7 @@ def test_repeated_failures_lose_the_device(
     assert sum("device disabled" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_device_that_says_it_is_lost_is_believed_at_once() -> None:
+def test_lost_device_is_believed() -> None:
     with rig(with_copy(Faulty(2, DeviceLostError("gone")))) as it:
         it.engine.submit_store(1, one(3), [2])
         it.engine.submit_store(2, one(3), [2])
@@ -127,7 +127,7 @@ def test_a_device_that_says_it_is_lost_is_believed_at_once() -> None:
         ]
 
 
-def test_a_failing_wakeup_does_not_stop_the_copies(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_wakeup_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def closed_loop() -> None:
         raise RuntimeError("Event loop is closed")
 
@@ -143,7 +143,7 @@ def test_a_failing_wakeup_does_not_stop_the_copies(caplog: pytest.LogCaptureFixt
     assert "Event loop is closed" in caplog.text
 
 
-def test_the_region_must_have_the_layouts_slots() -> None:
+def test_region_must_fit_layout() -> None:
     with rig(open_transfer_engine) as it, Region.anonymous(4, 8192) as region:
         with pytest.raises(ValueError, match="slots have 8192 bytes, but the layout 4096"):
             open_transfer_engine(it.caches, it.shape.layout, region)

@@ -67,7 +67,7 @@ def test_copies_go_to_the_stream(library: RuntimeLibrary, stub: Any) -> None:
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
 @pytest.mark.parametrize(("version", "failed_index"), [(12080, 1), (12090, 1), (13000, 0), (13020, 0)])
-def test_a_batch_goes_to_the_stream_in_one_call(stub: Any, version: int, failed_index: int) -> None:
+def test_batch_is_one_call(stub: Any, version: int, failed_index: int) -> None:
     stub.variable("version").value = version
     src, dst = arrays()
     Cudart(str(stub.path)).copy_batch(make_plan(src, dst), STREAM)
@@ -77,7 +77,7 @@ def test_a_batch_goes_to_the_stream_in_one_call(stub: Any, version: int, failed_
     assert stub.variable("calls").value == 1
 
 
-def test_a_call_that_fails_is_an_error_that_does_not_stay(library: RuntimeLibrary, stub: Any) -> None:
+def test_error_does_not_stay(library: RuntimeLibrary, stub: Any) -> None:
     stub.variable("fails").value = 1
     src, dst = arrays()
     with pytest.raises(TransferError, match=rf"{stub.prefix}MemcpyAsync failed: invalid argument \(1\)"):
@@ -89,7 +89,7 @@ def test_a_call_that_fails_is_an_error_that_does_not_stay(library: RuntimeLibrar
     assert stub.call("peek_error") == 0
 
 
-def test_fatal_errors_mean_a_lost_device(library: RuntimeLibrary) -> None:
+def test_fatal_error_loses_device(library: RuntimeLibrary) -> None:
     with pytest.raises(DeviceLostError):
         library.check("MemcpyAsync", 719)
     with pytest.raises(TransferError) as error:
@@ -97,7 +97,7 @@ def test_fatal_errors_mean_a_lost_device(library: RuntimeLibrary) -> None:
     assert not isinstance(error.value, DeviceLostError)
 
 
-def test_host_memory_is_registered_for_all_contexts(library: RuntimeLibrary, stub: Any) -> None:
+def test_host_memory_is_portable(library: RuntimeLibrary, stub: Any) -> None:
     library.host_register(ADDRESS, 2**40)
     assert stub.variable("registered", ctypes.c_void_p).value == ADDRESS
     assert stub.variable("registered_bytes", ctypes.c_size_t).value == 2**40
@@ -106,7 +106,7 @@ def test_host_memory_is_registered_for_all_contexts(library: RuntimeLibrary, stu
     assert stub.variable("unregistered", ctypes.c_void_p).value == ADDRESS
 
 
-def test_the_capture_mode_is_relaxed_in_the_calling_thread(library: RuntimeLibrary, stub: Any) -> None:
+def test_capture_mode_is_per_thread(library: RuntimeLibrary, stub: Any) -> None:
     modes: list[int] = []
 
     def relax() -> None:
@@ -123,7 +123,7 @@ def test_the_capture_mode_is_relaxed_in_the_calling_thread(library: RuntimeLibra
 
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
-def test_copies_use_the_runtime_that_torch_uses(stub: Any, tmp_path: Path) -> None:
+def test_torchs_runtime_is_used(stub: Any, tmp_path: Path) -> None:
     other = shutil.copy(stub.path, tmp_path / "other_runtime.so")
     ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)  # loaded before, as by torchvision
     torchs = tmp_path / "libc10_cuda.so"
@@ -144,7 +144,7 @@ def test_copies_use_the_runtime_that_torch_uses(stub: Any, tmp_path: Path) -> No
     assert stub.variable("registered", ctypes.c_void_p).value == ADDRESS
 
 
-def test_a_torch_without_the_library_is_named(tmp_path: Path) -> None:
+def test_missing_library_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"torch has no .*/libc10_hip\.so, which kvtier needs"):
         find_library("libc10_hip", tmp_path)
     with pytest.raises(ConfigError, match="not linked to a shared cuda runtime"):
@@ -189,7 +189,7 @@ class TestEachMethod(DeviceConformance):
 
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
-def test_expedited_loads_have_a_stream_of_higher_priority(stub: Any, as_torch_cuda: Any) -> None:
+def test_expedited_stream_has_priority(stub: Any, as_torch_cuda: Any) -> None:
     runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path)))
     priorities = {queue: runtime.open_stream(queue)._stream.priority for queue in CopyQueue}
     assert priorities[CopyQueue.EXPEDITED] < priorities[CopyQueue.LOAD] == priorities[CopyQueue.STORE]
@@ -210,7 +210,7 @@ class OverHostMemory:
 
 
 @pytest.mark.parametrize("fault", ["", "leaves one out", "copies too much", "refuses"])
-def test_wrong_copy_method_is_detected(fault: str, played_torch: Any) -> None:
+def test_wrong_method_is_detected(fault: str, played_torch: Any) -> None:
     def check() -> None:
         require_exact(OverHostMemory(fault), torch.device("cpu"), played_torch.Stream())
 
@@ -221,7 +221,7 @@ def test_wrong_copy_method_is_detected(fault: str, played_torch: Any) -> None:
         check()
 
 
-def test_methods_are_tried_in_another_thread(
+def test_methods_are_tried_in_a_thread(
     stub_paths: Any, as_torch_cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that is set in vLLM's thread would become the one that it computes on."""
@@ -238,7 +238,7 @@ def test_methods_are_tried_in_another_thread(
 
 
 @pytest.mark.parametrize("pinned", [0, CHUNK_BYTES, 2 * CHUNK_BYTES])
-def test_only_pinned_slots_are_copied_in_one_call(stub_paths: Any, as_torch_cuda: Any, pinned: int) -> None:
+def test_only_pinned_slots_join(stub_paths: Any, as_torch_cuda: Any, pinned: int) -> None:
     used: list[CopyPlan] = []
     runtime = TorchRuntime(
         torch.device("cpu"), RuntimeLibrary(str(stub_paths["cuda"])), lambda plan, _: used.append(plan)
@@ -271,7 +271,7 @@ class KernelForMany:
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_the_kernel_copies_loads_that_suit_it(stub: Any, as_torch_cuda: Any, is_mapped: bool) -> None:
+def test_kernel_copies_fitting_loads(stub: Any, as_torch_cuda: Any, is_mapped: bool) -> None:
     kernel = KernelForMany()
     runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path), stub.prefix), kernel=kernel)
     slots = np.zeros(2 * CHUNK_BYTES, dtype=np.uint8)
@@ -289,9 +289,7 @@ def test_the_kernel_copies_loads_that_suit_it(stub: Any, as_torch_cuda: Any, is_
     assert kernel.copied == ([many] * 2 if is_mapped else [])
 
 
-def test_a_kernel_that_fails_is_not_used_again(
-    stub: Any, as_torch_cuda: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_kernel_is_dropped(stub: Any, as_torch_cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
     kernel = KernelForMany()
     kernel.copy = refuse  # type: ignore[method-assign]
     runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(str(stub.path), stub.prefix), kernel=kernel)

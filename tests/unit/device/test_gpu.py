@@ -156,7 +156,7 @@ def is_pinned(it: Rig, slot: int) -> bool:
 
 
 @of_torch_cuda
-def test_slots_are_pinned_until_the_engine_closes() -> None:
+def test_slots_pinned_until_close() -> None:
     with gpu_rig(engine_on(Watched(), 5, pinned=True)) as it:
         assert all(is_pinned(it, slot) for slot in range(SLOTS))
         it.engine.close()
@@ -164,7 +164,7 @@ def test_slots_are_pinned_until_the_engine_closes() -> None:
 
 
 @of_torch_cuda
-def test_a_pinned_part_and_a_pageable_one_work_side_by_side() -> None:
+def test_pinned_and_pageable_mix() -> None:
     def fail_later(count: int) -> None:
         if count == 2:
             no_memory(count)
@@ -180,7 +180,7 @@ def test_a_pinned_part_and_a_pageable_one_work_side_by_side() -> None:
 
 @of_torch_cuda
 @pytest.mark.parametrize("page_bytes", [16, 4096, 8192 + 48, 32768])
-def test_small_pages_are_loaded_by_the_kernel(page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pages_use_kernel(page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = _page_kernel()
     copy, loads = kernel.copy, list[CopyPlan]()
 
@@ -219,7 +219,7 @@ def busy() -> Iterator[Callable[[], None]]:
 
 @of_torch_cuda
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_store_copies_what_was_to_be_computed_before(busy: Callable[[], None], pinned: bool) -> None:
+def test_store_follows_compute(busy: Callable[[], None], pinned: bool) -> None:
     runtime = Watched()
     if not pinned:
         runtime.before_pinning = no_memory
@@ -236,7 +236,7 @@ def test_a_store_copies_what_was_to_be_computed_before(busy: Callable[[], None],
 
 @of_torch_cuda
 @pytest.mark.parametrize("expedited", [False, True])
-def test_a_load_comes_after_what_was_to_be_written_before(busy: Callable[[], None], expedited: bool) -> None:
+def test_load_follows_writes(busy: Callable[[], None], expedited: bool) -> None:
     with gpu_rig(engine_on(Watched(), pinned=True)) as it:
         busy()
         it.caches.tensors[0][5].zero_()
@@ -248,7 +248,7 @@ def test_a_load_comes_after_what_was_to_be_written_before(busy: Callable[[], Non
 
 @of_torch_cuda
 @pytest.mark.skipif(FAKE, reason="the fake GPU has no graphs")
-def test_pinning_does_not_spoil_the_capture_of_a_graph() -> None:
+def test_pinning_spares_graph_capture() -> None:
     gate = threading.Event()
     runtime = Watched()
     runtime.before_pinning = lambda count: gate.wait(60)

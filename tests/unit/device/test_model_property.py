@@ -38,7 +38,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 @pytest.mark.parametrize("helper", ["native", "fallback"])
 @settings(max_examples=effort(20, 100), deadline=None)
 @given(shape=shapes(), data=st.data())
-def test_store_and_load_do_what_the_model_does(helper: str, shape: Shape, data: st.DataObject) -> None:
+def test_device_matches_model(helper: str, shape: Shape, data: st.DataObject) -> None:
     groups = len(shape.groups)
     width = shape.blocks_per_chunk
     counts = data.draw(st.lists(st.integers(0, 7 // width), min_size=groups, max_size=groups))

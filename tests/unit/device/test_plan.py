@@ -31,20 +31,20 @@ def blocks(ids: Sequence[int], first: int = 0) -> Blocks:
     return Blocks.make(ids, (len(ids),), (first,))
 
 
-def test_neighbours_within_a_chunk_are_joined() -> None:
+def test_blocks_of_a_chunk_join() -> None:
     plan = planner((512, 256), 4).store(blocks(range(8)), [3, 4])
     assert plan.sizes.tolist() == [2048, 2048, 1024, 1024]
     assert (plan.dst - HOST).tolist() == [3 * 4096, 4 * 4096, 3 * 4096 + 2048, 4 * 4096 + 2048]
     assert plan.nbytes == 8 * 768
 
 
-def test_neighbouring_chunks_of_one_tensor_are_joined() -> None:
+def test_chunks_of_a_tensor_join() -> None:
     plan = planner((1024,), 4).load([3, 4, 6], blocks(range(10, 21), first=1))
     assert plan.sizes.tolist() == [7 * 1024, 4 * 1024]
     assert (plan.src - HOST).tolist() == [3 * 4096 + 1024, 6 * 4096]
 
 
-def test_shared_pages_join_in_loads_only() -> None:
+def test_shared_pages_join_in_loads() -> None:
     latent = PageMapping(1024, (Run(0, 0, 1024),), writers=2, writer=1)
     caches = KVCaches((torch.zeros((64, 1024), dtype=torch.int8),), ((PageRef(0, 1024, latent),),))
     plans = CopyPlanner(caches, SlotLayout.make((1024,), 4), HOST, 32)
@@ -54,19 +54,19 @@ def test_shared_pages_join_in_loads_only() -> None:
     assert store.sizes.tolist() == [1024] * 4
 
 
-def test_no_copy_crosses_a_piece() -> None:
+def test_copies_stay_in_a_piece() -> None:
     plan = planner((1024,), 4, piece_slots=3).load(range(1, 9), blocks(range(10, 37), first=3))
     assert (plan.src - HOST).tolist() == [4096 + 3 * 1024, 3 * 4096, 6 * 4096]
     assert plan.sizes.tolist() == [5 * 1024, 12 * 1024, 10 * 1024]
     assert (plan.dst - plan.dst[0]).tolist() == [0, 5 * 1024, 17 * 1024]
 
 
-def test_pages_with_padding_are_copied_without_it() -> None:
+def test_padding_is_not_copied() -> None:
     plan = planner((512, 512), 2, used=(512, 500)).store(blocks(range(2)), [0])
     assert sorted(plan.sizes.tolist()) == [500, 500, 1024]
 
 
-def test_a_tensor_named_twice_is_copied_once() -> None:
+def test_doubled_tensor_copied_once() -> None:
     caches = KVCaches((torch.zeros((4, 64), dtype=torch.int8),), ((PageRef(0, 60), PageRef(0, 64)),))
     plan = CopyPlanner(caches, SlotLayout.make((64,), 1), HOST, 4).store(blocks([1]), [0])
     assert plan.sizes.tolist() == [64]
@@ -81,7 +81,7 @@ def test_a_tensor_named_twice_is_copied_once() -> None:
         ([1], (2, -1), (0, 0), "negative"),
     ],
 )
-def test_blocks_that_do_not_add_up(
+def test_inconsistent_blocks(
     ids: list[int], sizes: tuple[int, ...], firsts: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -99,12 +99,12 @@ def test_blocks_that_do_not_add_up(
         (torch.zeros((4, 64), dtype=torch.int8), PageRef(0, 65), "uses 65 bytes"),
     ],
 )
-def test_caches_that_cannot_be(tensor: torch.Tensor, ref: PageRef, message: str) -> None:
+def test_impossible_caches(tensor: torch.Tensor, ref: PageRef, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KVCaches((tensor,), ((ref,),))
 
 
-def test_neighbouring_pieces_are_copied_as_one() -> None:
+def test_neighbouring_pieces_join() -> None:
     apart = PageMapping(96, (Run(0, 32, 8, 2, 8, 8), Run(16, 48, 16), Run(32, 80, 16)))
     assert apart.pieces().tolist() == [[0, 32, 32], [32, 80, 16]]
 
@@ -119,20 +119,20 @@ def test_neighbouring_pieces_are_copied_as_one() -> None:
         (64, (Run(0, 0, 16, 2, 16, 49),), "goes beyond the canonical page"),
     ],
 )
-def test_a_mapping_that_would_lose_bytes(canonical: int, runs: tuple[Run, ...], message: str) -> None:
+def test_lossy_mapping(canonical: int, runs: tuple[Run, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PageRef(0, 32, PageMapping(canonical, runs))
 
 
 @pytest.mark.parametrize("numbers", [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 2, -1)])
-def test_a_run_or_writer_that_cannot_be(numbers: tuple[int, ...]) -> None:
+def test_impossible_run_or_writer(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="a length of 1 or more and an offset"):
         Run(*numbers)
     with pytest.raises(ValueError, match="writer is 2 of 2"):
         PageMapping(32, (Run(0, 0, 32),), writers=2, writer=2)
 
 
-def test_one_page_in_two_canonical_places() -> None:
+def test_page_in_two_places() -> None:
     first, second = (PageMapping(128, (Run(0, offset, 64),)) for offset in (0, 64))
     caches = KVCaches(
         (torch.zeros((4, 64), dtype=torch.int8),), ((PageRef(0, 64, first), PageRef(0, 64, second)),)
@@ -151,7 +151,7 @@ def offers(draw: st.DrawFn) -> tuple[int, list[list[list[bool]]]]:
 
 
 @given(offers(), st.data())
-def test_only_chunks_without_holes_are_stored(
+def test_only_complete_chunks_are_stored(
     offer: tuple[int, list[list[list[bool]]]], data: st.DataObject
 ) -> None:
     width, groups = offer
@@ -197,14 +197,14 @@ def test_only_chunks_without_holes_are_stored(
         ([(6, 0)], (1,), 3, [False]),
     ],
 )
-def test_a_hole_costs_the_chunks_that_may_have_it(
+def test_hole_costs_its_chunks(
     groups: list[tuple[int, int]], chunks: tuple[int, ...], per_chunk: int, whole: list[bool]
 ) -> None:
     sizes, firsts = zip(*groups, strict=True)
     assert Blocks.make(range(sum(sizes)), sizes, firsts).whole_chunks(chunks, per_chunk)[1] == whole
 
 
-def test_a_chunk_of_states_needs_its_last_block_alone() -> None:
+def test_states_need_last_block() -> None:
     offered = Blocks.make(range(5), (1, 4), (5, 2))
     kept, whole = offered.whole_chunks((1, 2), 3, state_groups={0})
     assert (kept.ids.tolist(), whole) == ([0, 2, 3, 4], [True, False, True])
@@ -214,7 +214,7 @@ def test_a_chunk_of_states_needs_its_last_block_alone() -> None:
 
 
 @pytest.mark.parametrize(("size", "first"), [(3, 1), (3, 0), (1, 3), (4, 2)])
-def test_store_leaving_unwritten_bytes_is_refused(size: int, first: int) -> None:
+def test_unwritten_bytes_are_refused(size: int, first: int) -> None:
     plans, ids = planner((1024,), 4), blocks(range(size), first)
     slots = range(sum(ids.slots_needed(4)))
     assert plans.load(slots, ids).nbytes == size * 1024
@@ -226,7 +226,7 @@ def test_store_leaving_unwritten_bytes_is_refused(size: int, first: int) -> None
     st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(1, 300)), max_size=8),
     st.integers(1, 100),
 )
-def test_a_split_plan_copies_the_same_bytes(copies: list[tuple[int, int, int]], most: int) -> None:
+def test_split_plan_copies_same_bytes(copies: list[tuple[int, int, int]], most: int) -> None:
     src, dst, sizes = np.array(copies, dtype=np.uint64).reshape(-1, 3).T.copy()
     plan = CopyPlan(src, dst, sizes)
     pieces = split(plan, most)

@@ -243,7 +243,7 @@ def one(block: int) -> Blocks:
     return Blocks.make([block], (1,), (0,))
 
 
-def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice) -> None:
+def test_reported_failure_stops_moving(device: PlayedDevice) -> None:
     device.before_copy = lambda dst: time.sleep(0.01)
     device.refused = {5, 11}
     with rig(engine_on(device)) as it:
@@ -265,7 +265,7 @@ def test_nothing_moves_any_more_when_a_failure_is_reported(device: PlayedDevice)
         it.check()
 
 
-def test_refused_copy_is_repeated_on_a_fresh_stream(device: PlayedDevice) -> None:
+def test_refused_copy_gets_fresh_stream(device: PlayedDevice) -> None:
     device.before_copy = lambda dst: time.sleep(0.01)
     device.refused = {5}
     with rig(engine_on(device)) as it:
@@ -284,7 +284,7 @@ def test_refused_copy_is_repeated_on_a_fresh_stream(device: PlayedDevice) -> Non
         ]
 
 
-def test_a_failing_log_handler_does_not_end_the_copies(device: PlayedDevice) -> None:
+def test_failing_log_ends_no_copy(device: PlayedDevice) -> None:
     device.refused = {5}
     with failing_log_handler() as lines, rig(engine_on(device)) as it:
         it.store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
@@ -294,7 +294,7 @@ def test_a_failing_log_handler_does_not_end_the_copies(device: PlayedDevice) -> 
     assert any("repeating it" in line for line in lines)
 
 
-def test_next_transfer_is_submitted_before_last_ends(device: PlayedDevice) -> None:
+def test_next_starts_before_last_ends(device: PlayedDevice) -> None:
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
     with rig(engine_on(device)) as it:
@@ -312,7 +312,7 @@ def test_next_transfer_is_submitted_before_last_ends(device: PlayedDevice) -> No
 
 
 @pytest.mark.parametrize("refused", [1, 3, 7, 9])
-def test_transfers_keep_their_order_when_one_is_repeated(device: PlayedDevice, refused: int) -> None:
+def test_retry_keeps_order(device: PlayedDevice, refused: int) -> None:
     device.before_copy = lambda dst: time.sleep(0.005)
     device.refused = {refused}
     with rig(engine_on(device)) as it:
@@ -323,7 +323,7 @@ def test_transfers_keep_their_order_when_one_is_repeated(device: PlayedDevice, r
         assert [(end.transfer_id, end.error) for end in ends] == [(number, None) for number in range(5)]
 
 
-def test_both_transfers_may_move_if_the_first_hangs(
+def test_hang_may_leave_both_moving(
     device: PlayedDevice,
 ) -> None:
     gate = threading.Event()
@@ -340,7 +340,7 @@ def test_both_transfers_may_move_if_the_first_hangs(
     gate.set()
 
 
-def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice) -> None:
+def test_stuck_copy_stays_pinned(device: PlayedDevice) -> None:
     it = Rig(engine_on(device, pinned=True, deadline_s=0.1), Shape())
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
@@ -354,7 +354,7 @@ def test_what_a_copy_is_stuck_with_stays_pinned_and_mapped(device: PlayedDevice)
     gate.set()
 
 
-def test_load_failing_twice_is_staged_by_copy(device: PlayedDevice) -> None:
+def test_second_failure_is_staged(device: PlayedDevice) -> None:
     blocks = Blocks.make(range(0, 16, 2), (8,), (0,))
     with rig(engine_on(device, pinned=True)) as it:
         it.store(1, blocks, range(8))
@@ -370,9 +370,7 @@ def test_load_failing_twice_is_staged_by_copy(device: PlayedDevice) -> None:
         assert not any(source in slots for source in device.sources[first:])
 
 
-def test_failed_submission_fails_only_the_transfer(
-    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_submission_fails_alone(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> PlayedEvent:
         raise TransferError("no event")
 
@@ -389,7 +387,7 @@ def test_failed_submission_fails_only_the_transfer(
 
 
 @pytest.mark.parametrize("piece_slots", [0, 1, 7, SLOTS, 100])
-def test_all_slots_are_pinned_once_and_unpinned_at_the_end(device: PlayedDevice, piece_slots: int) -> None:
+def test_slots_are_pinned_once(device: PlayedDevice, piece_slots: int) -> None:
     with rig(engine_on(device, piece_slots, pinned=True)) as it:
         assert device.pieces[0][0] == it.region.address
         ends = [address + nbytes for address, nbytes in device.pieces]
@@ -403,9 +401,7 @@ def test_all_slots_are_pinned_once_and_unpinned_at_the_end(device: PlayedDevice,
         assert len(device.unpinned) == len(device.pieces)
 
 
-def test_what_cannot_be_pinned_is_copied_all_the_same(
-    device: PlayedDevice, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unpinnable_is_copied(device: PlayedDevice, caplog: pytest.LogCaptureFixture) -> None:
     device.before_pinning = refuse_from(2)
     with rig(engine_on(device, 5)) as it:
         it.store(1, Blocks.make(range(SLOTS), (SLOTS,), (0,)), range(SLOTS))
@@ -421,7 +417,7 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(
     )
 
 
-def test_slots_stay_pinned_while_they_are_copied(device: PlayedDevice) -> None:
+def test_slots_stay_pinned_in_copies(device: PlayedDevice) -> None:
     gate = threading.Event()
     device.before_copy = lambda dst: gate.wait(20)
     with rig(engine_on(device, pinned=True)) as it:
@@ -436,7 +432,7 @@ def test_slots_stay_pinned_while_they_are_copied(device: PlayedDevice) -> None:
         assert len(device.unpinned) == 1
 
 
-def test_unpin_failure_does_not_keep_other_pieces(
+def test_failed_unpin_spares_others(
     device: PlayedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unregister = device.host_unregister
@@ -453,7 +449,7 @@ def test_unpin_failure_does_not_keep_other_pieces(
     assert "cannot be unpinned" in caplog.text
 
 
-def test_pinned_slots_outlive_region_close(device: PlayedDevice) -> None:
+def test_pins_outlive_region_close(device: PlayedDevice) -> None:
     it = Rig(engine_on(device, pinned=True), Shape())
     it.region.close()
     it.engine.submit_store(1, one(1), [1])
@@ -464,7 +460,7 @@ def test_pinned_slots_outlive_region_close(device: PlayedDevice) -> None:
     assert device.unmapped == []
 
 
-def test_slots_have_memory_before_they_are_pinned(device: PlayedDevice) -> None:
+def test_memory_precedes_pinning(device: PlayedDevice) -> None:
     with Region.unnamed(SLOTS, CHUNK) as region:
         allocated: list[int] = []
         device.before_pinning = lambda count: allocated.append(os.fstat(region.fileno()).st_blocks * 512)

@@ -36,7 +36,7 @@ class TestOverHostMemory(DeviceConformance):
         return lambda deadline_s: engine_on(played_torch, 2000, deadline_s)
 
 
-def test_buffer_is_refilled_only_after_the_device(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refill_waits_for_device(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of each buffer in turn: the host may write to it only after its last event was waited for.
     order: list[tuple[str, object]] = []
     fill, synchronize = torch.Tensor.copy_, played_torch.Event.synchronize
@@ -69,7 +69,7 @@ def test_buffer_is_refilled_only_after_the_device(played_torch: Any, monkeypatch
     assert memory[:5].numpy().tobytes() == slots[:2560].tobytes()
 
 
-def test_failed_store_writes_nothing_later(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_store_writes_nothing(played_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots are another chunk's by then."""
     memory = torch.ones((8, 512), dtype=torch.int8)
     slots = np.zeros((8, 512), dtype=np.uint8)
@@ -96,7 +96,7 @@ def test_failed_store_writes_nothing_later(played_torch: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("start", "size"), [(-1, 1), (48, 1), (40, 9)])
-def test_ranges_that_are_not_in_the_tensors_are_refused(start: int, size: int) -> None:
+def test_outside_ranges_are_refused(start: int, size: int) -> None:
     tensor = torch.zeros((3, 16), dtype=torch.int8)
     addresses = np.array([tensor.data_ptr() + start], dtype=np.uint64)
     with pytest.raises(TransferError, match="not in the engine's tensors"):

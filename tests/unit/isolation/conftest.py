@@ -46,7 +46,7 @@ import anyio
 from pydantic import SecretStr
 
 from kvtier.tiers._base import Outcome, Status
-from kvtier.tiers._drain import in_thread
+from kvtier.tiers._waiting import in_thread
 from kvtier.tiers.dummy import DummyConfig, DummyTier
 
 IS_CHILD = "kvtier._isolation.child" in getattr(sys.modules["__main__"].__spec__, "name", "")

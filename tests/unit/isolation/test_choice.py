@@ -92,7 +92,7 @@ def nowhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ("isolation", "kind"),
     [("auto", ExecutorProcess), ("process", ExecutorProcess), ("thread", ExecutorThread)],
 )
-def test_the_tiers_run_where_isolation_says(
+def test_isolation_chooses_process(
     begin: Begin, caplog: pytest.LogCaptureFixture, isolation: str, kind: type[AnyExecutor]
 ) -> None:
     executor = begin(isolation=isolation)
@@ -101,13 +101,11 @@ def test_the_tiers_run_where_isolation_says(
     assert not [record for record in caplog.records if record.name.startswith("kvtier")]
 
 
-def test_without_tiers_there_is_no_process(begin: Begin) -> None:
+def test_no_tiers_no_process(begin: Begin) -> None:
     assert isinstance(begin(isolation="auto", secondary_tiers=[]), ExecutorThread)
 
 
-def test_auto_falls_back_to_a_thread_with_one_warning(
-    begin: Begin, caplog: pytest.LogCaptureFixture, nowhere: str
-) -> None:
+def test_auto_falls_back_to_thread(begin: Begin, caplog: pytest.LogCaptureFixture, nowhere: str) -> None:
     begin(isolation="thread")  # objects that come with the first thread
     before = resources()
     executor = begin(isolation="auto")
@@ -121,7 +119,7 @@ def test_auto_falls_back_to_a_thread_with_one_warning(
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_process_that_cannot_be_started_is_an_error(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+def test_unstartable_process_is_an_error(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     before = resources()
     with pytest.raises(IsolationError, match="set isolation to 'thread'"):
         begin(isolation="process")
@@ -129,7 +127,7 @@ def test_a_process_that_cannot_be_started_is_an_error(begin: Begin, caplog: pyte
     assert not caplog.records
 
 
-def test_unsendable_tier_runs_in_thread_or_is_refused(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsendable_tier_runs_in_thread(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     class Homemade(DummyTier):
         pass
 
@@ -144,9 +142,7 @@ def test_unsendable_tier_runs_in_thread_or_is_refused(begin: Begin, caplog: pyte
 @pytest.mark.parametrize(
     "act", [pytest.param("crash_when_loaded", marks=pytest.mark.full), "crash_when_opened"]
 )
-def test_crashing_tier_does_not_move_into_engine(
-    launch: Launch, act: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crashing_tier_stays_outside(launch: Launch, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_TEST_CRASH", act)
     it = launch(make_tier("reckless"), times=SWIFT)
     it.until(lambda: len(it.endings) > 1, "two ends")
@@ -156,9 +152,7 @@ def test_crashing_tier_does_not_move_into_engine(
     it.hold([1])
 
 
-def test_a_slow_start_is_not_waited_for(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_slow_start_is_not_awaited(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "acme_slow.py").write_text(
         "import pathlib, sys, time\n"
         "from kvtier._isolation import child\n"
@@ -186,7 +180,7 @@ def _make_manager(settings: dict[str, Any]) -> TieringManager:
     return open_manager(config, IDENTITY, caches)
 
 
-async def test_manager_starts_no_process_by_default() -> None:
+async def test_manager_starts_no_process() -> None:
     async with await make_manager(isolation="auto"):
         assert not processes_of_tiers()
     async with await make_manager(isolation="process"):

@@ -103,7 +103,7 @@ def processes_of_tiers() -> Sequence[int]:
 
 
 @pytest.mark.parametrize("audit_rate", [0, 1])
-async def test_stored_chunks_load_from_files_and_next_manager(tmp_path: Path, audit_rate: float) -> None:
+async def test_next_manager_loads_files(tmp_path: Path, audit_rate: float) -> None:
     async with opened(tmp_path, audit_rate=audit_rate) as it:
         await it.store(1, 4)
         await it.forget_primary()
@@ -115,7 +115,7 @@ async def test_stored_chunks_load_from_files_and_next_manager(tmp_path: Path, au
         assert it.ended == 0
 
 
-async def test_kill_during_lookup_is_a_miss_and_found_later(tmp_path: Path) -> None:
+async def test_kill_during_lookup_misses(tmp_path: Path) -> None:
     async with opened(tmp_path) as it:
         await it.store(1, 4)
         await it.forget_primary()
@@ -137,7 +137,7 @@ async def test_kill_during_lookup_is_a_miss_and_found_later(tmp_path: Path) -> N
         assert await it.load(1, 4) == 4
 
 
-async def test_after_closing_nothing_is_left(tmp_path: Path) -> None:
+async def test_close_leaves_nothing(tmp_path: Path) -> None:
     gc.collect()
     before = mappings()
     async with opened(tmp_path) as it:

@@ -53,7 +53,7 @@ class Tier(DummyTier):
 """
 
 
-def test_settings_of_every_kind_are_made_again(install_distribution: Any) -> None:
+def test_settings_are_rebuilt(install_distribution: Any) -> None:
     install_distribution("acme-kinds", KINDS, {"acme-kinds": "Tier"})
     given: dict[str, Any] = {
         "root": "/somewhere",
@@ -97,7 +97,7 @@ class Tier(DummyTier):
 """
 
 
-def test_settings_that_change_on_reading_are_refused(install_distribution: Any) -> None:
+def test_unstable_settings_are_refused(install_distribution: Any) -> None:
     install_distribution("acme-odd", ODD_TIER, {"acme-odd": "Tier"})
     with pytest.raises(ConfigError, match=r"tier odd cannot run .* differ when they are read again"):
         TierSettings.of(NamedTier("odd", make_tier("acme-odd", word="y")))
@@ -119,7 +119,7 @@ def frame(number: int, size: int) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def test_socket_overflow_waits_and_is_sent_in_order(pair: Any) -> None:
+def test_full_socket_keeps_order(pair: Any) -> None:
     ours, theirs = pair
     full: list[None] = []
     channel = Channel(ours, lambda: full.append(None))
@@ -136,7 +136,7 @@ def test_socket_overflow_waits_and_is_sent_in_order(pair: Any) -> None:
     assert not channel.is_full
 
 
-def test_threads_frames_stay_whole_and_ordered(pair: Any) -> None:
+def test_threads_send_whole_frames(pair: Any) -> None:
     ours, theirs = pair
     channel = Channel(ours, lambda: None)
 
@@ -158,7 +158,7 @@ def test_threads_frames_stay_whole_and_ordered(pair: Any) -> None:
         assert [number for number in found if number // 1000 == name] == [name * 1000 + n for n in range(300)]
 
 
-def test_to_nobody_nothing_is_sent_and_nothing_is_raised(pair: Any) -> None:
+def test_absent_reader_raises_nothing(pair: Any) -> None:
     ours, theirs = pair
     channel = Channel(ours, lambda: None)
     theirs.close()
@@ -194,7 +194,7 @@ def beats_until_silent(heartbeat: Heartbeat, clock: Clock, step_s: float = 1.0) 
     raise AssertionError("never")
 
 
-def test_silence_is_detected_with_more_time_at_start(clock: Clock) -> None:
+def test_silence_allows_slow_start(clock: Clock) -> None:
     asked: list[float] = []
     tiers_up: list[bool] = []
     heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s), lambda: any(tiers_up))
@@ -211,7 +211,7 @@ def test_silence_is_detected_with_more_time_at_start(clock: Clock) -> None:
     assert len(asked) == 3
 
 
-def test_who_answers_is_asked_once_a_beat(clock: Clock) -> None:
+def test_one_ping_per_beat(clock: Clock) -> None:
     asked: list[float] = []
     heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s), lambda: True)
     for _ in range(40):
@@ -222,7 +222,7 @@ def test_who_answers_is_asked_once_a_beat(clock: Clock) -> None:
     assert heartbeat.has_started
 
 
-def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> None:
+def test_stopped_time_is_excused(clock: Clock) -> None:
     heartbeat = Heartbeat(PACE, lambda: None, lambda: True)
     heartbeat.acknowledge()
     heartbeat.is_overdue()
@@ -234,7 +234,7 @@ def test_time_in_which_the_engine_was_stopped_does_not_count(clock: Clock) -> No
 # --- the owner on an event loop ------------------------------------------------------------------
 
 
-async def test_what_fails_at_one_event_does_not_hold_up_the_next() -> None:
+async def test_failing_event_passes() -> None:
     class Silent:
         """A process that sends only the messages given by the test."""
 

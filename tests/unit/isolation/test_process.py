@@ -47,7 +47,7 @@ LESS_LIKELY = [pytest.param(how, marks=pytest.mark.full) for how in ("stopped", 
 MISSING, LOCATED, COPIED = Answer.MISSING, Answer.LOCATED, Answer.COPIED
 
 
-def test_activity_and_usage_reach_the_engine(launch: Launch) -> None:
+def test_usage_reaches_engine(launch: Launch) -> None:
     it = launch(
         make_tier("dummy", put_latency_s=600, deadline_s=600, capacity_bytes=1 << 20), make_tier("dummy")
     )
@@ -62,7 +62,7 @@ def test_activity_and_usage_reach_the_engine(launch: Launch) -> None:
 
 
 @pytest.mark.usefixtures("reckless")
-def test_log_lines_are_written_by_the_engine(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_writes_log_lines(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     it = launch(make_tier("reckless", act="log"))
     it.until(lambda: caplog.records, "a line")
@@ -72,7 +72,7 @@ def test_log_lines_are_written_by_the_engine(launch: Launch, caplog: pytest.LogC
 
 
 @pytest.mark.usefixtures("reckless")
-def test_a_failing_log_handler_does_not_stop_the_tiers(launch: Launch) -> None:
+def test_failing_log_stops_no_tier(launch: Launch) -> None:
     failed = threading.Event()
 
     class Failing(logging.Handler):
@@ -92,7 +92,7 @@ def test_a_failing_log_handler_does_not_stop_the_tiers(launch: Launch) -> None:
         logging.getLogger("kvtier").removeHandler(handler)
 
 
-def test_a_failing_callback_is_called_again(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_callback_is_retried(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     calls = iter([OSError("no memory for a callback"), None])
     again = threading.Event()
 
@@ -109,9 +109,7 @@ def test_a_failing_callback_is_called_again(launch: Launch, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("what", ["the callback", "the log"])
-def test_process_is_gone_before_the_next_starts(
-    what: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_ends_before_next(what: str, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     is_armed, is_killed = threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -155,9 +153,7 @@ def test_process_is_gone_before_the_next_starts(
 
 
 @pytest.mark.usefixtures("reckless")
-def test_an_error_that_names_no_text_reaches_the_engine(
-    launch: Launch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wordless_error_arrives(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     """Names of files are bytes. Those that are not UTF-8 have lone surrogates in Python."""
     it = launch(make_tier("reckless", act="no_text"), make_tier("dummy"))
     it.until(lambda: any(isinstance(event, TierDown) for event in it.received), "its failure")
@@ -168,20 +164,20 @@ def test_an_error_that_names_no_text_reaches_the_engine(
 
 
 @pytest.mark.usefixtures("reckless")
-def test_secrets_are_in_neither_arguments_nor_environment(launch: Launch) -> None:
+def test_secrets_stay_out_of_arguments(launch: Launch) -> None:
     it = launch(make_tier("reckless", password="correct-horse"))
     it.hold([1])
     for name in ("cmdline", "environ"):
         assert b"correct-horse" not in Path(f"/proc/{it.pid()}/{name}").read_bytes()
 
 
-def test_the_program_imports_neither_torch_nor_an_engine() -> None:
+def test_program_imports_no_torch() -> None:
     code = "import sys, kvtier._isolation.child; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-def test_it_may_use_all_cpus_of_the_engine(launch: Launch) -> None:
+def test_all_engine_cpus_are_allowed(launch: Launch) -> None:
     """Whoever starts it may be bound to the one CPU that it computes on."""
     mine = os.sched_getaffinity(0)
     made: list[Harness] = []
@@ -200,7 +196,7 @@ def test_it_may_use_all_cpus_of_the_engine(launch: Launch) -> None:
 # --- crashes, hangs and kills --------------------------------------------------------------------
 
 
-def test_killed_commands_end_once_and_files_remain(launch: Launch, tmp_path: Path) -> None:
+def test_killed_commands_end_once(launch: Launch, tmp_path: Path) -> None:
     it = launch(files(tmp_path), make_tier("dummy", put_latency_s=600, deadline_s=600))
     it.hold([1, 2, 3])
     ids = [it.put([4], tier=1), it.put([5], tier=1)]
@@ -222,7 +218,7 @@ def test_killed_commands_end_once_and_files_remain(launch: Launch, tmp_path: Pat
     assert sorted(ended) == list(range(1, it.submitted + 1))
 
 
-def test_no_process_means_failed_commands_and_down_tiers(launch: Launch) -> None:
+def test_no_process_fails_commands(launch: Launch) -> None:
     it = launch(
         make_tier("dummy"),
         times=replace(SWIFT, first_pause_s=600, longest_pause_s=600),
@@ -243,7 +239,7 @@ def test_no_process_means_failed_commands_and_down_tiers(launch: Launch) -> None
     it.until(lambda: (activity.puts.submitted, activity.usage) == (0, None), "that it does nothing")
 
 
-def test_dying_process_commands_are_answered(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dying_process_answers(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor answers the calls that it finds; the owner answers those it adds later."""
 
     class Slow(Link):
@@ -282,7 +278,7 @@ def test_dying_process_commands_are_answered(launch: Launch, monkeypatch: pytest
         pytest.param("report_junk", "exited", SWIFT, id="junk"),
     ],
 )
-def test_a_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, times: SupervisorTimes) -> None:
+def test_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, times: SupervisorTimes) -> None:
     it = launch(make_tier("reckless", act=act), make_tier("dummy"), times=times)
     it.hold([1])
     it.hold([1], tier=1)
@@ -295,7 +291,7 @@ def test_a_crash_or_hang_costs_misses(launch: Launch, act: str, ending: str, tim
 
 
 @pytest.mark.usefixtures("reckless")
-def test_the_memory_limit_holds(launch: Launch) -> None:
+def test_memory_limit_holds(launch: Launch) -> None:
     it = launch(make_tier("reckless", act="eat"), memory_limit_bytes=512 << 20)
     it.hold([1])
     end = it.fetched([1], [10])  # it would take 4 GiB
@@ -307,7 +303,7 @@ def test_the_memory_limit_holds(launch: Launch) -> None:
 
 
 @pytest.mark.full
-def test_the_lowest_limit_of_memory_has_room_for_files(launch: Launch, tmp_path: Path) -> None:
+def test_lowest_limit_fits_files(launch: Launch, tmp_path: Path) -> None:
     """Stacks of threads count, and each tier has threads of its own."""
     both = [make_tier("fs", root_dir=tmp_path / name, **MUCH) for name in ("one", "two")]
     it = launch(*both, memory_limit_bytes=256 << 20)
@@ -318,7 +314,7 @@ def test_the_lowest_limit_of_memory_has_room_for_files(launch: Launch, tmp_path:
 
 
 @pytest.mark.usefixtures("reckless")
-def test_a_stopped_process_does_not_write_to_a_reused_slot(launch: Launch, tmp_path: Path) -> None:
+def test_stopped_process_spares_slots(launch: Launch, tmp_path: Path) -> None:
     it = launch(make_tier("reckless", act="late", folder=tmp_path, deadline_s=600), times=STRICT)
     it.hold([1])
     fetch = it.fetch([1], [10])
@@ -339,7 +335,7 @@ def test_a_stopped_process_does_not_write_to_a_reused_slot(launch: Launch, tmp_p
 
 @pytest.mark.full
 @pytest.mark.usefixtures("reckless")
-def test_a_forked_child_cannot_write_to_slots(launch: Launch, tmp_path: Path) -> None:
+def test_forked_child_spares_slots(launch: Launch, tmp_path: Path) -> None:
     it = launch(make_tier("reckless", act="fork", folder=tmp_path))
     it.hold([1])
     it.region.view(10)[:] = content(2)
@@ -350,7 +346,7 @@ def test_a_forked_child_cannot_write_to_slots(launch: Launch, tmp_path: Path) ->
 
 @pytest.mark.full
 @pytest.mark.usefixtures("reckless")
-def test_processes_that_a_tier_started_are_killed_too(launch: Launch, tmp_path: Path) -> None:
+def test_grandchildren_are_killed(launch: Launch, tmp_path: Path) -> None:
     it = launch(make_tier("reckless", act="leave_a_child", folder=tmp_path))
     it.hold([1])
     it.fetched([1], [10])
@@ -360,7 +356,7 @@ def test_processes_that_a_tier_started_are_killed_too(launch: Launch, tmp_path: 
     it.until(lambda: not is_alive(child), "its end")
 
 
-def test_a_stopped_process_does_not_hold_up_its_owner(launch: Launch) -> None:
+def test_stopped_process_delays_nothing(launch: Launch) -> None:
     """The socket is full long before: a send that waited would never return."""
     it = launch(make_tier("dummy", deadline_s=PATIENCE_S))
     it.hold(range(20))
@@ -382,9 +378,7 @@ def test_a_stopped_process_does_not_hold_up_its_owner(launch: Launch) -> None:
 
 
 @pytest.mark.full
-def test_a_process_that_hangs_at_its_start_is_killed(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hung_start_is_killed(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "acme_hangs.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(links, "_PROGRAM", "acme_hangs")
@@ -399,7 +393,7 @@ def test_a_process_that_hangs_at_its_start_is_killed(
 
 
 @pytest.mark.usefixtures("reckless")
-def test_opening_tier_may_hold_the_gil_long(launch: Launch, tmp_path: Path) -> None:
+def test_open_may_hold_gil(launch: Launch, tmp_path: Path) -> None:
     """As importing a large client library does."""
     it = launch_opening(launch, tmp_path, seconds=3, times=replace(STRICT, silent_timeout_s=0.5))
     it.until(lambda: TierUp(0, 0) in it.received, "the tier")
@@ -408,7 +402,7 @@ def test_opening_tier_may_hold_the_gil_long(launch: Launch, tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.usefixtures("reckless")
-def test_a_tier_that_hangs_while_it_opens_is_ended(launch: Launch, tmp_path: Path) -> None:
+def test_hung_open_is_ended(launch: Launch, tmp_path: Path) -> None:
     times = replace(
         STRICT, silent_timeout_s=600.0, start_timeout_s=10.0, first_pause_s=600, longest_pause_s=600
     )
@@ -425,7 +419,7 @@ def launch_opening(launch: Launch, folder: Path, *, seconds: int, times: Supervi
     return it
 
 
-def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_is_retried(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nonexistent/python")
 
@@ -440,9 +434,7 @@ def test_starting_is_retried_and_the_engine_goes_on(launch: Launch, monkeypatch:
 
 
 @pytest.mark.full
-def test_a_process_that_sends_garbage_is_killed(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_garbage_sender_is_killed(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "acme_babbles.py").write_text(
         "import socket, sys, time\n"
         "socket.socket(fileno=int(sys.argv[1])).sendall(b'\\x04\\0\\0\\0oops')\n"
@@ -459,7 +451,7 @@ def test_a_process_that_sends_garbage_is_killed(
 # --- resets --------------------------------------------------------------------------------------
 
 
-def test_a_reset_outlives_the_process(launch: Launch, tmp_path: Path) -> None:
+def test_reset_outlives_process(launch: Launch, tmp_path: Path) -> None:
     it = launch(files(tmp_path))
     it.hold([1])
     it.reset(1)  # it may or may not get to this
@@ -474,7 +466,7 @@ def test_a_reset_outlives_the_process(launch: Launch, tmp_path: Path) -> None:
     assert list(it.fetched([1, 2], [10, 11]).answers) == [MISSING] * 2
 
 
-def test_a_reset_without_a_process_is_done_at_the_next_start(launch: Launch, tmp_path: Path) -> None:
+def test_reset_waits_for_start(launch: Launch, tmp_path: Path) -> None:
     it = launch(files(tmp_path), times=replace(SWIFT, first_pause_s=0.5))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
@@ -485,9 +477,7 @@ def test_a_reset_without_a_process_is_done_at_the_next_start(launch: Launch, tmp
 
 
 @pytest.mark.full
-def test_a_reset_during_a_start_is_not_missed(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_reset_during_start_counts(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is told of the resets so far before the owner can reach it."""
     it = launch(files(tmp_path))
     it.hold([1])
@@ -508,7 +498,7 @@ def test_a_reset_during_a_start_is_not_missed(
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("how", ["stopped", "in an endless system call"])
-def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_keeps_deadline(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Harness(make_tier("dummy", hang_rate=1, deadline_s=600))
     it.process.start()
     put, pid = it.put([1]), it.pid()
@@ -532,7 +522,7 @@ def test_a_shutdown_keeps_to_its_deadline_whatever_hangs(how: str, monkeypatch: 
     gc.collect()  # objects abandoned with the process
 
 
-def test_close_does_not_wait_for_a_restart(launch: Launch) -> None:
+def test_close_skips_restart(launch: Launch) -> None:
     it = launch(make_tier("dummy"), times=SupervisorTimes(first_pause_s=600, longest_pause_s=600))
     it.hold([1])
     os.kill(it.pid(), signal.SIGKILL)
@@ -566,7 +556,7 @@ if how != "forgotten":
 
 @pytest.mark.usefixtures("reckless")
 @pytest.mark.parametrize("how", ["killed", *LESS_LIKELY])
-def test_the_process_ends_with_the_engine(how: str, tmp_path: Path) -> None:
+def test_process_ends_with_engine(how: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, how, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "acme-reckless")},
@@ -580,7 +570,7 @@ def test_the_process_ends_with_the_engine(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_twenty_deaths_leave_nothing_behind(launch: Launch) -> None:
+def test_deaths_leave_nothing(launch: Launch) -> None:
     it = launch(make_tier("dummy"))
     it.hold([1])
     before = resources()

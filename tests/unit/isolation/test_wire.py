@@ -61,14 +61,14 @@ tier_events = st.one_of(
 
 
 @given(st.lists(commands, max_size=5), st.lists(ends | tier_events, max_size=5))
-def test_messages_survive_the_wire(orders: list[Command], reports: list[wire.Report]) -> None:
+def test_messages_round_trip(orders: list[Command], reports: list[wire.Report]) -> None:
     sent, received = Frames().feed(wire.pack(orders) + wire.pack(reports))
     assert wire.unpack(wire.ORDERS, sent) == orders
     assert wire.unpack(wire.REPORTS, received) == reports
 
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.lists(st.integers(1, 30), min_size=1))
-def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], steps: list[int]) -> None:
+def test_frames_survive_any_cut(bodies: list[bytes], steps: list[int]) -> None:
     stream = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
     frames = Frames()
     found: list[bytes] = []
@@ -96,12 +96,12 @@ def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], steps: 
         {},
     ],
 )
-def test_values_out_of_bounds_are_refused(report: object) -> None:
+def test_out_of_bounds_refused(report: object) -> None:
     with pytest.raises(WireError):
         wire.unpack(wire.REPORTS, msgspec.msgpack.encode(report))
 
 
-def test_every_number_of_a_message_has_bounds() -> None:
+def test_numbers_have_bounds() -> None:
     """The core and its estimates could not make anything of an infinite one."""
     kinds = inspect.multi_type_info([list[wire.Order], list[wire.Report], wire.Hello])
     found = [one for kind in kinds for one in numbers_in(kind)]
@@ -181,13 +181,13 @@ def get_ended(**fields: Any) -> GetEnded:
         wire.Activity(1, 0, 0, 0, 0, None),
     ],
 )
-def test_impossible_messages_do_not_reach_the_core(decoder: MessageDecoder, report: wire.Report) -> None:
+def test_impossible_messages_are_stopped(decoder: MessageDecoder, report: wire.Report) -> None:
     with pytest.raises(WireError):
         decode(decoder, FakeLink(), report)
     assert not decoder.events
 
 
-def test_subclasses_are_sent_as_plain_types() -> None:
+def test_subclasses_become_plain() -> None:
     class Word(str):
         __slots__ = ()
 
@@ -200,7 +200,7 @@ def test_subclasses_are_sent_as_plain_types() -> None:
     assert {type(nbytes) for nbytes in activity.usage or ()} == {int}
 
 
-def test_a_command_ends_once(decoder: MessageDecoder) -> None:
+def test_command_ends_once(decoder: MessageDecoder) -> None:
     link = FakeLink()
     decode(decoder, link, put_ended())
     with pytest.raises(WireError, match="not in flight"):
@@ -208,7 +208,7 @@ def test_a_command_ends_once(decoder: MessageDecoder) -> None:
     assert [type(event) for event in decoder.events] == [PutEnded]
 
 
-def test_a_tier_that_comes_up_shows_that_the_event_loop_runs(decoder: MessageDecoder) -> None:
+def test_up_proves_event_loop(decoder: MessageDecoder) -> None:
     """A long delay at opening is not judged by the limit for open tiers."""
     link = FakeLink()
     assert not decoder.are_all_up
@@ -222,7 +222,7 @@ def test_a_tier_that_comes_up_shows_that_the_event_loop_runs(decoder: MessageDec
     assert not decoder.are_all_up
 
 
-def test_dead_process_does_not_change_tiers(
+def test_dead_process_changes_no_tier(
     decoder: MessageDecoder,
 ) -> None:
     (frame,) = Frames().feed(wire.pack([TierUp(0, 0), TierDown(0, "x"), put_ended()]))

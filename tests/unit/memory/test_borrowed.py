@@ -17,7 +17,7 @@ from kvtier.errors import RegionError, StateError
 PAGE = 4096
 
 
-def test_both_see_the_same_bytes_and_the_same_board() -> None:
+def test_both_share_bytes_and_board() -> None:
     with Region.unnamed(4, PAGE, metadata_bytes=64) as region:
         with Region.borrowed(os.dup(region.fileno()), 4, PAGE, metadata_bytes=64) as other:
             other.view(3)[:] = b"x" * PAGE
@@ -27,7 +27,7 @@ def test_both_see_the_same_bytes_and_the_same_board() -> None:
         assert bytes(region.view(3)) == b"x" * PAGE
 
 
-def test_a_region_that_is_smaller_is_refused() -> None:
+def test_smaller_region_is_refused() -> None:
     with Region.unnamed(4, PAGE) as region:
         fd = os.dup(region.fileno())
         with pytest.raises(RegionError, match="has 16384 bytes, but this engine needs 20480"):
@@ -35,7 +35,7 @@ def test_a_region_that_is_smaller_is_refused() -> None:
         os.close(fd)
 
 
-def test_an_anonymous_region_can_not_be_handed_over() -> None:
+def test_anonymous_region_stays() -> None:
     with pytest.raises(StateError, match="anonymous"):
         Region.anonymous(1, PAGE).fileno()
 
@@ -63,7 +63,7 @@ time.sleep(1000)
 """
 
 
-def test_region_is_unclaimable_while_borrower_lives(tmp_path: Path) -> None:
+def test_borrower_blocks_claim(tmp_path: Path) -> None:
     """It could still write there, if only for a moment."""
     engine = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), BORROWER],

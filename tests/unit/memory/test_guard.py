@@ -42,7 +42,7 @@ def engine(holding: Holding) -> Iterator[Holder]:
         yield holder
 
 
-def test_killed_process_tree_leaves_no_file(shm: Path, engine: Holder) -> None:
+def test_killed_tree_leaves_no_file(shm: Path, engine: Holder) -> None:
     assert os.listdir(shm) == ["kvtier_engine"]
     for pid in [*descendants(engine.process.pid), engine.process.pid]:
         os.kill(pid, signal.SIGKILL)
@@ -51,7 +51,7 @@ def test_killed_process_tree_leaves_no_file(shm: Path, engine: Holder) -> None:
     wait_until(lambda: guards(shm) == [])
 
 
-def test_stuck_worker_keeps_memory_but_not_file(shm: Path, engine: Holder) -> None:
+def test_stuck_worker_loses_file(shm: Path, engine: Holder) -> None:
     """It may hang in the kernel for as long as a disk does."""
     with Region.open("engine", 4, PAGE, shm) as worker:
         engine.kill()
@@ -61,14 +61,14 @@ def test_stuck_worker_keeps_memory_but_not_file(shm: Path, engine: Holder) -> No
     wait_until(lambda: guards(shm) == [])
 
 
-def test_a_guard_ends_when_the_region_is_closed_in_order(shm: Path, engine: Holder) -> None:
+def test_orderly_close_ends_guard(shm: Path, engine: Holder) -> None:
     assert len(guards(shm)) == 1
     assert engine.tell("close") == "closed"
     assert os.listdir(shm) == []
     wait_until(lambda: guards(shm) == [])
 
 
-def test_region_works_without_a_guard(
+def test_works_without_guard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))

@@ -7,7 +7,7 @@ import pytest
 from kvtier._memory.layout import SlotLayout
 
 
-def test_no_byte_belongs_to_two_pages() -> None:
+def test_pages_do_not_overlap() -> None:
     owners = [
         (layout.tensor_offsets[tensor] + block * size, size)
         for layout in (SlotLayout.make((96, 8, 33), 3, rank, 4) for rank in range(4))
@@ -22,7 +22,7 @@ def test_no_byte_belongs_to_two_pages() -> None:
 @pytest.mark.parametrize(
     ("page", "workers", "pages"), [(mmap.PAGESIZE, 1, 1), (mmap.PAGESIZE + 1, 1, 2), (1, 3, 1)]
 )
-def test_a_slot_is_whole_pages(page: int, workers: int, pages: int) -> None:
+def test_slot_is_whole_pages(page: int, workers: int, pages: int) -> None:
     assert SlotLayout.make((page,), 1, 0, workers).chunk_bytes == pages * mmap.PAGESIZE
 
 
@@ -44,7 +44,7 @@ def test_refused(
         SlotLayout.make(pages, per_chunk, rank, 2, area_bytes)
 
 
-def test_fewer_pages_leave_the_area_unused() -> None:
+def test_fewer_pages_leave_room() -> None:
     full, part = SlotLayout.make((100, 7), 4, 0, 2), SlotLayout.make((100,), 4, 1, 2, area_bytes=428)
     assert full.area_bytes == part.area_bytes
     assert full.chunk_bytes == part.chunk_bytes

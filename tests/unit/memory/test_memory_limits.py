@@ -42,7 +42,7 @@ def found(proc: Path) -> list[tuple[str, int, int]]:
     return [(str(one.path.relative_to(home)), one.limit_bytes, one.used_bytes) for one in groups]
 
 
-def test_limits_exclude_the_page_cache(proc: Path) -> None:
+def test_limits_exclude_page_cache(proc: Path) -> None:
     home = proc.parent / "cgroup"
     group(
         home / "pod",
@@ -60,7 +60,7 @@ def test_limits_exclude_the_page_cache(proc: Path) -> None:
 
 
 @pytest.mark.parametrize("root", ["/docker/box", "/"])
-def test_version_1_is_read_in_and_out_of_containers(proc: Path, root: str) -> None:
+def test_version_1_is_read(proc: Path, root: str) -> None:
     home = proc.parent / "cgroup"
     stat = "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 20\n"
     own = home if root == "/docker/box" else home / "docker" / "box"
@@ -74,7 +74,7 @@ def test_version_1_is_read_in_and_out_of_containers(proc: Path, root: str) -> No
 
 
 @pytest.mark.parametrize("members", [None, "", "0::/gone\n", "0::/../above\n", "junk", "4:memory:/x\n"])
-def test_what_cannot_be_read_is_no_limit(proc: Path, members: str | None) -> None:
+def test_unreadable_is_no_limit(proc: Path, members: str | None) -> None:
     (proc / "self" / "mountinfo").write_text(f"30 1 0:26 / {proc} rw - cgroup2 cgroup2 rw\n\njunk\n")
     if members is not None:
         (proc / "self" / "cgroup").write_text(members)
@@ -121,7 +121,7 @@ with Region.open("limits", 256, 2**20, Path(sys.argv[2])) as region:
 """
 
 
-def test_small_container_does_not_kill_the_engine(container: Path, shm: Path) -> None:
+def test_small_container_survives(container: Path, shm: Path) -> None:
     command = [sys.executable, "-c", _ENGINE, str(container), str(shm)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
@@ -130,7 +130,7 @@ def test_small_container_does_not_kill_the_engine(container: Path, shm: Path) ->
     assert 64 <= int(ready) < 160
 
 
-def test_population_stops_at_a_limit_and_says_which(
+def test_population_stops_at_limit(
     shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = [MemoryLimit(128 * MIB, Path("/pod/memory.max"), used) for used in (0, 64 * MIB)]

@@ -39,7 +39,7 @@ def populate(region: Region, parts: list[Part] | None = None, threads: int = 1) 
     return slots
 
 
-def test_granted_huge_pages_are_reported(tmpfs: tuple[Path, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_huge_pages_are_reported(tmpfs: tuple[Path, str], caplog: pytest.LogCaptureFixture) -> None:
     directory, option = tmpfs
     caplog.set_level(logging.INFO, "kvtier.memory")
     granted = option == "advise"
@@ -51,7 +51,7 @@ def test_granted_huge_pages_are_reported(tmpfs: tuple[Path, str], caplog: pytest
 
 
 @pytest.mark.parametrize(("setting", "granted"), [("advise", True), ("never", False), ("deny", False)])
-def test_anonymous_huge_pages_depend_on_shmem_setting(
+def test_shmem_setting_decides(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str, granted: bool
 ) -> None:
     (tmp_path / "enabled").write_text("[madvise] never")
@@ -61,7 +61,7 @@ def test_anonymous_huge_pages_depend_on_shmem_setting(
     assert pages.grants_huge(None)
 
 
-def test_the_parts_of_a_slot_are_taken_from_their_nodes(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_come_from_their_nodes(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int | None, int, int]] = []
     node: list[int | None] = [None]
 
@@ -91,7 +91,7 @@ def test_the_parts_of_a_slot_are_taken_from_their_nodes(shm: Path, monkeypatch: 
     ]
 
 
-def test_memory_is_asked_of_the_node_that_is_preferred() -> None:
+def test_preferred_node_is_asked() -> None:
     if not numa.online():
         pytest.skip("the kernel tells of no NUMA nodes")
     node = min(numa.online())
@@ -119,15 +119,13 @@ def two_nodes(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("cpus", "node"), [({0}, 0), ({2, 3}, 1), ({1, 2}, None), ({9}, None), (set(), None)]
 )
-def test_the_node_of_cpus_is_known_where_they_are_at_one(
-    two_nodes: Path, cpus: set[int], node: int | None
-) -> None:
+def test_cpus_have_a_node(two_nodes: Path, cpus: set[int], node: int | None) -> None:
     assert numa.online(two_nodes) == {0, 1}
     assert numa.node_of_cpus(cpus, two_nodes) == node
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
-def test_device_node_comes_from_the_kernel(tmp_path: Path, text: str | None, node: int | None) -> None:
+def test_kernel_tells_device_node(tmp_path: Path, text: str | None, node: int | None) -> None:
     device = tmp_path / "0000:3b:00.0"
     device.mkdir()
     if text is not None:

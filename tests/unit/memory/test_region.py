@@ -39,7 +39,7 @@ def small_tmpfs(mounted: Mounted) -> Iterator[Path]:
         gc.collect()
 
 
-def test_slots_lie_one_after_the_other(shm: Path) -> None:
+def test_slots_are_contiguous(shm: Path) -> None:
     with Region.open("a", 3, 2 * PAGE, shm) as region:
         assert (region.slots, region.chunk_bytes, region.nbytes) == (3, 2 * PAGE, 6 * PAGE)
         assert region.address % PAGE == 0
@@ -56,7 +56,7 @@ def test_no_such_slot(slot: int) -> None:
         region.view(slot)
 
 
-def test_two_of_one_name_in_one_process_share_the_bytes(shm: Path) -> None:
+def test_same_name_shares_bytes(shm: Path) -> None:
     first = Region.open("same", 2, PAGE, shm)
     second = Region.open("same", 2, PAGE, shm)
     assert first.address != second.address
@@ -72,7 +72,7 @@ def test_two_of_one_name_in_one_process_share_the_bytes(shm: Path) -> None:
     assert os.listdir(shm) == []
 
 
-def test_close_may_be_called_again_and_ends_everything(shm: Path) -> None:
+def test_close_is_idempotent(shm: Path) -> None:
     region = Region.open("a", 1, PAGE, shm)
     region.close()
     region.close()
@@ -96,7 +96,7 @@ def test_views_outlive_the_region(shm: Path) -> None:
         assert successor.view(1) == bytes(PAGE)
 
 
-def test_a_forgotten_region_leaves_no_file(shm: Path) -> None:
+def test_forgotten_region_leaves_no_file(shm: Path) -> None:
     region = Region.open("a", 1, PAGE, shm)
     assert os.listdir(shm) == ["kvtier_a"]
     del region
@@ -104,7 +104,7 @@ def test_a_forgotten_region_leaves_no_file(shm: Path) -> None:
     assert os.listdir(shm) == []
 
 
-def test_another_size_is_refused_with_both_sizes(shm: Path) -> None:
+def test_other_size_names_both(shm: Path) -> None:
     with Region.open("a", 2, PAGE, shm) as region:
         with pytest.raises(RegionError, match=rf"{2 * PAGE} bytes, this process needs {3 * PAGE}"):
             Region.open("a", 3, PAGE, shm)
@@ -116,7 +116,7 @@ def test_another_size_is_refused_with_both_sizes(shm: Path) -> None:
     ("slots", "chunk_bytes", "message"),
     [(0, PAGE, "cpu_bytes_to_use"), (1, PAGE + 1, "multiple of 4096"), (1, 0, "multiple of 4096")],
 )
-def test_shapes_that_cannot_be(shm: Path, slots: int, chunk_bytes: int, message: str) -> None:
+def test_impossible_shapes(shm: Path, slots: int, chunk_bytes: int, message: str) -> None:
     with pytest.raises(RegionError, match=message):
         Region.open("a", slots, chunk_bytes, shm)
     with pytest.raises(RegionError, match=message):
@@ -124,7 +124,7 @@ def test_shapes_that_cannot_be(shm: Path, slots: int, chunk_bytes: int, message:
     assert os.listdir(shm) == []
 
 
-def test_no_room_names_bytes_place_and_remedy(shm: Path) -> None:
+def test_no_room_names_remedy(shm: Path) -> None:
     system = os.statvfs(shm)
     free = system.f_bavail * system.f_frsize
     slots = 2 * free // PAGE
@@ -136,24 +136,24 @@ def test_no_room_names_bytes_place_and_remedy(shm: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "a b", "ä", "", "x" * 400, "\0", "a\nb"])
-def test_any_name_becomes_a_file_name(shm: Path, name: str) -> None:
+def test_any_name_is_a_file_name(shm: Path, name: str) -> None:
     with Region.open(name, 1, PAGE, shm) as region:
         assert [shm / found for found in os.listdir(shm)] == [region.path]
 
 
-def test_names_that_are_spelled_alike_stay_apart(shm: Path) -> None:
+def test_similar_names_stay_apart(shm: Path) -> None:
     with Region.open("a/b", 1, PAGE, shm) as one, Region.open("a b", 1, PAGE, shm) as other:
         assert one.path != other.path
 
 
-def test_a_link_under_the_name_is_not_followed(shm: Path) -> None:
+def test_links_are_not_followed(shm: Path) -> None:
     (shm / "target").write_bytes(bytes(PAGE))
     (shm / "kvtier_a").symlink_to(shm / "target")
     with pytest.raises(RegionError, match="kvtier_a"):
         Region.open("a", 1, PAGE, shm)
 
 
-def test_close_removes_no_file_but_its_own(shm: Path) -> None:
+def test_close_removes_own_file(shm: Path) -> None:
     old = Region.open("a", 1, PAGE, shm)
     (shm / "kvtier_a").unlink()
     with Region.open("a", 2, PAGE, shm):
@@ -161,7 +161,7 @@ def test_close_removes_no_file_but_its_own(shm: Path) -> None:
         assert (shm / "kvtier_a").stat().st_size == 2 * PAGE
 
 
-def test_region_orphaned_since_sweep_is_not_joined(shm: Path) -> None:
+def test_orphaned_region_is_not_joined(shm: Path) -> None:
     path = shm / "kvtier_a"
     path.write_bytes(b"g" * PAGE)
     file = _locked_file.create_or_join(path, PAGE)
@@ -184,16 +184,14 @@ def ready_slots(region: Region, count: int) -> list[range]:
     ("slots", "chunk_bytes", "pieces"),
     [(5, 24 * MIB, [range(2), range(2, 4), range(4, 5)]), (1, PIECE_BYTES + PAGE, [range(1)])],
 )
-def test_population_comes_in_pieces_of_whole_slots(
-    shm: Path, slots: int, chunk_bytes: int, pieces: list[range]
-) -> None:
+def test_population_has_whole_slots(shm: Path, slots: int, chunk_bytes: int, pieces: list[range]) -> None:
     with Region.open("a", slots, chunk_bytes, shm) as region:
         assert ready_slots(region, slots) == pieces
         assert region.path is not None
         assert region.path.stat().st_blocks * 512 == region.nbytes
 
 
-def test_population_keeps_data_and_is_shared(shm: Path) -> None:
+def test_population_keeps_data(shm: Path) -> None:
     with Region.open("a", 8, PAGE, shm) as creator, Region.open("a", 8, PAGE, shm) as joiner:
         creator.view(3)[:] = b"k" * PAGE
         for region in (joiner, creator, joiner):
@@ -203,7 +201,7 @@ def test_population_keeps_data_and_is_shared(shm: Path) -> None:
 
 @pytest.mark.parametrize("helper", [True, False])
 @pytest.mark.parametrize("make", [Region.anonymous, Region.unnamed])
-def test_memory_without_a_name_is_populated(
+def test_unnamed_memory_is_populated(
     make: Callable[[int, int], Region], helper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not helper:
@@ -229,7 +227,7 @@ def test_close_stops_population(shm: Path) -> None:
     assert seen == [range(1)]
 
 
-def test_populating_memory_is_not_unmapped(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_populating_memory_stays_mapped(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "_JOIN_S", 0.01)
     begun, go_on = threading.Event(), threading.Event()
     back = pages.back
@@ -263,7 +261,7 @@ def mapped(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_end_of_population_is_told_once(fails: bool, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_population_end_told_once(fails: bool, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Semaphore(0)
     if fails:
         monkeypatch.setattr(pages, "back", lambda *_, **__: errno.ENOSPC)
@@ -281,16 +279,14 @@ def test_the_end_of_population_is_told_once(fails: bool, shm: Path, monkeypatch:
     assert not ended.acquire(blocking=False)
 
 
-def test_failing_log_handler_does_not_hide_population_end(shm: Path) -> None:
+def test_failing_log_shows_end(shm: Path) -> None:
     ended = threading.Semaphore(0)
     with failing_log_handler(logging.INFO), Region.open("a", 3, PIECE_BYTES, shm) as region:
         region.populate(lambda piece: None if piece else ended.release(), threads=1)
         assert ended.acquire(timeout=30)
 
 
-def test_where_memory_runs_out_there_are_fewer_slots(
-    small_tmpfs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_short_memory_has_fewer_slots(small_tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "kvtier.memory")
     with Region.open("a", 4, 32 * MIB, small_tmpfs) as region:
         with (small_tmpfs / "other").open("wb") as other:
@@ -306,7 +302,7 @@ def test_where_memory_runs_out_there_are_fewer_slots(
 
 
 @pytest.mark.parametrize("theirs", ["3 slots", ""])
-def test_equal_sizes_do_not_join_what_is_not_the_same(shm: Path, theirs: str) -> None:
+def test_equal_size_is_not_enough(shm: Path, theirs: str) -> None:
     # As many bytes in all, cut in another way: a slot of one would be parts of two slots of the other.
     with Region.open("a", 3, 2 * PAGE, shm, contents=theirs):
         with pytest.raises(RegionError, match=f"{theirs}.*6 slots.* need the same settings"):

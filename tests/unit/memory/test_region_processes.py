@@ -24,7 +24,7 @@ PAGE = mmap.PAGESIZE
 
 @pytest.mark.parametrize("slots", [4, 9])
 @pytest.mark.parametrize("name", ["e", "f"])
-def test_kill_all_and_start_leaves_exactly_one(holding: Holding, shm: Path, name: str, slots: int) -> None:
+def test_restart_leaves_one_region(holding: Holding, shm: Path, name: str, slots: int) -> None:
     with holding("e") as one, holding("e") as other:
         assert (one.answer(), other.answer()) == ("open", "open")
         one.tell("write 0 old!")
@@ -38,7 +38,7 @@ def test_kill_all_and_start_leaves_exactly_one(holding: Holding, shm: Path, name
             assert fresh.tell("read 0") == "\0\0\0\0"
 
 
-def test_one_of_two_killed_leaves_the_other_one_its_region(holding: Holding, shm: Path) -> None:
+def test_survivor_keeps_region(holding: Holding, shm: Path) -> None:
     with holding("e") as one, holding("e") as other:
         assert (one.answer(), other.answer()) == ("open", "open")
         one.tell("write 1 kept")
@@ -66,7 +66,7 @@ def test_only_ghosts_are_swept(holding: Holding, shm: Path, caplog: pytest.LogCa
     assert "alive" not in caplog.text
 
 
-def test_a_process_that_ends_without_close_leaves_no_file(holding: Holding, shm: Path) -> None:
+def test_exit_leaves_no_file(holding: Holding, shm: Path) -> None:
     with holding("e") as holder:
         assert holder.answer() == "open"
         assert holder.exit() == 0
@@ -82,7 +82,7 @@ def test_one_process_claims(holding: Holding, shm: Path) -> None:
         assert other.tell("claim") == "claimed"
 
 
-def test_the_end_of_a_forked_child_changes_nothing(shm: Path) -> None:
+def test_forked_child_changes_nothing(shm: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
@@ -103,7 +103,7 @@ print(remove_stale_files(shm), os.listdir(shm))
     assert found.stdout.strip() == "[] ['kvtier_e']"
 
 
-def test_many_starts_at_once_make_one_region(holding: Holding, shm: Path) -> None:
+def test_concurrent_starts_share_one(holding: Holding, shm: Path) -> None:
     ghost = shm / "kvtier_e"
     ghost.write_bytes(bytes(PAGE))  # of another size: whoever joined it would fail
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ for turn in range(150):
 """
 
 
-def test_random_exits_keep_held_regions(shm: Path) -> None:
+def test_random_exits_keep_held(shm: Path) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", _CHURN, str(shm), str(number)], stderr=subprocess.PIPE)
         for number in range(4)

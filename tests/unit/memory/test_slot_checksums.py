@@ -38,7 +38,7 @@ def make(rate: float = 1.0) -> SlotChecksums:
     )
 
 
-def test_expected_content_is_known_until_refill() -> None:
+def test_content_known_until_refill() -> None:
     slot_checksums = make()
     for area in range(AREAS):
         slot_checksums.expect(2, area, 0xFFFFFFFF - area)
@@ -62,7 +62,7 @@ def test_only_lent_slots_are_forgotten() -> None:
     assert slot_checksums.audited(range(SLOTS)) == [0, 1, 4, 5, 6, 7]
 
 
-def test_all_areas_of_taken_slots_are_compared(tmp_path: Path) -> None:
+def test_all_taken_areas_compare(tmp_path: Path) -> None:
     for area in range(AREAS):
         slot_checksums = make()
         slot_checksums.record_checksums([4, 5])
@@ -73,7 +73,7 @@ def test_all_areas_of_taken_slots_are_compared(tmp_path: Path) -> None:
     assert len(list((tmp_path / "kvtier" / "evidence").glob("*.json"))) == AREAS
 
 
-def test_workers_choose_the_same_share_of_chunks() -> None:
+def test_workers_sample_equally() -> None:
     slots = list(range(1000))
     one, other = make(0.05), make(0.05)
     chosen = [one.chosen(job, slots) for job in range(100)]
@@ -84,7 +84,7 @@ def test_workers_choose_the_same_share_of_chunks() -> None:
     assert make(0.0).chosen(7, slots) == []
 
 
-def test_finding_is_reported_once_and_outlives_refill() -> None:
+def test_finding_is_reported_once() -> None:
     slot_checksums = make()
     chunks = [Chunk(slot) for slot in range(SLOTS)]
     for chunk in chunks:

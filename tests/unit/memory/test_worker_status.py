@@ -31,7 +31,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def test_rows_do_not_overlap_and_numbers_are_aligned(desk: Desk) -> None:
+def test_rows_are_aligned(desk: Desk) -> None:
     for rank, row in enumerate(desk.workers):
         for word in StatusField:
             row[word] = 2**63 + rank * 100 + word
@@ -44,7 +44,7 @@ def test_rows_do_not_overlap_and_numbers_are_aligned(desk: Desk) -> None:
     assert status_table_bytes(SLOTS, WORKERS) % (WORKERS * 8) == 0
 
 
-def test_a_mark_of_any_worker_is_taken_once(desk: Desk) -> None:
+def test_marks_are_taken_once(desk: Desk) -> None:
     desk.workers[1].mark([5, 6, 299], Unfilled.INCOMPLETE)
     assert not desk.scheduler.take_marks([0, 4, 7])
     assert desk.scheduler.take_marks([6, 7]) == {6: Unfilled.INCOMPLETE}
@@ -55,7 +55,7 @@ def test_a_mark_of_any_worker_is_taken_once(desk: Desk) -> None:
     assert desk.scheduler.take_marks([299])
 
 
-def test_each_mark_has_a_reason_that_is_counted() -> None:
+def test_marks_have_counted_reasons() -> None:
     assert {why.name.lower() for why in Unfilled} | {
         "neighbour"
     } == DROPPED.keys()  # that one is the scheduler's
@@ -69,14 +69,14 @@ def test_changes_are_told_once(desk: Desk) -> None:
     assert not desk.scheduler.has_changed()
 
 
-def test_first_stopped_worker_begins_shutdown(desk: Desk) -> None:
+def test_first_stop_begins_shutdown(desk: Desk) -> None:
     assert desk.scheduler.stopped_s is None
     desk.workers[2][StatusField.STOPPED_MS] = 7_500
     desk.workers[0][StatusField.STOPPED_MS] = 9_000
     assert desk.scheduler.stopped_s == 7.5
 
 
-def test_what_one_worker_has_found_is_known_for_all(desk: Desk) -> None:
+def test_findings_reach_all(desk: Desk) -> None:
     assert not desk.scheduler.is_lost
     assert not desk.scheduler.have_found_damage()
     desk.workers[2].count(StatusField.AUDITS_FAILED)

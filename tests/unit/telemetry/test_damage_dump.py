@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "kvtier" / "evidence"
 
 
-def test_facts_and_bytes_are_kept_for_the_user_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_evidence_is_private(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage_dump.write("it differs", {"slot": 3}, slot=b"a" * 10_000, device=b"a" * 9_999 + b"b")
     (said,) = folder.glob("*.json")
     facts = json.loads(said.read_text())
@@ -38,13 +38,13 @@ def test_facts_and_bytes_are_kept_for_the_user_alone(folder: Path, caplog: pytes
     assert said.stem in line.getMessage()
 
 
-def test_a_directory_that_others_could_look_into_is_closed(folder: Path) -> None:
+def test_open_directory_is_closed(folder: Path) -> None:
     folder.mkdir(parents=True, mode=0o777)
     damage_dump.write("it differs", {})
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_files_are_bounded_in_number_and_size(
+def test_files_are_bounded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(damage_dump, "MOST_BYTES", 5_000)
@@ -58,9 +58,7 @@ def test_files_are_bounded_in_number_and_size(
 
 
 @pytest.mark.parametrize("home", ["a file", "none"])
-def test_unwritable_home_falls_back_to_temporary_files(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_home_falls_back(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -75,7 +73,7 @@ def test_unwritable_home_falls_back_to_temporary_files(
     assert "it is so" in kept.read_text()
 
 
-def test_where_it_cannot_be_kept_the_log_has_the_facts(
+def test_log_has_unkept_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "somebody's"
@@ -102,7 +100,7 @@ damage_dump.write("it differs", {"slot": 3}, slot=bytes(20_000), device=bytes(20
 """
 
 
-def test_evidence_that_does_not_fit_is_not_left_in_pieces(folder: Path) -> None:
+def test_excess_evidence_is_whole(folder: Path) -> None:
     """The file size limit makes a write short, as a disk does that is about to be full."""
     found = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=True)
     assert "the evidence cannot be kept" in found.stdout

@@ -65,7 +65,7 @@ AROUND = st.lists(
 
 
 @given(EXPLANATIONS, AROUND, AROUND)
-def test_line_parses_back_from_any_context(one: Explanation, before: str, after: str) -> None:
+def test_line_parses_in_any_context(one: Explanation, before: str, after: str) -> None:
     line = line_of(one)
     assert "\n" not in line
     assert line.isascii()
@@ -73,7 +73,7 @@ def test_line_parses_back_from_any_context(one: Explanation, before: str, after:
 
 
 @given(EXPLANATIONS, AROUND, AROUND, st.booleans())
-def test_line_parses_back_from_json_logs(one: Explanation, before: str, after: str, is_ascii: bool) -> None:
+def test_line_parses_in_json_logs(one: Explanation, before: str, after: str, is_ascii: bool) -> None:
     fields = {"level": "INFO", "message": f"{before}{line_of(one)}{after}", "thread": after}
     line = json.dumps(fields, ensure_ascii=is_ascii)
     assert list(read([f"{line}\n".encode()])) == [one]
@@ -83,7 +83,7 @@ NAMES = ["kvtier.explain: x", "kvtier.explain: {", "}", line_of(explained(prefix
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_request_id_is_escaped_and_no_line(name: str) -> None:
+def test_request_id_is_escaped(name: str) -> None:
     line = line_of(msgspec.structs.replace(explained(), request=name))
     (one,) = read([line.encode()])
     assert isinstance(one, Explanation)
@@ -97,20 +97,20 @@ def test_request_id_is_escaped_and_no_line(name: str) -> None:
 @given(st.lists(st.binary() | st.builds(lambda end: b"kvtier.explain: {" + end, st.binary())))
 @example([b'kvtier.explain: {"a": ' + b"[" * 100_000 + b"}"])
 @example([b'kvtier.explain: {"request": "\xff"}', b"kvtier.explain: {}", b"kvtier.explain: {"])
-def test_no_line_stops_the_reader(lines: list[bytes]) -> None:
+def test_no_line_stops_reader(lines: list[bytes]) -> None:
     found = list(read(lines))
     assert len(found) == len(lines)
     for line, one in zip(lines, found, strict=True):
         assert (one is None) == (b"kvtier.explain: {" not in line)
 
 
-def test_fields_of_later_versions_are_ignored() -> None:
+def test_later_fields_are_ignored() -> None:
     line = line_of(explained()).replace("{", '{"new": 1, ', 1)
     (one,) = read([line.encode()])
     assert one == explained()
 
 
-def test_a_log_is_counted_line_by_line() -> None:
+def test_log_is_counted_by_line() -> None:
     line = line_of(explained(tokens={"fs": 64}, tiers={"fs": "checksum"}))
     log = f"INFO engine started\n{line}\nkvtier.explain: {{\n\n{line}".encode()
     found = explain(io.BytesIO(log))
@@ -127,18 +127,14 @@ def bare_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     logger.handlers.clear()
 
 
-def test_lines_are_seen_where_nobody_has_configured_logging(
-    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_show_without_setup(bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         explanation.enable()
     explanation.write(explained())
     assert capsys.readouterr().err.count("kvtier.explain: {") == 1
 
 
-def test_late_logging_setup_sees_each_line_once(
-    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_late_setup_shows_lines_once(bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     explanation.enable()
     explanation.write(explained())
     bare_logger.parent = logging.Logger("kvtier")
@@ -147,16 +143,14 @@ def test_late_logging_setup_sees_each_line_once(
     assert capsys.readouterr().err.count("kvtier.explain: {") == 2
 
 
-def test_a_level_that_somebody_has_set_is_kept(bare_logger: logging.Logger) -> None:
+def test_set_level_is_kept(bare_logger: logging.Logger) -> None:
     bare_logger.setLevel(logging.ERROR)
     explanation.enable()
     assert bare_logger.level == logging.ERROR
 
 
 @pytest.mark.parametrize(("level", "is_seen"), [(logging.ERROR, False), (logging.NOTSET, True)])
-def test_kvtier_log_level_counts_and_root_does_not(
-    bare_logger: logging.Logger, level: int, is_seen: bool
-) -> None:
+def test_kvtier_log_level_counts(bare_logger: logging.Logger, level: int, is_seen: bool) -> None:
     bare_logger.parent = logging.Logger("kvtier", level)
     bare_logger.parent.parent = logging.RootLogger(logging.WARNING)
     explanation.enable()

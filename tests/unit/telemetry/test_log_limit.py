@@ -11,7 +11,7 @@ from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit, NoticeLog
 
 
-def test_next_line_counts_the_suppressed_ones() -> None:
+def test_next_line_counts_suppressed() -> None:
     seldom = LogLimit(10.0)
     assert seldom.allow("a", 100.0) == ""
     assert [seldom.allow("a", 100.0 + step) for step in range(1, 10)] == [None] * 9
@@ -20,7 +20,7 @@ def test_next_line_counts_the_suppressed_ones() -> None:
     assert seldom.allow("a", 120.0) == ""
 
 
-def test_a_tier_that_comes_and_goes_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_flapping_tier_spares_log(caplog: pytest.LogCaptureFixture) -> None:
     logger = GuardedLogger("kvtier.test_log_limit")
     log = NoticeLog(logger)
     with caplog.at_level(logging.INFO, logger.name):

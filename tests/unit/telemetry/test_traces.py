@@ -65,7 +65,7 @@ def spans(exporter: InMemorySpanExporter) -> list[tuple[str, dict[str, Any], boo
     ]
 
 
-def test_a_promotion_names_the_requests_that_wait_for_it(exporter: InMemorySpanExporter) -> None:
+def test_promotion_names_waiters(exporter: InMemorySpanExporter) -> None:
     core, driver, sent = driven()
     one, two, prompt = Request("one"), Request("two"), keys("a", 3)
     ask(core, one, prompt)
@@ -91,7 +91,7 @@ def test_a_promotion_names_the_requests_that_wait_for_it(exporter: InMemorySpanE
     )
 
 
-def test_a_put_names_the_request_that_stored(exporter: InMemorySpanExporter) -> None:
+def test_put_names_its_request(exporter: InMemorySpanExporter) -> None:
     core, driver, sent = driven(tiers=2)
     driver.commit(reserve(core, keys("a", 2)), "storing")
     for put in sent.take():
@@ -103,7 +103,7 @@ def test_a_put_names_the_request_that_stored(exporter: InMemorySpanExporter) -> 
     assert len(spans(exporter)) == 2
 
 
-def test_a_load_lasts_until_its_copies_have_ended(exporter: InMemorySpanExporter) -> None:
+def test_load_lasts_through_copies(exporter: InMemorySpanExporter) -> None:
     core, driver, _ = driven(tiers=0)
     prompt, request = keys("a", 2), Request("one")
     driver.commit(reserve(core, prompt))
@@ -122,7 +122,7 @@ def test_a_load_lasts_until_its_copies_have_ended(exporter: InMemorySpanExporter
     assert spans(exporter) == [("kvtier.load", expected, True), ("kvtier.load", expected, False)]
 
 
-def test_what_has_not_ended_at_the_close_has_failed(exporter: InMemorySpanExporter) -> None:
+def test_close_fails_unfinished(exporter: InMemorySpanExporter) -> None:
     core, driver, sent = driven()
     driver.commit(reserve(core, stored := keys("a", 2)), "storing")
     (put,), request = sent.take(), Request("one")
@@ -140,7 +140,7 @@ def test_what_has_not_ended_at_the_close_has_failed(exporter: InMemorySpanExport
     assert len(spans(exporter)) == 2
 
 
-async def test_a_put_that_a_closed_manager_left_behind_has_failed(exporter: InMemorySpanExporter) -> None:
+async def test_abandoned_put_has_failed(exporter: InMemorySpanExporter) -> None:
     deaf, tasks = Deaf(DummyConfig(deadline_s=600)), asyncio.all_tasks()
     with anyio.fail_after(30):
         async with opened(deaf, drain_s=0.01, close_s=0.05) as it:
@@ -153,20 +153,18 @@ async def test_a_put_that_a_closed_manager_left_behind_has_failed(exporter: InMe
     await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory
 
 
-def test_no_traces_without_a_provider() -> None:
+def test_no_traces_without_provider() -> None:
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
     _, driver, _ = driven()
     assert driver.traces is None
 
 
-def test_nothing_is_traced_where_the_api_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_api_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert open_traces(make().shared) is None
 
 
-def test_a_provider_that_is_not_installed_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_provider_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "missing")
     assert open_traces(make().shared) is None
     (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.traces"]
@@ -174,7 +172,7 @@ def test_a_provider_that_is_not_installed_is_a_warning(
     assert "OTEL_PYTHON_TRACER_PROVIDER" in line
 
 
-def test_a_provider_without_a_tracer_is_a_warning(
+def test_provider_without_tracer_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:
@@ -187,7 +185,7 @@ def test_a_provider_without_a_tracer_is_a_warning(
     assert "no tracer left" in line.getMessage()
 
 
-def test_a_provider_that_fails_reaches_nobody_but_the_log(
+def test_failing_provider_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:

@@ -170,12 +170,12 @@ def run(policy: type[EvictionPolicy], test: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "test", "words"), CAUGHT, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_bad_policy_fails_the_matching_test(policy, test, words):
+def test_bad_policy_fails_matching_test(policy, test, words):
     with pytest.raises((AssertionError, TypeError), match=words):
         run(policy, test)
 
 
-def test_a_policy_that_is_not_installed_is_told_so():
+def test_missing_policy_is_told():
     with pytest.raises(
         AssertionError, match=r"no entry point in the group kvtier.policies names .*KeepsVictims"
     ):

@@ -32,7 +32,7 @@ from kvtier.tiers._base import (
     TierContext,
     Usage,
 )
-from kvtier.tiers._drain import in_thread
+from kvtier.tiers._waiting import in_thread
 from kvtier_testing import limits
 from kvtier_testing.tiers import TierConformance, basics, lifecycle, resources
 
@@ -850,7 +850,7 @@ def _in_lanes() -> list[Any]:
 @pytest.mark.parametrize(
     ("tier", "test", "words"), _in_lanes(), ids=lambda value: getattr(value, "__name__", "")
 )
-def test_bad_tier_fails_the_matching_test(tier, test, words, tmp_path):
+def test_bad_tier_fails_matching_test(tier, test, words, tmp_path):
     with pytest.raises(BaseException) as caught:
         run(kit(tier), test, tmp_path)
     errors = getattr(caught.value, "exceptions", (caught.value,))
@@ -860,7 +860,7 @@ def test_bad_tier_fails_the_matching_test(tier, test, words, tmp_path):
     assert any(re.search(words, one) for one in said), said
 
 
-def test_get_during_discard_may_mix_versions_if_allowed(tmp_path):
+def test_allowed_version_mix_passes(tmp_path):
     suite = kit(StoresTornValues)  # caught without it, see there
     type(suite).may_mix_versions = True
     run(suite, ONE_KEY, tmp_path)
@@ -874,11 +874,11 @@ class FailsNowAndThen(GoodTier):
         return await super().get(batch)
 
 
-def test_a_get_that_fails_is_no_partial_chunk(tmp_path):
+def test_failed_get_is_not_partial(tmp_path):
     run(kit(FailsNowAndThen), AT_EACH_WAIT, tmp_path)
 
 
-def test_blocking_calls_are_refused_with_blockbuster(tmp_path):
+def test_blocking_calls_are_refused(tmp_path):
     blockbuster = pytest.importorskip("blockbuster")
 
     class Kit(TierConformance):
@@ -894,7 +894,7 @@ def test_blocking_calls_are_refused_with_blockbuster(tmp_path):
 A_RUN = """
 import sys, threading
 from contextlib import nullcontext
-from kvtier.tiers._drain import in_thread
+from kvtier.tiers._waiting import in_thread
 from kvtier.tiers.dummy import DummyTier
 from kvtier_testing import limits
 from kvtier_testing.tiers import TierConformance
@@ -932,7 +932,7 @@ class TestHangsInAThread(Kit):
 
 
 @pytest.mark.full
-def test_a_run_of_the_kit_ends_whatever_a_tier_does(tmp_path):
+def test_kit_ends_whatever_happens(tmp_path):
     (tmp_path / "test_bad.py").write_text(A_RUN)
     options = ["-p", "no:cacheprovider", "-k", "test_a_large_batch"]
     command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]

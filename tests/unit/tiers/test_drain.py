@@ -13,7 +13,7 @@ from kvtier.tiers import in_thread
 pytestmark = pytest.mark.anyio
 
 
-async def test_call_cancelled_in_the_queue_never_begins() -> None:
+async def test_cancelled_call_never_begins() -> None:
     limiter, goes_on, begun = anyio.CapacityLimiter(1), threading.Event(), list[int]()
 
     def call(number: int) -> None:

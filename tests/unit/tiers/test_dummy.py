@@ -42,7 +42,7 @@ def present(tier: DummyTier) -> list[int]:
     return [number for number, known in enumerate(tier.known(KEYS)) if known is Knowledge.PRESENT]
 
 
-async def test_without_an_index_nothing_is_known_until_asked():
+async def test_no_index_knows_nothing():
     tier = make_tier(complete_index=False)
     await tier.put(to_put([1]))
     assert set(tier.known(KEYS)) == {Knowledge.UNKNOWN}
@@ -52,7 +52,7 @@ async def test_without_an_index_nothing_is_known_until_asked():
 ROOM = CHUNK_BYTES + TRAILER_BYTES
 
 
-async def test_oversized_chunk_is_refused_and_evicts_nothing():
+async def test_oversized_evicts_nothing():
     tier = make_tier(capacity_bytes=ROOM - 1)
     assert await tier.put(to_put([0])) == Outcome([Status.REFUSED], {"full": 1})
     unsealed = Batch([KEYS[1]], [1], slots())
@@ -61,7 +61,7 @@ async def test_oversized_chunk_is_refused_and_evicts_nothing():
     assert present(tier) == [1]
 
 
-async def test_corrupted_bytes_are_seen_by_their_trailer_and_heal():
+async def test_corruption_shows_and_heals():
     tier = make_tier(corruption_rate=0.5, seed=3)
     await tier.put(to_put(range(20)))
     for _ in range(2):
@@ -78,6 +78,6 @@ async def faults(seed: int) -> list[Status]:
     return [status for outcome in outcomes for status in outcome.statuses]
 
 
-async def test_faults_follow_from_the_seed():
+async def test_seed_decides_faults():
     assert await faults(1) == await faults(1)
     assert await faults(1) != await faults(2)

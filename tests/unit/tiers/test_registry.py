@@ -20,20 +20,20 @@ def broken_neighbours(install_distribution):
     install_distribution("acme-exits", "raise SystemExit(3)", {"exits": "Tier"})
 
 
-def test_listing_names_the_origin_and_imports_nothing(acme):
+def test_listing_imports_nothing(acme):
     (info,) = [info for info in registry.installed() if info.name == "acme"]
     assert plugins.origin(info) == "acme-tiers 1.2 (acme_tiers:Tier)"
     assert "acme_tiers" not in sys.modules
 
 
-def test_loading_imports_that_one_only(acme, broken_neighbours):
+def test_loading_imports_one(acme, broken_neighbours):
     tier = registry.load("acme")
     assert issubclass(tier, DummyTier)
     assert tier.__module__ == "acme_tiers"
     assert "acme_broken" not in sys.modules
 
 
-def test_unknown_type_lists_what_is_installed_and_the_nearest():
+def test_unknown_type_lists_installed():
     with pytest.raises(
         ConfigError, match=r"^type = 'dumy': no such tier; installed are: .*dummy.*did you mean dummy\?"
     ):
@@ -41,14 +41,14 @@ def test_unknown_type_lists_what_is_installed_and_the_nearest():
 
 
 @pytest.mark.parametrize("config", ["None", "dict", "DummyConfig(type='x')"])
-def test_missing_settings_model_is_refused(install_distribution, config):
+def test_missing_model_is_refused(install_distribution, config):
     install_distribution("acme-bare", f"{DUMMY}class Tier(DummyTier): Config = {config}", {"bare": "Tier"})
     with pytest.raises(TierError, match=r"acme-bare 1\.2.*Tier.Config is not a subclass of TierConfig"):
         registry.load("bare")
 
 
 @pytest.mark.parametrize("setting", ["extra='ignore'", "extra='allow'", "frozen=False"])
-def test_settings_model_that_forgives_is_refused(install_distribution, setting):
+def test_lenient_model_is_refused(install_distribution, setting):
     source = f"""
 {DUMMY}
 class Loose(DummyConfig, {setting}): pass
@@ -74,13 +74,13 @@ def refusal(**settings):
     return str(caught.value)
 
 
-def test_misspelled_setting_and_missing_one_are_both_named(acme):
+def test_wrong_settings_are_named(acme):
     assert refusal(root_dirr="/x") == (
         "secondary_tiers[1].root_dir is missing (Where the files are); "
         "secondary_tiers[1].root_dirr is not a setting; did you mean root_dir?"
     )
 
 
-def test_nested_setting_is_named_by_its_path(acme):
+def test_nested_setting_has_path(acme):
     message = refusal(root_dir="/x", logins=[{"token": "t", "usr": "me"}])
     assert message == "secondary_tiers[1].logins[0].usr is not a setting; did you mean user?"

@@ -9,16 +9,16 @@ from kvtier.tiers._retry import RetryBudget
 
 
 @given(share=st.floats(0, 1), wanted=st.lists(st.booleans(), max_size=300))
-def test_retries_are_limited_to_share_and_savings(share: float, wanted: list[bool]) -> None:
+def test_retries_are_limited(share: float, wanted: list[bool]) -> None:
     budget, taken = RetryBudget(share), 0
     for first, wants in enumerate(wanted, start=1):
         budget.earn()
-        taken += wants and budget.take()
+        taken += wants and budget.spend()
         assert taken <= 1 + share * first + 1e-6
 
 
-def test_what_is_not_used_is_kept_but_not_without_a_bound() -> None:
+def test_savings_are_bounded() -> None:
     budget = RetryBudget(0.1)
     for _ in range(100_000):
         budget.earn()
-    assert sum(budget.take() for _ in range(1000)) == 10
+    assert sum(budget.spend() for _ in range(1000)) == 10

@@ -17,8 +17,8 @@ from kvtier._execution.executor import NamedTier
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Outcome, Status
-from kvtier.tiers._drain import until_done
 from kvtier.tiers._faults import require_answers
+from kvtier.tiers._waiting import until_done
 from kvtier.tiers.dummy import DummyConfig
 from tests.unit.isolation.conftest import content, key
 from tests.unit.tiers import world as worlds
@@ -73,7 +73,7 @@ def returns(*statuses: Status, **reasons: int) -> Act:
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "contains"])
-async def test_hung_call_is_cut_off_and_the_next_succeeds(verb: str) -> None:
+async def test_hung_call_is_cut_off(verb: str) -> None:
     tier = Scripted(DummyConfig(deadline_s=3.0, complete_index=False), **{verb: [hangs]})
     async with world(tier) as it:
         event = await it.ended(it.put([1]) if verb == "put" else it.fetch([1], located=verb == "get"))
@@ -83,7 +83,7 @@ async def test_hung_call_is_cut_off_and_the_next_succeeds(verb: str) -> None:
         assert (await it.ended(it.fetch([1]))).answers == [Answer.COPIED]
 
 
-async def test_slots_wait_for_an_unstoppable_tier() -> None:
+async def test_slots_wait_for_unstoppable() -> None:
     async def stubborn() -> Outcome:
         return await until_done(asyncio.ensure_future(takes(10.0, Outcome((Status.OK,)))()))
 
@@ -94,7 +94,7 @@ async def test_slots_wait_for_an_unstoppable_tier() -> None:
         assert (event.kept, event.health) == ([False], TransferHealth.LATE)
 
 
-async def test_call_queued_past_its_deadline_never_begins() -> None:
+async def test_queued_call_never_begins() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0, max_concurrency=2), put=[hangs] * 9)
     async with world(tier) as it:
         first, second = it.put([1]), it.put([2])
@@ -105,7 +105,7 @@ async def test_call_queued_past_its_deadline_never_begins() -> None:
         assert now_s() == pytest.approx(2.0, abs=0.02)
 
 
-async def test_nobody_waits_for_a_tier_that_takes_long_to_open() -> None:
+async def test_slow_open_delays_nothing() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), open=[takes(10.0)])
     async with world(tier) as it:
         assert (await it.ended(it.put([1]))).reasons == {"late": 1}
@@ -120,7 +120,7 @@ async def test_nobody_waits_for_a_tier_that_takes_long_to_open() -> None:
         assert tier.of("open") == [0.0], "it was not opened twice"
 
 
-async def test_a_touch_that_hangs_does_not_end_all_others() -> None:
+async def test_hung_touch_spares_others() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), touch=[hangs])
     async with world(tier) as it:
         it.executor.submit([Touch(0, [key(1)])])
@@ -130,7 +130,7 @@ async def test_a_touch_that_hangs_does_not_end_all_others() -> None:
         assert tier.of("touch") == [0.0, 5.0]
 
 
-async def test_reset_before_opening_leaves_tier_untouched() -> None:
+async def test_early_reset_touches_nothing() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), open=[takes(1.0)])
     async with world(tier) as it:
         it.executor.submit([Touch(0, [key(1)])])
@@ -144,7 +144,7 @@ async def test_reset_before_opening_leaves_tier_untouched() -> None:
         assert tier.batches == [[key(1), key(2)]]
 
 
-async def test_clients_location_hint_reaches_tier() -> None:
+async def test_location_hint_reaches_tier() -> None:
     asked: list[tuple[Sequence[OffloadKey], Sequence[str]]] = []
 
     class Asking(Scripted):
@@ -172,7 +172,7 @@ TRANSIENT: dict[str, Act] = {
 
 @pytest.mark.parametrize("fault", TRANSIENT)
 @pytest.mark.parametrize("verb", ["put", "get"])
-async def test_what_may_be_over_a_moment_later_is_tried_once_more(verb: str, fault: str) -> None:
+async def test_passing_failure_is_retried(verb: str, fault: str) -> None:
     tier = Scripted(**{verb: [TRANSIENT[fault]]})
     async with world(tier) as it:
         if verb == "put":
@@ -189,7 +189,7 @@ async def test_what_may_be_over_a_moment_later_is_tried_once_more(verb: str, fau
         assert 0.025 <= second_s - first_s <= 0.075
 
 
-async def test_lost_connection_repeats_the_lookup() -> None:
+async def test_lost_connection_repeats_lookup() -> None:
     tier = Scripted(contains=[raises(ConnectionResetError())])
     async with world(tier) as it:
         await it.ended(it.put([1]))
@@ -206,7 +206,7 @@ def answers_none(reason: str) -> Act:
 
 
 @pytest.mark.parametrize("reason", ["timeout", "busy", "sad"])
-async def test_unanswered_lookup_fails_with_the_tiers_reason(reason: str) -> None:
+async def test_unanswered_lookup_has_reason(reason: str) -> None:
     tier = Scripted(contains=[answers_none(reason)])
     async with world(tier) as it:
         event = await it.ended(it.fetch([1]))
@@ -218,7 +218,7 @@ async def test_unanswered_lookup_fails_with_the_tiers_reason(reason: str) -> Non
         assert (await it.ended(it.fetch([1]))).reasons == {"error": 1}
 
 
-async def test_the_time_of_lookups_is_told_and_is_not_that_of_copies() -> None:
+async def test_lookup_time_is_separate() -> None:
     async def fails() -> None:
         await anyio.sleep(1.0)
         raise ConnectionResetError
@@ -229,7 +229,7 @@ async def test_the_time_of_lookups_is_told_and_is_not_that_of_copies() -> None:
     assert (event.lookup_s, event.seconds) == (pytest.approx(3.0), pytest.approx(0.5))
 
 
-def test_half_answered_lookup_is_accepted() -> None:
+def test_half_answer_is_accepted() -> None:
     require_answers({}, 0)
     require_answers({"busy": 1, "sad": 1}, 4)
     with pytest.raises(TierError, match="3 of 5 lookups failed: sad"):
@@ -246,7 +246,7 @@ def test_half_answered_lookup_is_accepted() -> None:
         returns(Status.FAILED, Status.FAILED, busy=1, sad=1),
     ],
 )
-async def test_what_can_not_succeed_is_not_tried_again(act: Act) -> None:
+async def test_hopeless_is_not_retried(act: Act) -> None:
     tier = Scripted(put=[act])
     async with world(tier) as it:
         event = await it.ended(it.put([1, 2]))
@@ -254,7 +254,7 @@ async def test_what_can_not_succeed_is_not_tried_again(act: Act) -> None:
         assert len(tier.of("put")) == 1
 
 
-async def test_only_the_chunks_that_failed_are_tried_again() -> None:
+async def test_only_failed_chunks_retry() -> None:
     outcome = returns(Status.OK, Status.FAILED, Status.REFUSED, Status.FAILED, busy=2, full=1)
     tier = Scripted(put=[outcome])
     async with world(tier) as it:
@@ -264,7 +264,7 @@ async def test_only_the_chunks_that_failed_are_tried_again() -> None:
         assert event.reasons == {"full": 1}
 
 
-async def test_no_retry_without_time_for_it() -> None:
+async def test_no_time_no_retry() -> None:
     tier = Scripted(
         DummyConfig(deadline_s=2.0, complete_index=False),
         get=[takes(1.2, Outcome((Status.FAILED,), {"connection": 1}))],
@@ -275,7 +275,7 @@ async def test_no_retry_without_time_for_it() -> None:
         assert len(tier.of("get")) == 1
 
 
-async def test_in_an_outage_second_attempts_are_few() -> None:
+async def test_outage_has_few_retries() -> None:
     tier = Scripted(put=[raises(ConnectionResetError())] * 1000)
     async with world(tier) as it:
         events = [await it.ended(it.put([1])) for _ in range(200)]
@@ -298,12 +298,12 @@ async def test_in_an_outage_second_attempts_are_few() -> None:
         (raises(OSError("disk")), TransferHealth.BAD),
     ],
 )
-async def test_most_of_the_chunks_decide_what_it_says(act: Act, health: TransferHealth) -> None:
+async def test_majority_decides_outcome(act: Act, health: TransferHealth) -> None:
     async with world(Scripted(get=[act])) as it:
         assert (await it.ended(it.fetch([1, 2, 3], located=True))).health is health
 
 
-async def test_what_the_index_alone_has_answered_says_nothing() -> None:
+async def test_index_answers_say_nothing() -> None:
     async with world(Scripted(DummyConfig(complete_index=True))) as it:
         assert (await it.ended(it.fetch([1]))).health is TransferHealth.NONE
     async with world(Scripted(DummyConfig(complete_index=False))) as it:
@@ -313,7 +313,7 @@ async def test_what_the_index_alone_has_answered_says_nothing() -> None:
 # --- a tier that does not open, or does not reset --------------------------------------------------
 
 
-async def test_failed_opening_is_retried_with_growing_pauses() -> None:
+async def test_failed_open_is_retried() -> None:
     tier = Scripted(open=[raises(ConnectionRefusedError())] * 4)
     async with world(tier) as it:
         await anyio.sleep(5.0)
@@ -325,7 +325,7 @@ async def test_failed_opening_is_retried_with_growing_pauses() -> None:
     assert len(tier.of("aclose")) == 1
 
 
-async def test_each_attempt_to_open_gets_an_object_of_its_own() -> None:
+async def test_each_open_has_own_object() -> None:
     made = [Scripted(open=[raises(ConnectionRefusedError())]), Scripted()]
     first = Scripted(open=[raises(ConnectionRefusedError())])
     async with world(NamedTier("tier", first, lambda: made.pop(0))) as it:
@@ -335,7 +335,7 @@ async def test_each_attempt_to_open_gets_an_object_of_its_own() -> None:
         assert (await it.ended(it.put([1]))).kept == [True]
 
 
-async def test_endless_opening_is_retried() -> None:
+async def test_endless_open_is_retried() -> None:
     tier = Scripted(open=[hangs])
     async with world(tier) as it:
         await anyio.sleep(70.0)
@@ -343,7 +343,7 @@ async def test_endless_opening_is_retried() -> None:
         assert it.conditions() == [(5.0, TierDown), (pytest.approx(61.0), TierUp)]
 
 
-async def test_missed_reset_happens_before_use() -> None:
+async def test_missed_reset_precedes_use() -> None:
     tier = Scripted(open=[raises(ConnectionRefusedError())] * 2, reset=[raises(OSError("no"))])
     async with world(tier) as it:
         await anyio.sleep(0.5)
@@ -360,7 +360,7 @@ async def test_missed_reset_happens_before_use() -> None:
         assert (await it.ended(it.put([1]))).kept == [True]
 
 
-async def test_a_reset_without_an_end_holds_up_nobody() -> None:
+async def test_endless_reset_delays_nothing() -> None:
     tier = Scripted(DummyConfig(deadline_s=2.0), reset=[takes(30.0)])
     async with world(tier) as it:
         await it.ended(it.put([1]))
@@ -374,7 +374,7 @@ async def test_a_reset_without_an_end_holds_up_nobody() -> None:
         assert tier.of("reset") == [pytest.approx(before_s)], "it was let go on"
 
 
-async def test_an_outage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_outage_spares_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         tier = Scripted(put=[raises(OSError("disk"))] * 1000)
         async with world(tier) as it:

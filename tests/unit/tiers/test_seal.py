@@ -23,7 +23,7 @@ def resealed(trailer: bytearray) -> bytes:
 
 
 @given(st.binary(min_size=1, max_size=64), st.integers(0, 2**32 - 1), st.binary(max_size=5000))
-def test_what_was_sealed_is_good(hash_bytes, group, payload):
+def test_sealed_is_good(hash_bytes, group, payload):
     key, view = pack_key(hash_bytes, group), memoryview(payload)
     trailer = seal(key, view, DIGEST)
     assert len(trailer) == TRAILER_BYTES
@@ -31,7 +31,7 @@ def test_what_was_sealed_is_good(hash_bytes, group, payload):
     assert check(memoryview(trailer), key, view, DIGEST) is Integrity.SOUND
 
 
-def test_the_record_is_laid_out_as_documented():
+def test_record_has_documented_layout():
     trailer = seal(KEY, PAYLOAD, DIGEST)
     assert trailer[:8] == MAGIC
     assert struct.unpack_from("<HHIQ", trailer, 8) == (1, 36, crc32c.crc32c(PAYLOAD), 4096)
@@ -42,14 +42,14 @@ def test_the_record_is_laid_out_as_documented():
 
 
 @given(st.integers(0, TRAILER_BYTES * 8 - 1))
-def test_a_flipped_bit_in_the_trailer_is_seen(bit):
+def test_flipped_trailer_bit_is_seen(bit):
     trailer = bytearray(seal(KEY, PAYLOAD, DIGEST))
     trailer[bit // 8] ^= 1 << bit % 8
     assert check(bytes(trailer), KEY, PAYLOAD, DIGEST) is Integrity.TORN
 
 
 @given(st.integers(0, PAYLOAD.nbytes * 8 - 1))
-def test_a_flipped_bit_in_the_payload_is_seen(bit):
+def test_flipped_payload_bit_is_seen(bit):
     trailer = seal(KEY, PAYLOAD, DIGEST)
     payload = bytearray(PAYLOAD)
     payload[bit // 8] ^= 1 << bit % 8
@@ -60,33 +60,33 @@ def test_a_flipped_bit_in_the_payload_is_seen(bit):
     "other",
     [pack_key(b"k" * 32, 2), pack_key(b"k" * 31 + b"j", 1), pack_key(b"k" * 31, 1), pack_key(b"k" * 33, 1)],
 )
-def test_another_key_is_foreign(other):
+def test_other_key_is_foreign(other):
     assert check(seal(other, PAYLOAD, DIGEST), KEY, PAYLOAD, DIGEST) is Integrity.FOREIGN
 
 
-def test_a_key_is_not_taken_for_a_longer_one_that_ends_in_zeros():
+def test_zero_padded_key_is_foreign():
     short, long = pack_key(b"k", 0), OffloadKey(pack_key(b"k", 0) + b"\0")
     assert check(seal(short, PAYLOAD, DIGEST), long, PAYLOAD, DIGEST) is Integrity.FOREIGN
     assert check(seal(long, PAYLOAD, DIGEST), short, PAYLOAD, DIGEST) is Integrity.FOREIGN
 
 
-def test_another_identity_is_foreign():
+def test_other_identity_is_foreign():
     assert check(seal(KEY, PAYLOAD, bytes(16)), KEY, PAYLOAD, DIGEST) is Integrity.FOREIGN
 
 
 @pytest.mark.parametrize("length", [0, 4095])
-def test_another_length_is_foreign(length):
+def test_other_length_is_foreign(length):
     assert check(seal(KEY, PAYLOAD, DIGEST), KEY, PAYLOAD[:length], DIGEST) is Integrity.FOREIGN
 
 
 @pytest.mark.parametrize("offset", [0, 8])
-def test_another_format_is_torn(offset):
+def test_other_format_is_torn(offset):
     trailer = bytearray(seal(KEY, PAYLOAD, DIGEST))
     trailer[offset] ^= 2
     assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Integrity.TORN
 
 
-def test_an_impossible_key_length_does_not_match():
+def test_long_key_does_not_match():
     trailer = bytearray(seal(KEY, PAYLOAD, DIGEST))
     struct.pack_into("<H", trailer, 10, 65535)
     assert check(resealed(trailer), KEY, PAYLOAD, DIGEST) is Integrity.TORN

@@ -16,7 +16,7 @@ from typing import Final
 from kvtier import _native as native
 from kvtier._native.layouts import TreeSums
 from kvtier.errors import TierError
-from kvtier.tiers.fs._files.call import Failures, FileCall, Place, StopFlag
+from kvtier.tiers.fs._files.native_call import Failures, FileCall, Place, StopFlag
 
 _LISTED_AT_ONCE: Final = 1024
 _BUILD_IT: Final = (

@@ -11,10 +11,10 @@ from typing import Final, NamedTuple
 
 from kvtier import _native as native
 from kvtier.errors import StateError
-from kvtier.tiers._drain import wait_for_end
-from kvtier.tiers.fs._files.call import FileCall, Verb
+from kvtier.tiers._waiting import wait_for_end
 from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.index import Index
+from kvtier.tiers.fs._files.native_call import FileCall, Verb
 
 _PART_BYTES: Final = 256 * 1024  # of a thread's turn; a smaller one costs more locking and wake-ups
 _QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}

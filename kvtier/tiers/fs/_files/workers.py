@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvtier._log import GuardedLogger
 from kvtier.errors import StateError
-from kvtier.tiers._drain import until_done
+from kvtier.tiers._waiting import until_done
 
 T = TypeVar("T")
 _log = GuardedLogger("kvtier.tiers.fs")

@@ -20,11 +20,11 @@ from kvtier._core.tiers.backoff import Backoff
 from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.tiers._base import TierContext
-from kvtier.tiers._drain import call_soon
+from kvtier.tiers._waiting import call_soon
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import OpenEpoch
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import FileCall, Place, StopFlag, errno_name
+from kvtier.tiers.fs._files.native_call import FileCall, Place, StopFlag, errno_name
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of, owner_of
 from kvtier.tiers.fs._maintenance.evict import Evictor
@@ -312,7 +312,7 @@ class Maintenance:
             self._context.removed(keys)
 
     def _publish(self, place: Place, most: int) -> None:
-        used = self.uses.take(most)
+        used = self.uses.take_unpublished(most)
         for first in range(0, len(used), _TOUCHED_A_CALL):
             keys, classes = zip(*used[first : first + _TOUCHED_A_CALL], strict=True)
             chunk_files.touch(FileCall(place, keys), classes)

@@ -25,7 +25,7 @@ from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
 from kvtier.keys import OffloadKey, content_hash, group_index
 from kvtier.tiers.fs._checking import FileChecker
-from kvtier.tiers.fs._files.call import FileCall, Result, StopFlag
+from kvtier.tiers.fs._files.native_call import FileCall, Result, StopFlag
 from kvtier.tiers.fs._layout import CAREFULLY, chunk_path, forget_pages, make_folder
 from kvtier.tiers.fs._maintenance.sweep import MAX_FILES, Removal
 

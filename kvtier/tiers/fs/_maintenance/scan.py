@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvtier._native import layouts
-from kvtier.tiers.fs._files.call import Failures, StopFlag
 from kvtier.tiers.fs._files.chunk_files import require_library
+from kvtier.tiers.fs._files.native_call import Failures, StopFlag
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, CLASSES, Histogram, Plan
 
 NAMES_BYTES: Final = 1 << 20  # for the paths of the files that one scan removes; the next scan removes more

@@ -127,7 +127,7 @@ class Uses:
             bin_ = self.model.bin_of((now_ms - (record & _TIME)) / _UNIT_MS)
             self.model.reused[ages.CLASS_OF_USES[record >> _TIME_BITS]][bin_] += count
 
-    def take(self, most: int) -> list[tuple[OffloadKey, int]]:
+    def take_unpublished(self, most: int) -> list[tuple[OffloadKey, int]]:
         """Remove and return up to ``most`` chunks to publish, each with its class of ``ages``."""
         with self._lock:
             keys = list(islice(self._waiting, most))

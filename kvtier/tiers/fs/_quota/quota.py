@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._files.native_call import Result
 from kvtier.tiers.fs._quota.accounts import Accounts, Bounds, FileSystem
 from kvtier.tiers.fs._quota.ledger import Ledger
 
@@ -98,7 +98,7 @@ class Quota:
     def reserve_ahead(self, chunks: int) -> bool:
         """Reserve room for all ``chunks`` from the bytes leased ahead, or return False. Does not block.
 
-        ``settle`` ends the reservation.
+        The reservation lasts until ``end_reservation``.
         """
         wanted = chunks * self._file_bytes
         with self._lock:
@@ -109,7 +109,7 @@ class Quota:
         return True
 
     def reserve(self, chunks: int) -> tuple[int, Result]:
-        """Reserve room for ``chunks``; ``settle`` ends the reservation.
+        """Reserve room for ``chunks`` until ``end_reservation``.
 
         Returns how many chunks may be written, and the result of the rest.
         """
@@ -129,7 +129,7 @@ class Quota:
             reason = Result.MAX_BYTES if accounts.is_exact else Result.COUNTING
         return granted, Result.MIN_FREE if above_free < below_limit else reason
 
-    def settle(self, granted: int, added: int) -> None:
+    def end_reservation(self, granted: int, added: int) -> None:
         """End a reservation of ``granted`` chunks, which wrote ``added`` bytes. Does not block."""
         with self._lock:
             self._reserved -= granted * self._file_bytes

@@ -57,7 +57,7 @@ class MooncakeConfig(TierConfig):
 
     @field_validator("master")
     @classmethod
-    def _is_address(cls, value: str) -> str:
+    def _require_address(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"{value!r} is not host:port, such as 10.0.0.1:{_DEFAULT_PORT}")
@@ -65,7 +65,7 @@ class MooncakeConfig(TierConfig):
 
     @field_validator("metadata_server")
     @classmethod
-    def _is_metadata_server(cls, value: str) -> str:
+    def _require_metadata_server(cls, value: str) -> str:
         url = urlsplit(value)
         if value != P2P and not (url.scheme in _METADATA_SERVERS and url.hostname and url.port):
             raise ValueError(

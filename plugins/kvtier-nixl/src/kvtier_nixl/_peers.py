@@ -131,11 +131,14 @@ class Peer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection seems to be usable."""
+        """Whether there is a connection that neither side has closed."""
         link = self._link
-        if link is not None and (link.reader.at_eof() or link.writer.is_closing()):  # closed, or reset
+        return link is not None and not link.reader.at_eof() and not link.writer.is_closing()
+
+    def drop_if_closed(self) -> None:
+        """Drop a connection that the peer has closed or reset."""
+        if not self.is_connected:
             self.drop("it has closed the connection")
-        return self._link is not None
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return which keys it holds. Raises PeerError."""
@@ -164,8 +167,8 @@ class Peer:
         Raises:
             PeerError: the lease is of an earlier connection: the peer has been reset or restarted.
         """
-        link = self._link if self.is_connected else None
-        if link is not lease._link:
+        self.drop_if_closed()
+        if self._link is not lease._link:
             raise PeerError("it has closed the connection")
         lease._link.writer.write(protocol.encode(protocol.Release(lease._number)))
         return time.monotonic() < lease._until_s
@@ -198,7 +201,8 @@ class Peer:
         try:
             async with asyncio.timeout(self._timeout_s):  # the wait for earlier requests included
                 async with self._turn:
-                    link = self._link if self.is_connected else None
+                    self.drop_if_closed()
+                    link = self._link
                     if link is None:
                         raise PeerError("it is not connected")
                     link.asked_s = time.monotonic()
@@ -304,6 +308,8 @@ class Peers:
         Peers at ``addresses``, if any, are asked first, and the others only for keys that these do not hold:
         when a key is asked for first, every second after that, and whenever one of these does not answer.
         """
+        for peer in self._peers:
+            peer.drop_if_closed()
         peers = [peer for peer in self._peers if peer.can_be_asked]
         named = [peer for peer in peers if peer.address in addresses]
         if not named:
@@ -342,7 +348,7 @@ class Peers:
             raise
         for task in late:
             asked[task].is_late = True
-            task.add_done_callback(partial(_was_late, asked[task]))
+            task.add_done_callback(partial(_note_answer, asked[task]))
         return share_out({key: held for key, held in holders.items() if held}, lambda peer: peer.pace)
 
     async def _answers(
@@ -373,7 +379,7 @@ async def _look_up(peer: Peer, keys: Sequence[OffloadKey], holders: Mapping[Offl
                 holders[key].append(peer)
 
 
-def _was_late(peer: Peer, _: asyncio.Task[None]) -> None:
+def _note_answer(peer: Peer, _: asyncio.Task[None]) -> None:
     peer.is_late = False
 
 

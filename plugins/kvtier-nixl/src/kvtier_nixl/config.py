@@ -64,26 +64,26 @@ class NixlConfig(TierConfig):
 
     @field_validator("listen")
     @classmethod
-    def _is_address(cls, value: str) -> str:
+    def _require_address(cls, value: str) -> str:
         parse_address(value, least_port=0)
         return value
 
     @field_validator("advertise")
     @classmethod
-    def _is_reachable(cls, value: str | None) -> str | None:
+    def _require_reachable(cls, value: str | None) -> str | None:
         if value is not None:
             parse_address(value)
         return value
 
     @field_validator("peers")
     @classmethod
-    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _require_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             parse_address(text)
         return tuple(dict.fromkeys(value))
 
     @model_validator(mode="after")
-    def _has_secret(self) -> NixlConfig:
+    def _require_secret(self) -> NixlConfig:
         public = [text for text in (self.listen, *self.peers) if not is_loopback(text)]
         if public and self.secret_file is None:
             raise ValueError(

@@ -128,13 +128,13 @@ class RedisConfig(TierConfig):
 
     @field_validator("addresses")
     @classmethod
-    def _is_parsable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _require_parsable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             Address.parse(text, _DEFAULT_PORT)
         return value
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> RedisConfig:
+    def _require_consistent(self) -> RedisConfig:
         is_sentinel = self.mode == "sentinel"
         names = ("password", "password_file", "password_command")
         passwords, sentinel_passwords = (

@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers import GuardedLogger, TierContext
 from kvtier_s3._errors import classify
-from kvtier_s3._layout import Epoch, Layout
+from kvtier_s3._layout import EpochName, Layout
 from kvtier_s3._store import Store, describe, remedy
 from kvtier_s3.config import S3Config
 
@@ -61,7 +61,7 @@ class Cache:
             await self._check_manifest()
             conditional, read_only = await self._probe_puts()
             if not epochs:
-                await self._put_marker(Epoch.make(0))
+                await self._put_marker(EpochName.make(0))
                 epochs = await self._epochs()  # another tier may have come first
         except TierError:
             raise
@@ -81,12 +81,12 @@ class Cache:
         try:
             epochs = await self._epochs()
             for _ in range(_ATTEMPTS):
-                mine = Epoch.make(max(epochs).number + 1 if epochs else 0)
+                mine = EpochName.make(max(epochs).number + 1 if epochs else 0)
                 await self._put_marker(mine)
                 epochs = await self._epochs()
                 if max(epochs) == mine:
                     await self._delete_markers([epoch for epoch in epochs if epoch < mine])
-                    return self.layout.chunks(Epoch.make(mine.number))
+                    return self.layout.chunks(EpochName.make(mine.number))
         except Exception as error:
             raise self._error("could not be reset", error) from None
         raise TierError(f"{self._title} could not be reset: {_ATTEMPTS} concurrent resets came first")
@@ -99,14 +99,14 @@ class Cache:
     def _title(self) -> str:
         return f"tier {self._context.name}: {describe(self._config)}"
 
-    async def _epochs(self) -> list[Epoch]:
+    async def _epochs(self) -> list[EpochName]:
         objects = await obstore.list(self.store, self.layout.markers).collect_async()
-        return [epoch for found in objects if (epoch := Epoch.parse(found["path"])) is not None]
+        return [epoch for found in objects if (epoch := EpochName.parse(found["path"])) is not None]
 
-    async def _put_marker(self, epoch: Epoch) -> None:
+    async def _put_marker(self, epoch: EpochName) -> None:
         await obstore.put_async(self.store, f"{self.layout.markers}/{epoch}", b"", use_multipart=False)
 
-    async def _delete_markers(self, epochs: list[Epoch]) -> None:
+    async def _delete_markers(self, epochs: list[EpochName]) -> None:
         """Delete obsolete markers. One that cannot be deleted does no harm."""
         for epoch in epochs:
             try:

@@ -85,7 +85,7 @@ class ChunkIndex:
         """Reserve bytes for a put.
 
         Returns:
-            The reason why it is refused; None if it is not, and then ``settle`` must follow.
+            The reason why it is refused; None if it is not, and then ``end_reservation`` must follow.
         """
         if self._max_bytes is not None:
             if self._used_bytes is None:
@@ -95,7 +95,7 @@ class ChunkIndex:
         self._reserved_bytes += nbytes
         return None
 
-    def settle(self, nbytes: int, *, added: bool) -> None:
+    def end_reservation(self, nbytes: int, *, added: bool) -> None:
         """Release a reservation; ``added`` if a new object takes the bytes now."""
         self._reserved_bytes -= nbytes
         if added:

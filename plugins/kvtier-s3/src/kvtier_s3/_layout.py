@@ -35,28 +35,28 @@ class Layout:
         self.all_chunks = f"{prefix}/chunks"
         self._namespace = namespace
 
-    def chunks(self, epoch: Epoch) -> str:
+    def chunks(self, epoch: EpochName) -> str:
         """Return the prefix of the chunks of one epoch."""
         return f"{self.all_chunks}/{self._namespace}/{epoch}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Epoch:
+class EpochName:
     """A number, and a token that makes the epoch unique. Tiers join the greatest one."""
 
     number: int
     token: str
 
     @staticmethod
-    def make(number: int) -> Epoch:
+    def make(number: int) -> EpochName:
         """Return a new epoch."""
-        return Epoch(number, secrets.token_hex(8))
+        return EpochName(number, secrets.token_hex(8))
 
     @staticmethod
-    def parse(path: str) -> Epoch | None:
+    def parse(path: str) -> EpochName | None:
         """Return the epoch of a marker's path; None if it is not one."""
         found = _MARKER.fullmatch(path.rpartition("/")[2])
-        return Epoch(int(found[1]), found[2]) if found else None
+        return EpochName(int(found[1]), found[2]) if found else None
 
     def __str__(self) -> str:
         return f"{self.number:010d}-{self.token}"

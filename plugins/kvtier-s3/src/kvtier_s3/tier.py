@@ -238,7 +238,7 @@ class S3Tier(SecondaryTier[S3Config]):
             self._warn("put", failure)
             return Status.REFUSED if failure.reason == "full" else Status.FAILED, failure.reason
         finally:
-            self._index.settle(view.nbytes, added=is_new)
+            self._index.end_reservation(view.nbytes, added=is_new)
         self._add(prefix, key)
         return Status.OK, ""
 

@@ -70,7 +70,7 @@ class LoopThread:
         end_s = time.monotonic() + wait_s
         future = self.start(loan.hold(block))
         try:
-            given = loan.take(wait_s)
+            given = loan.receive(wait_s)
         except BaseException:
             future.cancel()
             raise
@@ -154,7 +154,7 @@ class _Loan(Generic[T]):
                 raise
             self._given.set_exception(error)
 
-    def take(self, wait_s: float) -> T:
+    def receive(self, wait_s: float) -> T:
         """Return what is lent. Any thread but the loop's."""
         try:
             return self._given.result(wait_s)

@@ -59,7 +59,7 @@ class Throughput:
             self._pages[verb].append(moved)
             self._gb_per_s[verb].append(moved * page_bytes / took_s / 1e9)
 
-    def take(self) -> Mapping[str, list[float]]:
+    def take_samples(self) -> Mapping[str, list[float]]:
         """Return and clear what was noted, under the names of SGLang's ``StorageMetrics``."""
         with self._lock:
             pages, self._pages = self._pages, _none()

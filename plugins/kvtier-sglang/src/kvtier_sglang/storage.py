@@ -252,7 +252,7 @@ class KVTierStorage(V1Only):
             self._published_s = time.monotonic()
             for name, store in self._stores.items():
                 store.report(self._counters[name].publish)
-        return StorageMetrics(**self._throughput.take())
+        return StorageMetrics(**self._throughput.take_samples())
 
     def close(self) -> None:
         """Drain, within bounds, and close the tiers. May be called again; later calls are misses."""

@@ -20,8 +20,8 @@ from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs import _session as session_module
-from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from kvtier.tiers.fs._files.native_call import StopFlag
 from tests.unit.conftest import mounted_tmpfs
 from tests.unit.tiers.fs.library import Gate, patch_library
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier import _native as native
-from kvtier.tiers.fs._files.call import Verb
+from kvtier.tiers.fs._files.native_call import Verb
 
 WORK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
 IN_THE_POOL = {verb.value for verb in Verb}

@@ -155,7 +155,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it stands in front of glibc")
-async def test_failing_calls_and_bad_reads_lose_nothing(shim, place):
+async def test_faults_lose_nothing(shim, place):
     environment = {
         **os.environ,
         "LD_PRELOAD": str(shim),

@@ -10,7 +10,7 @@ import pytest
 from kvtier._execution.executor import Executor
 from kvtier._memory.heap import HeapMemory
 from kvtier.errors import StateError
-from kvtier.tiers._activity import NamedTier
+from kvtier.tiers._supervisor import NamedTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.tiers.fs.library import patch_library
 
@@ -42,7 +42,7 @@ async def _start(world, gate, verb):
 
 @pytest.mark.parametrize("verb", ["put", "get"])
 @pytest.mark.parametrize("times", [1, 3])
-async def test_cancelled_transfer_ends_after_started_jobs(world, gated, verb, times):
+async def test_cancelled_transfer_awaits_jobs(world, gated, verb, times):
     _, batch, task = await _start(world, gated, verb)
     for _ in range(times):
         task.cancel()
@@ -55,7 +55,7 @@ async def test_cancelled_transfer_ends_after_started_jobs(world, gated, verb, ti
     assert verb == "put" or not any(map(any, world.got(batch)))
 
 
-async def test_a_put_that_a_close_overtakes_ends(world, gate, monkeypatch):
+async def test_close_ends_put(world, gate, monkeypatch):
     patch_library(monkeypatch, gate, "kvt_files_contains")
     tier = await world.open()
     put = asyncio.create_task(world.put(tier, [1]))  # which looks for its file before it asks for room
@@ -71,7 +71,7 @@ async def test_a_put_that_a_close_overtakes_ends(world, gate, monkeypatch):
     assert not world.file(1).exists()
 
 
-async def test_a_close_that_a_hung_disk_holds_up_can_be_given_up(world, hung_count):
+async def test_hung_close_can_be_given_up(world, hung_count):
     tier = await world.open(until_counted=False)
     await _entered(hung_count)
     with anyio.move_on_after(0.05) as scope:
@@ -82,7 +82,7 @@ async def test_a_close_that_a_hung_disk_holds_up_can_be_given_up(world, hung_cou
     await world.eventually(lambda: world.writers() == [])  # all is closed when the disk answers
 
 
-async def test_a_shutdown_ends_at_its_deadline_while_the_disk_hangs(world, hung_count, caplog):
+async def test_shutdown_keeps_deadline(world, hung_count, caplog):
     tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0))
     memory = HeapMemory(1, world.chunk_bytes)
     named = NamedTier("files", tier)

@@ -59,7 +59,7 @@ async def put_until_it_fails(world, tier: FsTier, numbers: list[int], kept: set[
 @pytest.mark.parametrize(
     ("kind", "durability"), [("ext4", "none"), ("ext4", "data"), ("ext4", "full"), ("xfs", "full")]
 )
-async def test_a_power_cut_leaves_what_the_durability_promises(world, disk, monkeypatch, durability):
+async def test_power_cut_keeps_durability(world, disk, monkeypatch, durability):
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     world.root = disk.point / "root"
     settings = {"durability": durability, "max_bytes": 10**9, "recount_s": 0.05}

@@ -17,8 +17,8 @@ from kvtier.keys import pack_key
 from kvtier.tiers._base import Knowledge, Outcome, Status
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.call import FileCall, StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove
+from kvtier.tiers.fs._files.native_call import FileCall, StopFlag
 from kvtier.tiers.fs._maintenance import maintenance, uses
 from kvtier.tiers.fs._maintenance.ages import BUCKETS, bucket_of, new_histogram
 from kvtier.tiers.fs._maintenance.evict import Evictor
@@ -77,7 +77,7 @@ def left(world, count):
     return [number for number in range(count) if world.file(number).exists()]
 
 
-async def test_reused_chunks_count_from_their_last_use(world, evictor):
+async def test_reused_count_from_last_use(world, evictor):
     ages = [
         (9 * HOUR, 2.5 * HOUR),  # used again: as old as a chunk written 1.7 hours ago
         (2 * HOUR, None),
@@ -91,7 +91,7 @@ async def test_reused_chunks_count_from_their_last_use(world, evictor):
         assert left(world, 4) == expected
 
 
-async def test_orphans_and_old_epochs_go_before_chunks(world, evictor):
+async def test_orphans_go_first(world, evictor):
     tier = await filled(world, [(HOUR, None)] * 4)
     await world.until_listed(tier)  # so it has swept, and does no more
     orphan = world.root / "model_0123456789abcdef_r0" / "abc" / "de_g0" / "abcdef.bin"
@@ -113,7 +113,7 @@ async def test_orphans_and_old_epochs_go_before_chunks(world, evictor):
     assert (await world.get(tier, [1])).statuses == (OK,)
 
 
-async def test_concurrent_removals_count_bytes_once(world):
+async def test_concurrent_removals_count_once(world):
     """A sweep and an eviction may remove the same old epoch. Bytes counted twice would be false room."""
     tree = world.root / "tree"
     for number in range(600):
@@ -138,7 +138,7 @@ async def test_concurrent_removals_count_bytes_once(world):
     assert sum(removed) == held
 
 
-async def test_unremovable_chunks_are_counted_and_replaced(world, evictor):
+async def test_unremovable_are_replaced(world, evictor):
     await filled(world, [(HOUR * (number + 1), None) for number in range(10)])
     one = world.file(0).stat().st_blocks * 512
     stuck = [str(world.file(number)) for number in (7, 8, 9)]
@@ -153,7 +153,7 @@ async def test_unremovable_chunks_are_counted_and_replaced(world, evictor):
 
 
 @pytest.mark.blocking(reason="takes the lock of another process on the loop")
-async def test_one_process_evicts_and_others_leave_it_alone(world, evictor):
+async def test_one_process_evicts(world, evictor):
     await filled(world, [(HOUR, None)] * 3)
     with ledger.elected(evictor._root_fd, ledger.EVICTING) as lock:
         assert lock is not None
@@ -161,7 +161,7 @@ async def test_one_process_evicts_and_others_leave_it_alone(world, evictor):
     assert left(world, 3) == [0, 1, 2]
 
 
-async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatch):
+async def test_sample_is_enough(world, evictor, monkeypatch):
     monkeypatch.setattr("kvtier.tiers.fs._maintenance.evict.SAMPLE_FILES", 40)
     world.chunk_bytes = 4096
     await filled(world, [(60 * (number + 1), None) for number in range(400)])
@@ -176,7 +176,7 @@ async def test_a_sample_is_enough_where_there_is_much(world, evictor, monkeypatc
     assert set(range(200)) <= set(stayed)  # the younger half is safe even from a poor sample
 
 
-async def test_a_scan_adds_up_bytes_by_age(world):
+async def test_scan_adds_up_ages(world):
     times = [(60 * number**3, 60 * number if number % 2 else None) for number in range(1, 40)]
     await filled(world, times)
     for number, mode in enumerate((0o600, 0o1600, 0o700, 0o1700, 0o755) * 7):
@@ -222,7 +222,7 @@ CHUNKS = (
 )
 
 
-async def test_only_what_is_called_as_chunks_are_leaves(world, evictor):
+async def test_only_chunks_leave(world, evictor):
     await filled(world, [(HOUR, None)])
     place = world.file(0).parents[2]
     for name in (*NO_CHUNKS, *CHUNKS):
@@ -235,7 +235,7 @@ async def test_only_what_is_called_as_chunks_are_leaves(world, evictor):
     assert [name for name in NO_CHUNKS if not (place / name).exists()] == []
 
 
-async def test_a_scan_removes_no_more_than_it_can_name(world, monkeypatch):
+async def test_scan_obeys_name_limit(world, monkeypatch):
     monkeypatch.setattr("kvtier.tiers.fs._maintenance.scan.NAMES_BYTES", 200)
     (folder,) = await filled(world, [(HOUR, None)]) and first_level(world)
     leaf = world.file(0).parent
@@ -264,7 +264,7 @@ async def put_batches(world, tier, first, count, batch, outcomes):
 
 
 @pytest.mark.parametrize(("engines", "puts_at_once"), [(1, 4), (3, 2)])
-async def test_burst_into_a_small_root_keeps_the_last(world, engines, puts_at_once):
+async def test_burst_keeps_the_last(world, engines, puts_at_once):
     """A put that finds no room waits for it, for a part of its deadline, wherever room is made."""
     chunks, file_bytes = 24, world.chunk_bytes + 4 * 4096
     settings = {"max_bytes": chunks * file_bytes, "deadline_s": 100.0}  # a machine may be busy
@@ -302,14 +302,14 @@ async def test_existing_chunks_evict_nothing(world, monkeypatch, who):
     assert tier.statistics().evicted_bytes == evicted
 
 
-async def test_a_put_waits_for_no_room_where_none_can_be_made(world):
+async def test_hopeless_put_does_not_wait(world):
     tier = await world.open(max_bytes=100_000, eviction="none", deadline_s=1000.0)
     with anyio.fail_after(30):
         assert (await world.put(tier, range(9))).reasons["max_bytes"] >= 4
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
-async def test_puts_and_evictions_match_the_disk(world, is_on_disk, tmp_path):
+async def test_accounts_match_disk(world, is_on_disk, tmp_path):
     """On each kind of file system: in some a small directory takes a block, in others none."""
     if is_on_disk:
         world.root = tmp_path / "root"
@@ -319,7 +319,7 @@ async def test_puts_and_evictions_match_the_disk(world, is_on_disk, tmp_path):
     assert tier.statistics().used_bytes - await world.bytes_below() == drift
 
 
-async def test_chunks_that_were_not_used_for_ttl_leave(world):
+async def test_unused_for_ttl_leave(world):
     tier = await filled(world, [(HOUR, None), (HOUR, 10), (9 * HOUR, 3 * HOUR), (1, None)])
     assert left(world, 4) == [0, 1, 2, 3]
     await tier.aclose()
@@ -340,20 +340,20 @@ async def times_that_no_clock_shows(world):
 
 
 @pytest.mark.parametrize("ttl_s", [1e18, 1e300, float("inf")])
-async def test_with_an_endless_ttl_no_chunk_is_too_old(world, evictor, ttl_s):
+async def test_endless_ttl_keeps_all(world, evictor, ttl_s):
     """The microseconds of a very long one have 65 bits."""
     tier = await times_that_no_clock_shows(world)
     await anyio.to_thread.run_sync(evictor.expire, ttl_s)
     assert list((await world.get(tier, range(3))).statuses) == [OK] * 3
 
 
-async def test_future_dates_do_not_outlive_the_ttl(world, evictor):
+async def test_future_dates_still_expire(world, evictor):
     tier = await times_that_no_clock_shows(world)
     await anyio.to_thread.run_sync(evictor.expire, HOUR)
     assert list((await world.get(tier, range(3))).statuses) == [ABSENT] * 3
 
 
-async def test_what_a_clock_a_little_ahead_has_dated_is_new(world, evictor):
+async def test_slightly_fast_clock_is_new(world, evictor):
     tier = await filled(world, [(-60, None), (0, None)])
     await anyio.to_thread.run_sync(evictor.expire, HOUR)
     assert list((await world.get(tier, range(2))).statuses) == [OK] * 2
@@ -376,7 +376,7 @@ async def test_clock_set_back_leaves_room(world, monkeypatch):
     assert (await world.get(tier, range(100, 104))).statuses == (OK,) * 4
 
 
-async def test_gets_and_touches_are_shared_through_files(world, monkeypatch):
+async def test_uses_are_shared_by_files(world, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tier = await filled(world, [(HOUR, None)] * 4)
     written = [world.file(number).stat().st_mtime_ns for number in range(4)]
@@ -388,7 +388,7 @@ async def test_gets_and_touches_are_shared_through_files(world, monkeypatch):
     assert [world.file(number).stat().st_mtime_ns for number in range(4)] == written
 
 
-async def test_files_use_count_never_falls(world):
+async def test_use_count_never_falls(world):
     tier = await filled(world, [(HOUR, None)] * 5)
     place = tier._session.epoch.place
     for classes, expected in (
@@ -405,7 +405,7 @@ async def test_files_use_count_never_falls(world):
     assert (await world.get(tier, range(6))).statuses == (OK,) * 6
 
 
-async def test_reading_a_chunk_is_no_use_until_it_is_published(world, monkeypatch):
+async def test_unpublished_read_is_no_use(world, monkeypatch):
     """As most mounts would have it, with relatime: one use would count as two."""
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
     tier = await filled(world, [(2 * HOUR, 3 * HOUR)])
@@ -428,62 +428,64 @@ def chunk(number):
     return pack_key(number.to_bytes(32, "big"))
 
 
-def test_within_a_short_ttl_a_use_is_published_several_times():
+def test_short_ttl_publishes_often():
     clock = Clock()
     seen = uses.Uses(clock, ttl_s=40.0)
     a = chunk(1)
     for published in ([a], [], [a]):
         seen.note([a], in_order=True)
-        assert [key for key, _ in seen.take(uses.WAITING)] == published
+        assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == published
         clock.now += 5.0
 
 
-def test_uses_are_published_rarely_in_bounded_memory():
+def test_uses_are_published_rarely():
     clock = Clock()
     seen = uses.Uses(clock)
     a, b, c = map(chunk, range(3))
     seen.note([a, b], in_order=True)
-    assert {key for key, _ in seen.take(uses.WAITING)} == {a, b}
+    assert {key for key, _ in seen.take_unpublished(uses.WAITING)} == {a, b}
     clock.now += uses.PUBLISH_EVERY_S - 1
     seen.note([a, c], in_order=True)
-    assert [key for key, _ in seen.take(uses.WAITING)] == [c]
+    assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == [c]
     clock.now += 1
     seen.note([a], in_order=True)
-    assert [key for key, _ in seen.take(uses.WAITING)] == [a]
+    assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == [a]
     for first in range(0, 4 * uses.WAITING, 1000):
         seen.note(list(map(chunk, range(first, first + 1000))), in_order=True)
-    assert len(seen.take(uses.WAITING)) <= uses.WAITING
+    assert len(seen.take_unpublished(uses.WAITING)) <= uses.WAITING
 
 
-def test_where_much_is_put_uses_are_published_more_often():
+def test_many_puts_publish_often():
     seen = uses.Uses(Clock())
     seen.room = 200
     a = chunk(1000)
     for put, published in ((4, [a]), (4, []), (4, []), (4, [a])):
         seen.note([a], in_order=True)
-        assert [key for key, _ in seen.take(uses.WAITING)] == published
+        assert [key for key, _ in seen.take_unpublished(uses.WAITING)] == published
         seen.note_put(list(map(chunk, range(put))))
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
 
 
-def test_a_chunk_that_is_put_again_counts_as_used_again():
+def test_second_put_is_a_use():
     clock = Clock()
     seen = uses.Uses(clock)
     a, b, c = map(chunk, range(3))
     seen.note_put([a, b])
-    assert seen.take(uses.WAITING) == []
+    assert seen.take_unpublished(uses.WAITING) == []
     clock.now += 100.0
     seen.note_put([a])
-    assert seen.take(uses.WAITING) == [(a, 1)]
+    assert seen.take_unpublished(uses.WAITING) == [(a, 1)]
     clock.now += 100.0
     seen.note_put([c, b])
-    assert set(seen.take(uses.WAITING)) == {(c, 1), (b, 1)}, "a chunk was used whenever one behind it was"
+    assert set(seen.take_unpublished(uses.WAITING)) == {(c, 1), (b, 1)}, (
+        "a chunk is used whenever one behind it is"
+    )
     seen.clear()
     seen.note_put([b])
-    assert seen.take(uses.WAITING) == []
+    assert seen.take_unpublished(uses.WAITING) == []
 
 
-def test_uses_within_a_moment_count_once():
+def test_simultaneous_uses_count_once():
     clock = Clock()
     seen = uses.Uses(clock, ttl_s=0.4)
     a = chunk(1)
@@ -492,7 +494,7 @@ def test_uses_within_a_moment_count_once():
     for number in range(40):
         clock.now += 0.25 if number % 2 else 9.75
         seen.note([a], in_order=False)
-        published += [class_ for _, class_ in seen.take(uses.WAITING)]
+        published += [class_ for _, class_ in seen.take_unpublished(uses.WAITING)]
     assert published == sorted(published)
     assert [published.count(class_) for class_ in range(5)] == [0, 2, 4, 22, 12]
 
@@ -502,7 +504,7 @@ def rank_of(seen, class_, age_s):
     return model.density[class_][model.bin_of(age_s)]
 
 
-def test_looped_chunks_are_kept_until_due():
+def test_looped_kept_until_due():
     clock = Clock()
     seen = uses.Uses(clock)
     loop = list(map(chunk, range(300)))
@@ -513,7 +515,7 @@ def test_looped_chunks_are_kept_until_due():
         for _ in range(10):
             clock.now += 60.0
             seen.note_put([chunk(next(others)) for _ in range(30)])
-            seen.take(uses.WAITING)
+            seen.take_unpublished(uses.WAITING)
         seen.note(loop, in_order=True)
     assert rank_of(seen, 4, 590.0) > 2 * rank_of(seen, 4, 10.0) > 20 * rank_of(seen, 0, 10.0)
     assert rank_of(seen, 0, 10.0) >= rank_of(seen, 0, 2000.0)
@@ -523,7 +525,7 @@ def worth_at(seen, class_, age_s):
     return seen.worth()[class_][seen.model.bin_of(age_s)]
 
 
-def test_hottest_chunks_stay_whatever_their_age():
+def test_hottest_stay_at_any_age():
     """A file says when its chunk was used first in an interval, and it is used every 10 s."""
     clock = Clock()
     seen = uses.Uses(clock)
@@ -538,12 +540,12 @@ def test_hottest_chunks_stay_whatever_their_age():
         seen.note_put(due.setdefault(step + 300, [chunk(next(numbers)) for _ in range(8)]))
         if step % 10 < 3 and step in due:
             seen.note(due[step], in_order=True)
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
         if step > 1000:
             assert min(worth_at(seen, 4, age_s) for age_s in (1, 60, 200)) > worth_at(seen, 0, 300)
 
 
-def test_often_used_chunks_are_worth_more_after_restart():
+def test_restart_keeps_use_counts():
     clock = Clock()
     seen = uses.Uses(clock)
     seen.room = 10_000
@@ -552,10 +554,10 @@ def test_often_used_chunks_are_worth_more_after_restart():
         assert worth_at(seen, 4, 1200) > worth_at(seen, 0, 900) > worth_at(seen, 0, 1200)
         clock.now += 2.0
         seen.note_put([chunk(10 * step + number) for number in range(10)])
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
 
 
-def test_what_is_no_longer_used_leaves_however_often_it_was():
+def test_unused_leave_despite_count():
     clock = Clock()
     seen = uses.Uses(clock)
     seen.room = 1000
@@ -563,13 +565,13 @@ def test_what_is_no_longer_used_leaves_however_often_it_was():
     for _ in range(100):
         clock.now += 310.0
         seen.note(often, in_order=True)
-        seen.take(uses.WAITING)
+        seen.take_unpublished(uses.WAITING)
     clock.now += 86400.0
     assert worth_at(seen, 4, 86400) < worth_at(seen, 4, 310) / 100
 
 
 @pytest.mark.parametrize("room", [10**6, 10**7])
-def test_large_roots_are_sampled_by_prompt(room):
+def test_large_roots_sample_by_prompt(room):
     clock = Clock()
     seen = uses.Uses(clock)
     seen.room = room
@@ -577,15 +579,15 @@ def test_large_roots_are_sampled_by_prompt(room):
     for prompt in prompts:
         seen.note_put(prompt)
     clock.now += 50.0
-    assert seen.take(uses.WAITING) == []
+    assert seen.take_unpublished(uses.WAITING) == []
     for prompt in prompts:
         seen.note_put(prompt)
-    known = len(seen.take(uses.WAITING))
+    known = len(seen.take_unpublished(uses.WAITING))
     assert known > 2000
     assert sum(map(sum, seen.model.reused)) < 4000 * 2**19 / room
 
 
-async def test_the_file_of_a_chunk_that_returns_gets_a_time_of_use(world, monkeypatch):
+async def test_returning_chunk_gets_use_time(world, monkeypatch):
     touched: list[Any] = []
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
 
@@ -602,7 +604,7 @@ async def test_the_file_of_a_chunk_that_returns_gets_a_time_of_use(world, monkey
     assert touched == [(*world.keys([1]), 1)]
 
 
-async def test_an_old_epoch_frees_its_bytes_in_pieces(world, monkeypatch):
+async def test_old_epoch_leaves_in_pieces(world, monkeypatch):
     monkeypatch.setattr(maintenance.Maintenance, "_sweep", lambda self: None)
     tier = await world.open(max_bytes=2**50)
     await world.put(tier, range(40))
@@ -619,7 +621,7 @@ async def test_an_old_epoch_frees_its_bytes_in_pieces(world, monkeypatch):
     assert 0 < sum(world.file(number).exists() for number in range(40)) <= 20
 
 
-async def test_unevictable_root_is_not_searched_repeatedly(world, monkeypatch, caplog):
+async def test_unevictable_root_is_left(world, monkeypatch, caplog):
     monkeypatch.setattr(maintenance, "EVICTION_PAUSE_S", (0.01, 0.04))
     searched: list[int] = []
     make_room = Evictor.make_room
@@ -649,6 +651,6 @@ async def test_unevictable_root_is_not_searched_repeatedly(world, monkeypatch, c
     assert (world.root / "ballast").exists()
 
 
-def test_watermarks_that_make_no_sense_are_refused(tmp_path):
+def test_bad_watermarks_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"low_watermark is 0\.9, and must be less"):
         FsConfig(root_dir=tmp_path, low_watermark=0.9, high_watermark=0.9)

@@ -20,7 +20,7 @@ def unfinished(world):
     return [path for path in (world.namespace / ".tmp").rglob("*") if path.is_file() and not path.suffix]
 
 
-async def test_a_full_inode_table_makes_room(world, mounted, monkeypatch):
+async def test_full_inode_table_makes_room(world, mounted, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     world.root = mounted("size=64m,nr_inodes=120") / "root"
     tier = await world.open(max_bytes=10**9)
@@ -37,7 +37,7 @@ async def test_a_full_inode_table_makes_room(world, mounted, monkeypatch):
     assert world.quarantined() == []
 
 
-async def test_a_file_system_that_others_fill_makes_the_tier_smaller(world, mounted, monkeypatch):
+async def test_foreign_files_shrink_tier(world, mounted, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     point = mounted("size=8m")
     world.root = point / "root"
@@ -56,7 +56,7 @@ async def test_a_file_system_that_others_fill_makes_the_tier_smaller(world, moun
     assert set((await world.get(tier, there)).statuses) <= {OK, ABSENT}
 
 
-async def test_a_full_file_system_at_the_start_is_read(world, mounted):
+async def test_full_disk_is_read(world, mounted):
     point = mounted("size=1m")
     world.root = point / "root"
     tier = await world.open(max_bytes=10**6)
@@ -71,7 +71,7 @@ async def test_a_full_file_system_at_the_start_is_read(world, mounted):
     assert set(outcome.reasons) <= {"enospc", "min_free"}
 
 
-async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, monkeypatch):
+async def test_removed_root_misses(world, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # no ledger is written during the removal
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, range(4))
@@ -85,7 +85,7 @@ async def test_a_root_that_is_removed_is_a_miss_and_a_counted_failure(world, mon
     assert not any(await tier.contains(world.keys(range(4))))
 
 
-async def test_failed_lookup_is_a_failure_and_no_miss(world):
+async def test_failed_lookup_is_a_failure(world):
     tier = await world.open()
     data = world.root / tier._session.epoch.place.data_dir
     data.symlink_to(data.name)  # ELOOP for each file, as EIO and EACCES of a disk that fails
@@ -93,7 +93,7 @@ async def test_failed_lookup_is_a_failure_and_no_miss(world):
         await tier.contains(world.keys(range(2)))
 
 
-async def test_all_that_is_below_the_root_may_be_removed_at_any_time(world, monkeypatch):
+async def test_anything_may_be_removed(world, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tier = await world.open(max_bytes=10**9)
     for round_ in range(3):

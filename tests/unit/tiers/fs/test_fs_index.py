@@ -28,7 +28,7 @@ def fingerprint(key):
     return function(key, len(key))
 
 
-def test_different_keys_have_different_fingerprints():
+def test_fingerprints_differ():
     chosen = random.Random(2)
     keys = {pack_key(chosen.randbytes(32), group) for _ in range(3000) for group in (0, 1, 7)}
     keys |= {pack_key(number.to_bytes(32, order)) for number in range(1, 3000) for order in ("big", "little")}
@@ -44,7 +44,7 @@ def index():
     return Index()
 
 
-def test_the_index_is_a_set_whatever_comes_and_goes(index):
+def test_index_is_a_set(index):
     chosen = random.Random(5)
     keys = [pack_key(chosen.randbytes(8 + number % 57), chosen.getrandbits(32)) for number in range(30_000)]
     keys.append(pack_key(bytes(8)))  # a fingerprint of 0
@@ -72,7 +72,7 @@ async def entered(gate):
     await anyio.to_thread.run_sync(gate.entered.acquire)
 
 
-async def test_until_it_is_listed_the_disk_is_asked(world, gate, monkeypatch):
+async def test_unlisted_asks_disk(world, gate, monkeypatch):
     await put_before(world, range(4))
     patch_library(monkeypatch, gate, "kvt_chunks_list")
     tier = await world.open()
@@ -83,7 +83,7 @@ async def test_until_it_is_listed_the_disk_is_asked(world, gate, monkeypatch):
     assert (await world.get(tier, range(4))).statuses == (Status.OK,) * 4
 
 
-async def test_removal_during_listing_is_noticed(world, gate, monkeypatch):
+async def test_removal_during_list_counts(world, gate, monkeypatch):
     await put_before(world, range(4))
     listed, real = threading.Event(), chunk_files.fingerprints
 
@@ -103,7 +103,7 @@ async def test_removal_during_listing_is_noticed(world, gate, monkeypatch):
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
-async def test_put_from_before_a_reset_is_unknown(world, gate, monkeypatch):
+async def test_put_before_reset_is_unknown(world, gate, monkeypatch):
     patch_library(monkeypatch, gate, "kvt_files_put")
     tier = await world.open()
     async with anyio.create_task_group() as tasks:
@@ -114,7 +114,7 @@ async def test_put_from_before_a_reset_is_unknown(world, gate, monkeypatch):
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
-async def test_old_epoch_listed_late_is_not_the_new_one(world, gate, monkeypatch):
+async def test_old_epoch_is_not_the_new(world, gate, monkeypatch):
     await put_before(world, range(4))
     patch_library(monkeypatch, gate, "kvt_chunks_list")
     tier = await world.open()
@@ -127,7 +127,7 @@ async def test_old_epoch_listed_late_is_not_the_new_one(world, gate, monkeypatch
     assert list(tier.known(world.keys(range(4)))) == [UNKNOWN] * 4
 
 
-async def test_a_damaged_or_missing_directory_of_the_list_is_no_error(world):
+async def test_damaged_list_is_no_error(world):
     await put_before(world, range(20))
     shutil.rmtree(world.file(3).parent)
     world.file(3).parent.write_bytes(b"a file where a directory was")
@@ -138,7 +138,7 @@ async def test_a_damaged_or_missing_directory_of_the_list_is_no_error(world):
     assert list(tier.known(world.keys([3, 4]))) == [UNKNOWN, PRESENT]
 
 
-async def test_a_directory_that_cannot_be_listed_hides_no_others(world, caplog):
+async def test_unlistable_hides_no_others(world, caplog):
     tier = await world.open(max_bytes=2**50)
     await world.put(tier, range(20))
     await tier.aclose()

@@ -12,7 +12,7 @@ import pytest
 from kvtier import _reasons as reasons
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
-from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._files.native_call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,7 +49,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-async def test_a_damaged_file_is_quarantined_and_never_given(world, caplog, name):
+async def test_damaged_file_is_quarantined(world, caplog, name):
     tier = await world.open()
     await world.put(tier, [1, 2])
     damage, reason = DAMAGES[name]
@@ -72,7 +72,7 @@ async def test_a_damaged_file_is_quarantined_and_never_given(world, caplog, name
 
 
 @pytest.mark.parametrize("length", [0, 100, 16_384], ids=["empty", "cut", "without its trailer"])
-async def test_a_put_writes_a_file_anew_that_ends_early(world, length):
+async def test_short_file_is_rewritten(world, length):
     tier = await world.open()
     await world.put(tier, [1])
     _truncate(world.file(1), length)
@@ -85,7 +85,7 @@ def fs_lines(caplog):
     return [record.message for record in caplog.records if record.name == "kvtier.tiers.fs"]
 
 
-async def test_non_files_do_not_fill_quarantine_or_log(world, caplog):
+async def test_non_files_are_left(world, caplog):
     tier = await world.open()
     await world.put(tier, range(150))
     for _ in range(2):
@@ -102,7 +102,7 @@ async def test_non_files_do_not_fill_quarantine_or_log(world, caplog):
     assert len(fs_lines(caplog)) <= 4
 
 
-async def test_full_quarantine_moves_nothing_more(world, caplog):
+async def test_full_quarantine_moves_nothing(world, caplog):
     tier = await world.open()
     (world.namespace / "quarantine").mkdir()
     for number in range(128):
@@ -120,7 +120,7 @@ async def test_full_quarantine_moves_nothing_more(world, caplog):
     assert any("full" in line and "not kvtier's" in line for line in fs_lines(caplog))
 
 
-async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
+async def test_replaced_file_stays(world):
     """A reader found a bad file; before it can be moved another engine has put a good one."""
     tier = await world.open()
     await world.put(tier, [1])
@@ -140,7 +140,7 @@ async def test_a_file_that_took_the_place_of_a_bad_one_stays(world):
         os.close(root_fd)
 
 
-async def test_a_host_moves_a_bounded_number_of_files_an_hour(world, caplog):
+async def test_moves_are_rationed(world, caplog):
     tier = await world.open()
     await world.put(tier, range(150))
     for number in range(150):
@@ -151,7 +151,7 @@ async def test_a_host_moves_a_bounded_number_of_files_an_hour(world, caplog):
     assert any("in an hour" in line for line in fs_lines(caplog))
 
 
-async def test_a_damaged_read_of_the_epoch_keeps_the_cache(world, monkeypatch):
+async def test_damaged_epoch_read_keeps_cache(world, monkeypatch):
     tier = await world.open()
     await world.put(tier, range(4))
     await tier.aclose()
@@ -167,7 +167,7 @@ async def test_a_damaged_read_of_the_epoch_keeps_the_cache(world, monkeypatch):
     assert (await world.get(tier, range(4))).statuses == (OK,) * 4
 
 
-async def test_a_file_that_was_quarantined_is_reported_to_have_left(world):
+async def test_quarantined_file_is_reported(world):
     removed: list[bytes] = []
     tier = await world.open(removed=removed.extend)
     await world.put(tier, [1, 2])
@@ -176,6 +176,6 @@ async def test_a_file_that_was_quarantined_is_reported_to_have_left(world):
     assert removed == [world.key(1)]
 
 
-def test_every_reason_of_a_chunk_is_declared():
+def test_reasons_are_declared():
     told = {result.name.lower() for result in Result} - {"ok", "exists", "absent"}
     assert told <= FsTier.reasons.keys() | reasons.TRANSFER.keys()

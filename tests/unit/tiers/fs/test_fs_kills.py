@@ -12,8 +12,8 @@ import pytest
 
 from kvtier._cli.root.verify import verify
 from kvtier.tiers._base import Status
-from kvtier.tiers.fs._files.call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._quota import ledger
 from tests.effort import effort
 
@@ -29,7 +29,7 @@ DRIVER = """
 import asyncio, os, random, signal, sys, time, traceback
 from pathlib import Path
 from kvtier.tiers._base import Status
-from kvtier.tiers.fs._files.call import StopFlag
+from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from tests.unit.tiers.fs.conftest import World
 
@@ -114,7 +114,7 @@ def check_well(root):
     assert found.sound == found.chunks - found.gone > 50, found
 
 
-async def test_killed_writers_leave_a_sound_root(world, tmp_path):
+async def test_killed_writers_leave_soundness(world, tmp_path):
     reports = tmp_path / "reports"
     reports.mkdir()
     given = (world.root, reports, KILLS, AT_ONCE, CHUNK_BYTES, NUMBERS, MAX_BYTES)

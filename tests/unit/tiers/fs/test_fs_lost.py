@@ -56,14 +56,14 @@ async def tier(world, told, looks):
     return await world.open(lost=told.append, max_bytes=2**50)
 
 
-async def test_a_root_that_is_replaced_is_told_of(world, tier, told):
+async def test_replaced_root_is_told(world, tier, told):
     world.root.rename(world.root.with_name("before"))
     world.root.mkdir()
     await world.eventually(lambda: told)
     assert told[0] == f"{world.root} was replaced by another directory or removed"
 
 
-async def test_a_root_that_is_removed_is_told_of_and_made_anew(world, tier, told):
+async def test_removed_root_is_remade(world, tier, told):
     await world.until_listed(tier)
     while world.root.exists():  # the ledger may come back meanwhile
         shutil.rmtree(world.root, ignore_errors=True)
@@ -74,7 +74,7 @@ async def test_a_root_that_is_removed_is_told_of_and_made_anew(world, tier, told
 
 
 @pytest.mark.parametrize("eviction", ["reuse", "none"])
-async def test_what_was_removed_by_hand_takes_no_room(world, tier, told, eviction):
+async def test_manual_removal_frees_room(world, tier, told, eviction):
     """``rm -rf ROOT/*`` leaves the ledger; its stale numbers must not evict fresh chunks."""
     await tier.aclose()
     settings = {"max_bytes": 40 * 20_480, "eviction": eviction}
@@ -102,7 +102,7 @@ async def test_removed_cache_is_recreated(world, tier, told):
     assert (world.namespace / "config.json").exists()
 
 
-async def test_a_root_that_another_host_has_removed_is_told_of(world, tier, told, monkeypatch):
+async def test_remotely_removed_root_is_told(world, tier, told, monkeypatch):
     """A network file system drops the inode of a directory removed by another client."""
     root_fd, fstat = tier._session.namespace.root_fd, os.fstat
 
@@ -116,7 +116,7 @@ async def test_a_root_that_another_host_has_removed_is_told_of(world, tier, told
     await world.eventually(lambda: told)
 
 
-async def test_root_removed_while_unmounted_is_not_recreated(world, told, looks, mounted):
+async def test_unmounted_root_is_not_remade(world, told, looks, mounted):
     world.root = mounted / "root"
     tier = await world.open(lost=told.append, max_bytes=2**50)
     await world.until_listed(tier)
@@ -129,7 +129,7 @@ async def test_root_removed_while_unmounted_is_not_recreated(world, told, looks,
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
-async def test_a_root_that_can_be_written_again_is_told_of(world, told, looks, monkeypatch, number):
+async def test_writable_root_is_told(world, told, looks, monkeypatch, number):
     await (await world.open()).aclose()
     with monkeypatch.context() as patch:
 
@@ -149,7 +149,7 @@ async def test_a_root_that_can_be_written_again_is_told_of(world, told, looks, m
     assert (await world.put(tier, range(4))).statuses == (OK,) * 4
 
 
-async def test_an_attempt_that_fails_halfway_leaves_nothing(world, told, looks, monkeypatch):
+async def test_failed_attempt_leaves_nothing(world, told, looks, monkeypatch):
     await (await world.open()).aclose()
     made = []
 
@@ -167,7 +167,7 @@ async def test_an_attempt_that_fails_halfway_leaves_nothing(world, told, looks, 
     assert [path.name for path in (world.namespace / ".tmp").iterdir()] == []
 
 
-async def test_moved_root_stays_usable_and_unreported(world, tier, told, looks):
+async def test_moved_root_stays_usable(world, tier, told, looks):
     world.root.rename(world.root.with_name("before"))
     await looks()
     assert (await world.put(tier, range(4))).statuses == (OK,) * 4
@@ -189,7 +189,7 @@ def mounted(world):
 
 
 @pytest.mark.parametrize("below", ["", "kvtier/cache"], ids=["at the mount point", "below it"])
-async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told, looks, mounted, below):
+async def test_unmounting_uncovers_nothing(world, told, looks, mounted, below):
     bare = mounted / below
     run("umount", str(mounted))
     bare.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ async def test_what_comes_to_light_when_it_is_unmounted_is_not_used(world, told,
     await tier.aclose()
 
 
-async def test_a_look_that_fails_is_not_the_last_one(world, tier, told, monkeypatch, caplog):
+async def test_failed_look_is_repeated(world, tier, told, monkeypatch, caplog):
     is_replaced = OpenNamespace.is_replaced
     errors = iter([RuntimeError("no more threads")])
 
@@ -223,7 +223,7 @@ async def test_a_look_that_fails_is_not_the_last_one(world, tier, told, monkeypa
     assert "no more threads" in caplog.text
 
 
-async def test_what_fails_at_each_look_is_told_once_in_a_while(world, tier, monkeypatch, caplog):
+async def test_repeated_failure_told_rarely(world, tier, monkeypatch, caplog):
     looks = []
 
     def fail(space):

@@ -47,7 +47,7 @@ async def test_other_identity_is_refused(world):
 # ---------------------------------------------------------------------------------- bad roots
 
 
-async def test_a_root_below_a_file_is_refused_with_path_and_errno(world, tmp_path):
+async def test_root_below_file_names_path(world, tmp_path):
     (tmp_path / "file").touch()
     world.root = tmp_path / "file" / "root"
     with pytest.raises(TierError, match=r"tier files: .*file/root cannot be used: .*\(enotdir\)"):
@@ -58,7 +58,7 @@ def forbid_writing(point):
     subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
 
 
-async def test_a_root_that_can_only_be_read_is_read(world, mounted, caplog):
+async def test_read_only_root_is_read(world, mounted, caplog):
     point = mounted("size=4m")
     world.root = point / "root"
     tier = await world.open()
@@ -90,7 +90,7 @@ def frozen_ledger(world):
     subprocess.run(["umount", "--lazy", str(point)], check=False, capture_output=True)
 
 
-async def test_root_with_read_only_ledger_is_read(world, frozen_ledger, monkeypatch, caplog):
+async def test_read_only_ledger_is_read(world, frozen_ledger, monkeypatch, caplog):
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     monkeypatch.setattr(_namespace, "_FIRST_TRY_PAUSE_S", 0.0)
     tier = await world.open()
@@ -128,7 +128,7 @@ async def test_root_with_read_only_ledger_is_read(world, frozen_ledger, monkeypa
 
 
 @pytest.mark.parametrize(("number", "evicts"), [(errno.EROFS, False), (errno.EDQUOT, True)])
-async def test_who_can_remove_nothing_does_not_try_to_evict(world, monkeypatch, number, evicts):
+async def test_powerless_never_evict(world, monkeypatch, number, evicts):
     """A root without room is what eviction is for, though nothing can be written there."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     tier = await world.open()
@@ -163,14 +163,14 @@ async def test_who_can_remove_nothing_does_not_try_to_evict(world, monkeypatch, 
         assert requested == []
 
 
-async def test_an_empty_root_that_can_only_be_read_is_refused(world, mounted):
+async def test_empty_read_only_is_refused(world, mounted):
     world.root = mounted("size=4m")
     forbid_writing(world.root)
     with pytest.raises(TierError, match=r"mounted0 cannot be used: .*\(erofs\)"):
         await world.open()
 
 
-async def test_direct_io_always_is_refused_where_there_is_none(world, monkeypatch):
+async def test_missing_direct_io_is_refused(world, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECT")
     with pytest.raises(TierError, match="direct_io is 'always'"):
         await world.open(direct_io="always")
@@ -183,7 +183,7 @@ async def test_direct_io_always_is_refused_where_there_is_none(world, monkeypatc
 # -------------------------------------------------------------------------------------- epochs
 
 
-async def test_resets_at_once_have_epochs_of_their_own(world, monkeypatch):
+async def test_concurrent_resets_differ(world, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a busy disk takes longer than others wait for a reset
     tiers = [await world.open() for _ in range(4)]
     async with anyio.create_task_group() as group:
@@ -196,7 +196,7 @@ async def test_resets_at_once_have_epochs_of_their_own(world, monkeypatch):
 @pytest.mark.parametrize(
     "text", [None, "", "0\n", "1\n\n", "9" * 16 + "\n", "1 00000000\n"]
 )  # the rest is fuzzed
-async def test_a_lost_epoch_is_never_an_old_one(world, text):
+async def test_lost_epoch_is_never_old(world, text):
     tier = await world.open()
     await tier.reset()
     await world.put(tier, [1])
@@ -212,7 +212,7 @@ async def test_a_lost_epoch_is_never_an_old_one(world, text):
     assert (await world.open()).statistics().epoch == 2
 
 
-async def test_no_flipped_bit_of_the_epoch_is_believed(world):
+async def test_flipped_epoch_bit_is_refused(world):
     await (await world.open()).aclose()
     file = world.namespace / "epoch"
     sound = file.read_bytes()
@@ -225,7 +225,7 @@ async def test_no_flipped_bit_of_the_epoch_is_believed(world):
     os.close(root_fd)
 
 
-async def test_a_reset_that_cannot_be_stored_leaves_nothing_visible(world):
+async def test_unstored_reset_hides_all(world):
     tier = await world.open()
     await world.put(tier, [1])
     (world.namespace / "epoch").unlink()
@@ -241,7 +241,7 @@ async def test_a_reset_that_cannot_be_stored_leaves_nothing_visible(world):
     assert (await world.put(tier, [1])).statuses == (OK,)
 
 
-async def test_unstored_reset_survives_reopening(world):
+async def test_unstored_reset_survives(world):
     tier = await world.open()
     await world.put(tier, [1])
     for writer in (world.namespace / ".tmp").iterdir():
@@ -261,7 +261,7 @@ async def test_unstored_reset_survives_reopening(world):
 
 @pytest.mark.parametrize("times", [1, 100])
 @pytest.mark.parametrize("is_over", [False, True], ids=["under way", "over"])
-async def test_new_writer_swept_as_dead_tries_again(world, monkeypatch, times, is_over):
+async def test_swept_new_writer_retries(world, monkeypatch, times, is_over):
     """Between the making of its lock file and the locking another engine's sweep can get the lock."""
     swept: list[int] = []
 
@@ -290,7 +290,7 @@ async def test_new_writer_swept_as_dead_tries_again(world, monkeypatch, times, i
             os.close(fd)
 
 
-async def test_an_open_that_fails_leaves_no_thread_and_no_writer(world):
+async def test_failed_open_leaves_nothing(world):
     tier = await world.open()
     await tier.aclose()
     (world.namespace / "config.json").write_text("{}")
@@ -300,7 +300,7 @@ async def test_an_open_that_fails_leaves_no_thread_and_no_writer(world):
     assert world.writers() == []
 
 
-def test_other_namespaces_names_are_not_epochs():
+def test_foreign_names_are_no_epochs():
     name = "m_0123456789abcdef"
     assert layout.parse_data_dir(f"{name}_r0") == (name, 0)
     assert layout.parse_data_dir(f"{name}_r0.e12") == (name, 12)
@@ -309,7 +309,7 @@ def test_other_namespaces_names_are_not_epochs():
 
 
 @pytest.mark.parametrize("trace", ["epoch", "users.e999999999999999.lock", "data"])
-async def test_reset_after_the_last_epoch_is_refused(world, trace):
+async def test_epochs_are_finite(world, trace):
     """A forged number at the bound: the next epoch would have no name, so old chunks might be served."""
     await (await world.open()).aclose()
     if trace == "data":

@@ -92,14 +92,14 @@ def make_pool():
         pool.close()
 
 
-def test_every_chunk_is_done_once_and_summed(make_pool):
+def test_chunks_are_done_once(make_pool):
     pool = make_pool(2, 2)
     pool.submit("a", reading=True, chunks=10, part=3, token=7)
     assert pool.ended(1) == [(7, 10)]
     assert sorted(pool.begun) == [("a", 0, 3), ("a", 3, 6), ("a", 6, 9), ("a", 9, 10)]
 
 
-def test_a_look_up_goes_before_reads_that_came_earlier(make_pool):
+def test_look_ups_precede_reads(make_pool):
     pool, gate = make_pool(1, 1), threading.Event()
     pool.submit("hold", reading=0, gate=gate)
     pool.submit("hold", reading=1, gate=gate)
@@ -114,7 +114,7 @@ def test_a_look_up_goes_before_reads_that_came_earlier(make_pool):
     pool.ended(7)
 
 
-def test_reads_go_before_writes_that_came_earlier(make_pool):
+def test_reads_precede_writes(make_pool):
     pool, gate, writing = make_pool(1, 2), threading.Event(), threading.Event()
     for _ in range(2):  # all three threads are busy: with two writes, and then with a read
         pool.submit("hold", reading=False, gate=gate)
@@ -132,7 +132,7 @@ def test_reads_go_before_writes_that_came_earlier(make_pool):
     pool.ended(11)
 
 
-def test_one_reader_stays_free_for_the_next_read(make_pool):
+def test_one_reader_stays_free(make_pool):
     pool, gate = make_pool(2, 2), threading.Event()
     for _ in range(10):
         pool.submit("write", reading=False, gate=gate)
@@ -154,7 +154,7 @@ def test_writers_take_over_reads(make_pool):
     pool.ended(3)
 
 
-def test_writes_go_on_while_there_is_always_something_to_read(make_pool):
+def test_endless_reads_allow_writes(make_pool):
     pool, gate = make_pool(1, 1), threading.Event()
     for _ in range(2):
         pool.submit("hold", reading=True, gate=gate)
@@ -167,7 +167,7 @@ def test_writes_go_on_while_there_is_always_something_to_read(make_pool):
     assert "write" in pool.names()[:-1]  # the writer is in no hurry, but does not wait for all reads
 
 
-def test_closing_does_what_was_handed_in(make_pool):
+def test_close_finishes_jobs(make_pool):
     pool = Pool(1, 1)
     for _ in range(20):
         pool.submit("write", reading=False)

@@ -39,7 +39,7 @@ async def fill(world: World, tier, numbers) -> list[int]:
     return statuses
 
 
-async def test_a_hidden_quota_evicts_and_is_named_once(world, caplog):
+async def test_hidden_quota_named_once(world, caplog):
     world.chunk_bytes = 65_536
     tier = await world.open(max_bytes=2**50, deadline_s=60)
     statuses = await fill(world, tier, range(CHUNKS))
@@ -51,7 +51,7 @@ async def test_a_hidden_quota_evicts_and_is_named_once(world, caplog):
     assert "edquot" in lines[0]
 
 
-async def test_a_reset_that_finds_no_room_lowers_the_limit(world, monkeypatch):
+async def test_roomless_reset_lowers_limit(world, monkeypatch):
     tier = await world.open(max_bytes=2**50)
     await world.put(tier, range(16))
 
@@ -67,7 +67,7 @@ async def test_a_reset_that_finds_no_room_lowers_the_limit(world, monkeypatch):
     await tier.reset()
 
 
-async def test_an_opener_of_a_full_quota_makes_room(world, monkeypatch):
+async def test_full_quota_opener_makes_room(world, monkeypatch):
     """The one that filled it is gone, and the new model has no directory yet."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.05)
     world.chunk_bytes = 65_536

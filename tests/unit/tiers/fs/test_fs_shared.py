@@ -48,7 +48,7 @@ async def put_many(world, tier, first, outcomes):
         outcomes.append(await world.put(tier, range(start, start + 8)))
 
 
-async def test_engines_share_one_bound_and_can_fill_it(world):
+async def test_engines_fill_one_bound(world):
     tiers = [await world.open(max_bytes=2_000_000, eviction="none") for _ in range(4)]
     outcomes: list[Outcome] = []
     async with anyio.create_task_group() as tasks:
@@ -60,7 +60,7 @@ async def test_engines_share_one_bound_and_can_fill_it(world):
     assert sum(outcome.reasons.get("max_bytes", 0) for outcome in outcomes) == refused
 
 
-async def test_restart_knows_the_roots_size_at_first_put(world, hung_count):
+async def test_restart_knows_size(world, hung_count):
     hung_count.open()
     tier = await world.open(max_bytes=400_000, eviction="none")
     await world.put(tier, range(60))
@@ -80,7 +80,7 @@ def sealed_ledger(body):
 
 
 @pytest.mark.parametrize("loss", ["deleted", "garbage", "empty", "torn", "numbers", "another boot"])
-async def test_lost_ledger_is_recounted_within_the_bound(world, hung_count, monkeypatch, tmp_path, loss):
+async def test_lost_ledger_is_recounted(world, hung_count, monkeypatch, tmp_path, loss):
     world.root = tmp_path / "root"  # on a disk, which holds more than the limit
     hung_count.open()
     tier = await world.open(max_bytes=400_000, eviction="none")
@@ -113,7 +113,7 @@ async def test_lost_ledger_is_recounted_within_the_bound(world, hung_count, monk
 
 
 @pytest.mark.parametrize("loss", ["ledger", "folder", "garbage"])
-async def test_a_ledger_lost_under_living_engines_does_no_harm(world, monkeypatch, loss):
+async def test_ledger_loss_is_harmless(world, monkeypatch, loss):
     monkeypatch.setattr(maintenance, "TICK_S", 0.02)
     tiers = [await world.open(max_bytes=600_000, recount_s=0.05, eviction="none") for _ in range(2)]
     for tier in tiers:
@@ -143,7 +143,7 @@ async def until_idle(tiers):
 
 
 @pytest.mark.parametrize("how", ["swept", "evicted", "discarded"])
-async def test_concurrent_count_leaves_no_hole_in_the_bound(world, monkeypatch, how):
+async def test_count_leaves_no_hole(world, monkeypatch, how):
     """A count between a removal and its report already excludes these bytes."""
     monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # a tick would count it again
     one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
@@ -194,7 +194,7 @@ def die_with_a_lease(world, nbytes):
 
 
 @pytest.mark.parametrize("ends_meanwhile", [False, True], ids=["found at the start", "found by a tick"])
-async def test_dead_writers_leases_evict_nothing(world, monkeypatch, ends_meanwhile):
+async def test_dead_leases_evict_nothing(world, monkeypatch, ends_meanwhile):
     """As engines leave it that crash again and again, each with the lease of a batch."""
     monkeypatch.setattr(maintenance, "TICK_S", 0.05)
     tier = await world.open(max_bytes=1_000_000)
@@ -211,7 +211,7 @@ async def test_dead_writers_leases_evict_nothing(world, monkeypatch, ends_meanwh
     assert tier.statistics().evicted_chunks == 0
 
 
-async def test_stopped_lock_holder_fails_puts_without_hang(world, monkeypatch):
+async def test_stopped_lock_holder_fails_puts(world, monkeypatch):
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
     await world.eventually(lambda: not tier._session.quota.has_news)  # nothing is leased ahead any more
@@ -225,7 +225,7 @@ async def test_stopped_lock_holder_fails_puts_without_hang(world, monkeypatch):
     assert (await world.put(tier, [2])).statuses == (OK,)
 
 
-async def test_the_second_writer_of_a_chunk_does_no_work(world):
+async def test_second_writer_does_nothing(world):
     one, two = await world.open(), await world.open()
     await world.put(one, range(32))
     before = [world.file(number).stat() for number in range(32)]
@@ -234,7 +234,7 @@ async def test_the_second_writer_of_a_chunk_does_no_work(world):
     assert [(it.st_ino, it.st_mtime_ns) for it in after] == [(it.st_ino, it.st_mtime_ns) for it in before]
 
 
-async def test_a_file_system_without_locks_is_refused_or_only_read(world, monkeypatch, caplog):
+async def test_lockless_is_read_only(world, monkeypatch, caplog):
     def flock(fd, how):
         raise OSError(37, "No locks available")
 
@@ -254,7 +254,7 @@ async def test_a_file_system_without_locks_is_refused_or_only_read(world, monkey
         await tier.aclose()
 
 
-async def test_locks_on_nfs_need_files_that_are_open_for_writing(world, monkeypatch):
+async def test_nfs_locks_open_for_writing(world, monkeypatch):
     """There an exclusive lock of a file that is open for reading only fails with EBADF: see flock(2)."""
     flock = fcntl.flock
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs._config import FsConfig
-from kvtier.tiers.fs._files.call import Result
+from kvtier.tiers.fs._files.native_call import Result
 from kvtier.tiers.fs._locks import make_writer_lock
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import FileSystem
@@ -47,11 +47,11 @@ def put(disk, space, chunks):
     """Reserve, write and settle. Returns how many were granted and why not more."""
     granted, reason = space.reserve(chunks)
     disk.write(granted * FILE)
-    space.settle(granted, granted * FILE)
+    space.end_reservation(granted, granted * FILE)
     return granted, reason
 
 
-def test_max_bytes_holds_to_the_byte():
+def test_max_bytes_holds_exactly():
     disk = Disk(used=250)
     space = disk.space(max_bytes=1000)
     space.count(lambda: 250)
@@ -61,7 +61,7 @@ def test_max_bytes_holds_to_the_byte():
     assert space.used_bytes == 950
 
 
-def test_uncounted_root_is_assumed_to_hold_everything():
+def test_uncounted_root_is_full():
     disk = Disk(used=700)
     space = disk.space(max_bytes=1000)
     assert space.used_bytes is None
@@ -72,7 +72,7 @@ def test_uncounted_root_is_assumed_to_hold_everything():
 
 
 @pytest.mark.parametrize("held", [0, 1000, 4000])
-def test_the_default_bound_holds_before_the_count_too(held):
+def test_default_bound_holds_early(held):
     """The bound is 80 % of the free space plus the root's contents, however large these are."""
     disk = Disk(used=4000, free=6000)
     space = disk.space()
@@ -86,7 +86,7 @@ def test_the_default_bound_holds_before_the_count_too(held):
     assert 0.8 * (6000 + held) - FILE < held + (before + after) * FILE <= 0.8 * (6000 + held)
 
 
-def test_min_free_sees_what_others_write():
+def test_min_free_sees_others():
     disk = Disk(free=2000)
     space = disk.space(max_bytes=10**9, min_free_bytes=1500)
     assert put(disk, space, 9) == (5, Result.MIN_FREE)
@@ -107,12 +107,12 @@ def test_min_free_is_bytes_or_a_share(given, kept):
 
 
 @pytest.mark.parametrize("given", ["100%", "-1%", "%", "12 %%", -1, True])
-def test_other_amounts_of_free_bytes_are_refused(given):
+def test_other_amounts_are_refused(given):
     with pytest.raises(ValueError, match="min_free_bytes"):
         FsConfig.model_validate({"root_dir": "/nowhere", "min_free_bytes": given})
 
 
-def test_what_leaves_the_file_system_starts_a_count_soon():
+def test_foreign_removal_starts_count():
     disk = Disk(used=5000, free=10**6)
     space = disk.space(max_bytes=10**6)
     space.count(lambda: 4000)
@@ -128,7 +128,7 @@ def test_what_leaves_the_file_system_starts_a_count_soon():
     assert space.used_bytes == 1000
 
 
-def test_counts_that_take_long_are_rarer():
+def test_long_counts_are_rarer():
     disk = Disk(used=5000, free=10**6)
     space = disk.space(max_bytes=10**6)
     space.count(lambda: 4000)
@@ -140,7 +140,7 @@ def test_counts_that_take_long_are_rarer():
     assert space.count_is_due(600)
 
 
-def test_a_refused_write_lowers_the_limit_and_probes_raise_it(monkeypatch):
+def test_refused_write_lowers_limit(monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     disk = Disk(free=10**9)
@@ -164,7 +164,7 @@ def test_a_refused_write_lowers_the_limit_and_probes_raise_it(monkeypatch):
     ("files", "left", "is_free"),
     [(100, 6, False), (100, 7, True), (10**6, 64, False), (10**6, 65, True), (0, 0, True)],
 )
-def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, files, left, is_free):
+def test_no_inodes_is_no_room(monkeypatch, files, left, is_free):
     """A chunk may need directories, too: with one inode left no put would end, and none make room."""
     found = SimpleNamespace(
         f_frsize=4096, f_blocks=100, f_bfree=50, f_bavail=50, f_files=files, f_favail=left
@@ -173,7 +173,7 @@ def test_a_file_system_with_hardly_an_inode_has_no_free_bytes(monkeypatch, files
     assert (stat_file_system(0).free > 0) == is_free
 
 
-def test_eviction_needs_high_watermark_or_refused_put():
+def test_eviction_needs_pressure():
     disk = Disk(free=10**6)
     space = disk.space(max_bytes=10_000, high_watermark=0.9, low_watermark=0.8)
     space.count(lambda: 8900)
@@ -187,7 +187,7 @@ def test_eviction_needs_high_watermark_or_refused_put():
     assert space.excess == 2000
 
 
-def test_eviction_needs_a_count_and_evictable_chunks():
+def test_eviction_needs_candidates():
     full = Disk(used=9_999, free=1)
     assert full.space(max_bytes=100).excess == 0
     disk = Disk()
@@ -197,7 +197,7 @@ def test_eviction_needs_a_count_and_evictable_chunks():
     assert space.excess == 0
 
 
-def test_where_there_is_plenty_of_room_most_puts_ask_nobody():
+def test_plenty_asks_nothing():
     disk = Disk(free=10**9)
     space = disk.space(max_bytes=10**8)
     space.count(lambda: 0)
@@ -208,23 +208,23 @@ def test_where_there_is_plenty_of_room_most_puts_ask_nobody():
         if not space.reserve_ahead(8):
             asked += 1
             space.reserve(8)
-        space.settle(8, 8 * FILE)
+        space.end_reservation(8, 8 * FILE)
     assert 0 < asked < 20
 
 
-def test_who_is_refused_leases_nothing_ahead():
+def test_refused_leases_nothing_ahead():
     """Else others would take it to be writing, and evict for it again and again."""
     disk = Disk(free=10**9)
     space = disk.space(max_bytes=100 * FILE + 99)
     space.count(lambda: 99 * FILE)
     assert space.reserve(2)[0] == 1
     assert disk.ledger.accounts.leased == FILE
-    space.settle(1, FILE)
+    space.end_reservation(1, FILE)
     assert space.reserve(1)[0] == 0
     assert not space.accounts.leased
 
 
-def test_vanishing_folder_fails_only_one_change(tmp_path, monkeypatch):
+def test_vanishing_folder_fails_once(tmp_path, monkeypatch):
     root_fd = os.open(tmp_path, os.O_RDONLY)
     shared = ledger.SharedLedger(root_fd, Disk().look)
 
@@ -254,7 +254,7 @@ def test_vanishing_folder_fails_only_one_change(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------ in the tier
 
 
-async def test_unanswered_space_query_fails_the_put(world, monkeypatch):
+async def test_unanswered_space_fails_put(world, monkeypatch):
     tier = await world.open()
 
     def fail(fd):

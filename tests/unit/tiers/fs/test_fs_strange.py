@@ -39,7 +39,7 @@ def replace(request) -> Callable[[Path], None]:
     return put
 
 
-async def test_in_a_chunks_place_it_is_a_miss(world, replace):
+async def test_as_chunk_misses(world, replace):
     tier = await world.open()
     await world.put(tier, range(8))
     replace(world.file(3))
@@ -50,14 +50,14 @@ async def test_in_a_chunks_place_it_is_a_miss(world, replace):
     assert (await world.put(tier, range(8, 16))).statuses == (OK,) * 8
 
 
-async def test_in_the_manifests_place_it_is_refused(world, replace):
+async def test_as_manifest_is_refused(world, replace):
     await (await world.open()).aclose()
     replace(world.namespace / "config.json")
     with pytest.raises(TierError, match=r"config\.json|cannot be"):
         await world.open()
 
 
-async def test_foreign_object_at_epoch_hides_or_refuses(world, replace):
+async def test_as_epoch_hides_or_refuses(world, replace):
     tier = await world.open()
     await world.put(tier, [1])
     await tier.aclose()
@@ -72,7 +72,7 @@ async def test_foreign_object_at_epoch_hides_or_refuses(world, replace):
     assert (await world.get(again, [1])).statuses == (Status.ABSENT,)
 
 
-async def test_in_the_ledgers_place_it_is_refused_with_the_remedy(world, replace):
+async def test_as_ledger_names_remedy(world, replace):
     await (await world.open()).aclose()
     ledger = world.root / ".kvtier" / "ledger"
     replace(ledger)

@@ -38,7 +38,7 @@ async def test_what_is_put_is_got(world, chunk_bytes, direct_io):
     assert world.got(batch) == [world.content(number) for number in range(6)]
 
 
-async def test_short_hashes_have_files_too(world):
+async def test_short_hashes_have_files(world):
     tier = await world.open()
     keys = [pack_key(b"\xab"), pack_key(b"\xab\xcd", 2**32 - 1)]
     memory = HeapMemory(2, world.chunk_bytes)
@@ -48,7 +48,7 @@ async def test_short_hashes_have_files_too(world):
     assert (folder / "abc" / "d0_g4294967295" / "abcd.bin").exists()
 
 
-async def test_index_knows_presence_but_never_absence(world):
+async def test_index_never_denies(world):
     tier, other = await world.open(), await world.open()
     await world.put(tier, [1, 2, 3])
     unknown, present = Knowledge.UNKNOWN, Knowledge.PRESENT
@@ -62,20 +62,20 @@ async def test_index_knows_presence_but_never_absence(world):
     assert list(tier.known(world.keys([1]))) == [unknown]
 
 
-async def test_memory_of_another_shape_is_refused(world):
+async def test_other_shape_is_refused(world):
     tier = await world.open()
     with pytest.raises(ValueError, match="8192 bytes"):
         await tier.put(Batch(world.keys([1]), [0], HeapMemory(1, 8192)))
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 4095, 5000])
-async def test_chunks_that_fill_no_whole_blocks_are_refused(tmp_path, world, chunk_bytes):
+async def test_partial_blocks_are_refused(tmp_path, world, chunk_bytes):
     tier = FsTier(FsConfig(root_dir=tmp_path))
     with pytest.raises(TierError, match=f"chunk_bytes is {chunk_bytes}"):
         await tier.open(TierContext("files", world.identity, chunk_bytes))
 
 
-def test_missing_native_library_is_refused(tmp_path, monkeypatch):
+def test_missing_library_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "library", None)
     monkeypatch.setattr(native, "missing_because", "there is none")
     monkeypatch.delenv("KVTIER_NATIVE", raising=False)  # a library under a sanitizer
@@ -83,12 +83,12 @@ def test_missing_native_library_is_refused(tmp_path, monkeypatch):
         registry.validate({"type": "fs", "root_dir": str(tmp_path)})
 
 
-async def test_a_tier_that_is_not_open_says_so(tmp_path, world):
+async def test_closed_tier_says_so(tmp_path, world):
     with pytest.raises(StateError, match="not open"):
         FsTier(FsConfig(root_dir=tmp_path)).statistics()
 
 
-async def test_hung_file_system_still_reports_usage(world, monkeypatch):
+async def test_hung_disk_reports_usage(world, monkeypatch):
     tier = await world.open(max_bytes=1 << 20)
     await world.put(tier, [1, 2, 3])
     asked, answered = threading.Event(), threading.Event()

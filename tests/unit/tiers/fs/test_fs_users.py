@@ -67,7 +67,7 @@ def root(place: Path) -> Path:
     return made
 
 
-def test_users_of_one_group_share_a_root(root):
+def test_group_shares_root(root):
     run_as(12_001, root, 0, 8)
     run_as(12_002, root, 8, 40)  # the same epoch, and then a reset
     run_as(12_003, root, 0, 40)  # the other users' chunks are evicted
@@ -79,13 +79,13 @@ def test_users_of_one_group_share_a_root(root):
     assert wrong == []
 
 
-async def test_a_root_of_one_user_stays_private(world):
+async def test_user_root_stays_private(world):
     tier = await world.open()
     await world.put(tier, range(4))
     assert [path for path in world.root.rglob("*") if path.stat().st_mode & 0o077] == []
 
 
-async def test_files_of_another_user_are_named_with_their_owner(world):
+async def test_foreign_owner_is_named(world):
     tier = await world.open()
     assert (await world.put(tier, [1])).statuses == (Status.OK,)
     await tier.aclose()

@@ -19,7 +19,7 @@ from tests.common import failing_log_handler
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_job_that_fails_does_not_end_its_thread(caplog):
+def test_failing_job_keeps_thread(caplog):
     done = threading.Event()
 
     def fail():
@@ -34,7 +34,7 @@ def test_a_job_that_fails_does_not_end_its_thread(caplog):
     assert "a bug" in caplog.text
 
 
-async def test_puts_go_on_after_a_flush_has_failed(world, monkeypatch):
+async def test_failed_flush_allows_puts(world, monkeypatch):
     failed = threading.Event()
 
     def fail(quota):
@@ -53,7 +53,7 @@ async def test_puts_go_on_after_a_flush_has_failed(world, monkeypatch):
     monkeypatch.undo()
 
 
-async def test_a_log_handler_that_fails_does_not_end_the_ticks(world, monkeypatch):
+async def test_failing_log_ends_no_tick(world, monkeypatch):
     monkeypatch.setattr(maintenance, "TICK_S", 0.01)
     tries, refresh = threading.Semaphore(0), Quota.refresh
 

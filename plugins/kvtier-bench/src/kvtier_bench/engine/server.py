@@ -68,12 +68,12 @@ class Server:
         try:
             self._wait_until_ready()
         except BaseException:
-            self.end()
+            self.end_process()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.end()
+        self.end_process()
 
     def open(self, path: str, order: Mapping[str, Any] | None = None) -> Any:
         """Send a request, a POST where there is an order; return the response, which is to be closed."""
@@ -90,7 +90,7 @@ class Server:
         """Return the last lines that the server has logged."""
         return end_of(self._log)
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """Have the server end in an orderly way, and whatever is left of its group at once."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -174,7 +174,7 @@ class _Subject:
         driver, keep_up = self._driver, 8
         reserve_s = commit_s = step_s = 0.0
         for index in range(batches):
-            keys, request = _new_keys(BATCH), driver.begin()
+            keys, request = _new_keys(BATCH), driver.new_request()
             started = time.thread_time()
             assert driver.reserve(keys, request), "a batch has room"
             reserved = time.thread_time()
@@ -206,7 +206,7 @@ class _Subject:
 
     def _resolve(self, keys: Sequence[OffloadKey], expected: str, *, loads: bool) -> float:
         """Run steps until every key has its final answer; return this thread's seconds."""
-        driver, request, spent_s = self._driver, self._driver.begin(), 0.0
+        driver, request, spent_s = self._driver, self._driver.new_request(), 0.0
         lookup, final = driver.lookup, getattr(driver, expected)
         until_s = time.monotonic() + PATIENCE_S
         while True:
@@ -228,7 +228,7 @@ class _Subject:
 
     def _large_store(self) -> None:
         """One request stores more than any is likely to."""
-        driver, keys, request = self._driver, _new_keys(LARGE), self._driver.begin()
+        driver, keys, request = self._driver, _new_keys(LARGE), self._driver.new_request()
         gc.collect()
         reserve_s = _timed(lambda: driver.reserve(keys, request))
         commit_s = _timed(lambda: driver.commit(keys, request))

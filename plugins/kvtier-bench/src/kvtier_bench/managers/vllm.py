@@ -73,7 +73,7 @@ class ManagerDriver:
         self._manager = manager
         self._names = itertools.count()
 
-    def begin(self) -> ReqContext:
+    def new_request(self) -> ReqContext:
         request = ReqContext(req_id=f"r{next(self._names)}")
         self._manager.on_new_request(request)
         return request

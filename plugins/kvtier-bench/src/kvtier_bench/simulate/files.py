@@ -47,7 +47,7 @@ def replay_files(requests: Requests, device_hits: Sequence[int], capacity: int) 
 
 
 def _publish(uses: Uses, files: _Files, now_us: int) -> None:
-    for key, class_ in uses.take(WAITING):
+    for key, class_ in uses.take_unpublished(WAITING):
         if key in files:
             files[key] = (now_us, max(class_, files[key][1]))
 

@@ -41,7 +41,7 @@ class Copies:
     def store(self, slots: Sequence[int], contents: Sequence[bytes], done: Callable[[bool], object]) -> None:
         """Copy to slots; ``done`` gets whether it succeeded."""
         memory, fails = self._memory, self._fails()
-        use = memory.begin(slots, "a store", writes=True)
+        use = memory.begin_use(slots, "a store", writes=True)
         memory.scribble(slots)
         for slot, one in zip(slots, contents, strict=True):
             memory.view(slot)[:_HALF] = one[:_HALF]
@@ -51,7 +51,7 @@ class Copies:
             if not fails:
                 for slot, one in zip(slots, contents, strict=True):
                     memory.view(slot)[_HALF:] = one[_HALF:]
-            memory.end(slots, use)
+            memory.end_use(slots, use)
             done(not fails)
 
         self._end_later(end)
@@ -59,13 +59,13 @@ class Copies:
     def load(self, slots: Sequence[int], done: Callable[[list[bytes] | None], object]) -> None:
         """Copy from slots; ``done`` is called with the bytes, or None if the copy failed."""
         memory, fails = self._memory, self._fails()
-        use = memory.begin(slots, "a load", writes=False)
+        use = memory.begin_use(slots, "a load", writes=False)
         halves = [bytes(memory.view(slot)[:_HALF]) for slot in slots]
 
         def end() -> None:
             del self._under_way[end]
             rest = [bytes(memory.view(slot)[_HALF:]) for slot in slots]
-            memory.end(slots, use)
+            memory.end_use(slots, use)
             done(None if fails else [a + b for a, b in zip(halves, rest, strict=True)])
 
         self._end_later(end)

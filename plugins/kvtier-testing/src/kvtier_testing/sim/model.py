@@ -79,7 +79,7 @@ class SimMemory:
         """Return whether a slot holds a chunk computed with these weights."""
         return self._views[slot] == content(key, weights)
 
-    def begin(self, slots: Sequence[int], who: str, *, writes: bool) -> Use:
+    def begin_use(self, slots: Sequence[int], who: str, *, writes: bool) -> Use:
         """Register a reader or writer of slots. A slot has many readers or one writer."""
         use = Use(who, writes)
         for slot in slots:
@@ -90,19 +90,19 @@ class SimMemory:
             self._uses[slot].append(use)
         return use
 
-    def end(self, slots: Sequence[int], use: Use) -> None:
-        """End a use that ``begin`` registered."""
+    def end_use(self, slots: Sequence[int], use: Use) -> None:
+        """End a use that ``begin_use`` registered."""
         for slot in slots:
             self._uses[slot].remove(use)
 
     @contextmanager
     def using(self, slots: Sequence[int], who: str, *, writes: bool) -> Iterator[None]:
         """Register a reader or writer while the context is entered."""
-        use = self.begin(slots, who, writes=writes)
+        use = self.begin_use(slots, who, writes=writes)
         try:
             yield
         finally:
-            self.end(slots, use)
+            self.end_use(slots, use)
 
     def scribble(self, slots: Iterable[int]) -> None:
         """Overwrite slots with bytes that belong to no chunk."""

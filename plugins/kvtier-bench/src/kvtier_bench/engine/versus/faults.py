@@ -237,7 +237,7 @@ class Faults:
     def _fill(self, system: System, prompts: str) -> list[Path]:
         before = system.chunks()
         system.ask(prompts_of(prompts), 1)
-        system.settle()
+        system.await_stores()
         return [path for path in system.chunks() if path not in before]
 
     def _ask(self, system: System, prompts: str, meanwhile: Callable[[], object] | None = None) -> _Seen:
@@ -282,7 +282,7 @@ class Faults:
                 return f"no: {seen.wrong} wrong, {seen.failed} failed"
             if seen.cached:
                 return f"yes, {number * PAUSE_S:.0f} s later" if number else "yes"
-            system.settle()
+            system.await_stores()
         return "right answers, nothing from the cache"
 
     def _fill_disk(self, name: str) -> Iterator[Record]:
@@ -328,10 +328,10 @@ class Faults:
         """Store more than a file system holds, and ask for the last of it after a restart."""
         for number in range(6):
             system.ask(prompts_of(f"filler {number}"), 1)
-            system.settle()
+            system.await_stores()
         seen = self._ask(system, FULL)
         self._start(system)
-        system.settle()
+        system.await_stores()
         disk = shutil.disk_usage(folder)
         yield Bounded(system.name, DISK_MIB, disk.used / 2**20, disk.free / 2**20)
         system.stop()

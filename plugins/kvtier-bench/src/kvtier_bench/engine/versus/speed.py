@@ -143,18 +143,18 @@ class Speeds:
         for number in range(-1, self._work.rounds):
             system.ask(self._work.single("storage", number), 1, together=False)
             system.ask(self._work.together("convoy", number), 1)
-            system.settle()
+            system.await_stores()
 
     def _before(self, system: System, number: int) -> None:
         prompts = self._work.single("cold", number)
         self._first_tokens(COLD, system, prompts, number)
-        system.settle()
+        system.await_stores()
         system.forget()
         if system.name != PLAIN:
             self._first_tokens(HOST, system, prompts, number)
         before_s = system.cpu_s()
         answer = system.ask(self._work.together("unseen", number), BATCH_OUTPUT)
-        system.settle()
+        system.await_stores()
         if number >= 0:
             self._note(UNSEEN, system.name, answer["wall_s"])
             self._note(UNSEEN_CPU, system.name, system.cpu_s() - before_s)
@@ -170,7 +170,7 @@ class Speeds:
         ]
         before_s = system.cpu_s()
         answer = system.ask(prompts, OUTPUT_TOKENS)
-        system.settle()
+        system.await_stores()
         self._count(CONVOY, system.name, answer["cached"], sum(map(len, prefixes)), number)
         if number >= 0:
             self._note(CONVOY, system.name, answer["wall_s"])

@@ -196,7 +196,7 @@ class System:
         assert self.engine is not None
         return self.engine.ask("generate", prompts=prompts, output_tokens=output_tokens, logprobs=0, **order)
 
-    def settle(self) -> None:
+    def await_stores(self) -> None:
         """Wait until everything is stored, in files too."""
         assert self.engine is not None
         self.engine.ask("settle")
