@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import threading
+from functools import partial
 
 import anyio
 import crc32c
@@ -134,46 +135,51 @@ async def test_ledger_loss_is_harmless(world, monkeypatch, loss):
     assert 300_000 < await world.bytes_below() <= 600_000
 
 
-async def until_idle(tiers):
-    """Wait for the background work that opening has begun."""
+async def two_idle_openers(world, monkeypatch):
+    """Open two tiers whose background work has ended and does not start again: it would count the root."""
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
+    tiers = [await world.open(max_bytes=1_000_000) for _ in range(2)]
     for tier in tiers:
         ended = threading.Event()
         tier._session.maintenance._slow.submit(ended.set)
         await anyio.to_thread.run_sync(ended.wait)
+    monkeypatch.setattr(maintenance.Maintenance, "_do_slow_work", lambda *_: None)
+    return tiers
 
 
-@pytest.mark.parametrize("how", ["swept", "evicted", "discarded"])
-async def test_count_leaves_no_hole(world, monkeypatch, how):
+async def sweep(_world, one, other):
+    for tier in (one, other):
+        await tier.reset()  # no engine uses the epoch any more
+    await anyio.to_thread.run_sync(one._session.maintenance._sweep)
+
+
+async def evict(_world, one, _other):
+    freed = await anyio.to_thread.run_sync(one._session.maintenance._count_freed)
+    await anyio.to_thread.run_sync(one._session.maintenance._evictor.make_room, 100_000, freed)
+
+
+async def discard(world, one, _other):
+    await one.discard(world.keys(range(10)))
+
+
+@pytest.mark.parametrize("remove", [sweep, evict, discard])
+async def test_count_leaves_no_hole(world, monkeypatch, remove):
     """A count between a removal and its report already excludes these bytes."""
-    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)  # a tick would count it again
-    one, other = [await world.open(max_bytes=1_000_000) for _ in range(2)]
-    await until_idle([one, other])
-    monkeypatch.setattr(maintenance.Maintenance, "_do_slow_work", lambda *_: None)  # as would this
+    one, other = await two_idle_openers(world, monkeypatch)
     await world.put(one, range(20))
-    await anyio.to_thread.run_sync(one._session.quota.flush)  # tells of the put
-    removed = Quota.removed
-    told: list[int] = []
+    await anyio.to_thread.run_sync(one._session.quota.flush)  # reports the put
+    count = partial(other._session.quota.count, other._session.maintenance._add_up)
+    report, late = Quota.removed, []
 
-    def count():
-        other._session.quota.count(other._session.maintenance._add_up)
-
-    def removed_late(quota, nbytes, since):
-        if nbytes and not told:
-            told.append(nbytes)
+    def count_then_report(quota, nbytes, since):
+        if nbytes and not late:
+            late.append(nbytes)
             count()
-        return removed(quota, nbytes, since)
+        return report(quota, nbytes, since)
 
-    monkeypatch.setattr(Quota, "removed", removed_late)
-    if how == "swept":
-        await one.reset()
-        await other.reset()  # no engine uses the epoch any more
-        await anyio.to_thread.run_sync(one._session.maintenance._sweep)
-    elif how == "evicted":
-        freed = await anyio.to_thread.run_sync(one._session.maintenance._count_freed)
-        await anyio.to_thread.run_sync(one._session.maintenance._evictor.make_room, 100_000, freed)
-    else:
-        await one.discard(world.keys(range(10)))
-    assert told
+    monkeypatch.setattr(Quota, "removed", count_then_report)
+    await remove(world, one, other)
+    assert late
     assert accounts_of(world).used >= await world.bytes_below()
     assert accounts_of(world).unconfirmed
     await anyio.to_thread.run_sync(count)
