@@ -169,7 +169,8 @@ async def test_count_leaves_no_hole(world, monkeypatch, remove):
     await world.put(one, range(20))
     await anyio.to_thread.run_sync(one._session.quota.flush)  # reports the put
     count = partial(other._session.quota.count, other._session.maintenance._add_up)
-    report, late = Quota.removed, []
+    report = Quota.removed
+    late: list[int] = []
 
     def count_then_report(quota, nbytes, since):
         if nbytes and not late:
