@@ -36,6 +36,7 @@ SGLANG_IMPORTS = (  # imports of its host pools' modules; the rest is for GPUs, 
     "pillow==13.0.0", "psutil==7.2.2", "pybase64==1.5.1", "pyzmq==27.3.0", "requests==2.34.2",
     "sentencepiece==0.2.3", "starlette==1.10.0", "transformers==5.19.0",
 )  # fmt: skip
+CONFORMANCE = ("tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 LMCACHE = "0.5.6"
@@ -76,7 +77,10 @@ def tests(session: nox.Session) -> None:
     """Does it work? Unit and property tests, with torch on the CPU and no engine."""
     install_torch_cpu(session)
     install_kvtier(session, "torch", groups=["tests"])
-    run_pytest(session, marks="not device and not integration")
+    # CI runs conformance on this Python, too.
+    doubled = CONFORMANCE if os.environ.get("CI") and platform.python_version().startswith(PYTHONS[0]) else ()
+    ignored = [f"--ignore={path}" for path in doubled]
+    run_pytest(session, *ignored, marks="not device and not integration")
 
 
 @nox.session(venv_backend="none")
@@ -99,7 +103,7 @@ def sim(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Do tiers and policies keep their contract on each Python? Without torch; skips one that is missing."""
     install_kvtier(session, groups=["tests"])
-    run_pytest(session, "tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
+    run_pytest(session, *CONFORMANCE)
     if not session.posargs:
         for example in ("shelf", "second_chance"):
             session.install("-e", f"examples/{example}")
