@@ -58,7 +58,7 @@ class Uses:
         self._start_interval()
 
     def _start_interval(self) -> None:
-        """Start an interval, in which each chunk's first use is published and learned from."""
+        """Start an interval; publish and learn from each chunk's first use in it."""
         self._published: set[OffloadKey] = set()
         now = self._clock()
         self._interval_s, self._interval_at, self._puts = now - self._interval_at, now, 0

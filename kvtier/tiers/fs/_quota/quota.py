@@ -59,7 +59,7 @@ class Quota:
         self._lock = threading.Lock()  # guards the next three numbers; never held while asking
         self._reserved = 0  # part of the lease, for puts in flight
         self._ahead = 0  # part of the lease, for later puts
-        self._unreported = 0  # written but not in the ledger, where the lease still covers it
+        self._unreported = 0  # written but not in the ledger; the lease covers it until then
         self._leased = 0  # the lease in the ledger
         self._refused = 0  # bytes that the last reservation lacked, to evict
         self._file_bytes = file_bytes

@@ -131,7 +131,7 @@ class Peer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection that neither side has closed."""
+        """Whether its connection is open on both sides."""
         link = self._link
         return link is not None and not link.reader.at_eof() and not link.writer.is_closing()
 
