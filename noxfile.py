@@ -38,6 +38,7 @@ SGLANG_IMPORTS = (  # imports of its host pools' modules; the rest is for GPUs, 
 )  # fmt: skip
 CONFORMANCE = ("tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
+PRINTED = ("README.md", "docs/get-started.md")  # their shell blocks run as printed
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 LMCACHE = "0.5.6"
 LMCACHE_NEEDS = (  # imported on the CPU, and not installed with vLLM
@@ -147,28 +148,42 @@ def sglang(session: nox.Session) -> None:
 
 @nox.session
 def bare(session: nox.Session) -> None:
-    """Do the README's commands run after its install commands? No torch, no engine; ``full`` adds torch."""
-    sources = Path.cwd()
-    session.install(".")
-    session.chdir(session.create_tmp())  # away from the sources: only the installed files count
+    """Do the commands of README and Get started run as printed, in an environment with nothing but pip?
+
+    No torch, no engine: stand-ins take their place. ``full`` adds torch.
+    """
+    session.install("pip")  # environments made by uv have none
+    session.run("python", "-m", "pip", "uninstall", "-y", "-q", "kvtier", *TESTED_WITH)
+    session.run("python", "tests/printed.py", *PRINTED, silent=True)
     absent = ("torch", "vllm", "numpy", "pytest", "hypothesis", "kvtier_testing", "kvtier_bench")
+    sources = Path.cwd()
+    session.chdir(session.create_tmp())  # away from the sources: only the installed files count
     session.run("python", "-c", f"import importlib.util as u; assert not any(map(u.find_spec, {absent}))")
     session.run("python", "-W", "error", "-c", "import kvtier")
     for words in ("--version", "tiers", "schema", "doctor -h", "ls -h"):
         session.run("kvtier", *words.split(), silent=True)
     session.run("python", "-c", "from kvtier.tiers._registry import load; load('dummy'); load('fs')")
-    for missing, status, command in (
-        ("pip install kvtier-bench", 2, ("kvtier", "demo")),
-        ("pip install kvtier-testing", 2, ("kvtier", "new-tier", "shelf")),
-        ("pip install 'kvtier[torch]'", 1, ("python", "-c", "from kvtier import KVCaches")),
-    ):
-        if missing not in str(session.run(*command, success_codes=[status], silent=True)):
-            session.error(f"{' '.join(command)} does not say: {missing}")
+    without_torch = ("python", "-c", "from kvtier import KVCaches")
+    assert "[torch]'" in remedy_of(session, *without_torch, status=1)
+    for command in (("kvtier", "demo", "--help"), ("kvtier", "new-tier", "shelf")):
+        remedy = remedy_of(session, *command, status=2)
+        with session.chdir(sources):
+            session.run("sh", "-c", f"python -m {remedy} -q", external=True)
+        session.run(*command, silent=True)
     if FULL:
         install_torch_cpu(session)
         session.install(f"{sources}[torch]")
-        (example,) = re.findall(r"```python\n(.*?)```", (sources / "docs/python.md").read_text(), re.DOTALL)
+        example, *_ = re.findall(r"```python\n(.*?)```", (sources / "docs/python.md").read_text(), re.DOTALL)
         session.run("python", "-c", example)
+
+
+def remedy_of(session: nox.Session, *command: str, status: int) -> str:
+    """Return the command that the message of a failing command names: ``pip install ...``."""
+    output = " ".join(str(session.run(*command, success_codes=[status], silent=True)).split())
+    found = re.search(r"pip install (\./\S+|'\S+'|[\w-]+)", output)
+    if found is None:
+        session.error(f"{' '.join(command)} names no command to install what is missing: {output}")
+    return found[0]
 
 
 @nox.session
@@ -287,7 +302,7 @@ def architecture(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Does the site build, strictly, into build/site? Do manifests match their schemas?"""
-    install_kvtier(session, groups=["docs"], distributions=["kvtier-bench", "kvtier-redis"])
+    install_kvtier(session, groups=["docs"], distributions=[*TESTED_WITH, "kvtier-redis"])
     settings = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("python", "docs/mkdocs/deploy.py")
     session.run("mkdocs", "build", "-f", "docs/mkdocs/mkdocs.yml", *session.posargs, env=settings)

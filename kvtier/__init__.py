@@ -92,7 +92,10 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "torch"):
             raise
-        message = f"kvtier.{name} needs {error.name}, which is not installed: pip install 'kvtier[torch]'"
+        from kvtier._plugins import install_command
+
+        remedy = install_command("kvtier", "torch")
+        message = f"kvtier.{name} needs {error.name}, which is not installed: {remedy}"
         raise ModuleNotFoundError(message, name=error.name) from error
 
 

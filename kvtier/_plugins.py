@@ -33,6 +33,21 @@ POLICIES = Group("kvtier.policies", "eviction policy", ConfigError)
 _OWN_TIERS = ("mooncake", "nixl", "redis", "s3")
 COMMANDS = Group("kvtier.commands", "command", KVTierError)
 
+IS_PUBLISHED = False
+"""Whether kvtier's distributions are on a package index; else they are installed from a checkout."""
+
+
+def requirement(distribution: str, extras: str = "") -> str:
+    """Return what ``pip install`` takes, in a shell, for one of kvtier's own distributions."""
+    place = distribution if IS_PUBLISHED else "." if distribution == "kvtier" else f"./plugins/{distribution}"
+    return f"'{place}[{extras}]'" if extras else place
+
+
+def install_command(distribution: str, extras: str = "") -> str:
+    """Return how to install one of kvtier's own distributions, for messages."""
+    where = "" if IS_PUBLISHED else " in a checkout of kvtier"
+    return f"pip install {requirement(distribution, extras)}{where}"
+
 
 def installed(group: Group) -> list[EntryPoint]:
     """Return the plug-ins of ``group``, sorted by name. A name that two distributions claim appears twice."""
@@ -60,7 +75,7 @@ def require(group: Group, name: str, field: str) -> list[EntryPoint]:
         listed = ", ".join(sorted(found.names)) or "none"
         hint = did_you_mean(name, found.names) or "; install the distribution that brings it"
         if group is TIERS and name in _OWN_TIERS:
-            hint = f": pip install kvtier-{name}"
+            hint = f": {install_command(f'kvtier-{name}')}"
         raise ConfigError(f"{field} = {name!r}: no such {group.noun}; installed are: {listed}{hint}")
     return list(found.select(name=name))
 

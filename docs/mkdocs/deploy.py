@@ -88,9 +88,11 @@ def unknown(given: Any, known: Any, name: str) -> Iterator[str]:
 
 
 def check_compose() -> None:
-    """Raise if the compose file mounts a file that is not there, or has too little shared memory."""
+    """Raise if the compose file names a file that is not there, or has too little shared memory."""
     folder = DEPLOY / "compose"
     (compose,) = documents(folder / "compose.yaml")
+    build = compose["services"]["engine"]["build"]
+    assert (folder / build["context"] / build["dockerfile"]).exists(), f"there is no {build['dockerfile']}"
     for source in mounted(compose):
         assert (folder / source).exists(), f"compose.yaml mounts {source}, which is not there"
     assert engine_settings(folder / "engine.yaml").cpu_bytes_to_use < size(
@@ -110,4 +112,4 @@ if __name__ == "__main__":
     check_kubernetes()
     check_compose()
     check_dashboard()
-    print("the manifests are well")
+    print("the manifests are valid")

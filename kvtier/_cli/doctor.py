@@ -151,7 +151,7 @@ def _show(found: Diagnosis) -> None:
     report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
     for one in found.returns:
         report.print_line(str(one))
-    report.print_line(f"not well: {', '.join(found.not_well)}" if found.not_well else "all tiers are well")
+    report.print_line(f"failing: {', '.join(found.not_well)}" if found.not_well else "all tiers work")
 
 
 def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Check]:

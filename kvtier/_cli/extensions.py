@@ -47,9 +47,8 @@ class Commands(TyperGroup):
         if command is None and cmd_name in _installed():
             command = _load(cmd_name)
         if command is None and cmd_name in _DISTRIBUTIONS:
-            return _unusable(
-                cmd_name, f"this command is not installed: pip install {_DISTRIBUTIONS[cmd_name]}"
-            )
+            remedy = plugins.install_command(_DISTRIBUTIONS[cmd_name])
+            return _unusable(cmd_name, f"this command is not installed: {remedy}")
         return None if command is None else self._with_common_options(command)
 
     def _with_common_options(self, command: Command) -> Command:

@@ -18,7 +18,7 @@ from kvtier._cli.report import console, printable
 from kvtier.errors import KVTierError
 
 STATUS: Final = (
-    "Exit status: 0 all is well; 1 something is wrong with what was looked at; 2 wrong use, or it cannot be "
+    "Exit status: 0 everything works; 1 a problem was found; 2 wrong use, or it cannot be "
     "done; 128 and more ended by a signal."
 )
 _FAILED: Final = 2

@@ -137,22 +137,34 @@ def test_excerpts_match_files(page: Path) -> None:
             assert any(text in block.excerpt_of.read_text() for text in shown), block.where
 
 
-# --- what the site generates --------------------------------------------------------------------------
+# --- what is generated --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def hooks() -> Any:
-    """The module that the site is built with."""
-    return load_file("hooks", DOCS / "mkdocs" / "hooks.py")
+def pages() -> Any:
+    """The module that keeps the generated parts of the pages."""
+    return load_file("pages", DOCS / "mkdocs" / "pages.py")
 
 
-def generated(page: str, hooks: Any) -> str:
-    replace = lambda match: hooks.GENERATORS[match["kind"]](match["rest"])  # noqa: E731
-    return str(hooks.GENERATED.sub(replace, (DOCS / page).read_text()))
+def test_generated_parts_of_the_pages_are_current(pages: Any) -> None:
+    stale = [page.name for page in pages.PAGES if pages.refreshed(page.read_text()) != page.read_text()]
+    assert stale == [], "run python docs/mkdocs/pages.py"
 
 
-def test_configuration_page_is_complete(hooks: Any) -> None:
-    told = re.findall(r"^\| `(\w+)` \|", generated("configure.md", hooks), re.MULTILINE)
+def test_one_variable_changes_all_install_commands(pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from_checkout = "pip install . './plugins/kvtier-s3[tests]' torch  # pip install ./plugins/kvtier-redis"
+    published = "pip install kvtier 'kvtier-s3[tests]' torch  # pip install kvtier-redis"
+    assert pages.refreshed(published) == from_checkout
+    monkeypatch.setattr(plugins, "IS_PUBLISHED", True)
+    assert pages.refreshed(from_checkout) == published
+    for page in pages.PAGES:
+        assert "./plugins/kvtier-" not in "".join(
+            re.findall("pip install(?! -e).*", pages.refreshed(page.read_text()))
+        )
+
+
+def test_configuration_page_is_complete() -> None:
+    told = re.findall(r"^\| `(\w+)` \|", (DOCS / "configure.md").read_text(), re.MULTILINE)
     settings = [*TieringConfig.model_fields, *FsTier.Config.model_fields]
     assert sorted(told) == sorted(settings), "name each setting in one table of docs/configure.md"
 
@@ -167,7 +179,8 @@ def test_error_page_is_complete() -> None:
 
 _CODE = re.compile(r"`([^`\n]+)`")
 _VLLM_KEYS = {"enable_kv_cache_events", "publisher", "medium", "locality", "kv_connector_extra_config",
-              "kv_connector_module_path", "kv_load_failure_policy"}  # fmt: skip
+              "kv_connector_module_path", "kv_load_failure_policy", "kv_transfer_params", "kvtier",
+              "explain"}  # fmt: skip
 _OWN_TO_VLLM = {"vllm:kv_offload_config_info"}
 _SOURCES = {"kvtier": ROOT / "kvtier"} | {
     folder.name: folder for folder in (ROOT / "plugins").glob("*/src/kvtier_*") if folder.suffix == ""
@@ -179,9 +192,9 @@ def metrics() -> Mapping[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def commands(hooks: Any) -> dict[str, set[str]]:
+def commands(pages: Any) -> dict[str, set[str]]:
     """Every command, and its options."""
-    found = hooks.walk(typer.main.get_command(app), "kvtier")
+    found = pages.walk(typer.main.get_command(app), "kvtier")
     return {path: {name for one in command.params for name in one.opts} for path, command in found}
 
 

@@ -234,5 +234,5 @@ def test_roomless_tier_is_refused(tmp_path: Path) -> None:
 
 def test_missing_tier_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([]))
-    with pytest.raises(ConfigError, match=r"no such tier.*: pip install kvtier-s3"):
+    with pytest.raises(ConfigError, match=r"no such tier.*: pip install ./plugins/kvtier-s3 in a checkout"):
         plugins.require(plugins.TIERS, "s3", "type")

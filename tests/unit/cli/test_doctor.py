@@ -45,11 +45,11 @@ def test_table_ends_with_verdict(run):
     result = run("--tier", tier(name="shelf"))
     assert result.exit_code == 0
     assert "Checks of each tier" in result.output
-    assert result.output.splitlines()[-1] == "all tiers are well"
+    assert result.output.splitlines()[-1] == "all tiers work"
     result = run("--tier", tier(name="shelf", failure_rate=1), "--tier", tier(name="other"))
     assert result.exit_code == 1
     assert "injected: a fault that the settings asked for" in result.output
-    assert result.output.splitlines()[-1] == "not well: shelf"
+    assert result.output.splitlines()[-1] == "failing: shelf"
 
 
 def test_write_return_from_metrics(run, tmp_path):
@@ -302,7 +302,7 @@ def test_unreadable_root_is_reported(run, tmp_path: Path, monkeypatch):
     assert json.loads(result.stdout)["not_well"] == ["fs"]
     assert ill_step(result)["remedy"] == "give this user the permission"
     assert [row for row in checks(result) if row[1] == "ok"] == [(step, "ok") for step in STEPS]
-    assert "not well: fs" in run(*tiers).output
+    assert "failing: fs" in run(*tiers).output
 
 
 @pytest.mark.parametrize("word", sorted(FsTier.reasons))

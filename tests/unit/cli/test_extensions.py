@@ -93,4 +93,4 @@ def test_missing_command_names_package(
     monkeypatch.setattr(sys, "argv", ["kvtier", *arguments])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert "not installed: pip install kvtier-bench" in capsys.readouterr().err
+    assert "not installed: pip install ./plugins/kvtier-bench in a checkout" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def _profile(config: S3Config) -> S3CredentialProvider | None:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
-        raise TierError("profile needs boto3: pip install kvtier-s3[profiles]") from error
+        raise TierError("profile needs boto3: pip install boto3") from error
     try:
         session = boto3.Session(profile_name=config.profile)
         return Boto3CredentialProvider(session, ttl=timedelta(seconds=_CREDENTIALS_S))

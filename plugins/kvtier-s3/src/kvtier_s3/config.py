@@ -78,7 +78,7 @@ class S3Config(TierConfig):
     profile: str | None = Field(
         default=None,
         description="s3: profile in `~/.aws` with the credentials, or a `credential_process` that prints "
-        "them; needs `pip install kvtier-s3[profiles]`.",
+        "them; needs `pip install boto3`.",
     )
     service_account_file: Path | None = Field(
         default=None,
