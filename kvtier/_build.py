@@ -25,7 +25,7 @@ from kvtier.tiers._base import TierConfig
 
 logger = GuardedLogger("kvtier.executor")
 
-_LEAST_CHUNKS = 4  # with fewer chunks a tier refuses every put
+LEAST_CHUNKS = 4  # with fewer chunks a tier refuses every put
 
 if TYPE_CHECKING:
     from kvtier._device.base import KVCaches
@@ -64,8 +64,8 @@ def make_core(
 def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: int) -> TierStatus:
     """Make the core's status of a tier with these settings; ``remembered``: see ``WriteAdmission``."""
     max_bytes = getattr(tier, "max_bytes", None)
-    if max_bytes is not None and max_bytes < _LEAST_CHUNKS * chunk_bytes:
-        needed = f"{_LEAST_CHUNKS} chunks of {chunk_bytes} bytes"
+    if max_bytes is not None and max_bytes < LEAST_CHUNKS * chunk_bytes:
+        needed = f"{LEAST_CHUNKS} chunks of {chunk_bytes} bytes"
         raise ConfigError(f"tier {name}: max_bytes ({max_bytes}) must have room for at least {needed}")
     chunks_per_day = tier.write_bytes_per_day / chunk_bytes if tier.write_bytes_per_day is not None else None
     return TierStatus(

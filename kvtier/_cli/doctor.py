@@ -9,12 +9,12 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +24,13 @@ import typer
 from kvtier import _build as build
 from kvtier import _reasons as reasons
 from kvtier._cli import report, top
+from kvtier._cli.limits import Need, chunks_need, disk_need, memory_needs
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import PRIMARY
 from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger
 from kvtier._memory.heap import HeapMemory
-from kvtier._memory.memory_limits import memory_limits
-from kvtier._memory.region import SHARED_MEMORY
 from kvtier._settings.validation import did_you_mean
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import pack_key
@@ -51,8 +50,6 @@ _PAGE_BYTES = 4096
 _MAX_FILE_BYTES = 16 * 2**20
 _EXTRA_CONFIG = "kv_connector_extra_config"
 _NO_TIERS = "there is no secondary tier to check: name a file with secondary_tiers, or give --tier"
-
-_Size = tuple[str, str, int, int, Path]  # tier, setting, its bytes, available bytes, path
 
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
 _PERMIT = "give this user the permission"
@@ -158,8 +155,10 @@ def run(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> list[Che
     """Check each tier of a configuration file or of ``tiers``, in JSON. Raises as ``TieringConfig``."""
     settings, is_engine = _configuration(config, tiers, chunk_bytes)
     named = build.make_tiers(settings)
-    sizes = [*([] if tiers else [_memory_size(settings, is_engine=is_engine)]), *_disk_sizes(named)]
-    return [_check_size(*size) for size in sizes] + _probe(named, chunk_bytes)
+    needs = _needs(settings, named, chunk_bytes, is_engine=is_engine)
+    by_tier = {tier: list(found) for tier, found in groupby(needs, key=lambda need: need.tier)}
+    sizes = [_check_of(found) for tier, found in by_tier.items() if not (tiers and tier == PRIMARY)]
+    return sizes + _probe(named, chunk_bytes)
 
 
 def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) -> tuple[TieringConfig, bool]:
@@ -208,29 +207,25 @@ def _parsed(parse: Callable[[str], Any], text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is neither JSON nor, in a file named *.toml, TOML: {error}") from None
 
 
-def _memory_size(settings: TieringConfig, *, is_engine: bool) -> _Size:
-    """Return the size of the primary tier, and of the smallest memory that must hold it."""
-    memory = [(limit.limit_bytes, limit.path) for limit in memory_limits()]
-    if is_engine and (shared := shutil.disk_usage(SHARED_MEMORY).total):  # 0: no limit
-        memory.append((shared, SHARED_MEMORY))
-    return PRIMARY, "cpu_bytes_to_use", settings.cpu_bytes_to_use, *min(memory)
-
-
-def _disk_sizes(named: Sequence[NamedTier]) -> Iterator[_Size]:
-    """Yield the limits of roots, and their disks' sizes."""
+def _needs(
+    settings: TieringConfig, named: Sequence[NamedTier], chunk_bytes: int, *, is_engine: bool
+) -> Iterator[Need]:
+    """Yield what the settings need of this machine, tier by tier."""
+    yield from memory_needs(PRIMARY, settings.cpu_bytes_to_use, is_engine=is_engine)
     for one in named:
         config = one.tier.config
         if isinstance(config, FsConfig) and config.max_bytes is not None:
             with suppress(OSError):  # the tier's open reports it
-                disk = next(path for path in (config.root_dir, *config.root_dir.parents) if path.exists())
-                yield one.name, "max_bytes", config.max_bytes, shutil.disk_usage(disk).total, disk
+                yield disk_need(one.name, config.max_bytes, config.root_dir)
+                yield chunks_need(one.name, config.max_bytes, chunk_bytes)
 
 
-def _check_size(tier: str, setting: str, wanted_bytes: int, has_bytes: int, place: Path) -> Check:
-    if wanted_bytes <= has_bytes:
-        return Check(tier, "size", "ok")
-    result = f"{setting} is {report.Bytes(wanted_bytes)}, and {place} has {report.Bytes(has_bytes)}"
-    return Check(tier, "size", result, remedy=f"set {setting} to less, or run this on the engine's machine")
+def _check_of(needs: Sequence[Need]) -> Check:
+    """Return the check of a tier's needs: that of the first that is not met."""
+    short = next((need for need in needs if not need.is_met), None)
+    if short is None:
+        return Check(needs[0].tier, "size", "ok")
+    return Check(short.tier, "size", str(short), remedy=short.remedy)
 
 
 def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:

@@ -7,6 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Final
+
+CHUNK_BYTES: Final = 512 * 1024
+"""Default lower bound of a chunk's size: files of this size reach the limit of a disk."""
+
+CHUNK_TOKENS: Final = 256
+"""Default upper bound of a chunk's tokens: the tail of a prompt after its last chunk is computed."""
+
+
+def default_blocks_per_chunk(block_bytes: int, block_tokens: int) -> int:
+    """Return the least number of blocks that makes a chunk ``CHUNK_BYTES`` large, up to ``CHUNK_TOKENS``."""
+    return min(-(-CHUNK_BYTES // block_bytes), max(1, CHUNK_TOKENS // block_tokens))
 
 
 def whole_pages(nbytes: int) -> int:

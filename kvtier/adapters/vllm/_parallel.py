@@ -20,15 +20,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier._memory.layout import SlotLayout, whole_pages
+from kvtier._memory.layout import SlotLayout, default_blocks_per_chunk, whole_pages
 from kvtier.adapters.vllm._compat import EngineContext
 from kvtier.errors import ConfigError, RegionError
-
-CHUNK_BYTES = 512 * 1024
-"""Default lower bound of a chunk's size: files of this size reach the limit of a disk."""
-
-CHUNK_TOKENS = 256
-"""Default upper bound of a chunk's tokens: the tail of a prompt after its last chunk is computed."""
 
 _REMEDY = "remove canonical_layout: the chunks are then kept for engines of this parallel layout alone"
 
@@ -72,16 +66,15 @@ def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
 def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
     """Return ``config`` with the default number of blocks per chunk, if the user set no chunk size.
 
-    The default is the smallest number that makes a chunk ``CHUNK_BYTES`` large, limited to ``CHUNK_TOKENS``.
-    A chunk stays one block if vLLM supports nothing else (state-space layers, a retention interval), or if
-    the groups have blocks of different lengths.
+    The default is that of ``default_blocks_per_chunk``. A chunk stays one block if vLLM supports nothing else
+    (state-space layers, a retention interval), or if the groups have blocks of different lengths.
     """
     is_set = any(config.extra_config.get(name) is not None for name in ("block_size", "blocks_per_chunk"))
     if is_set or not _allows_larger_chunks(config, engine):
         return config
     bytes_per_block = slot_shape(config, engine).chunk_bytes
     (tokens_per_block,) = {group.tokens_per_block for group in config.groups}
-    blocks = min(-(-CHUNK_BYTES // bytes_per_block), max(1, CHUNK_TOKENS // tokens_per_block))
+    blocks = default_blocks_per_chunk(bytes_per_block, tokens_per_block)
     return replace(config, cache=replace(config.cache, blocks_per_chunk=blocks))
 
 

@@ -15,11 +15,9 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.shared import Count
-from kvtier._core.states import BreakerState
-from kvtier._core.tiering import PRIMARY, Tiering
-from kvtier._core.tiers.admission import TierStatus
-from kvtier._core.tiers.breaker import Breaker
+from kvtier._core.tiering import Tiering
 from kvtier._execution.executor import TierActivity
+from kvtier._execution.gauges import Gauges, read_gauges
 from kvtier._log import GuardedLogger
 from kvtier._memory.worker_status import StatusField, StatusTable
 from kvtier._reasons import BY_CHOICE
@@ -28,10 +26,6 @@ from kvtier._telemetry.dropped_puts import warn_not_written
 from kvtier.adapters.vllm._telemetry.events import EventStream, Location
 
 logger = GuardedLogger("kvtier.vllm")
-
-Gauges = Mapping[tuple[str, tuple[str, ...]], float | None]
-"""Values of gauges, by name and label values; None if there is no value yet."""
-
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare every metric: vLLM asserts that sent metrics were declared.
@@ -78,7 +72,7 @@ class Published:
         info: Mapping[str, str] | None = None,
     ) -> None:
         self._core = core
-        self._tiers = list(zip(core.shared.tiers, activity, strict=True))
+        self._activity = activity
         self.workers = workers or StatusTable(memoryview(b""), 0, 0)
         self._reports = WorkerReports(self.workers)
         self.locations = locations
@@ -96,7 +90,7 @@ class Published:
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""
         counts = {**self._take_counts(), **self._reports.take_counts()}
-        gauges, last = {**self._read_gauges(), **self._reports.gauges}, self._gauges
+        gauges, last = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._reports.gauges}, self._gauges
         if not counts and gauges == last:
             return None
         self._gauges = gauges
@@ -123,47 +117,6 @@ class Published:
             if what in ("put_dropped", "put_failed") and labels[1] not in BY_CHOICE:
                 self._not_put[labels[0], labels[1]] += int(count)
         return counts
-
-    def _read_gauges(self) -> Gauges:
-        table, size = self._core.table, self._chunk_bytes
-        slots, free = len(table.all), len(table.free)
-        kept = len(self._core.retention.pinned)
-        busy = max(0, slots - free - table.evictable - kept)  # excludes kept chunks that are being loaded
-        values: dict[tuple[str, tuple[str, ...]], float | None] = {
-            ("kvtier_slots", ()): slots,
-            ("kvtier_free_slots", ()): free,
-            ("kvtier_kept_bytes", ()): kept * size,
-            ("kvtier_tier_used_bytes", (PRIMARY,)): (slots - free) * size,
-            ("kvtier_tier_capacity_bytes", (PRIMARY,)): slots * size,
-            ("vllm:kv_offload_cpu_cache_usage_perc", ()): busy / slots if slots else 0.0,
-        }
-        for gate, activity in self._tiers:
-            values |= _read_tier(gate, activity, slots)
-        return values
-
-
-def _read_tier(gate: TierStatus, activity: TierActivity, slots: int) -> Gauges:
-    tier, puts, gets, usage = gate.name, activity.puts, activity.gets, activity.usage
-    return {
-        ("kvtier_tier_up", (tier,)): float(gate.disabled_reason is None),
-        ("kvtier_tier_healthy", (tier,)): gate.is_healthy,
-        ("kvtier_breaker_state", (tier, "put")): _state_of(gate.puts),
-        ("kvtier_breaker_state", (tier, "get")): _state_of(gate.gets),
-        ("kvtier_queued_transfers", (tier, "put")): puts.waiting,
-        ("kvtier_queued_transfers", (tier, "get")): gets.waiting,
-        ("kvtier_in_flight_transfers", (tier, "put")): puts.running,
-        ("kvtier_in_flight_transfers", (tier, "get")): gets.running,
-        ("vllm:kv_offload_tiering_active_cascade_jobs", (tier,)): puts.submitted,
-        ("vllm:kv_offload_tiering_active_promotion_jobs", (tier,)): gets.submitted,
-        ("vllm:kv_offload_tiering_primary_read_usage_perc", (tier,)): gate.backlog / slots if slots else 0.0,
-        ("kvtier_tier_used_bytes", (tier,)): usage.used_bytes if usage else None,
-        ("kvtier_tier_capacity_bytes", (tier,)): usage.capacity_bytes if usage else None,
-    }
-
-
-def _state_of(breaker: Breaker) -> BreakerState:
-    """Return a breaker's state for users: OPEN while a transfer is overdue, because no other starts then."""
-    return BreakerState.OPEN if breaker.overdue else breaker.state
 
 
 _COUNTED: Mapping[StatusField, Count] = {
