@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvtier._device.base import KVCaches, PageMapping, PageRef
     from kvtier._manager.handles import Acquired, Written
     from kvtier._manager.manager import TieringManager
+    from kvtier._manager.prometheus import prometheus_collector
     from kvtier._manager.statistics import Statistics, TierStatistics
     from kvtier._memory.heap import HeapMemory
 
@@ -63,6 +64,7 @@ __all__ = [
     "Written",
     "open_manager",
     "pack_key",
+    "prometheus_collector",
 ]
 
 _LAZY = {
@@ -77,7 +79,9 @@ _LAZY = {
     "TieringManager": "kvtier._manager.manager",
     "Written": "kvtier._manager.handles",
     "open_manager": "kvtier._build",
+    "prometheus_collector": "kvtier._manager.prometheus",
 }
+_EXTRAS = {"numpy": "torch", "prometheus_client": "prometheus", "torch": "torch"}
 
 
 def __getattr__(name: str) -> object:
@@ -90,11 +94,11 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(home), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("numpy", "torch"):
+        if error.name not in _EXTRAS:
             raise
         from kvtier._plugins import install_command
 
-        remedy = install_command("kvtier", "torch")
+        remedy = install_command("kvtier", _EXTRAS[error.name])
         message = f"kvtier.{name} needs {error.name}, which is not installed: {remedy}"
         raise ModuleNotFoundError(message, name=error.name) from error
 

@@ -146,19 +146,17 @@ def _heads(config: Config) -> int:
 def _layers(config: Config, tp: int, item_bytes: int) -> Iterator[_Layer]:
     """Yield each cache of each layer; Falcon-H1 has two in a layer."""
     number = int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
-    kinds = _kinds(config)
-    states = _dtype(config)
-    for kind in kinds[:number]:
+    exceptions = config.get("per_layer_config") or {}
+    for index, kind in enumerate(_kinds(config)[:number]):
         if kind == STATE or "mamba_d_ssm" in config:
-            yield _Layer(STATE, _state_bytes(config, tp, ITEM_BYTES[states]), 1)
+            yield _Layer(STATE, _state_bytes(config, tp, ITEM_BYTES[_dtype(config)]), 1)
         if kind == LATENT:
             yield _Layer(LATENT, (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * item_bytes)
         elif kind != STATE:
-            window = {WINDOW: config.get("sliding_window"), LOCAL: config.get("attention_chunk_size")}.get(
-                kind
-            )
-            heads = max(1, _heads(config) // tp)
-            yield _Layer(kind, 2 * heads * _head_size(config, kind) * item_bytes, window)
+            own = {**config, **exceptions.get(str(index), {})}
+            elements = 2 * max(1, _heads(own) // tp) * _head_size(own, kind)
+            window = {WINDOW: "sliding_window", LOCAL: "attention_chunk_size"}.get(kind)
+            yield _Layer(kind, elements * item_bytes, config.get(window) if window else None)
 
 
 def _head_size(config: Config, kind: str) -> int:

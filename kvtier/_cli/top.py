@@ -207,7 +207,7 @@ def _view(source: str, earlier: dict[str, Snapshot]) -> EngineView:
     except (OSError, ValueError, OverflowError, HTTPException) as error:
         return EngineView(_named(source), error=f"cannot be read: {str(error) or type(error).__name__}")
     if not any(name.startswith("kvtier_") for name, _, _ in now.samples):
-        remedy = "configure KVTierOffloadingSpec in vLLM; a TieringManager has statistics() instead"
+        remedy = "configure KVTierOffloadingSpec in vLLM, or register kvtier.prometheus_collector(manager)"
         return EngineView(source, error=f"has no metrics of kvtier: {remedy}")
     before = earlier.get(source) if _is_url(source) else None
     earlier[source] = now

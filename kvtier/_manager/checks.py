@@ -23,20 +23,20 @@ class CallChecks:
         self.groups = len(num_blocks)
         self._num_blocks = num_blocks
         self._tails = {group.to_bytes(GROUP_BYTES, "big") for group in range(self.groups)}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """Allow later calls on the running event loop alone, and return it."""
-        if self._loop is not None:
+        if self.loop is not None:
             raise StateError("the manager was entered already: make one with open_manager for each use")
-        self._loop = asyncio._get_running_loop()
-        if self._loop is None:
+        self.loop = asyncio._get_running_loop()
+        if self.loop is None:
             raise StateError("TieringManager needs a running asyncio event loop; trio is not supported")
-        return self._loop
+        return self.loop
 
     def require_owner(self) -> None:
         """Refuse calls from other event loops and threads while the manager is open."""
-        if self.is_open and asyncio._get_running_loop() is not self._loop:
+        if self.is_open and asyncio._get_running_loop() is not self.loop:
             raise StateError(
                 "the manager belongs to another event loop or thread: call it from tasks of the loop that "
                 "entered it, or use asyncio.run_coroutine_threadsafe"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from operator import index
@@ -25,6 +25,7 @@ from kvtier._core.transfers import Reservation
 from kvtier._device.base import TransferEngine
 from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
+from kvtier._execution.gauges import Gauges, read_gauges
 from kvtier._identity import Identity
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._log import GuardedLogger
@@ -288,6 +289,12 @@ class TieringManager:
         if self._slot_checksums is not None:
             self._counts["audited",] = self._engine.audits.chunks
         return Statistics.of(self._core, self._counts)
+
+    def _metrics(self) -> tuple[Mapping[tuple[str, ...], float], Gauges, int]:
+        """Return the counts, the gauges and the bytes of a chunk, for ``prometheus_collector``."""
+        chunk_bytes = self._region.chunk_bytes
+        gauges = read_gauges(self._core, self._executor.activity, chunk_bytes)
+        return self.statistics().counts, gauges, chunk_bytes
 
     async def drain(self) -> None:
         """Wait until every copy, put and get in flight has ended."""

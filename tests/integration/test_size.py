@@ -44,7 +44,7 @@ def _one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     meeting = tmp_path_factory.mktemp("workers") / "meeting"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with set_current_vllm_config(
-        EngineArgs(model=str(_made(meeting.parent, LLAMA_MODEL))).create_engine_config()
+        EngineArgs(model=str(_made(meeting.parent, LLAMA4_MODEL))).create_engine_config()
     ):
         init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)

@@ -27,6 +27,7 @@ from kvtier.adapters.vllm._telemetry.events import EventStream, Location
 
 logger = GuardedLogger("kvtier.vllm")
 
+
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare every metric: vLLM asserts that sent metrics were declared.
 
@@ -90,7 +91,8 @@ class Published:
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""
         counts = {**self._take_counts(), **self._reports.take_counts()}
-        gauges, last = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._reports.gauges}, self._gauges
+        gauges = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._reports.gauges}
+        last = self._gauges
         if not counts and gauges == last:
             return None
         self._gauges = gauges
