@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import typer.main
 
 from kvtier import _plugins as plugins
 from kvtier import _schema as schema
+from kvtier._cli import size
 from kvtier._cli.main import app
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers import _registry as registry
@@ -263,6 +265,31 @@ def first_token_gpu(name: str) -> str:
     )
 
 
+def models(_: str) -> str:
+    """Return what ``kvtier size`` computes for well-known models, from fields of their configurations."""
+    lines = [
+        "| model | layers | KiB per token | chunk | tokens in 64 GiB | 32,768 tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in _versus("models"):
+        found = size.sizes_of(model["config"], model["name"])
+        kinds = ", ".join(f"{layers} {kind}" for kind, layers in _layers(found.groups).items())
+        chunk, room, load = found.groups[0], found.rooms[0], found.loads[-1]
+        lines.append(
+            f"| {model['name']} | {kinds} | {found.bytes_per_token / 1024:.4g} | "
+            f"{chunk.tokens_per_chunk} tokens, {chunk.chunk_bytes} | {room.tokens:,} | {load.loaded} |"
+        )
+    return "\n".join(lines)
+
+
+def _layers(groups: Sequence[size.Chunks]) -> Counter[str]:
+    """Return the number of layers of each kind."""
+    layers: Counter[str] = Counter()
+    for group in groups:
+        layers[group.group] += group.layers
+    return layers
+
+
 def _versus(name: str) -> Any:
     return json.loads((ROOT / f"docs/assets/{name}.json").read_text(encoding="utf-8"))
 
@@ -278,6 +305,7 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "outcomes": outcomes,
     "first_token": first_token,
     "first_token_gpu": first_token_gpu,
+    "models": models,
 }
 
 

@@ -231,9 +231,10 @@ def _grouped(buckets: Mapping[_Layer, int], block_tokens: int) -> tuple[tuple[Gr
     least, most = min(buckets.values()), max(buckets.values())
     size = most if most < least * _SIMILAR else least
     parts = [
-        replace(group, layers=min(size, group.layers))
+        replace(group, layers=(group.layers + place) // number)
         for group in made
-        for _ in range(-(-group.layers // size))
+        for number in (-(-group.layers // size),)
+        for place in range(number)
     ]
     return tuple(parts), size
 

@@ -13,7 +13,7 @@ import typer
 
 from kvtier._cli import report
 from kvtier._cli.limits import Need, chunks_need, disk_need, locked_need, memory_needs
-from kvtier._cli.model_shape import ITEM_BYTES, Group, ModelShape, read_config, shape_of
+from kvtier._cli.model_shape import ITEM_BYTES, Config, Group, ModelShape, read_config, shape_of
 from kvtier._cli.report import Bytes
 from kvtier._core.tiering import PRIMARY
 from kvtier._memory.layout import default_blocks_per_chunk, whole_pages
@@ -129,20 +129,48 @@ def command(
     """
     if dtype not in ("auto", *ITEM_BYTES):
         raise typer.BadParameter(f"{dtype!r}: write auto, {', '.join(ITEM_BYTES)}", param_hint="--dtype")
-    shape = shape_of(read_config(model), tp, dtype, block_size)
-    chunks = [_chunks(shape, group) for group in shape.groups]
-    speeds = (memory_speed * tp, disk_speed, prefill)
-    loads = [_load(chunks, shape, tokens, *speeds) for tokens in (*_LENGTHS, context)]
-    found = Sizes(
+    found = sizes_of(
+        read_config(model),
         model,
+        shape=(tp, dtype, block_size),
+        room=(memory, disk, context),
+        speeds=(memory_speed * tp, disk_speed, prefill),
+        root=root,
+    )
+    report.finish(found, _show, as_json=as_json, is_healthy=True)
+
+
+def sizes_of(
+    config: Config,
+    name: str,
+    *,
+    shape: tuple[int, str, int] = (1, "auto", 16),
+    room: tuple[int, int, int] = (2**36, 2**40, 32_768),
+    speeds: tuple[int, int, int | None] = (20 * 10**9, 3 * 10**9, None),
+    root: Path = Path("/var/cache/kvtier"),
+) -> Sizes:
+    """Return the sizes of a model's cache.
+
+    Args:
+        config: the model's configuration.
+        name: for the report.
+        shape: tensor-parallel workers, dtype of the KV cache and tokens of a block.
+        room: bytes of host memory and of files, and tokens of a conversation.
+        speeds: bytes a second from memory and from files, and tokens a second of the engine, if known.
+        root: directory of the files.
+    """
+    made, (memory, disk, context) = shape_of(config, *shape), room
+    chunks = [_chunks(made, group) for group in made.groups]
+    loads = [_load(chunks, made, tokens, *speeds) for tokens in sorted({*_LENGTHS, context})]
+    return Sizes(
+        name,
         sum(one.bytes_per_token for one in chunks),
         chunks,
         [_room(PRIMARY, memory, chunks, context), _room("fs", disk, chunks, context)],
-        sorted({load.tokens: load for load in loads}.values(), key=lambda load: load.tokens),
+        loads,
         list(_needs(memory, disk, root, chunks[0].chunk_bytes)),
-        _configuration(shape, memory, disk, root, loads[-1].loaded),
+        _configuration(made, memory, disk, root, _load(chunks, made, context, *speeds).loaded),
     )
-    report.finish(found, _show, as_json=as_json, is_healthy=True)
 
 
 def _copies(shape: ModelShape) -> int:
