@@ -1,6 +1,6 @@
 """Check what docs/assets has for operators: schemas of others, kvtier's settings, mounted files.
 
-``python docs/mkdocs/deploy.py`` fails with what is wrong.
+``python docs/mkdocs/deploy.py`` fails and names the problem.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_dashboard() -> None:
 
 
 def unknown(given: Any, known: Any, name: str) -> Iterator[str]:
-    """Yield the names of what is given and not among what is known, or there with another value."""
+    """Yield the names of given fields that ``known`` lacks or has with another value."""
     if isinstance(given, dict) and isinstance(known, dict):
         for key, value in given.items():
             yield from unknown(value, known.get(key), f"{name}.{key}")

@@ -38,7 +38,7 @@ def on_post_page(output: str, *, page: Any, **_: Any) -> str:
     """Return the page as it is.
 
     Raises:
-        ValueError: the page would load something from another host.
+        ValueError: the page loads a file from another host.
     """
     if found := _ABSOLUTE_SOURCE.search(output):
         raise ValueError(f"{page.file.src_uri} loads from another host: {found[0]}")

@@ -84,7 +84,7 @@ def checkout(_: str) -> str:
 
 
 def settings(rest: str) -> str:
-    """Return a table of the named settings: kvtier's own, or with a first word ``fs:`` those of that tier."""
+    """Return a table of the named settings: kvtier's own, or a tier's after a first word such as ``fs:``."""
     kind, _, names = rest.rpartition(":")
     rows = {_name_of(row): row for row in schema.tables()[kind].splitlines()[2:]}
     chosen = names.split() or rows
@@ -107,7 +107,7 @@ def metrics(_: str) -> str:
 
 
 def reasons(_rest: str) -> str:
-    """Return a table for each set of reasons: what the label can be, and what it means."""
+    """Return a table of words and meanings for each set of reasons."""
     with_reasons = [metric for metric in COUNTERS.values() if metric.reasons]
     parts = []
     for _, group in itertools.groupby(sorted(with_reasons, key=_words), key=_words):
@@ -172,7 +172,7 @@ def _parameter(one: Any) -> str:
 
 
 def speed(name: str) -> str:
-    """Return the table of the times in what ``kvtier bench versus --json`` wrote: a line for each measure."""
+    """Return the times of a report of ``kvtier bench versus --json``, a line for each measure."""
     rows = _versus(name)["Speed"]
     systems = list(dict.fromkeys(row["system"] for row in rows))
     lines = [f"| measure | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
@@ -193,7 +193,7 @@ def _compared(row: dict[str, Any]) -> str:
 
 
 def faults(name: str) -> str:
-    """Return the table of the faults in what ``kvtier bench versus --json`` wrote."""
+    """Return the faults of a report of ``kvtier bench versus --json``."""
     data = _versus(name)
     names = list(dict.fromkeys(row["fault"] for row in data["Outcome"]))
     words = ("fault", "system", "wrong", "failed", "longest_s", "from_cache", "recovers")
@@ -219,7 +219,7 @@ _FAULTS = {
 
 
 def outcomes(name: str) -> str:
-    """Return what each system did in each fault, in short, from what ``kvtier bench versus --json`` wrote."""
+    """Return a short outcome of each fault and system, of a report of ``kvtier bench versus --json``."""
     found = {(row["fault"], row["system"]): _outcome(row) for row in _versus(name)["Outcome"]}
     lines = [f"| what happens | {' | '.join(_NAMES.values())} |", "|---" * (len(_NAMES) + 1) + "|"]
     for fault, words in _FAULTS.items():
@@ -243,7 +243,7 @@ def _outcome(row: dict[str, Any]) -> str:
 
 
 def first_token(name: str) -> str:
-    """Return the times to the first token from what ``kvtier bench versus --json`` wrote."""
+    """Return the times to the first token of a report of ``kvtier bench versus --json``."""
     rows = _versus(name)["Speed"]
     lines = [f"| time to the first token | {' | '.join(_NAMES.values())} |", "|---" * (len(_NAMES) + 1) + "|"]
     kinds = {"cold": "computed", "host hit": "from host memory", "storage hit": "from files, after a restart"}
@@ -254,7 +254,7 @@ def first_token(name: str) -> str:
 
 
 def first_token_gpu(name: str) -> str:
-    """Return the times to the first token on a GPU from what ``nox -s gpu -- --json`` wrote."""
+    """Return the times to the first token on a GPU, of a report of ``nox -s gpu -- --json``."""
     data = _versus(name)
     (machine,) = data["copies"]["result"]["Machine"]
     times = data["prefill"]["result"]

@@ -221,7 +221,7 @@ def _needs(
 
 
 def _check_of(needs: Sequence[Need]) -> Check:
-    """Return the check of a tier's needs: that of the first that is not met."""
+    """Return the check of a tier's needs. The first unmet need makes it fail."""
     short = next((need for need in needs if not need.is_met), None)
     if short is None:
         return Check(needs[0].tier, "size", "ok")

@@ -1,4 +1,4 @@
-"""What a configuration needs of this machine: memory, ``/dev/shm``, disks, and memory that may be locked."""
+"""The needs of a configuration on this machine: memory, ``/dev/shm``, disks and locked memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier._settings.quantities import MOST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a setting needs of a place, and what this machine has there."""
+    """Bytes that a setting needs of a place, and the bytes that this machine has there."""
 
     tier: str
     setting: str

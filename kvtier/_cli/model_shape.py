@@ -190,12 +190,8 @@ def _kinds(config: Config) -> list[str]:
 def _state_bytes(config: Config, tp: int, item_bytes: int) -> int:
     """Return the bytes of a layer's recurrent state in one worker."""
     if "conv_L_cache" in config:
-        return (
-            int(config.get("conv_dim") or config["hidden_size"])
-            * (config["conv_L_cache"] - 1)
-            * item_bytes
-            // tp
-        )
+        wide = int(config.get("conv_dim") or config["hidden_size"])
+        return wide * int(config["conv_L_cache"] - 1) * item_bytes // tp
     if "linear_num_value_heads" in config:
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
         values, kernel = config["linear_num_value_heads"], config["linear_conv_kernel_dim"]

@@ -1,4 +1,4 @@
-"""``kvtier size``: what a model's KV cache needs of a machine, and a configuration for it."""
+"""``kvtier size``: computes the needs of a model's KV cache on a machine, and a configuration for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier._settings.quantities import size
 
 _LENGTHS: Final = (1024, 8192, 32_768)
 _DEFAULT_BUDGET: Final = 0.25
-_MEMORY: Any = "64GiB"  # parsed like what a user writes
+_MEMORY: Any = "64GiB"  # parsed like options
 _DISK: Any = "1TiB"
 _CONTEXT: Any = "32k"
 _MEMORY_SPEED: Any = "20GB"
@@ -30,7 +30,7 @@ _DISK_SPEED: Any = "3GB"
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of one group of layers, with what they hold for all workers."""
+    """Chunks of one group of layers. Sizes are those of all workers together."""
 
     group: str
     layers: int
@@ -41,7 +41,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Room:
-    """What fits into a tier."""
+    """The room of a tier."""
 
     tier: str
     capacity: Bytes
@@ -121,7 +121,7 @@ def command(
     ] = None,
     as_json: report.JsonFlag = False,
 ) -> None:
-    """Compute what a model's KV cache needs: bytes per token, chunks, what fits, how long a load takes.
+    """Compute a model's KV cache: bytes per token, chunks, tokens in each tier, seconds of a load.
 
     Prints a finished configuration. Reads config.json only, and needs neither torch nor a GPU.
 

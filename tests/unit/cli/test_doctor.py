@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier._cli import doctor
+from kvtier._cli import doctor, limits
 from kvtier._cli import main as cli
 from kvtier._memory.memory_limits import MemoryLimit
 from kvtier.errors import ConfigError, TierError
@@ -257,7 +257,7 @@ def refused(result) -> str:
     ],
 )
 def test_large_primary_tier_is_ill(run, tmp_path: Path, monkeypatch, settings, limit, place):
-    monkeypatch.setattr(doctor, "memory_limits", lambda: [MemoryLimit(limit, Path("/limit"), 0)])
+    monkeypatch.setattr(limits, "memory_limits", lambda: [MemoryLimit(limit, Path("/limit"), 0)])
     result = run(written(tmp_path, {**settings, "secondary_tiers": [{"type": "dummy"}]}), "--json")
     assert result.exit_code == 1
     row = ill_step(result)
@@ -274,6 +274,13 @@ def test_large_root_is_ill(run, tmp_path: Path):
     assert (row["tier"], row["step"]) == ("fs", "size")
     assert f"max_bytes is 1.0 EiB, and {tmp_path} has " in row["result"]
     assert below(tmp_path) == []
+
+
+def test_a_root_smaller_than_its_chunks_is_named(run, tmp_path: Path):
+    result = run("--tier", json.dumps(fs(tmp_path, max_bytes="3MiB")), "--json")
+    row = ill_step(result)
+    assert row["result"] == "room for 4 chunks is 4.0 MiB, and max_bytes has 3.0 MiB"
+    assert row["remedy"] == "raise max_bytes"
 
 
 def test_linked_roots_are_refused(run, tmp_path: Path):
