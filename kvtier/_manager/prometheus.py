@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier._execution.gauges import Gauges
@@ -17,7 +17,6 @@ from kvtier.errors import StateError
 
 _WAIT_S: Final = 2.0
 
-Family = CounterMetricFamily | GaugeMetricFamily
 State = tuple[Mapping[tuple[str, ...], float], Gauges, int]
 
 
@@ -29,20 +28,20 @@ def prometheus_collector(manager: TieringManager) -> Collector:
     return _ManagerCollector(manager)
 
 
-class _ManagerCollector(Collector):
+class _ManagerCollector(Collector):  # type: ignore[misc, unused-ignore]
     def __init__(self, manager: TieringManager) -> None:
         self._manager = manager
         self._last: State = ({}, {}, 0)
 
-    def describe(self) -> Iterable[Family]:
+    def describe(self) -> Iterable[Metric]:
         """Return no metric: to register this reads nothing."""
         return ()
 
-    def collect(self) -> Iterable[Family]:
+    def collect(self) -> Iterable[Metric]:
         """Return the metrics as they are now."""
         with suppress(StateError, TimeoutError, RuntimeError):  # the loop is blocked, or ended meanwhile
             self._last = self._read()
-        families: dict[str, Family] = {}
+        families: dict[str, Any] = {}
         for kind, metric, labels, value in _samples(*self._last):
             made = kind(metric.name, metric.documentation, labels=metric.labels)
             families.setdefault(metric.name, made).add_metric(labels, value)
