@@ -138,6 +138,7 @@ class Tiering:
         self.prefetches.ask(now_s)
         asked, self._asked = self._asked, []
         self.shared.gate.begin_round()
+        self.promotions.start_round(now_s)
         self._round = object()
         for transfer in self.shared.overdue(now_s):
             if not transfer.is_put:

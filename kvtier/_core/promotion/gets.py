@@ -123,6 +123,7 @@ class Gets:
         self.record(waiters, transfer.tier, missing[count:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
+        self._holds.changes += 1
         if transfer.waiters:  # nobody expects anything of a probe, or of what was begun before a reset
             expected = self.expected[allowed_tiers(transfer.waiters)]
             for key in transfer.keys:

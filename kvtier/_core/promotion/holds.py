@@ -19,6 +19,7 @@ class Holds:
         promoting: chunks being promoted, or promoted and held for a request: they count against the budget.
         awaiting: requests that await chunks of other engines. They are not in line and hold nothing.
         budget: slots that promotions may hold in all.
+        changes: number of times that requests were given chunks to hold, or a get ended.
         reserve: slots to keep free, for chunks that a get may find.
     """
 
@@ -26,6 +27,7 @@ class Holds:
         self.promoting: set[Chunk] = set()
         self.pending: dict[Request, None] = {}  # requests that wait for an answer, first come first
         self.awaiting: dict[Request, None] = {}
+        self.changes = 0
         self._shared = shared
         self.resize(0)
 
@@ -69,10 +71,13 @@ class Holds:
         if request.locates:  # it loads nothing
             request.hits.clear()
             return
+        if not request.hits:
+            return
         visible, held = self._shared.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
         added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
         request.hits.clear()
+        self.changes += bool(added)
         self._shared.table.pin(added)
         held.update(dict.fromkeys(hits, request.round))
 
