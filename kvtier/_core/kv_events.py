@@ -66,7 +66,7 @@ class KVEventLog:
         self._changes: list[KVEvent] = []
         self._announced: list[OrderedDict[OffloadKey, None]] = [OrderedDict() for _ in range(tiers)]
 
-    def stored(self, keys: Sequence[OffloadKey], tier: int | None = None, *, found: bool = False) -> None:
+    def stored(self, keys: Iterable[OffloadKey], tier: int | None = None, *, found: bool = False) -> None:
         """Announce that chunks are there."""
         if self.enabled:
             new = keys if tier is None else self._enter(tier, keys)

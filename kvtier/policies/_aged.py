@@ -50,7 +50,10 @@ class PartOfRun:
         """Remove and return up to ``count`` keys, the last of the prompt first."""
         self._sort()
         keys = self.keys
-        return [keys.popitem()[0] for _ in range(min(count, len(keys)))]
+        if count >= len(keys):
+            self.keys = {}
+            return list(reversed(keys))
+        return [keys.popitem()[0] for _ in range(count)]
 
     def _sort(self) -> None:
         if not self._is_sorted:

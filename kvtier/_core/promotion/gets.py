@@ -35,9 +35,8 @@ class Gets:
         self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
     ) -> Transfer:
         """Get keys from a tier, the first ``count`` of them into free slots."""
-        chunks = self._shared.table.take(keys[:count], visible=False)
         first = next(iter(waiters), None) or Request()
-        self._shared.table.use(chunks, first.run, first.places)
+        chunks = self._shared.table.take(keys[:count], first.run, first.places, visible=False)
         self._holds.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
@@ -75,7 +74,7 @@ class Gets:
         if any(request.record for request in waiters):
             self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, loading(waiters))
-        self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
+        self._shared.announce_end(transfer, (it is not Answer.MISSING for it in event.answers))
         self._count(transfer, event, now_s)
         return transfer, event.answers, waiters, copied
 
@@ -147,7 +146,7 @@ class Gets:
             request.held.update(dict.fromkeys(copied, request.round))
             self._holds.enter(request)
         self._holds.free_budget(transfer.chunks)
-        self._shared.kv_events.stored([chunk.key for chunk in copied], found=True)
+        self._shared.kv_events.stored((chunk.key for chunk in copied), found=True)
         return copied
 
     def _count(self, transfer: Transfer, event: GetEnded, now_s: float) -> None:

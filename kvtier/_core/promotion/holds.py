@@ -116,7 +116,8 @@ class Holds:
 
     def free_budget(self, chunks: Iterable[Chunk]) -> None:
         """Remove from the promotion budget those chunks that nothing pins any more."""
-        self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
+        if self.promoting:
+            self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
 
     def free_for_first(self, first: Request, count: int) -> None:
         """Free for the request that is first in line what those behind it hold, as far as it needs it.
