@@ -230,7 +230,7 @@ class ChunkTable:
     def take(
         self, keys: Sequence[OffloadKey], run: Run, places: Mapping[OffloadKey, int], *, visible: bool
     ) -> list[Chunk]:
-        """Assign a free slot to each key: FILLING, used by a run, with the pin of the copy that will fill it."""
+        """Assign a free slot to each key, for a run: FILLING, with the pin of the copy that will fill it."""
         left = len(self.free) - len(keys)
         chunks = self.free[left:][::-1]
         del self.free[left:]

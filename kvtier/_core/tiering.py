@@ -450,7 +450,7 @@ class Tiering:
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
-            self._counts["process_ended", event.reason] += 1
+            self._counts["process_ended", event.reason] += event.times
 
     def take_commands(self) -> list[messages.Command]:
         """Return and clear the commands since the last call, in the order to carry them out."""
