@@ -1,4 +1,4 @@
-"""The chunks of the primary tier: which key is in which slot, in what state, under how many pins."""
+"""The chunks of the primary tier: the key, state and pins of each slot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Chunk(Stateful):
-    """What one slot holds now. There is one such record for each slot, used again and again."""
+    """The content of one slot. There is one such record for each slot, used again and again."""
 
     MOVES: ClassVar = CHUNK_MOVES
 
@@ -47,7 +47,7 @@ class ChunkTable:
 
     A chunk is a candidate for eviction, and known as one to the order of its priority, exactly while it is
     READY and has no pins. Lower priorities leave first. Those of DEFAULT, nearly all, are ordered by the
-    policy. That is a plug-in: what it chooses is checked here.
+    policy. That is a plug-in: its choices are checked here.
 
     Attributes:
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
@@ -55,9 +55,9 @@ class ChunkTable:
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        # They choose what is evicted, by priority; that of DEFAULT is LRU from its first fault on.
+        # They choose the chunks to evict, by priority; LRU replaces the one of DEFAULT at its first fault.
         self.orders: list[EvictionPolicy] = [LRU(), policy, LRU(), LRU()]
-        self.users: dict[OffloadKey, Request] = {}  # from which chunks have another priority than DEFAULT
+        self.users: dict[OffloadKey, Request] = {}  # of chunks with another priority than DEFAULT
         self.faults: list[tuple[str, str]] = []
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
@@ -179,7 +179,7 @@ class ChunkTable:
             self._call(priority, act, part)
 
     def _add_candidates(self, chunks: Sequence[Chunk], *, used: bool) -> None:
-        """Tell the orders which chunks may be evicted, those of each run in the order of its prompt."""
+        """Tell the orders which chunks may be evicted. Chunks of a run are in the order of its prompt."""
         run, place = NO_RUN, 0
         keys: list[OffloadKey] = []
         for chunk in chunks:

@@ -111,7 +111,7 @@ class AgedKeys:
             homes[key] = number
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove keys; each of them is there."""
+        """Remove keys; each of them is present."""
         for number, those in groupby(keys, self._homes.pop):
             left = self._parts[number].keys
             for key in those:

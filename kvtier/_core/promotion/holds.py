@@ -13,7 +13,7 @@ _READY = ChunkState.READY
 
 
 class Holds:
-    """What is pinned for requests until they have loaded it.
+    """The chunks that are pinned for requests until they have loaded them.
 
     Attributes:
         promoting: chunks being promoted, or promoted and held for a request: they count against the budget.
@@ -48,7 +48,7 @@ class Holds:
         return next((it for it in self.pending if not (it.locates or it.is_prefetch)), None)
 
     def enter(self, request: Request) -> None:
-        """Put a request in line, unless it is there, or awaits chunks."""
+        """Put a request in line, unless it is in line already or awaits chunks."""
         if request not in self.awaiting:
             self.pending[request] = None
 
@@ -59,14 +59,14 @@ class Holds:
         request.deadline_s = until_s + self._shared.limits.request_deadline_s
 
     def rejoin(self, request: Request, now_s: float) -> None:
-        """Put a request in line that awaits chunks no more; its deadline is that of any other."""
+        """Put a request in line that awaits chunks no more; it gets the usual deadline."""
         del self.awaiting[request]
         self.pending[request] = None
         deadline_s = now_s + self._shared.limits.request_deadline_s
         request.deadline_s = min(request.deadline_s or deadline_s, deadline_s)
 
     def hold(self, request: Request) -> None:
-        """Pin what a request was told is there, until it is served."""
+        """Pin the hits of a request until it is served."""
         self.enter(request)
         if request.locates:  # it loads nothing
             request.hits.clear()
@@ -120,10 +120,10 @@ class Holds:
             self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
 
     def free_for_first(self, first: Request, count: int) -> None:
-        """Free for the request that is first in line what those behind it hold, as far as it needs it.
+        """Free budget for the request that is first in line, and slots if none is left.
 
-        Their share of the budget, and where no slot is left their slots: whose turn comes last loses
-        first. Only between two rounds, for what was answered HIT in a round is there to its end.
+        Requests behind it hold them, and the last in line loses first. Call it between two rounds only: hits
+        stay valid until their round ends.
         """
         table, promoting = self._shared.table, self.promoting
         behind = [*self.awaiting, *(other for other in reversed(self.pending) if other is not first)]

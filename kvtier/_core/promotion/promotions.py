@@ -149,7 +149,7 @@ class Promotions:
             first = self.holds.first
             others = chain(self.holds.pending, self.holds.awaiting)
             if first in waiters and not any(other.held for other in others if other is not first):
-                self._trim_first(first, run)  # nobody can make way for it
+                self._trim_first(first, run)  # no other request can make way for it
 
     def _not_asked_by_others(self, keys: list[OffloadKey], waiters: Waiters) -> list[OffloadKey]:
         """Return the keys of prefetches that no request's get is to tell them about, or has told them."""
@@ -161,12 +161,12 @@ class Promotions:
             if get is None or not waiters.keys() <= get.waiters.keys()
         ]
         useful = of_use(keys, waiters, self._windowed)
-        for request in waiters:  # or it would ask for the others once more if those before them are stored
+        for request in waiters:  # else it asks for them again once earlier ones are stored
             request.mark_absent(key for key in keys if key not in useful)
         return useful
 
     def _has_to_decide(self, request: Request, transfer: Transfer) -> bool:
-        """Return whether a request that wants keys of a get is to be gated: nobody was who waits for it."""
+        """Return whether a request for keys of a get has to pass the gate: none of its waiters did."""
         if request.is_prefetch or not self._shared.gate.is_active:
             return False
         return all(waiter.is_prefetch for waiter in transfer.waiters)
@@ -207,7 +207,7 @@ class Promotions:
 
 
 def _not_found_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:
-    """Return what to look for in the next tiers: what each waiter has located later, it gets from there."""
+    """Return the keys to look for in the next tiers: those that a waiter has not located in a later one."""
     left = [key for key in keys if any(request.located.get(key, tier) <= tier for request in waiters)]
     for request in waiters if len(left) < len(keys) else ():
         request.answers_stand = False
