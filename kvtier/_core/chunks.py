@@ -1,4 +1,4 @@
-"""The chunks of the primary tier: which key is in which slot, in what state, under how many pins."""
+"""The chunks of the primary tier: the key, state and pins of each slot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Chunk(Stateful):
-    """What one slot holds now. There is one such record for each slot, used again and again."""
+    """The content of one slot. There is one such record for each slot, used again and again."""
 
     MOVES: ClassVar = CHUNK_MOVES
 
@@ -47,7 +47,7 @@ class ChunkTable:
 
     A chunk is a candidate for eviction, and known as one to the order of its priority, exactly while it is
     READY and has no pins. Lower priorities leave first. Those of DEFAULT, nearly all, are ordered by the
-    policy. That is a plug-in: what it chooses is checked here.
+    policy. That is a plug-in: its choices are checked here.
 
     Attributes:
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
@@ -55,9 +55,9 @@ class ChunkTable:
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        # They choose what is evicted, by priority; that of DEFAULT is LRU from its first fault on.
+        # They choose the chunks to evict, by priority; LRU replaces the one of DEFAULT at its first fault.
         self.orders: list[EvictionPolicy] = [LRU(), policy, LRU(), LRU()]
-        self.users: dict[OffloadKey, Request] = {}  # from which chunks have another priority than DEFAULT
+        self.users: dict[OffloadKey, Request] = {}  # of chunks with another priority than DEFAULT
         self.faults: list[tuple[str, str]] = []
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
@@ -124,7 +124,8 @@ class ChunkTable:
         self, priority: int, count: int, evicted: list[OffloadKey], spared: Run, kept: list[Chunk]
     ) -> str:
         """Free what an order chooses as far as it may be freed; return what was wrong with the choice."""
-        fault, order = "", self.orders[priority]
+        fault, order, users, free = "", self.orders[priority], self.users, self.free
+        visible = self.visible
         try:
             keys = order.evict(count)
             if len(keys) > count:
@@ -132,20 +133,23 @@ class ChunkTable:
             elif len(keys) < count and len(order):
                 fault = "withheld"
             for key in keys:
-                chunk = self.visible.get(key)
-                is_other = self.users and self.priority(key) != priority
-                if chunk is None or chunk.state is not _READY or chunk.pins or is_other:
+                chunk = visible.get(key)
+                if (
+                    chunk is None
+                    or chunk.state is not _READY
+                    or chunk.pins
+                    or (users and self.priority(key) != priority)
+                ):
                     fault = "not_a_candidate"
-                    continue
-                if chunk.run is spared:
+                elif chunk.run is spared:
                     kept.append(chunk)
-                    continue
-                if self.users:
-                    self._forget_user(key)
-                del self.visible[key]
-                chunk.state = _AFTER_EVICTION
-                self.free.append(chunk)
-                evicted.append(key)
+                else:
+                    if users:
+                        self._forget_user(key)
+                    del visible[key]
+                    chunk.state = _AFTER_EVICTION
+                    free.append(chunk)
+                    evicted.append(key)
         except Exception:  # whatever a plug-in does: it must not end the engine
             return "raised"
         return fault
@@ -174,27 +178,46 @@ class ChunkTable:
         for priority, part in parts.items():
             self._call(priority, act, part)
 
-    def _add_candidates(self, chunks: list[Chunk], *, used: bool) -> None:
-        """Tell the orders which chunks may be evicted, those of each run in the order of its prompt."""
+    def _add_candidates(self, chunks: Sequence[Chunk], *, used: bool) -> None:
+        """Tell the orders which chunks may be evicted. Chunks of a run are in the order of its prompt."""
+        run, place = NO_RUN, 0
+        keys: list[OffloadKey] = []
+        for chunk in chunks:
+            if chunk.run is not run or chunk.place < place:
+                if keys:  # rare: chunks of several runs, or of one in another order
+                    self._add_sorted(chunks, used=used)
+                    return
+                run = chunk.run
+            place = chunk.place
+            keys.append(chunk.key)
+        if keys:
+            self._call_each(keys, lambda order, keys: order.add_run(run, keys, used=used))
+
+    def _add_sorted(self, chunks: Sequence[Chunk], *, used: bool) -> None:
         for run, part in groupby(chunks, _run_of):
             keys = [chunk.key for chunk in sorted(part, key=_place_of)]
             self._call_each(keys, lambda order, keys, run=run: order.add_run(run, keys, used=used))
 
-    def use(self, chunks: Iterable[Chunk], run: Run, places: Mapping[OffloadKey, int]) -> None:
+    def use(self, chunks: Sequence[Chunk], run: Run, places: Mapping[OffloadKey, int]) -> None:
         """Note that a run uses chunks, now. Those without a place follow each other."""
-        used = list(chunks)
-        self.uses += len(used)
-        run.time, run.place = self.uses, self._place
-        moved = [
-            (chunk, place)
-            for index, chunk in enumerate(used, self.uses)
-            if (place := places.get(chunk.key, index)) != chunk.place or chunk.run is not run
+        keys = [chunk.key for chunk in chunks]
+        found = list(zip(chunks, self._use(keys, run, places), strict=True))
+        candidates = [
+            chunk
+            for chunk, place in found
+            if not chunk.pins and (chunk.run is not run or chunk.place != place)
         ]
-        candidates = [chunk for chunk, _ in moved if not chunk.pins]
         self.pin(candidates)
-        for chunk, place in moved:
+        for chunk, place in found:
             chunk.run, chunk.place = run, place
         self.unpin(candidates)
+
+    def _use(self, keys: Sequence[OffloadKey], run: Run, places: Mapping[OffloadKey, int]) -> Iterable[int]:
+        """Advance the clock and a run's time; return the places of keys in that run."""
+        self.uses += len(keys)
+        run.time, run.place = self.uses, self._place
+        following = range(self.uses, self.uses + len(keys))
+        return map(places.get, keys, following) if places else following
 
     def _place(self, key: OffloadKey) -> int:
         """Return the place of a chunk in the prompt of its run."""
@@ -204,16 +227,20 @@ class ChunkTable:
         if (user := self.users.pop(key, None)) is not None:
             del user.own[key]
 
-    def take(self, keys: Sequence[OffloadKey], *, visible: bool) -> list[Chunk]:
-        """Assign a free slot to each key: FILLING, with the pin of the copy that will fill it."""
+    def take(
+        self, keys: Sequence[OffloadKey], run: Run, places: Mapping[OffloadKey, int], *, visible: bool
+    ) -> list[Chunk]:
+        """Assign a free slot to each key, for a run: FILLING, with the pin of the copy that will fill it."""
         left = len(self.free) - len(keys)
         chunks = self.free[left:][::-1]
         del self.free[left:]
-        for chunk, key in zip(chunks, keys, strict=True):
+        for chunk, key, place in zip(chunks, keys, self._use(keys, run, places), strict=True):
             chunk.key = key
             chunk.state = _FILLING  # free slots are ABSENT: the table's one move from there
             chunk.pins = 1
             chunk.origin = None
+            chunk.run = run
+            chunk.place = place
         if visible:
             self.visible.update(zip(keys, chunks, strict=True))
         return chunks
@@ -223,10 +250,12 @@ class ChunkTable:
 
         With no pins they are candidates at once. DOOMED ones are given back.
         """
-        ready = [chunk for chunk in chunks if chunk.state is _FILLING]
-        for chunk in ready:
-            chunk.state = _READY  # FILLING has no other move at this event
-            chunk.pins += pins
+        ready = []
+        for chunk in chunks:
+            if chunk.state is _FILLING:
+                chunk.state = _READY  # FILLING has no other move at this event
+                chunk.pins += pins
+                ready.append(chunk)
         self.unpin(chunks)  # the copy's pin
         return ready
 

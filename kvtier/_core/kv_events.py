@@ -11,17 +11,19 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvtier._core.messages import Event, Removed
+from kvtier._core.messages import Event, ProcessEnded, Removed, TierDown, TierUp
 from kvtier.keys import OffloadKey
 
 _MOST_REMOVED = 32_768
 
 
 class EventQueue(deque[Event]):
-    """The events of tiers on their way to the core, whose owner may sleep.
+    """The events of tiers on their way to the core, whose owner may sleep. It is bounded: no kind piles up.
 
     At most ``most_removed`` keys wait to be removed. A removal beyond that has no keys and concerns the whole
-    tier; while it waits, later removals of the tier add nothing to it. Any thread may append.
+    tier; while it waits, later removals of the tier add nothing to it. For each tier, only the newest
+    ``TierDown`` waits, and a newer ``TierUp``. They follow older events of the tier: a subscriber must not
+    believe in chunks that the tier lost when it went down. Any thread may append.
     """
 
     def __init__(self) -> None:
@@ -29,6 +31,7 @@ class EventQueue(deque[Event]):
         self.most_removed = _MOST_REMOVED
         self._cleared: set[int] = set()  # tiers whose removal without keys waits
         self._removed = 0
+        self._newest: dict[tuple[type[Event], int | str], Event] = {}  # those that may be replaced
 
     def append(self, event: Event) -> None:
         if isinstance(event, Removed):
@@ -38,7 +41,25 @@ class EventQueue(deque[Event]):
             if self._removed > self.most_removed:
                 self._cleared.add(event.tier)
                 event = Removed(event.tier, ())
+        elif isinstance(event, TierDown | TierUp):
+            self._withdraw(TierUp, event.tier)
+            if isinstance(event, TierDown):
+                self._withdraw(TierDown, event.tier)
+            self._newest[type(event), event.tier] = event
+        elif isinstance(event, ProcessEnded):
+            if isinstance(earlier := self._withdraw(ProcessEnded, event.reason), ProcessEnded):
+                event = ProcessEnded(event.reason, earlier.times + event.times)
+            self._newest[ProcessEnded, event.reason] = event
         super().append(event)
+
+    def _withdraw(self, kind: type[Event], subject: int | str) -> Event | None:
+        """Remove the newest event of its kind and return it; None if the core has it."""
+        event = self._newest.pop((kind, subject), None)
+        try:
+            self.remove(event)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+        return event
 
     def popleft(self) -> Event:
         event = super().popleft()
@@ -66,7 +87,7 @@ class KVEventLog:
         self._changes: list[KVEvent] = []
         self._announced: list[OrderedDict[OffloadKey, None]] = [OrderedDict() for _ in range(tiers)]
 
-    def stored(self, keys: Sequence[OffloadKey], tier: int | None = None, *, found: bool = False) -> None:
+    def stored(self, keys: Iterable[OffloadKey], tier: int | None = None, *, found: bool = False) -> None:
         """Announce that chunks are there."""
         if self.enabled:
             new = keys if tier is None else self._enter(tier, keys)

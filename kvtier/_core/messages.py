@@ -145,6 +145,7 @@ class ProcessEnded(Struct, frozen=True):
     """The tier process has ended without being told to."""
 
     reason: str  # a word of ``reasons.PROCESS_ENDED``
+    times: int = 1
 
 
 TierEvent = PutEnded | GetEnded | TierDown | TierUp | Removed

@@ -49,6 +49,7 @@ class Request(Stateful):
     gated: set[OffloadKey] = field(default_factory=set)  # keys that are computed faster than loaded
     not_arrived: set[OffloadKey] = field(default_factory=set)  # awaited in vain until its time was over
     located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, with the tier
+    blocked: OffloadKey | None = None  # the first located key that had no slot; set if ``answers_stand``
     locates: bool = False  # it only locates chunks: nothing is promoted for it
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
     answers_stand: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -148,7 +148,7 @@ class SharedState:
             self.notices.append(Notice(f"eviction policy {name}", text, is_good=False))
         self.table.faults.clear()
 
-    def announce_end(self, transfer: Transfer, present: Sequence[bool]) -> None:
+    def announce_end(self, transfer: Transfer, present: Iterable[bool]) -> None:
         """Announce the keys of an ended transfer that its tier has; after a promotion also those it lacks."""
         if not self.kv_events.enabled:
             return

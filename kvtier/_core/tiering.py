@@ -12,6 +12,7 @@ only from free ones, so asking for what is not there evicts nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -138,6 +139,7 @@ class Tiering:
         self.prefetches.ask(now_s)
         asked, self._asked = self._asked, []
         self.shared.gate.begin_round()
+        self.promotions.start_round(now_s)
         self._round = object()
         for transfer in self.shared.overdue(now_s):
             if not transfer.is_put:
@@ -286,10 +288,10 @@ class Tiering:
         run, places = (Run(), {}) if request is None else (request.run, request.places)
         self.table.use(chunks, run, places)
         pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
+        for origin, count in Counter(pinned.origins).items():
+            self._counts["loaded", PRIMARY if origin is None else self._tiers[origin].name] += count
+        self.cascades.reused.update((chunk.key, None) for chunk in chunks if chunk.origin is None)
         for chunk in chunks:
-            if chunk.origin is None:
-                self.cascades.reused[chunk.key] = None
-            self._counts["loaded", PRIMARY if chunk.origin is None else self._tiers[chunk.origin].name] += 1
             chunk.origin = None
         self.handles.add(pinned)
         self.holds.promoting.difference_update(chunks)
@@ -353,7 +355,7 @@ class Tiering:
             self._counts["store_refused", "audit"] += len(keys)
             return None
         visible, free = self._visible, self.table.free
-        new = list(dict.fromkeys([key for key in keys if key not in visible]))
+        new = [key for key in dict.fromkeys(keys) if key not in visible]
         run, places = (Run(), {}) if request is None else (request.run, request.places)
         if places and not run.time and request is not None:
             self._use_prompt(request)
@@ -373,8 +375,7 @@ class Tiering:
             front = set(sorted(new, key=lambda key: places.get(key, inf))[: len(free)])
             new = [key for key in new if key in front]
         self._tracker.count(offered)
-        reservation = Reservation(self.table.take(new, visible=True), new, evicted)
-        self.table.use(reservation.chunks, run, places)
+        reservation = Reservation(self.table.take(new, run, places, visible=True), new, evicted)
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
         return reservation
@@ -390,7 +391,7 @@ class Tiering:
         self._end(reservation)
         ready = self.cascades.put_stored(reservation.chunks, now_s)
         self._counts["stored",] += len(ready)
-        self.shared.kv_events.stored([chunk.key for chunk in ready])
+        self.shared.kv_events.stored(chunk.key for chunk in ready)
 
     def abort(self, reservation: Reservation) -> None:
         """End a store that did not copy its bytes, or whose bytes were reset away."""
@@ -449,7 +450,7 @@ class Tiering:
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
-            self._counts["process_ended", event.reason] += 1
+            self._counts["process_ended", event.reason] += event.times
 
     def take_commands(self) -> list[messages.Command]:
         """Return and clear the commands since the last call, in the order to carry them out."""

@@ -50,7 +50,10 @@ class PartOfRun:
         """Remove and return up to ``count`` keys, the last of the prompt first."""
         self._sort()
         keys = self.keys
-        return [keys.popitem()[0] for _ in range(min(count, len(keys)))]
+        if count >= len(keys):
+            self.keys = {}
+            return list(reversed(keys))
+        return [keys.popitem()[0] for _ in range(count)]
 
     def _sort(self) -> None:
         if not self._is_sorted:
@@ -108,7 +111,7 @@ class AgedKeys:
             homes[key] = number
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove keys; each of them is there."""
+        """Remove keys; each of them is present."""
         for number, those in groupby(keys, self._homes.pop):
             left = self._parts[number].keys
             for key in those:

@@ -33,6 +33,7 @@ BLOCK_BYTES = 128 * 1024
 TRAILER_BYTES = 128
 CPU, FILES, SMALL = ("CPU", None), ("STORAGE", "fs"), ("CPU", "small")
 PROMPTS = [prompt(seed) for seed in range(8)]
+NEW_PROMPT = prompt(8)
 
 Place = tuple[str, str | None]
 """A medium, and whose it is."""
@@ -48,6 +49,7 @@ class Router:
         events: the events of kvtier's tiers.
         belief: the hashes of the blocks that it assumes in each place.
         cleared: number of events that cleared everything.
+        since_cleared: the belief of a router that forgets all tiers at such an event.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -59,6 +61,7 @@ class Router:
         self.events: list[dict[str, Any]] = []
         self.belief: defaultdict[Place, set[bytes]] = defaultdict(set)
         self.cleared = 0
+        self.since_cleared: defaultdict[Place, set[bytes]] = defaultdict(set)
 
     def join(self, engine: Engine) -> None:
         """Wait until what the engine publishes gets here."""
@@ -75,6 +78,7 @@ class Router:
             for event in msgspec.msgpack.decode(payload)[1]:
                 if event["type"] == "AllBlocksCleared":
                     self.cleared += 1
+                    self.since_cleared.clear()
                 elif event["medium"] != "GPU":
                     self._follow(event)
 
@@ -84,9 +88,11 @@ class Router:
         if event["type"] == "BlockStored":
             assert belief.isdisjoint(hashes), "stored once"
             belief |= hashes
+            self.since_cleared[_place(event)] |= hashes
         else:
             assert hashes <= belief, "removed once, and after it was stored"
             belief -= hashes
+            self.since_cleared[_place(event)] -= hashes
 
     def stored(self, place: Place) -> list[dict[str, Any]]:
         return [event for event in self.events if event["type"] == "BlockStored" and _place(event) == place]
@@ -177,6 +183,15 @@ def test_router_sees_every_eviction(
         assert all(len(chain) == PROMPT_TOKENS // BLOCK_TOKENS for chain in chains)
         assert {event["group_idx"] for event in router.events} == {0}
         assert {_locality(router, place) for place in (CPU, FILES)} == {"LOCAL", None}
+
+        cleared, known = router.cleared, set(router.belief[FILES])
+        engine.reset(connector=False)
+        _until(engine, router, lambda: router.cleared > cleared)
+        assert router.belief[FILES] == known, "of the device's cache alone"
+        assert not any(router.since_cleared.values())
+        engine.served(NEW_PROMPT)
+        _until(engine, router, lambda: len(router.since_cleared[FILES]) >= PROMPT_CHUNKS)
+        assert router.since_cleared[FILES] == router.belief[FILES] - known, "it relearns new chunks alone"
 
         cleared = router.cleared
         engine.reset()

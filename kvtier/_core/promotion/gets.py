@@ -1,4 +1,4 @@
-"""The gets in flight: who waits for them, what they bring, and what is counted and noted of them."""
+"""The gets in flight: their waiters, their chunks, and their counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gets:
     """Begins and ends gets.
 
     Requests share a get where they may be served from the same tiers. One that may not be served from
-    a tier never waits for it; what was promoted for others is there for all.
+    a tier never waits for it; promoted chunks are visible to all.
     """
 
     def __init__(self, shared: SharedState, holds: Holds) -> None:
@@ -35,9 +35,8 @@ class Gets:
         self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
     ) -> Transfer:
         """Get keys from a tier, the first ``count`` of them into free slots."""
-        chunks = self._shared.table.take(keys[:count], visible=False)
         first = next(iter(waiters), None) or Request()
-        self._shared.table.use(chunks, first.run, first.places)
+        chunks = self._shared.table.take(keys[:count], first.run, first.places, visible=False)
         self._holds.promoting.update(chunks)
         transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
@@ -46,7 +45,7 @@ class Gets:
                 other for other in self._shared.transfers.values() if other.tier == tier and not other.is_put
             ]
             transfer.load = sum(len(other.chunks) for other in gets)
-        if waiters:  # nobody waits for a probe
+        if waiters:  # no request waits for a probe
             transfer.waiters.update(waiters)
             transfer.is_poll = not located and all(
                 request.wait is not None and keys[0] in request.wait.keys for request in waiters
@@ -58,7 +57,7 @@ class Gets:
         return transfer
 
     def end(self, event: GetEnded, now_s: float) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:
-        """End a get; return it, its answers, who still waits for them, and the chunks that it promoted."""
+        """End a get; return it, its answers, its remaining waiters, and the chunks that it promoted."""
         transfer, in_time = self._shared.end(event, now_s)
         if self._shared.tiers[transfer.tier].failed_audit:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
@@ -75,7 +74,7 @@ class Gets:
         if any(request.record for request in waiters):
             self._record_missing(waiters, transfer, event)
         copied = self._complete(transfer, event.answers, loading(waiters))
-        self._shared.announce_end(transfer, [it is not Answer.MISSING for it in event.answers])
+        self._shared.announce_end(transfer, (it is not Answer.MISSING for it in event.answers))
         self._count(transfer, event, now_s)
         return transfer, event.answers, waiters, copied
 
@@ -90,7 +89,7 @@ class Gets:
         return waiting(transfer)
 
     def reset(self) -> None:
-        """Doom what is being promoted: nobody waits for it any more."""
+        """Doom the chunks that are being promoted; no request waits for them any longer."""
         for transfer in self._shared.transfers.values():
             if not transfer.is_put:
                 for chunk in transfer.chunks:
@@ -102,7 +101,7 @@ class Gets:
         self.expected.clear()
 
     def record(self, requests: Iterable[Request], tier: int, keys: Keys, word: str) -> None:
-        """Note why a tier did not give keys, for those of the requests that are to be explained."""
+        """Note why a tier did not give keys, for each request that is to be explained."""
         for request in requests:
             if request.record is not None:
                 request.record.refused(keys, self._shared.tiers[tier].name, word)
@@ -123,7 +122,8 @@ class Gets:
         self.record(waiters, transfer.tier, missing[count:], rest)
 
     def _stop_expecting(self, transfer: Transfer) -> None:
-        if transfer.waiters:  # nobody expects anything of a probe, or of what was begun before a reset
+        self._holds.changes += 1
+        if transfer.waiters:  # a probe has none, nor has a get from before a reset
             expected = self.expected[allowed_tiers(transfer.waiters)]
             for key in transfer.keys:
                 if expected.get(key) is transfer:
@@ -146,7 +146,7 @@ class Gets:
             request.held.update(dict.fromkeys(copied, request.round))
             self._holds.enter(request)
         self._holds.free_budget(transfer.chunks)
-        self._shared.kv_events.stored([chunk.key for chunk in copied], found=True)
+        self._shared.kv_events.stored((chunk.key for chunk in copied), found=True)
         return copied
 
     def _count(self, transfer: Transfer, event: GetEnded, now_s: float) -> None:
@@ -163,7 +163,7 @@ class Gets:
         if transfer.is_probe:
             found = copied or event.health is not TransferHealth.GOOD
             self._shared.gate.probe_ended(transfer.tier, now_s, found_any=bool(found))
-        if transfer.is_poll:  # what it does not find was counted when tiers were asked first
+        if transfer.is_poll:  # missing keys were counted when tiers were asked first
             missing, asked = 0, len(event.answers) - missing
         else:
             asked = len(event.answers)
@@ -177,7 +177,7 @@ class Gets:
 
 
 def _addresses(waiters: Waiters) -> tuple[str, ...]:
-    """Return where the keys are, where all clients who wait for them say the same."""
+    """Return the addresses that hints give for the keys, if all waiting clients give the same ones."""
     said = {request.addresses for request in waiters}
     return said.pop() if len(said) == 1 else ()
 

@@ -13,12 +13,13 @@ _READY = ChunkState.READY
 
 
 class Holds:
-    """What is pinned for requests until they have loaded it.
+    """The chunks that are pinned for requests until they have loaded them.
 
     Attributes:
         promoting: chunks being promoted, or promoted and held for a request: they count against the budget.
         awaiting: requests that await chunks of other engines. They are not in line and hold nothing.
         budget: slots that promotions may hold in all.
+        changes: number of times that requests were given chunks to hold, or a get ended.
         reserve: slots to keep free, for chunks that a get may find.
     """
 
@@ -26,6 +27,7 @@ class Holds:
         self.promoting: set[Chunk] = set()
         self.pending: dict[Request, None] = {}  # requests that wait for an answer, first come first
         self.awaiting: dict[Request, None] = {}
+        self.changes = 0
         self._shared = shared
         self.resize(0)
 
@@ -46,7 +48,7 @@ class Holds:
         return next((it for it in self.pending if not (it.locates or it.is_prefetch)), None)
 
     def enter(self, request: Request) -> None:
-        """Put a request in line, unless it is there, or awaits chunks."""
+        """Put a request in line, unless it is in line already or awaits chunks."""
         if request not in self.awaiting:
             self.pending[request] = None
 
@@ -57,22 +59,25 @@ class Holds:
         request.deadline_s = until_s + self._shared.limits.request_deadline_s
 
     def rejoin(self, request: Request, now_s: float) -> None:
-        """Put a request in line that awaits chunks no more; its deadline is that of any other."""
+        """Put a request in line that awaits chunks no more; it gets the usual deadline."""
         del self.awaiting[request]
         self.pending[request] = None
         deadline_s = now_s + self._shared.limits.request_deadline_s
         request.deadline_s = min(request.deadline_s or deadline_s, deadline_s)
 
     def hold(self, request: Request) -> None:
-        """Pin what a request was told is there, until it is served."""
+        """Pin the hits of a request until it is served."""
         self.enter(request)
         if request.locates:  # it loads nothing
             request.hits.clear()
+            return
+        if not request.hits:
             return
         visible, held = self._shared.table.visible, request.held
         hits = [chunk for key in request.hits if (chunk := visible.get(key)) and chunk.state is _READY]
         added = [chunk for chunk in dict.fromkeys(hits) if chunk not in held]
         request.hits.clear()
+        self.changes += bool(added)
         self._shared.table.pin(added)
         held.update(dict.fromkeys(hits, request.round))
 
@@ -111,13 +116,14 @@ class Holds:
 
     def free_budget(self, chunks: Iterable[Chunk]) -> None:
         """Remove from the promotion budget those chunks that nothing pins any more."""
-        self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
+        if self.promoting:
+            self.promoting.difference_update([chunk for chunk in chunks if not chunk.pins])
 
     def free_for_first(self, first: Request, count: int) -> None:
-        """Free for the request that is first in line what those behind it hold, as far as it needs it.
+        """Free budget for the request that is first in line, and slots if none is left.
 
-        Their share of the budget, and where no slot is left their slots: whose turn comes last loses
-        first. Only between two rounds, for what was answered HIT in a round is there to its end.
+        Requests behind it hold them, and the last in line loses first. Call it between two rounds only: hits
+        stay valid until their round ends.
         """
         table, promoting = self._shared.table, self.promoting
         behind = [*self.awaiting, *(other for other in reversed(self.pending) if other is not first)]

@@ -28,6 +28,14 @@ class Promotions:
         self._gets = Gets(shared, self.holds)
         self._tiers = TierOrder(shared, self.holds, self._gets)
         self.waits = Waits(shared, self.holds, self._gets, self._tiers)
+        self._refusals: list[str | None] = []  # of the tiers, in the last round
+        self._has_new_refusals = False
+        self._tried: tuple[Request | None, int] = (None, 0)  # the last first in line, and ``holds.changes``
+
+    def start_round(self, now_s: float) -> None:
+        """Note whether a tier began to accept or to refuse gets since the last round."""
+        refusals = [status.get_refusal(now_s) for status in self._shared.tiers]
+        self._has_new_refusals, self._refusals = refusals != self._refusals, refusals
 
     def promote_wanted(self, request: Request, now_s: float) -> None:
         """Start gets of the keys that the request wants, as far as the budget goes.
@@ -37,7 +45,7 @@ class Promotions:
         """
         if request.wait is not None and request.wait.has_news:
             self.waits.update(request, now_s)
-        elif request.awaits_any and request.answers_stand:
+        elif request.answers_stand and (request.awaits_any or self._is_blocked(request)):
             return
         expected, visible = self._gets.expected[request.tiers], self._shared.table.visible
         located, wait = request.located, request.wait if request.awaits_any else None
@@ -72,6 +80,22 @@ class Promotions:
                 self._tiers.ask(windowed, {request: None}, now_s, 0, SlotUse.NONE)
         if wait is not None:
             wait.promoted.update(key for key in known if key in expected)
+        request.blocked = next((key for key in known if key not in expected), None)
+
+    def _is_blocked(self, request: Request) -> bool:
+        """Return whether a request whose answers stand can get nothing: all is in flight, or lacks a slot.
+
+        Only its first keys are examined. Many requests can wait, each for thousands of keys.
+        """
+        table, holds, key = self._shared.table, self.holds, request.blocked
+        if self._has_new_refusals or self._shared.gate.is_active or request.wanted[0] in table.visible:
+            return False
+        if key is None:
+            return True
+        if key in table.visible or key in self._gets.expected[request.tiers]:
+            return False
+        has_room = holds.room and (table.free or table.evictable)
+        return not has_room and (holds.first is not request or self._tried == (request, holds.changes))
 
     def locate_wanted(self, request: Request, now_s: float) -> None:
         """Look for the keys that the request wants, without bringing any of them."""
@@ -125,7 +149,7 @@ class Promotions:
             first = self.holds.first
             others = chain(self.holds.pending, self.holds.awaiting)
             if first in waiters and not any(other.held for other in others if other is not first):
-                self._trim_first(first, run)  # nobody can make way for it
+                self._trim_first(first, run)  # no other request can make way for it
 
     def _not_asked_by_others(self, keys: list[OffloadKey], waiters: Waiters) -> list[OffloadKey]:
         """Return the keys of prefetches that no request's get is to tell them about, or has told them."""
@@ -137,12 +161,12 @@ class Promotions:
             if get is None or not waiters.keys() <= get.waiters.keys()
         ]
         useful = of_use(keys, waiters, self._windowed)
-        for request in waiters:  # or it would ask for the others once more if those before them are stored
+        for request in waiters:  # else it asks for them again once earlier ones are stored
             request.mark_absent(key for key in keys if key not in useful)
         return useful
 
     def _has_to_decide(self, request: Request, transfer: Transfer) -> bool:
-        """Return whether a request that wants keys of a get is to be gated: nobody was who waits for it."""
+        """Return whether a request for keys of a get has to pass the gate: none of its waiters did."""
         if request.is_prefetch or not self._shared.gate.is_active:
             return False
         return all(waiter.is_prefetch for waiter in transfer.waiters)
@@ -159,6 +183,7 @@ class Promotions:
         self._tiers.get_located(keys, {request: None}, now_s)
         if is_first:
             self._trim_first(request, keys)
+            self._tried = (request, self.holds.changes)
 
     def _trim_first(self, first: Request, keys: Keys) -> None:
         """Drop keys of the request first in line that cannot fit, to avoid a deadlock.
@@ -182,7 +207,7 @@ class Promotions:
 
 
 def _not_found_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:
-    """Return what to look for in the next tiers: what each waiter has located later, it gets from there."""
+    """Return the keys to look for in the next tiers: those that a waiter has not located in a later one."""
     left = [key for key in keys if any(request.located.get(key, tier) <= tier for request in waiters)]
     for request in waiters if len(left) < len(keys) else ():
         request.answers_stand = False

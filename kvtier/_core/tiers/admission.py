@@ -185,10 +185,10 @@ class ReuseTracker:
         self._size = size
         self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
 
-    def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Return the leading keys that this offer makes frequent enough."""
         if self._threshold < 2:
-            return list(keys)
+            return keys
         return list(takewhile(lambda key: self._offers.get(key, 0) + 1 >= self._threshold, keys))
 
     def count(self, keys: Sequence[OffloadKey]) -> None:

@@ -36,7 +36,9 @@ class TestLHD(PolicyConformance):
 
 class TestAuto(PolicyConformance):
     policy = Auto
-    remembered_bytes = 2000  # four caches of all keys when there are so few slots
+    # 1,800 with 256 slots: 680 as LHD, the rest for three simulated caches of all keys. These have at most
+    # 1,024 slots each, or a 64th of all: 1,250 bytes with 2,048 slots, and few more than LHD with many.
+    remembered_bytes = 2000
 
 
 def use(policy: EvictionPolicy, key: OffloadKey) -> bool:

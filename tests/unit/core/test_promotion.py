@@ -210,6 +210,48 @@ def test_standing_scan_is_two_questions() -> None:
     assert ask(core, request, prompt) == [HIT] * 4
 
 
+class _CountedKey(bytes):
+    """A key that counts how often keys are examined."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        _CountedKey.hashed += 1
+        return super().__hash__()
+
+
+def test_a_step_without_news_examines_few_keys() -> None:
+    core, requests = make(slots=64, budget=0.25), [Request() for _ in range(8)]
+    store(core, keys("old", 64))
+    prompts = [[OffloadKey(_CountedKey(key)) for key in keys(f"{name}-", 256)] for name in range(8)]
+
+    def run_steps() -> int:
+        for _ in range(3):
+            _CountedKey.hashed = 0
+            for request, prompt in zip(requests, prompts, strict=True):
+                if core.repeat_answer(prompt[0], request) is None:
+                    ask(core, request, prompt)
+            core.settle(0.0)
+        return _CountedKey.hashed // len(requests)
+
+    assert run_steps() < 8, "all are in flight"
+    gets = fetches(core)
+    (second,) = _located(core, gets[1:])
+    assert run_steps() < 8, "the second has all of the budget"
+    assert _located(core, gets[:1]) == []
+    assert run_steps() < 8, "the first waits for the budget"
+    answer(core, second, [COPIED] * 16)
+    run_steps()
+    (first,) = fetches(core)
+    assert list(first.keys) == prompts[0][:16], "the budget is free"
+    assert run_steps() < 8
+
+
+def _located(core: Tiering, gets: Sequence[Get]) -> list[Get]:
+    """Report all keys of gets as located; return the gets that follow."""
+    return [get for ended in gets for get in answer(core, ended, [LOCATED] * len(ended.keys))]
+
+
 def test_windows_are_located_first() -> None:
     core, request = make(windowed=frozenset({1})), Request()
     window, prefix = keys("w", 6, group=1), keys("p", 2)

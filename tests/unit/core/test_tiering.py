@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier._core.kv_events import EventQueue, KVEvent, KVEventLog
-from kvtier._core.messages import PutEnded, Removed, SlotsReady, Touch
+from kvtier._core.messages import ProcessEnded, PutEnded, Removed, SlotsReady, TierDown, TierUp, Touch
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestEvent
 from kvtier._core.tiering import Tiering
@@ -156,6 +156,28 @@ def test_excess_removals_withdraw_tier() -> None:
     ]
     queue.append(Removed(0, prompt[:1]))
     assert [event.keys for event in queue if isinstance(event, Removed)] == [prompt[:1]]
+
+
+def test_events_of_flapping_tiers_do_not_pile_up() -> None:
+    core, prompt, queue = make(8, 2), keys("a", 2), EventQueue()
+    for put in puts(core, prompt):
+        queue.append(TierDown(put.tier, "gone"))
+        queue.append(PutEnded(put.id, [True] * 2))
+    for epoch in range(100):
+        queue.append(ProcessEnded("exited"))
+        queue.append(TierDown(0, "gone"))
+        queue.append(TierUp(0, epoch))
+    assert len(queue) == 6, "an end of each put; of tiers the newest state, after the last time down"
+    core.take_kv_events()
+    while queue:
+        core.on_event(queue.popleft(), 0.0)
+    first, second = core.shared.tiers
+    assert (first.down, first.epoch, second.down) == (None, 99, "gone")
+    assert core.take_counts()["process_ended", "exited"] == 100
+    assert core.take_kv_events() == [
+        KVEvent(tuple(prompt), 0, removed=False),
+        KVEvent(tuple(prompt), 0, removed=True),
+    ]
 
 
 def test_fetch_announces_found_and_lost() -> None:

@@ -18,7 +18,8 @@ from statistics import median
 
 from kvtier import Identity, TieringConfig
 from kvtier._build import make_core, make_tiers
-from kvtier._core.messages import Answer, Command, Event, Get, GetEnded, Put, PutEnded, SlotsReady
+from kvtier._core.kv_events import EventQueue
+from kvtier._core.messages import Answer, Command, Get, GetEnded, Put, PutEnded, SlotsReady
 from kvtier._core.tiering import Tiering
 from kvtier._execution.executor import Executor, ExecutorThread, TierActivity
 from kvtier._memory.region import Region
@@ -56,7 +57,7 @@ class MemoryTier:
     """
 
     def __init__(self, tiers: int) -> None:
-        self.events: deque[Event] = deque()
+        self.events = EventQueue()
         self.activity = [TierActivity(1) for _ in range(tiers)]
         self._stored: set[OffloadKey] = set()
 
