@@ -86,8 +86,8 @@ class TieringConfig(Settings):
     )
     self_describing_kv_events: StrictBool = Field(
         default=False,
-        description="Publish KV events with token ids, parent hash and block size, for routers that need "
-        "more than hashes.",
+        description="Publish KV events with token ids, parent hash, block size and extra keys, for routers "
+        "that need more than hashes. Needs `KVTierConnector`.",
     )
     namespace: str = Field(
         default="",

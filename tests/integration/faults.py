@@ -5,14 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tests.integration.traffic import requests
+
 _WORD_BYTES = 8
 _QUEUES = {"kvtier-store": 0, "kvtier-load": 1, "kvtier-expedited": 1}
-_RANK = 2
-
+_RANK, _HELD = 2, 3
 
 _FILE = "KVTIER_TEST_FAULTS"
 
@@ -27,6 +29,37 @@ def fail(llm: Any, **counts: int) -> dict[str, Any]:
     """Set how many copies fail from now on. See ``Faults.set``."""
     Faults().set(**counts)
     return {}
+
+
+def copies_after(llm: Any, prompt: list[int], ends: str) -> dict[str, Any]:
+    """Return how many copies are in flight after a prompt whose stores do not end, and after they had to.
+
+    Args:
+        llm: the engine; its worker is in this process.
+        prompt: token ids that were not stored before.
+        ends: "reset", or "unregister" as vLLM 0.33 calls the connector for a sleep. Then a prompt
+            follows, before the cache is registered again.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    in_flight = connector.connector_worker.worker._engine._in_flight
+    Faults().set(held=1)
+    requests(llm, [prompt], output_tokens=4)
+    counts = [len(in_flight)]
+    threading.Timer(0.05, Faults().set).start()
+    if ends == "reset":
+        llm.reset_prefix_cache(reset_connector=True)
+        counts.append(len(in_flight))
+    else:
+        connector.unregister_kv_caches()
+        counts.append(len(in_flight) + len(connector.connector_worker._unsubmitted_store_jobs))
+        Faults().set(held=1)
+        requests(llm, [prompt[::-1]], output_tokens=4)
+        counts.append(len(in_flight))
+        Faults().set()
+        connector.restore_kv_caches()
+    return {"counts": counts}
 
 
 class Faults:
@@ -50,17 +83,20 @@ class Faults:
         for name in ("copy_batch", "copy_each"):
             setattr(cpu, name, partial(self._copy, getattr(cpu, name)))
 
-    def set(self, *, stores: int = 0, loads: int = 0, rank: int = -1) -> None:
+    def set(self, *, stores: int = 0, loads: int = 0, rank: int = -1, held: int = 0) -> None:
         """Let the next so many attempts of each kind fail, half-way; negative: all of them.
 
         Args:
             rank: the worker whose copies fail; negative for any.
+            held: whether copies do not go on before the next call.
         """
-        for index, number in enumerate((stores, loads, rank)):
+        for index, number in enumerate((stores, loads, rank, held)):
             self._left[index] = number
 
     def _copy(self, copy: Callable[[Any], None], plan: Any) -> None:
         kind, left = _QUEUES[threading.current_thread().name], self._left
+        while left[_HELD]:
+            time.sleep(0.001)
         if not left[kind] or left[_RANK] not in (-1, _rank()):
             copy(plan)
             return

@@ -45,7 +45,10 @@ NOT_DEFINED = {
     "OffloadingManager.lock": "the manager is entered by one thread",
     "OffloadingManager.touch": "a lookup touches",
 }
-OWN = {"fail_loads", "fail_stores", "report_failed_loads", "response_params", "take_failed_requests"}
+OWN = {
+    *("fail_loads", "fail_stores", "report_failed_loads", "response_params", "resume", "suspend"),
+    "take_failed_requests",
+}
 """Methods for ``KVTierConnector``."""
 
 USED: Mapping[type, str] = {
@@ -61,7 +64,7 @@ USED: Mapping[type, str] = {
     base.TransferResult: "job_id success transfer_size transfer_time",
     config.OffloadingCacheConfig: "tokens_per_hash blocks_per_chunk",
     config.OffloadingConfig: "groups worker_kv_bytes_per_block extra_config engine_id model cache parallel "
-    "canonical_layout kv_cache_layout",
+    "canonical_layout kv_cache_layout enable_kv_cache_events",
     config.OffloadingGroupConfig: "tokens_per_block layer_names group_id",
     config.OffloadingModelConfig: "name dtype",
     config.OffloadingParallelConfig: "rank world_size tp_size pp_size pcp_size dcp_size "
@@ -72,7 +75,6 @@ USED: Mapping[type, str] = {
 UNUSED = {
     "OffloadingEvent.metadata_only": "vLLM's own manager announces before it has allocated",
     "ReqContext.kv_hints": "what they say is not used yet",
-    "OffloadingConfig.enable_kv_cache_events": "the spec has it as kv_events_config",
     "OffloadingConfig.replicated_layout": "each worker keeps its own bytes, equal or not",
     "OffloadingGroupConfig.sliding_window_size_in_chunks": "the group's spec tells it",
     "OffloadingModelConfig.max_model_len": "the bytes do not depend on it",

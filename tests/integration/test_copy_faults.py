@@ -12,7 +12,7 @@ import pytest
 
 from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.harness import FAULTS, PROMPT_CHUNKS, Engine, Launcher, prompt
 
 SETTINGS = {"cpu_bytes_to_use": "64MiB"}
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -126,6 +126,34 @@ def test_without_connector_load_is_staged(plain: Engine, reference: Ask) -> None
 
     assert again == (reference(prompt(1)), {"cpu": PROMPT_CHUNKS})
     assert counted() == {("load", "staged"): 1}
+
+
+@pytest.mark.parametrize("connector", ["plain", "recomputing"])
+def test_copies_end_before_a_reset_returns(engines: dict[str, Engine], connector: str) -> None:
+    """vLLM sleeps right after a reset, and then the memory of its cache is gone."""
+    engine = engines[connector]
+    before, after = _copies_after(engine, prompt(70), "reset")
+    assert before > 0
+    assert after == 0
+    if connector == "recomputing":
+        engine.reset()  # vLLM's own connector fails if no step came before
+    engine.step()
+
+
+def test_no_copy_begins_while_caches_are_unregistered(recomputing: Engine, reference: Ask) -> None:
+    asked, counted = prompt(71), Counted(recomputing)
+    before, after, meanwhile = _copies_after(recomputing, asked, "unregister")
+    assert before > 0
+    assert (after, meanwhile) == (0, 0)
+    assert counted() == {("store", "dropped"): 1}
+    recomputing.reset(connector=False)
+    answers, loaded = recomputing.served(asked, asked[::-1])
+    assert (answers, loaded) == (reference(asked, asked[::-1]), {"cpu": PROMPT_CHUNKS})
+
+
+def _copies_after(engine: Engine, asked: list[int], ends: str) -> list[int]:
+    counts: list[int] = engine.call("copies_after", module=FAULTS, prompt=asked, ends=ends)["counts"]
+    return counts
 
 
 def test_connector_survives_lost_device(recomputing: Engine, reference: Ask) -> None:

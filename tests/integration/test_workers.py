@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +27,7 @@ from kvtier._memory.worker_status import (
 )
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
-from kvtier.adapters.vllm._worker import KVTierWorker
+from kvtier.adapters.vllm._worker import KVTierWorker, end_copies
 from kvtier.adapters.vllm.spec import _shut_down
 from kvtier.errors import TransferError
 
@@ -36,7 +38,7 @@ PAGE = 4096
 class Bench:
     """A worker over tensors in memory, and the scheduler's view of it. ``failures`` copies fail.
 
-    ``hold``: copies do not end while this is set.
+    ``hold``: copies do not end while this is set. ``made``: number of copies that have ended.
     """
 
     def __init__(self, deadline_s: float = 60, *, flushes_late: bool = False) -> None:
@@ -49,6 +51,7 @@ class Bench:
         )
         self.failures = 0
         self.hold = False
+        self.made = 0
         self._go_on = threading.Event()
         row = WorkerStatus(status_table, SLOTS, 0)
         self.worker = KVTierWorker(engine, region, row, flushes_late=flushes_late)
@@ -71,8 +74,12 @@ class Bench:
         return [result.success for result in self.worker.get_finished()]
 
     def close(self) -> None:
-        self._go_on.set()
+        self.release()
         self.worker.shutdown()
+
+    def release(self) -> None:
+        """Let copies end that were held."""
+        self._go_on.set()
 
     def counts(self) -> dict[Any, float]:
         return self.workers.take_counts()
@@ -84,6 +91,7 @@ class Bench:
             self.failures -= 1
             raise OSError("told to fail")
         copy_batch(plan)
+        self.made += 1
 
 
 def _blocks(slots: tuple[int, ...]) -> GPULoadStoreSpec:
@@ -181,6 +189,38 @@ def test_waiting_hides_no_hang(impatient: Bench) -> None:
     impatient.worker.wait({2})
     with pytest.raises(TransferError):
         impatient.worker.wait({1, 2})
+
+
+def test_no_copy_touches_a_suspended_cache(it: Bench) -> None:
+    it.worker.report_failed_loads()
+    it.hold = True
+    it.store(1)
+    it.load(2)
+    threading.Timer(0.05, it.release).start()
+    it.worker.suspend()
+    assert it.made == 2
+    it.store(3)
+    it.load(4, request="asleep")
+    assert it.finish() == [True] * 4
+    assert it.made == 2
+    assert [*it.status_table.take_marks([1, 3])] == [3]
+    assert it.worker.take_failed_requests() == {"asleep"}
+    it.worker.resume()
+    it.store(5)
+    assert it.finish() == [True]
+    assert it.made == 3
+    assert not it.status_table.take_marks([5])
+
+
+def test_a_forked_child_awaits_no_copies_of_its_parent(it: Bench) -> None:
+    it.hold = True
+    it.store(1)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        end_copies()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 class Closing:

@@ -90,14 +90,15 @@ class _Flushing:
 
 
 class KVTierManager(OffloadingManager):
-    """What vLLM's scheduler asks.
+    """The manager that vLLM's scheduler calls.
 
     Args:
         core: the state machine, owned from now on by the scheduler thread.
         executor: runs its commands; started already.
-        sources: what vLLM calls each secondary tier in its cache-hit metrics.
+        sources: the name of each secondary tier in vLLM's cache-hit metrics.
         addresses: where other engines read from a tier, by its index.
         steps_ahead: the most scheduled steps in flight, the current one included.
+        on_reset: waits for the copies of workers in this process.
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
         names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
         is_blind: whether other connectors may write to blocks without a word to vLLM's connector.
@@ -112,6 +113,7 @@ class KVTierManager(OffloadingManager):
         sources: Sequence[CacheHitSource] = (),
         addresses: Mapping[int, str] = MappingProxyType({}),
         steps_ahead: int = 2,
+        on_reset: Callable[[], None] = lambda: None,
         on_shutdown: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
@@ -135,6 +137,7 @@ class KVTierManager(OffloadingManager):
         self._sources = sources
         self._addresses = addresses
         self._steps_ahead = steps_ahead
+        self._on_reset = on_reset
         self._on_shutdown = on_shutdown
         self._drain_s = drain_s
         self._steps = steps
@@ -191,8 +194,8 @@ class KVTierManager(OffloadingManager):
     def response_params(self, req_id: str, params: object) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of the response to a request that had ``params``, if any.
 
-        That is what explains its prefix, where its client asked for that, and hints for the engine that
-        decodes its prompt, where another one is to do that.
+        They explain its prefix if its client asked for that. They have hints for the decode engine if another
+        engine is to decode its prompt.
         """
         ours: dict[str, Any] = {}
         if (explained := self._explainer.answer(req_id)) is not None:
@@ -202,11 +205,11 @@ class KVTierManager(OffloadingManager):
         return {PARAMS: ours} if ours else None
 
     def _hints_for_decode(self) -> dict[str, Any]:
-        """Return how long an engine is to wait for the chunks of a prompt, and where it can read them.
+        """Return how many seconds an engine should wait for a prompt's chunks, and their addresses.
 
         The copies of the last chunks begin a step after the response, and the puts that follow end within
-        their deadline. Empty where no chunk gets into a tier: none takes puts, nothing is stored, or a reset
-        was before.
+        their deadline. Empty if no chunk gets into a tier: none takes puts, nothing is stored, or a reset was
+        before.
         """
         core, shared = self._core, self._core.shared
         if core.epoch or core.is_disabled or core.refusal:
@@ -323,7 +326,7 @@ class KVTierManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """See vLLM. The keys are those of one ``prepare_store``, in any order."""
+        """See vLLM. ``keys`` come from one ``prepare_store``, in any order."""
         stores = self._stores
         reservation = next((stores.pop(key) for key in keys if key in stores), None)
         if reservation is None:
@@ -364,7 +367,9 @@ class KVTierManager(OffloadingManager):
                 elif request.no_store == "preempted":
                     request.no_store = None
                 request.is_placed = True
-        self._driver.on_events(self._events)  # first: what has ended while the engine slept is not overdue
+        self._driver.on_events(
+            self._events
+        )  # first: transfers that ended while the engine was idle are not overdue
         self._driver.settle()
         if self._steps is not None:
             self._steps.begin()
@@ -382,7 +387,12 @@ class KVTierManager(OffloadingManager):
         return bool(self._flushing)
 
     def reset_cache(self) -> None:
-        """See vLLM, which drops its record of running copies; the workers still finish them."""
+        """See vLLM, which drops its record of running copies; the workers still finish them.
+
+        For a sleep vLLM unmaps the KV cache next. Workers of this process end their copies before; the next
+        step would wait for them, too.
+        """
+        self._on_reset()
         if self._stores or self._loads:
             # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
             # they are through; before, they are when the step after so many others is scheduled.
@@ -395,7 +405,7 @@ class KVTierManager(OffloadingManager):
         self._driver.reset()
 
     def on_reset_flushed(self) -> None:
-        """See vLLM 0.33: workers have stopped writing to what the last reset cut off."""
+        """See vLLM 0.33: workers have ended the copies that the last reset cut off."""
         while self._flushing:
             self._flush(self._flushing.pop())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from itertools import compress
+from weakref import WeakSet
 
 import torch
 from vllm import _custom_ops
@@ -34,9 +36,19 @@ from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
 from kvtier._memory.worker_status import StatusField, Unfilled, WorkerStatus
 from kvtier.adapters.vllm._manager import Slots
-from kvtier.errors import BlocksChangedError, ConfigError, DeviceLostError, DeviceStuckError, TransferError
+from kvtier.errors import (
+    BlocksChangedError,
+    ConfigError,
+    DeviceLostError,
+    DeviceStuckError,
+    StateError,
+    TransferError,
+)
 
 logger = GuardedLogger("kvtier.vllm")
+
+_workers: WeakSet[KVTierWorker] = WeakSet()
+os.register_at_fork(after_in_child=_workers.clear)  # the parent's: their copies do not end in the child
 
 
 def as_kv_caches(
@@ -65,6 +77,12 @@ def batched_copy() -> BatchedCopy | None:
         return None
     operation: BatchedCopy = _custom_ops.swap_blocks_batch
     return operation
+
+
+def end_copies() -> None:
+    """Wait until the workers of this process run no copy: the next call may unmap their KV cache."""
+    for worker in tuple(_workers):
+        worker._engine.drain()
 
 
 def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
@@ -126,6 +144,8 @@ class KVTierWorker(OffloadingWorker):
         self._jobs: dict[int, _Job] = {}
         self._published: tuple[Pinning, Audits] = (Pinning(), Audits())
         self._failed_requests: set[str] | None = None
+        self._is_suspended = False
+        _workers.add(self)
 
     def report_failed_loads(self) -> None:
         """Report failed loads through ``take_failed_requests``, instead of staging them or raising."""
@@ -139,8 +159,19 @@ class KVTierWorker(OffloadingWorker):
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
+    def suspend(self) -> None:
+        """Wait until no copy runs; fail all jobs until ``resume``, because the KV cache has no memory."""
+        self._is_suspended = True
+        self._engine.drain()
+
+    def resume(self) -> None:
+        """Make copies again."""
+        self._is_suspended = False
+
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         slots = _slots(dst_spec)
+        if self._is_suspended:
+            return self._refuse(job_id, _Job(slots, is_store=True))
         # vLLM offers chunks of sliding windows although some of their blocks are gone, and omits those.
         width, states = self._blocks_per_chunk, self._state_groups
         blocks, whole = _blocks(src_spec).whole_chunks(slots.chunks, width, states)
@@ -156,7 +187,10 @@ class KVTierWorker(OffloadingWorker):
     ) -> bool:
         """See vLLM. The request of an expedited load runs already, so a failure cannot be reported."""
         slots = _slots(src_spec)
-        self._jobs[job_id] = _Job(slots, is_store=False, is_expedited=expedited)
+        job = _Job(slots, is_store=False, is_expedited=expedited)
+        if self._is_suspended:
+            return self._refuse(job_id, job)
+        self._jobs[job_id] = job
         self._engine.submit_load(job_id, slots.slots, _blocks(dst_spec), expedited=expedited)
         return True
 
@@ -186,6 +220,12 @@ class KVTierWorker(OffloadingWorker):
         self._row[StatusField.STOPPED_MS] = int(time.monotonic() * 1000)
         self._engine.close()
         self._region.close()
+
+    def _refuse(self, job_id: int, job: _Job) -> bool:
+        self._jobs[job_id] = job
+        error = StateError("the engine sleeps, its KV cache is unmapped")
+        self._ended.append(Finished(job_id, 0, 0.0, error))
+        return True
 
     def _require_end(self, job: _Job, error: BaseException) -> None:
         """Raise if a load was given up: its bytes may arrive when another request has its blocks."""

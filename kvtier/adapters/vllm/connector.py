@@ -3,8 +3,8 @@
 The plain connector asserts that every copy succeeds. vLLM can recompute a request whose load failed if the
 connector names it in ``failed_recving``. It would load the same chunks again in the next step, so the manager
 answers every further lookup of the request with a miss. Each store is compared with the KV cache's own block
-tables; chunks with other blocks are dropped. Responses explain a prefix, and tell a decode engine how long
-and where to wait for chunks.
+tables; chunks with other blocks are dropped. KV events describe whole chunks. Responses explain a prefix,
+and tell a decode engine how long and where to wait for chunks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._plugin import register
+from kvtier.adapters.vllm._telemetry.events import ChunkEvents
 from kvtier.adapters.vllm._worker import KVTierWorker
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.errors import ConfigError
@@ -63,6 +64,7 @@ class KVTierConnector(OffloadingConnector):
         self._worker: KVTierWorker | None = None
         if self.connector_scheduler is not None:
             self._manager = _require(self.connector_scheduler.manager, KVTierManager)
+            self.scheduler._events_tracker = ChunkEvents(self.scheduler._events_tracker)
         if self.connector_worker is not None:
             _require(self.connector_worker.spec, KVTierOffloadingSpec)
 
@@ -72,6 +74,17 @@ class KVTierConnector(OffloadingConnector):
         assert self.connector_worker is not None
         self._worker = _require(self.connector_worker.worker, KVTierWorker)
         self._worker.report_failed_loads()
+
+    def unregister_kv_caches(self) -> None:
+        """See vLLM 0.33: called in each worker before its KV cache is unmapped. No copy runs afterwards."""
+        if self._worker is not None and self.connector_worker is not None:
+            self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))  # the last step's
+            self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """See vLLM 0.33: called in each worker after its KV cache was mapped again."""
+        if self._worker is not None:
+            self._worker.resume()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See vLLM: called in each worker and step. Failed requests count as finished."""
@@ -128,6 +141,14 @@ class KVTierConnector(OffloadingConnector):
         if self._manager is not None and connector_output.invalid_block_ids:
             self._manager.fail_stores()
         super().update_connector_output(connector_output)
+
+    def reset_cache(self) -> bool | None:
+        """See vLLM: the scheduler's process. vLLM's own fails after a reset without a later step."""
+        scheduler = self.scheduler
+        flushed, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+        done = super().reset_cache()
+        scheduler._current_batch_jobs_to_flush |= flushed
+        return done
 
     def _names_right_blocks(self, job: TransferJob, handed_over: set[int]) -> bool:
         """Return whether a store names blocks of its request, or states that vLLM handed over."""

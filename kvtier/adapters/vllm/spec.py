@@ -26,6 +26,7 @@ from kvtier.adapters.vllm._compat import (
 # isort: split
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingKVEventsConfig,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -53,7 +54,7 @@ from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published, definitions
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
-from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy
+from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy, end_copies
 from kvtier.errors import ConfigError
 
 logger = GuardedLogger("kvtier.vllm")
@@ -81,6 +82,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
+        # vLLM's own connector announces parts of chunks, and no salts.
+        self_describing = self._settings.self_describing_kv_events and self._engine.sees_blocks
+        self.kv_events_config = OffloadingKVEventsConfig(config.enable_kv_cache_events, self_describing)
         if self._engine.nodes > 1:
             raise ConfigError(
                 f"the engine's workers are on {self._engine.nodes} nodes, which do not share memory: "
@@ -104,11 +108,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _make_manager(self) -> KVTierManager:
         warn_if_untested()
         limit_refusals()
-        if self._is_blind:
-            logger.warning(
-                "nothing is stored: OffloadingConnector does not know the blocks that the other connectors "
-                "write to; use KVTierConnector in its place"
-            )
+        self._warn_of_plain_connector()
         region = self._open_region()
         region.claim()
         region.start_guard()
@@ -139,10 +139,23 @@ class KVTierOffloadingSpec(OffloadingSpec):
             names_resumed=self._engine.vllm_config.use_v2_model_runner,
             is_blind=self._is_blind,
             drain_s=self._settings.drain_on_shutdown_s,
+            on_reset=end_copies,
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
         )
+
+    def _warn_of_plain_connector(self) -> None:
+        if self._is_blind:
+            logger.warning(
+                "nothing is stored: OffloadingConnector does not know the blocks that the other connectors "
+                "write to; use KVTierConnector in its place"
+            )
+        if self._settings.self_describing_kv_events and not self._engine.sees_blocks:
+            logger.warning(
+                "self_describing_kv_events has no effect: events of OffloadingConnector announce parts of "
+                "chunks, which cannot be loaded, and omit salts; use KVTierConnector in its place"
+            )
 
     def _published(
         self, core: Tiering, executor: AnyExecutor, tiers: Sequence[NamedTier], status_table: StatusTable

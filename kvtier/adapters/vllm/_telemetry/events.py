@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, TierFilter
 
 from kvtier._core.kv_events import KVEvent
 from kvtier.tiers._base import SecondaryTier
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import _OffloadEventMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig
+    from vllm.v1.request import Request
+
 
 class Location(NamedTuple):
-    """Where a tier keeps its chunks. A locality of None is not known, and matches every filter."""
+    """The place of a tier's chunks. A locality of None is unknown, and matches every filter."""
 
     medium: Medium
     locality: Locality | None
@@ -115,3 +123,52 @@ class EventStream:
             ownership=None if tier is None else self._names[tier],
             removal_expected=True,  # every "stored" has its "removed", so vLLM can forget what it knows
         )
+
+
+class ChunkEvents(OffloadingEventsTracker):
+    """Describes each chunk as one block with its extra keys: only whole chunks can be loaded.
+
+    vLLM's tracker, whose place it takes, names the blocks of a chunk one by one, without extra keys.
+    """
+
+    def __init__(self, tracker: OffloadingEventsTracker) -> None:
+        self.__dict__.update(vars(tracker))
+        self._looked_up: set[OffloadKey] = set()  # described for a lookup since the last events
+
+    def record_lookup(
+        self, req: Request, group_config: GroupOffloadConfig, chunk_idx: int, offload_key: OffloadKey
+    ) -> None:
+        is_known = offload_key in self._pending_event_metadata
+        super().record_lookup(req, group_config, chunk_idx, offload_key)
+        if not is_known and offload_key in self._pending_event_metadata:
+            self._looked_up.add(offload_key)
+
+    def take_events(self, events: Iterable[OffloadingEvent]) -> Iterator[KVCacheEvent]:
+        """See vLLM. Forgets chunks that were looked up and not announced: no event follows their eviction."""
+        events = list(events)
+        yield from super().take_events(events)
+        for key in self._looked_up.difference(*(event.keys for event in events if not event.removed)):
+            self._pending_event_metadata.pop(key, None)
+        self._looked_up.clear()
+
+    def _build_event_metadata(
+        self, req: Request, group_config: GroupOffloadConfig, chunk_idx: int
+    ) -> _OffloadEventMetadata:
+        metadata = super()._build_event_metadata(req, group_config, chunk_idx)
+        _describe_as_one(metadata, req, chunk_idx * group_config.tokens_per_chunk)
+        return metadata
+
+    def _record_partial_tail(
+        self, req: Request, group_config: GroupOffloadConfig, boundary_tokens: int, offload_key: OffloadKey
+    ) -> None:
+        super()._record_partial_tail(req, group_config, boundary_tokens, offload_key)
+        if (metadata := self._pending_event_metadata.get(offload_key)) is not None:
+            _describe_as_one(metadata, req, boundary_tokens - len(metadata.token_ids))
+
+
+def _describe_as_one(metadata: _OffloadEventMetadata, request: Request, begin: int) -> None:
+    """Describe the tokens from ``begin`` on as one block, as vLLM does for blocks of the device."""
+    metadata.block_hashes = metadata.block_hashes[-1:]
+    metadata.block_size = len(metadata.token_ids)
+    extra_keys, _ = generate_block_hash_extra_keys(request, begin, begin + metadata.block_size, 0)
+    metadata.extra_keys = (extra_keys,)
