@@ -18,12 +18,9 @@ from kvtier_bench.engine.compared import EngineError
 from tests.differential.lives import LIVES_OF_A_MODEL, Life, code, draw, joined
 from tests.differential.models import Model
 from tests.differential.shrink import shrink, without
-from tests.differential.world import Failure, Stage, Unfit
+from tests.differential.world import ONE_THREAD, Failure, Stage, Unfit
 from tests.integration.conftest import ENVIRONMENT
 from tests.integration.harness import Launcher
-
-_ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""A tiny model is no faster with two, and much slower if the cores are busy."""
 
 
 class Search:
@@ -161,7 +158,7 @@ def main() -> None:
     options = parsed(sys.argv[1:])
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-lives-") as name,
-        Launcher(Path(name), {**ENVIRONMENT, **_ONE_THREAD}) as launcher,
+        Launcher(Path(name), {**ENVIRONMENT, **ONE_THREAD}) as launcher,
     ):
         search = Search(launcher, Path(name), options)
         search.run()

@@ -193,7 +193,7 @@ def draw_case(chance: Random, model: Model) -> Case:
         settings["store_threshold"] = chance.choice([2, 3])
     connectors = ["OffloadingConnector"] * 5 + ["KVTierConnector"] * 2
     if groups == 1 and not model.draft:
-        connectors += [*BESIDE_A_TRANSPORT[:2] * 2, BESIDE_A_TRANSPORT[2]]
+        connectors += BESIDE_A_TRANSPORT * 2
     return Case(
         model,
         chunk,
@@ -274,7 +274,13 @@ class Drawer:
     def ask(self) -> Ask:
         """Draw a request: a new prompt, or one that continues an earlier text or its beginning."""
         chance, room = self._chance, self._case.longest - 64
-        name, say, after, keep, old = self._name + len(self._sizes) + 1, chance.choice([1, 4, 4, 12, 40]), None, None, 0
+        name, say, after, keep, old = (
+            self._name + len(self._sizes) + 1,
+            chance.choice([1, 4, 4, 12, 40]),
+            None,
+            None,
+            0,
+        )
         if self._sizes and chance.random() < 0.65:
             after = self.of_late()
             old = self._sizes[after]

@@ -15,6 +15,9 @@ from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece,
 from tests.differential.models import Model, adapter
 from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
 
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""A tiny model is no faster with two, and much slower if the cores are busy."""
+
 TOLERANCE = 2e-3
 """Between logprobs of equal tokens, computed in steps of other sizes in float32."""
 
@@ -132,7 +135,7 @@ class Stage:
             Failure: a judge objects.
         """
         run = self._run
-        if not (warm and run is not None and run.case == life.case):
+        if not (warm and run is not None and (run.case, run.bug) == (life.case, self.bug)):
             self._leave()
             folder = self.folder / f"engine-{next(self._numbers)}"
             self._run = run = Run(self, life.case, folder, connector=connector)
@@ -199,11 +202,12 @@ class Run:
 
     Attributes:
         case: the engines' configuration.
+        bug: what is planted in them.
         said: all answers of this life so far.
     """
 
     def __init__(self, stage: Stage, case: Case, folder: Path, *, connector: bool) -> None:
-        self.case = case
+        self.case, self.bug = case, stage.bug
         self.said: list[Said] = []
         self._stage, self._folder, self._connector = stage, folder, connector
         self._engines: dict[int, Engine] = {}
