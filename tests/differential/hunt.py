@@ -58,6 +58,7 @@ class Hunt:
                     break
 
     def _is_found(self, stage: Stage, seed: int) -> bool:
+        begun_s, stage.loaded = time.monotonic(), 0
         try:
             stage.check(draw(seed), warm=True)
         except Failure as failure:
@@ -69,6 +70,8 @@ class Hunt:
             print(f"| {stage.bug} | {self.lives[stage.bug]} | {how}, seed {seed} |", flush=True)
             print(str(failure)[:400], flush=True)
             return True
+        took_s = time.monotonic() - begun_s
+        print(f"{stage.bug}: seed {seed} is right, {stage.loaded} loaded, {took_s:.0f} s", flush=True)
         return False
 
 

@@ -168,8 +168,11 @@ def draw_model(chance: Random) -> Model:
 
 def draw_case(chance: Random, model: Model) -> Case:
     """Draw an engine that runs a model, and its connector."""
-    block, chunk = chance.choice([32, 32, 64]), chance.choice([1, 1, 2, 3, 4, None])
-    longest = chance.choice([320, 512, 1024])
+    block, longest = chance.choice([32, 32, 64]), chance.choice([512, 1024])
+    # A prompt of fewer than four chunks tells little.
+    chunk = chance.choice(
+        [one for one in (1, 1, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
+    )
     groups = model.groups
     whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
     chunks = max(1, whole // (chunk or 4))
@@ -197,7 +200,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     return Case(
         model,
         chunk,
-        host_chunks=max(4, int(chunks * chance.choice([0.2, 0.6, 1, 1.5, 3, 8, 20]))),
+        host_chunks=max(4 * groups, int(chunks * chance.choice([0.5, 1, 1.5, 3, 8, 20]))),
         connector=chance.choice(connectors),
         arguments=arguments,
         settings=settings,
@@ -360,11 +363,11 @@ class Drawer:
 
     def rounds(self) -> Iterator[Round]:
         """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end."""
-        for _ in range(self._chance.randrange(8, 32)):
+        for _ in range(self._chance.randrange(4, 16)):
             yield self.round()
             if self._chance.random() < 0.5:
                 yield self.look(self.of_late())
-        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 20)):
+        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 8)):
             yield self.look(after)
 
     def of_late(self) -> int:

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import torch
 
 from kvtier import Acquired, TieringConfig, TieringManager, open_manager
@@ -81,6 +82,7 @@ class Life:
         """
         loaded = 0
         for _ in range(self._chance.randrange(1, 4)):
+            resets = self._resets
             async with open_manager(self.config(), IDENTITY, self.device.caches) as manager:
                 callers = [
                     Caller(self, manager, Random(self._chance.getrandbits(60)), number)
@@ -92,7 +94,10 @@ class Life:
                         for caller in callers:
                             tasks.start_soon(caller.run, self._chance.randrange(10, 40))
                 await self._rest(manager)
-                await self._probe(callers[0])
+                is_kept = await self._probe(callers[0])
+                self._is_kept = (
+                    is_kept and self._resets == resets
+                )  # what follows a reset is the opener's alone
                 loaded += sum(caller.loaded for caller in callers)
         return loaded
 
@@ -128,7 +133,6 @@ class Life:
     async def reset(self, manager: TieringManager) -> None:
         if self._may_reset:
             self._resets += 1
-            self._is_kept = False
             await manager.reset()
 
     # --- at rest ---------------------------------------------------------------------------------
@@ -141,8 +145,8 @@ class Life:
         assert seen.pinned_chunks == 0
         assert seen.free_slots + seen.ready_chunks == seen.slots == self._slots
 
-    async def _probe(self, caller: Caller) -> None:
-        """Store a new prompt, which must be found at once, and after a restart if no put was lost."""
+    async def _probe(self, caller: Caller) -> bool:
+        """Store a new prompt, which must be found at once. Return whether files must have it."""
         keys, manager = self._probe_keys, caller.manager
         before = _lost(manager)
         await caller.store(keys)
@@ -150,11 +154,11 @@ class Life:
         assert await manager.lookup(keys) == len(keys)
         is_whole = any(tier["type"] == "fs" and tier["max_bytes"] == 2**50 for tier in self._tiers)
         is_quiet = all(tier["write_policy"] == "all" for tier in self._tiers) and _lost(manager) == before
-        self._is_kept = is_whole and is_quiet
+        return is_whole and is_quiet
 
     async def _find_probe(self, caller: Caller) -> None:
         with anyio.fail_after(BOUND_S):
-            while self._is_kept and not all(await caller.manager.locate(self._probe_keys)):
+            while self._is_kept and not all(await caller.manager.locate(self._probe_keys)):  # noqa: ASYNC110
                 await anyio.sleep(0.01)  # the tier is not open yet, or late for a short deadline
 
     @property
@@ -230,7 +234,7 @@ class Caller:
             async with self.manager.write(keys) as written:
                 for view in written.views:
                     view[:100] = bytes(100)
-                    await anyio.sleep(0)
+                    await anyio.lowlevel.checkpoint()
                 raise InterruptedError
         except InterruptedError:
             pass

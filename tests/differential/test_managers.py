@@ -19,5 +19,4 @@ def test_a_manager_gives_back_what_was_stored(seed: int) -> None:
 def test_a_planted_bug_shows(name: str) -> None:
     (mutation,) = [one for one in MUTATIONS if one.name == name]
     with planted(mutation), pytest.raises((AssertionError, ExceptionGroup)):
-        for seed in range(8):
-            managers.run(seed)
+        [managers.run(seed) for seed in range(8)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ TOLERANCE = 2e-3
 DRIVER = "tests.differential.driver"
 _FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}
 _CHUNK_BYTES, _CHUNK_TOKENS = 512 * 2**10, 256  # of a chunk of the default size: at least, and at most
+_NEVER = ("kvtier_copy_failed", "kvtier_audit_failures", "kvtier_policy_replaced")
 _CONTROL = (130, 300, 500)
 
 
@@ -31,7 +31,7 @@ class Failure(Exception):
     """A life went wrong.
 
     Attributes:
-        kind: ``tokens``, ``engine``, ``rest`` or ``hits``.
+        kind: ``tokens``, ``engine``, ``rest``, ``counters`` or ``hits``.
     """
 
     def __init__(self, kind: str, what: str) -> None:
@@ -269,6 +269,8 @@ class Run:
             self._stage.loaded += loaded - self._loaded.get(engine.pid, 0)
             self._loaded[engine.pid] = loaded
             engine.call("rest", module=DRIVER)
+            if counted := {name: count for name in _NEVER if (count := engine.last.value(name))}:
+                raise Failure("counters", f"nothing injects these: {counted}")
 
     # --- hits ------------------------------------------------------------------------------------
 
