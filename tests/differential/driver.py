@@ -11,7 +11,7 @@ from typing import Any
 from kvtier._core.tiering import Tiering
 from kvtier_testing import invariants
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 _NUMBERS = itertools.count()
 _planted = ExitStack()
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from random import Random
 from typing import Any
 
 from tests.differential.models import DRAFTS, KINDS, Model
 
-LIVES_OF_A_MODEL = 12
-"""Seeds in a row that share a model, which takes longer to make than a life to run."""
+LIVES_OF_A_CASE, LIVES_OF_A_MODEL = 4, 24
+"""Seeds in a row that share an engine or a model, which take longer to make than a life to run."""
 
 BESIDE_A_TRANSPORT = ("beside", "behind", "blind")
 """Places in a MultiConnector: KVTierConnector before or after a transport, OffloadingConnector after it."""
+
+_MOST_REQUESTS = 1000  # of a life
 
 Piece = tuple[int, int]
 """Tokens of a prompt: the seed that they are drawn from, and how many."""
@@ -142,9 +144,13 @@ def code(value: Any) -> str:
 def draw(seed: int) -> Life:
     """Draw a life. Equal seeds draw equal lives."""
     model = draw_model(Random(f"model {seed // LIVES_OF_A_MODEL}"))
-    chance = Random(f"life {seed}")
-    case = draw_case(chance, model)
-    return draw_life(chance, case)
+    case = draw_case(Random(f"case {seed // LIVES_OF_A_CASE}"), model)
+    return draw_life(Random(f"life {seed}"), case, seed % LIVES_OF_A_CASE)
+
+
+def joined(lives: Sequence[Life]) -> Life:
+    """Return the life that consists of all lives of an engine so far."""
+    return replace(lives[-1], rounds=tuple(each for life in lives for each in life.rounds))
 
 
 def draw_model(chance: Random) -> Model:
@@ -162,8 +168,11 @@ def draw_model(chance: Random) -> Model:
 
 def draw_case(chance: Random, model: Model) -> Case:
     """Draw an engine that runs a model, and its connector."""
-    block, chunk = chance.choice([32, 32, 64]), chance.choice([1, 1, 2, 3, 4, None])
-    longest = chance.choice([320, 512, 1024])
+    block, longest = chance.choice([32, 32, 64]), chance.choice([512, 1024])
+    # A prompt of fewer than four chunks tells little.
+    chunk = chance.choice(
+        [one for one in (1, 1, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
+    )
     groups = model.groups
     whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
     chunks = max(1, whole // (chunk or 4))
@@ -187,11 +196,11 @@ def draw_case(chance: Random, model: Model) -> Case:
         settings["store_threshold"] = chance.choice([2, 3])
     connectors = ["OffloadingConnector"] * 5 + ["KVTierConnector"] * 2
     if groups == 1 and not model.draft:
-        connectors += [*BESIDE_A_TRANSPORT[:2] * 2, BESIDE_A_TRANSPORT[2]]
+        connectors += BESIDE_A_TRANSPORT * 2
     return Case(
         model,
         chunk,
-        host_chunks=max(4, int(chunks * chance.choice([0.2, 0.6, 1, 1.5, 3, 8, 20]))),
+        host_chunks=max(4 * groups, int(chunks * chance.choice([0.5, 1, 1.5, 3, 8, 20]))),
         connector=chance.choice(connectors),
         arguments=arguments,
         settings=settings,
@@ -239,10 +248,11 @@ class Drawer:
     Args:
         chance: where all is drawn from.
         case: the engine.
+        name: of a request before the first one.
     """
 
-    def __init__(self, chance: Random, case: Case) -> None:
-        self._chance, self._case = chance, case
+    def __init__(self, chance: Random, case: Case, name: int = 0) -> None:
+        self._chance, self._case, self._name = chance, case, name
         self._sizes: dict[int, int] = {}  # the most tokens of each request's text
         self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
         self._has_transport = case.connector in BESIDE_A_TRANSPORT
@@ -267,7 +277,13 @@ class Drawer:
     def ask(self) -> Ask:
         """Draw a request: a new prompt, or one that continues an earlier text or its beginning."""
         chance, room = self._chance, self._case.longest - 64
-        name, say, after, keep, old = len(self._sizes) + 1, chance.choice([1, 4, 4, 12, 40]), None, None, 0
+        name, say, after, keep, old = (
+            self._name + len(self._sizes) + 1,
+            chance.choice([1, 4, 4, 12, 40]),
+            None,
+            None,
+            0,
+        )
         if self._sizes and chance.random() < 0.65:
             after = self.of_late()
             old = self._sizes[after]
@@ -347,11 +363,11 @@ class Drawer:
 
     def rounds(self) -> Iterator[Round]:
         """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end."""
-        for _ in range(self._chance.randrange(8, 32)):
+        for _ in range(self._chance.randrange(4, 16)):
             yield self.round()
             if self._chance.random() < 0.5:
                 yield self.look(self.of_late())
-        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 20)):
+        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 8)):
             yield self.look(after)
 
     def of_late(self) -> int:
@@ -360,10 +376,11 @@ class Drawer:
         return self._chance.choice(known[-4:] if self._chance.random() < 0.7 else known)
 
 
-def draw_life(chance: Random, case: Case) -> Life:
-    """Draw the requests of an engine."""
-    drawer = Drawer(chance, case)
-    rounds = tuple(drawer.rounds())
+def draw_life(chance: Random, case: Case, number: int = 0) -> Life:
+    """Draw requests; ``number`` lives before have used the engine, which is reset."""
+    drawer = Drawer(chance, case, _MOST_REQUESTS * number)
+    first, *later = drawer.rounds()
+    rounds = (replace(first, before="reset") if number else first, *later)
     tokens, others = (chance.randrange(case.longest // 3, case.longest - 64) for _ in range(2))
     probe = Probe(tokens, chance.choice([0, others]), case.settings.get("store_threshold", 1))
     return Life(case, rounds, probe if chance.random() < 0.5 else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,22 @@ from tests.integration.test_models import (
     GEMMA4_MODEL,
     GEMMA_MODEL,
     GPT_OSS_MODEL,
-    LLAMA4,
+    LLAMA4_MODEL,
     LLAMA_MODEL,
 )
 from tests.integration.test_speculation import draft_model, eagle, ngram
 
 Class = tuple[str, str, Mapping[str, Any]]
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.2,
+}
+"""An eighth of the time of the models of other tests for a prompt, half of it for a token."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class Kind:
 
     Attributes:
         made_of: configuration, architecture and fields, for ``Launcher.make_model``.
+        smaller: fields that differ, so that it is small.
         windows: whether it has windows, whose size and layers can be drawn.
         drafts: whether other models can draft for it.
         adapters: whether it takes LoRA adapters.
@@ -37,14 +48,15 @@ class Kind:
     drafts: bool = False
     adapters: bool = False
     groups: int = 1
+    smaller: Mapping[str, Any] = field(default_factory=dict)
 
 
 KINDS: Mapping[str, Kind] = {
-    "llama": Kind(LLAMA_MODEL, drafts=True, adapters=True),
-    "gemma": Kind(GEMMA_MODEL, windows=True, drafts=True),
-    "gemma4": Kind(GEMMA4_MODEL, windows=True),
+    "llama": Kind(LLAMA_MODEL, drafts=True, adapters=True, smaller={"num_hidden_layers": 2}),
+    "gemma": Kind(GEMMA_MODEL, windows=True, drafts=True, smaller={"query_pre_attn_scalar": 32}),
+    "gemma4": Kind(GEMMA4_MODEL, windows=True, smaller={"global_head_dim": 64}),
     "gpt_oss": Kind(GPT_OSS_MODEL, windows=True),
-    "llama4": Kind(("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4), groups=2),
+    "llama4": Kind(LLAMA4_MODEL, groups=2, smaller={"intermediate_size_mlp": 128}),
 }
 DRAFTS = ("ngram", "draft_model", "eagle")
 
@@ -88,6 +100,7 @@ class Model:
         if self.kind not in KINDS:
             return Path(self.kind)
         config, architecture, fields = KINDS[self.kind].made_of
+        fields = {**fields, **_SMALL, **KINDS[self.kind].smaller}
         if self.layers:
             layers = [_LAYERS[one] for one in self.layers]
             fields = {**fields, "layer_types": layers, "num_hidden_layers": len(layers)}

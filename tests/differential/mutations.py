@@ -59,11 +59,6 @@ MUTATIONS = (
         (("self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)", "pass"),),
     ),
     Mutation(
-        "what_finds_no_slot_is_not_offered_again",
-        f"{_MANAGER}.prepare_store",
-        (("if reservation is None and self._repeats_stores:", "if False:"),),
-    ),
-    Mutation(
         "prompt_is_evicted_for_its_own_tail",
         "kvtier._core.tiering:Tiering._make_room",
         (("self.shared.evict(count, run)", "self.shared.evict(count)"),),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.differential import lives
 from tests.differential.lives import Life, code, draw
 from tests.differential.models import Model
 from tests.differential.mutations import MUTATIONS
 from tests.differential.shrink import shrink, smaller
+from tests.sim.mutations import planted
 
 SEEDS = range(0, 600, 7)
 
@@ -55,3 +58,11 @@ def asks_of(life: Life) -> list[lives.Ask]:
 
 def test_bugs_have_names_of_their_own() -> None:
     assert len({bug.name for bug in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_every_bug_can_be_planted() -> None:
+    pytest.importorskip("vllm")
+    for bug in MUTATIONS:
+        with planted(bug):
+            pass

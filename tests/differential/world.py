@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,16 @@ from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece,
 from tests.differential.models import Model, adapter
 from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
 
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""A tiny model is no faster with two, and much slower if the cores are busy."""
+
 TOLERANCE = 2e-3
 """Between logprobs of equal tokens, computed in steps of other sizes in float32."""
 
 DRIVER = "tests.differential.driver"
 _FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}
 _CHUNK_BYTES, _CHUNK_TOKENS = 512 * 2**10, 256  # of a chunk of the default size: at least, and at most
+_NEVER = ("kvtier_copy_failed", "kvtier_audit_failures", "kvtier_policy_replaced")
 _CONTROL = (130, 300, 500)
 
 
@@ -28,7 +31,7 @@ class Failure(Exception):
     """A life went wrong.
 
     Attributes:
-        kind: ``tokens``, ``engine``, ``rest`` or ``hits``.
+        kind: ``tokens``, ``engine``, ``rest``, ``counters`` or ``hits``.
     """
 
     def __init__(self, kind: str, what: str) -> None:
@@ -79,6 +82,7 @@ class Stage:
         self.more = model.arguments(launcher, self.directory)
         self.loaded = 0
         self._numbers = itertools.count()
+        self._run: Run | None = None
         self._scores: dict[tuple[int, ...], list[tuple[float, float]]] = {}
         judge = {key: value for key, value in self.more.items() if key != "speculative_config"}
         judge |= {"num_gpu_blocks_override": 200, "max_model_len": 1280, "enable_prefix_caching": False}
@@ -93,6 +97,7 @@ class Stage:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._leave()
         self._judge.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -119,25 +124,40 @@ class Stage:
 
     # --- living ----------------------------------------------------------------------------------
 
-    def check(self, life: Life, *, connector: bool = True) -> None:
+    def check(self, life: Life, *, connector: bool = True, warm: bool = False) -> None:
         """Run a life and judge it.
+
+        Args:
+            connector: whether the engine has one.
+            warm: run it in the engines of the life before, if their case is equal.
 
         Raises:
             Failure: a judge objects.
-            Unfit: the engine does not start.
         """
-        folder = self.folder / f"life-{next(self._numbers)}"
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            run = Run(self, life.case, folder, connector=connector)
-            stack.callback(run.end)
-            try:
-                run.live(life)
-            except EngineError as error:
-                kind = "rest" if "AssertionError" in str(error) else "engine"
-                raise Failure(kind, str(error)) from error
-        if wrong := self.wrong(run.said):
-            raise Failure("tokens", "\n".join(wrong))
+        run = self._run
+        if not (warm and run is not None and (run.case, run.bug) == (life.case, self.bug)):
+            self._leave()
+            folder = self.folder / f"engine-{next(self._numbers)}"
+            self._run = run = Run(self, life.case, folder, connector=connector)
+        try:
+            run.live(life)
+            if wrong := self.wrong(run.said):
+                raise Failure("tokens", "\n".join(wrong))
+        except EngineError as error:
+            self._leave()
+            kind = "rest" if "AssertionError" in str(error) else "engine"
+            raise Failure(kind, str(error)) from error
+        except BaseException:
+            self._leave()
+            raise
+        if not warm:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Kill the engines that a life has left."""
+        if self._run is not None:
+            self._run.end()
+        self._run = None
 
     def wrong(self, said: Iterable[Said]) -> list[str]:
         """Return in words which answers the model would not give."""
@@ -178,33 +198,37 @@ def _wrong(said: Said, scores: Sequence[Sequence[float]]) -> str:
 
 
 class Run:
-    """A life as it goes on.
+    """Engines of a case, and the life that goes on in them.
 
     Attributes:
-        said: all answers so far.
+        case: the engines' configuration.
+        bug: what is planted in them.
+        said: all answers of this life so far.
     """
 
     def __init__(self, stage: Stage, case: Case, folder: Path, *, connector: bool) -> None:
+        self.case, self.bug = case, stage.bug
         self.said: list[Said] = []
-        self._stage, self._case, self._folder, self._connector = stage, case, folder, connector
+        self._stage, self._folder, self._connector = stage, folder, connector
         self._engines: dict[int, Engine] = {}
+        self._loaded: dict[int, int] = {}
         self._texts: dict[int, Tokens] = {}
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill what still runs, and remove its files."""
         for engine in self._engines.values():
             engine.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def live(self, life: Life) -> None:
         """Do all that a life consists of."""
+        self.said = []
         for each in life.rounds:
             self._round(each)
         for number in sorted(self._engines):
             self._rest(number)
         if life.probe is not None and self._connector:
             self._probe(life.probe)
-        for engine in self._engines.values():
-            engine.stop()
 
     def _round(self, each: Round) -> None:
         engine = self._engine(each.engine)
@@ -240,9 +264,13 @@ class Run:
 
     def _rest(self, number: int) -> None:
         if self._connector:
-            loaded = self._engines[number].settled().loaded()
-            self._stage.loaded += sum(loaded.values())
-            self._engines[number].call("rest", module=DRIVER)
+            engine = self._engines[number]
+            loaded = sum(engine.settled().loaded().values())
+            self._stage.loaded += loaded - self._loaded.get(engine.pid, 0)
+            self._loaded[engine.pid] = loaded
+            engine.call("rest", module=DRIVER)
+            if counted := {name: count for name in _NEVER if (count := engine.last.value(name))}:
+                raise Failure("counters", f"nothing injects these: {counted}")
 
     # --- hits ------------------------------------------------------------------------------------
 
@@ -266,9 +294,9 @@ class Run:
 
     def _least(self, probe: Probe, slots: int) -> int:
         """Return the fewest tokens that any policy should find again: half as many as LRU."""
-        if self._case.connector == "blind":
+        if self.case.connector == "blind":
             return 0  # it stores nothing, and says so
-        groups, chunk = self._case.model.groups, self._chunk_tokens
+        groups, chunk = self.case.model.groups, self._chunk_tokens
         kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
         return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)
 
@@ -276,7 +304,7 @@ class Run:
 
     @property
     def _chunk_tokens(self) -> int:
-        case = self._case
+        case = self.case
         if case.chunk_blocks is not None:
             return case.block_tokens * case.chunk_blocks
         block_bytes = self._stage.bytes_per_token * case.block_tokens
@@ -289,7 +317,7 @@ class Run:
         return self._engines[number]
 
     def _start(self) -> Engine:
-        case, stage = self._case, self._stage
+        case, stage = self.case, self._stage
         arguments = {**stage.more, **case.arguments}
         if not self._connector:
             return stage.launcher.start(stage.directory, **arguments)

@@ -11,6 +11,7 @@ descriptors, the child's own socket and its log; the answer is the child's proce
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ def main() -> None:
     """Fork a child for each request until the other end hangs up."""
     die_with_parent()
     Engine().load({})
+    gc.freeze()  # vLLM collects garbage four times in each engine's life: two seconds, of the imports alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are reaped by the kernel
     requests = socket.socket(fileno=os.dup(0))
     requests.sendall(b"ready\n")

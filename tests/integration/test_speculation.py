@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def eagle(launcher: Launcher, target: Path) -> dict[str, Any]:
 
 
 def _small_llama(launcher: Launcher, target: Path) -> Path:
-    fields = {**LLAMA, "num_hidden_layers": 1}
+    shape = json.loads((target / "config.json").read_text())
+    fields = {name: shape[name] for name in LLAMA} | {"num_hidden_layers": 1}
     return launcher.make_model(target.with_name("draft"), "LlamaConfig", "LlamaForCausalLM", fields, seed=3)
 
 
