@@ -24,9 +24,12 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_model_len": 1024, 
     [
         (LLAMA_MODEL, {"block_size": 64}, {}),
         (GEMMA_MODEL, {"block_size": 64, "offload_prompt_only": False}, {}),
-        # Steps shorter than chunks, and so few blocks that vLLM reuses a chunk's first blocks
-        # before its end exists: it then does not store them.
-        (GEMMA_MODEL, {"blocks_per_chunk": 8}, {"num_gpu_blocks_override": 60, "max_num_batched_tokens": 64}),
+        # Steps that end amid chunks, whose first blocks are gone when their last are computed.
+        (
+            GEMMA_MODEL,
+            {"blocks_per_chunk": 8},
+            {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 320},
+        ),
     ],
     ids=["full attention", "sliding windows, answers too", "chunks larger than windows"],
 )
