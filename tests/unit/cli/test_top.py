@@ -125,9 +125,7 @@ def test_silent_engine_among_several(kvtier, serve):
     assert said.status == 1
     assert f"{answers}: 0 chunks looked up in " in said.out
     assert "127.0.0.1:9: cannot be read: " in said.out
-    assert (
-        "has no metrics of kvtier: configure KVTierOffloadingSpec in vLLM; a TieringManager has" in said.out
-    )
+    assert "has no metrics of kvtier: configure KVTierOffloadingSpec in vLLM, or register" in said.out
     assert "file:///etc/passwd: cannot be read: neither a file nor a URL" in said.out
 
 

@@ -12,6 +12,7 @@ import pytest
 from kvtier import _reasons as reasons
 from kvtier.tiers._base import Status
 from kvtier.tiers.fs import FsTier
+from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.native_call import Result
 from kvtier.tiers.fs._maintenance.quarantine import Quarantine
 
@@ -159,7 +160,8 @@ async def test_damaged_epoch_read_keeps_cache(world, monkeypatch):
 
     def read(fd, *arguments):
         found = pread(fd, *arguments)
-        return bytes(len(found)) if found == b"0\n" and damaged and damaged.pop() else found
+        is_epoch = found == layout.epoch_file(0).encode()
+        return bytes(len(found)) if is_epoch and damaged and damaged.pop() else found
 
     monkeypatch.setattr(os, "pread", read)
     tier = await world.open()
