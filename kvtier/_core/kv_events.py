@@ -57,7 +57,7 @@ class EventQueue(deque[Event]):
         event = self._newest.pop((kind, subject), None)
         try:
             self.remove(event)  # type: ignore[arg-type]
-        except ValueError:
+        except (ValueError, IndexError):  # taken by the core: before this call, or during it
             return None
         return event
 
