@@ -14,7 +14,8 @@ class ForgetfulProxy:
 
     Attributes:
         port: port on which it listens.
-        flips: number of the next large pieces from the server to flip one bit in.
+        flips: number of the next large pieces from the server to flip one bit in, each at another
+            place: a tier takes a chunk that is wrong twice in the same way as damaged in the store.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -57,7 +58,7 @@ class ForgetfulProxy:
                     continue
                 if is_answer and self.flips and len(data) > _CHUNK_BYTES // 2:
                     self.flips -= 1
-                    data[len(data) // 2] ^= 1
+                    data[len(data) // 2 - self.flips] ^= 1
                 target.sendall(data)
         with suppress(OSError):
             target.shutdown(socket.SHUT_RDWR)
