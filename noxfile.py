@@ -106,7 +106,7 @@ def conformance(session: nox.Session) -> None:
     install_kvtier(session, groups=["tests"])
     run_pytest(session, *CONFORMANCE)
     if not session.posargs:
-        for example in ("shelf", "second_chance"):
+        for example in ("shelf", "files", "second_chance"):
             session.install("-e", f"examples/{example}")
             session.run("python", "-m", "pytest", f"examples/{example}")
 

@@ -12,8 +12,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# Distributions among the examples. That of the tier is installed and tested as docs/write-a-tier.md says.
-DISTRIBUTIONS = {"second_chance", "shelf"}
+# Distributions among the examples. The conformance session installs and tests them.
+DISTRIBUTIONS = {"files", "second_chance", "shelf"}
 
 
 def test_examples_are_tested() -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier_testing import new_tier
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "shelf"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 PAGE = Path(__file__).parents[3] / "docs" / "write-a-tier.md"
 
 
@@ -27,20 +27,22 @@ def texts(folder: Path) -> dict[str, str]:
     }
 
 
-def test_template_is_the_example(tmp_path: Path) -> None:
-    made = new_tier.create("shelf", tmp_path)
-    assert texts(made.parent / "kvtier-shelf") == texts(EXAMPLE)
+@pytest.mark.parametrize("template", new_tier.Template)
+def test_template_is_the_example(tmp_path: Path, template: new_tier.Template) -> None:
+    assert texts(new_tier.create(str(template), tmp_path, template)) == texts(EXAMPLES / template)
 
 
-def test_no_example_name_is_left(tmp_path: Path) -> None:
-    made = texts(new_tier.create("tape-robot", tmp_path))
+@pytest.mark.parametrize("template", new_tier.Template)
+def test_no_example_name_is_left(tmp_path: Path, template: new_tier.Template) -> None:
+    made = texts(new_tier.create("tape-robot", tmp_path, template))
     assert set(made) == {
         "README.md",
         "pyproject.toml",
         "src/kvtier_tape_robot/__init__.py",
         "tests/test_tape_robot.py",
     }
-    assert [path for path, text in made.items() if "shelf" in text.lower()] == []
+    spelled = rf"\b{template}\b|_{template}|{template.capitalize()}"
+    assert [path for path, text in made.items() if re.search(spelled, text)] == []
     assert 'tape-robot = "kvtier_tape_robot:TapeRobotTier"' in made["pyproject.toml"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from enum import StrEnum
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
@@ -21,28 +22,39 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _PREFIX = "kvtier-"
 
 
+class Template(StrEnum):
+    """The examples to start from: one SQLite file, or a file per chunk through aiofiles."""
+
+    SHELF = "shelf"
+    FILES = "files"
+
+
 def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tier's type in configurations.")],
     directory: Annotated[Path, typer.Option(help="Directory in which to create kvtier-NAME.")] = Path(),
+    template: Annotated[
+        Template, typer.Option("--from", help="The tier to copy: one SQLite file, or a file per chunk.")
+    ] = Template.SHELF,
     as_json: JsonFlag = False,
 ) -> None:
     """Create a distribution with a working tier and its tests, to change into your own.
 
     Example: kvtier new-tier shelf --directory ~/src
     """
-    folder = create(name, directory)
+    folder = create(name, directory, template)
     if as_json:
         typer.echo(json.dumps({"folder": str(folder)}))
         return
     typer.echo(f"made {folder}; next: pip install -e '{folder}[tests]' && pytest {folder}")
 
 
-def create(name: str, directory: Path) -> Path:
+def create(name: str, directory: Path, template: Template = Template.SHELF) -> Path:
     """Write the distribution ``kvtier-<name>`` into a folder of that name.
 
     Args:
         name: the tier's type in configurations: lower-case letters and digits, in words joined by ``-``.
         directory: parent of the new folder.
+        template: the example to copy.
 
     Returns:
         The folder.
@@ -55,10 +67,10 @@ def create(name: str, directory: Path) -> Path:
     folder = directory / f"{_PREFIX}{name}"
     try:
         folder.mkdir(parents=True)
-        for path, text in _files(files("kvtier_testing") / "templates" / "tier", PurePosixPath()):
-            target = folder / _renamed(str(path), name)
+        for path, text in _files(files("kvtier_testing") / "templates" / template, PurePosixPath()):
+            target = folder / _renamed(str(path), template, name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(_renamed(text, name), encoding="utf-8")
+            target.write_text(_renamed(text, template, name), encoding="utf-8")
     except FileExistsError:
         raise ConfigError(f"{folder} is there already, and is left as it is: give another name") from None
     except OSError as error:
@@ -91,13 +103,13 @@ def _files(folder: Traversable, path: PurePosixPath) -> Iterator[tuple[PurePosix
             yield path / entry.name, entry.read_text(encoding="utf-8")
 
 
-def _renamed(text: str, name: str) -> str:
-    """Put ``name`` in the place of the example's, in the spelling that each place needs."""
-    module = name.replace("-", "_")
-    words = {
-        "kvtier_shelf": f"kvtier_{module}",
-        "test_shelf": f"test_{module}",
-        "Shelf": "".join(map(str.capitalize, name.split("-"))),
-        "shelf": name,
-    }
-    return re.sub("|".join(words), lambda match: words[match[0]], text)
+def _renamed(text: str, template: Template, name: str) -> str:
+    """Replace the example's name by ``name``, in the spelling that each place needs."""
+
+    def spelled(match: re.Match[str]) -> str:
+        if match[1]:
+            return match[1] + name.replace("-", "_")
+        return name if match[0].islower() else "".join(map(str.capitalize, name.split("-")))
+
+    pattern = rf"(kvtier_|test_){template}|{template.capitalize()}|\b{template}\b"
+    return re.sub(pattern, spelled, text)
