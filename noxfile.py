@@ -495,7 +495,7 @@ def run_in_engine(session: nox.Session, marks: str, env: Mapping[str, str] | Non
     files = sorted(Path("tests/integration").glob("test_*.py"))
     chosen = [str(file) for file in files if marks == "integration" or f"mark.{marks}" in file.read_text()]
     # The engine itself warns of much: here a warning is no error.
-    options = ["-W", "default", *chosen]
+    options = ["-W", "default", "--durations=25", *chosen]
     run_pytest(session, *options, marks=marks, processes=0, env={**CPU_ENGINE_ENV, **(env or {})})
 
 
