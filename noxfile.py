@@ -165,7 +165,7 @@ def bare(session: nox.Session) -> None:
     session.run("python", "-c", "from kvtier.tiers._registry import load; load('dummy'); load('fs')")
     without_torch = ("python", "-c", "from kvtier import KVCaches")
     assert "[torch]'" in remedy_of(session, *without_torch, status=1)
-    for command in (("kvtier", "demo", "--help"), ("kvtier", "new-tier", "shelf")):
+    for command in (("kvtier", "size", "--help"), ("kvtier", "new-tier", "shelf")):
         remedy = remedy_of(session, *command, status=2)
         with session.chdir(sources):
             session.run("sh", "-c", f"python -m {remedy} -q", external=True)

@@ -2,8 +2,7 @@
 
 The interpreter's environment needs nothing but pip: the pages install kvtier into it. All of kvtier is real.
 ``vllm``, ``curl`` and ``nox`` are stand-ins. ``vllm`` checks the settings and puts one chunk into each tier.
-``curl`` prints an engine's metrics. The session ``demo`` of nox runs what ``nox`` stands for. The hub's local
-cache has the model's configuration.
+``curl`` prints an engine's metrics. The session ``demo`` of nox runs what ``nox`` stands for.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pathlib import Path
 
 _ROOT = Path("/var/cache/kvtier")  # of the pages
 _BLOCK = re.compile(r"^```(bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_CONFIG = '{"model_type": "qwen3", "num_hidden_layers": 36, "num_key_value_heads": 8, "head_dim": 128}'
 _STAND_INS = {
     "vllm": """
 import asyncio, json, os, sys
@@ -75,14 +73,8 @@ def main() -> None:
             path = Path(stand_ins, name)
             path.write_text(f"#!{sys.executable}\n{source}")
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        cached = Path(stand_ins, "hub", "models--Qwen--Qwen3-8B", "snapshots", "1", "config.json")
-        cached.parent.mkdir(parents=True)
-        cached.write_text(_CONFIG)
         home = str(Path(sys.executable).parent)
-        search = {
-            "PATH": os.pathsep.join((stand_ins, home, os.environ["PATH"])),
-            "HF_HUB_CACHE": f"{stand_ins}/hub",
-        }
+        search = {"PATH": os.pathsep.join((stand_ins, home, os.environ["PATH"]))}
         try:
             for page in map(Path, sys.argv[1:]):
                 for command in commands_of(page):

@@ -23,10 +23,10 @@ import typer.main
 
 from kvtier import _plugins as plugins
 from kvtier import _schema as schema
-from kvtier._cli import size
 from kvtier._cli.main import app
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers import _registry as registry
+from kvtier_bench.size import command as size
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -29,6 +29,7 @@ _DISTRIBUTIONS = {
     "demo": "kvtier-bench",
     "new-tier": "kvtier-testing",
     "simulate": "kvtier-bench",
+    "size": "kvtier-bench",
 }
 """Commands of kvtier's own distributions, and the distribution of each."""
 

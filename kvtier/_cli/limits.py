@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from kvtier._build import LEAST_CHUNKS
 from kvtier._cli.report import Bytes
 from kvtier._memory.memory_limits import memory_limits
 from kvtier._memory.region import SHARED_MEMORY
-from kvtier._settings.quantities import MOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +41,6 @@ def memory_needs(tier: str, wanted_bytes: int, *, is_engine: bool) -> list[Need]
         larger = f"mount -o remount,size={-(-wanted_bytes // 2**20)}M {SHARED_MEMORY}; docker run --shm-size"
         needs.append(Need(tier, name, wanted_bytes, shared, SHARED_MEMORY, f"{larger}; or {less}"))
     return needs
-
-
-def locked_need(tier: str, wanted_bytes: int) -> Need:
-    """Return what pinning the primary tier needs of the limit of locked memory."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    has = MOST_BYTES if limit == resource.RLIM_INFINITY else limit
-    remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1"
-    return Need(tier, "cpu_bytes_to_use", wanted_bytes, has, "the limit of locked memory", remedy)
 
 
 def disk_need(tier: str, max_bytes: int, root: Path) -> Need:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvtier._cli import doctor, explain, extensions, run, size, tiers, top
+from kvtier._cli import doctor, explain, extensions, run, tiers, top
 from kvtier._cli.root import compare, du, gc, ls, stat, verify
 
 app = typer.Typer(
@@ -21,7 +21,6 @@ app = typer.Typer(
 app.command("top")(top.command)
 app.command("tiers")(tiers.command)
 app.command("doctor")(doctor.command)
-app.command("size")(size.command)
 app.command("explain")(explain.command)
 app.command("schema")(tiers.schema_command)
 app.command("ls")(ls.command)

@@ -33,7 +33,7 @@ def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 ALL = dict(commands())
-OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate")]
+OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate", "size")]
 
 
 @pytest.mark.parametrize("words", [(), *ALL], ids=lambda words: " ".join(words) or "kvtier")
@@ -61,7 +61,6 @@ def arguments(words: tuple[str, ...], root: Path) -> list[str]:
         "stat": [str(next(root.glob("*/*/*/*.bin"), root))],
         "explain": [str(_saved_log(root))],
         "top": [str(_saved_metrics(root))],
-        "size": [str(_saved_model(root))],
         "new-tier": ["shelves", "--directory", str(root.parent)],
     }
     return given.get(words[0], [str(root)] if words[0] not in ("schema", "tiers") else [])
@@ -71,12 +70,6 @@ def _saved_metrics(root: Path) -> Path:
     page = root.with_name("metrics")
     page.write_text("kvtier_slots 8\n")
     return page
-
-
-def _saved_model(root: Path) -> Path:
-    config = root.with_name("config.json")
-    config.write_text('{"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 64}')
-    return config
 
 
 def _saved_log(root: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from kvtier._cli import report
-from kvtier._cli.limits import Need, chunks_need, disk_need, locked_need, memory_needs
-from kvtier._cli.model_shape import ITEM_BYTES, Config, Group, ModelShape, read_config, shape_of
+from kvtier._cli.limits import Need, chunks_need, disk_need, memory_needs
 from kvtier._cli.report import Bytes
 from kvtier._core.tiering import PRIMARY
 from kvtier._memory.layout import default_blocks_per_chunk, whole_pages
-from kvtier._settings.quantities import size
+from kvtier._settings.quantities import MOST_BYTES, size
+from kvtier_bench.size.model_shape import ITEM_BYTES, Config, Group, ModelShape, read_config, shape_of
 
 _LENGTHS: Final = (1024, 8192, 32_768)
 _DEFAULT_BUDGET: Final = 0.25
@@ -210,9 +211,17 @@ def _load(
 
 def _needs(memory: int, disk: int, root: Path, chunk_bytes: int) -> Iterator[Need]:
     yield from memory_needs(PRIMARY, memory, is_engine=True)
-    yield locked_need(PRIMARY, memory)
+    yield _locked_need(memory)
     yield disk_need("fs", disk, root.absolute())
     yield chunks_need("fs", disk, chunk_bytes)
+
+
+def _locked_need(wanted_bytes: int) -> Need:
+    """Return what pinning the primary tier needs of the limit of locked memory."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has = MOST_BYTES if limit == resource.RLIM_INFINITY else limit
+    remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1"
+    return Need(PRIMARY, "cpu_bytes_to_use", wanted_bytes, has, "the limit of locked memory", remedy)
 
 
 def _configuration(

@@ -1,0 +1,1 @@
+"""Computes the sizes of a model's KV cache on a machine: the command ``kvtier size``."""
