@@ -73,14 +73,14 @@ class Cascades:
     def put_ended(self, event: PutEnded, now_s: float) -> Sequence[Chunk]:
         """Process the end of a put; return the chunks that it no longer pins."""
         shared = self._shared
-        transfer, _ = shared.end(event, now_s)
+        transfer, _ = shared.end_transfer(event, now_s)
         status = shared.tiers[transfer.tier]
         status.backlog -= len(transfer.chunks)
         if event.seconds and event.health in (TransferHealth.GOOD, TransferHealth.LATE):
             status.pressure.put_ended(len(transfer.chunks), event.seconds)  # failures at once do not count
         shared.counts["put", status.name] += sum(event.kept)
         status.writes.skip(key for key, is_kept in zip(transfer.keys, event.kept, strict=True) if not is_kept)
-        if status.writes.kept(sum(event.kept)):
+        if status.writes.note_kept(sum(event.kept)):
             text = (
                 f"{status.writes.put_chunks} chunks were put into it and this engine got none: nothing is "
                 "asked for again, or tiers before it have it. write_policy 'adaptive' writes less"
@@ -123,7 +123,7 @@ class Cascades:
         """Start a put of chunks that are pinned for it."""
         shared = self._shared
         keys = [chunk.key for chunk in chunks]
-        transfer = shared.begin(tier, keys, chunks, now_s, is_put=True)
+        transfer = shared.start_transfer(tier, keys, chunks, now_s, is_put=True)
         shared.tiers[tier].backlog += len(chunks)
-        shared.tiers[tier].writes.begun(keys)
+        shared.tiers[tier].writes.note_put(keys)
         shared.commands.append(Put(transfer.id, tier, keys, [chunk.slot for chunk in chunks]))

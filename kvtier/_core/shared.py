@@ -68,7 +68,7 @@ class SharedState:
         """Return the reason to count for a lack of slots: "starting" while slots are added, else ``what``."""
         return "starting" if self.is_starting else what
 
-    def begin(
+    def start_transfer(
         self, tier: int, keys: Keys, chunks: Sequence[Chunk], now_s: float, *, is_put: bool
     ) -> Transfer:
         self._last_id += 1
@@ -76,11 +76,11 @@ class SharedState:
         breaker = self.tiers[tier].puts if is_put else self.tiers[tier].gets
         transfer = Transfer(self._last_id, tier, keys, chunks, deadline_s, is_put, breaker)
         self.transfers[transfer.id] = transfer
-        breaker.begin(transfer.id)
+        breaker.note_start(transfer.id)
         self._earliest_s = min(self._earliest_s, deadline_s)
         return transfer
 
-    def end(self, event: PutEnded | GetEnded, now_s: float) -> tuple[Transfer, bool]:
+    def end_transfer(self, event: PutEnded | GetEnded, now_s: float) -> tuple[Transfer, bool]:
         """Remove a transfer that has ended; return it, and whether it ended in time."""
         transfer = self.transfers.pop(event.id, None)
         if transfer is None:
@@ -88,7 +88,7 @@ class SharedState:
         status, verb, in_time = self.tiers[transfer.tier], transfer.verb, not transfer.is_overdue
         took_s = event.seconds if isinstance(event, PutEnded) else event.lookup_s + event.seconds
         health = status.judge(event.health, took_s, is_put=transfer.is_put)
-        self._note_change(transfer, transfer.breaker.end(transfer.id, health, now_s, in_time=in_time))
+        self._note_change(transfer, transfer.breaker.note_end(transfer.id, health, now_s, in_time=in_time))
         if in_time and health is TransferHealth.LATE:  # the tier's clock noticed it first
             self.counts["overdue", status.name, verb] += 1
         if event.retry:
@@ -125,7 +125,7 @@ class SharedState:
         for transfer in late:
             transfer.is_overdue = True
             self.counts["overdue", self.tiers[transfer.tier].name, transfer.verb] += 1
-            self._note_change(transfer, transfer.breaker.late(transfer.id, now_s))
+            self._note_change(transfer, transfer.breaker.note_late(transfer.id, now_s))
         self._earliest_s = min((transfer.deadline_s for transfer in self.running), default=inf)
         return late
 

@@ -52,7 +52,7 @@ class Heartbeat:
         is_strict = self.has_started and self._is_steady()
         return self._times.silent_timeout_s if is_strict else self._times.start_timeout_s
 
-    def is_overdue(self) -> bool:
+    def check_silence(self) -> bool:
         """Ping if it is time to; return whether the process has been silent for too long."""
         if self.wait_s > 0:
             return False

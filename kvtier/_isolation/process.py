@@ -271,7 +271,7 @@ class ExecutorProcess:
                     link.channel.add(wire.pack([wire.Shutdown(drain_s, leave_by_s - now_s - drain_s)]))
                 if now_s >= leave_by_s:
                     return _End("silent", "it did not exit in time")
-                if heartbeat.is_overdue():
+                if heartbeat.check_silence():
                     return self._overdue(heartbeat)
                 link.wait(min(heartbeat.wait_s, leave_by_s - now_s), self._wakeup)
                 with suppress(BlockingIOError):

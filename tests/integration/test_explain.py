@@ -232,7 +232,7 @@ def test_shared_tokens_count_once(make: Make, last_from: str) -> None:
     it = make(dummy())
     it.explainer = Explainer(["dummy0"], {0: CHUNK_TOKENS, 1: CHUNK_TOKENS})
     context = ReqContext(req_id="hybrid", kv_transfer_params=ASKED)
-    it.explainer.begin(context, Request("hybrid"), is_asked=True)
+    it.explainer.follow(context, Request("hybrid"), is_asked=True)
     attention, state = (
         [pack_key(bytes([group, number]) * 16, group) for number in range(3)] for group in (0, 1)
     )
@@ -251,7 +251,7 @@ def test_excess_chunks_do_not_count(make: Make) -> None:
     it = make()
     it.explainer = Explainer([], {0: CHUNK_TOKENS, 1: 4 * CHUNK_TOKENS})
     context = ReqContext(req_id="mixed", kv_transfer_params=ASKED)
-    it.explainer.begin(context, Request("mixed"), is_asked=True)
+    it.explainer.follow(context, Request("mixed"), is_asked=True)
     keys = [*(pack_key(bytes([number]) * 32) for number in range(3)), pack_key(b"w" * 32, 1)]
     for place, key in enumerate(keys):
         context.set_offload_key_position(key, (place + 1) * CHUNK_TOKENS)

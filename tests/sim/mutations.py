@@ -209,7 +209,7 @@ MUTATIONS = (
     ),
     Mutation(
         "late_transfers_are_never_over",
-        "kvtier._core.tiers.breaker:Breaker.end",
+        "kvtier._core.tiers.breaker:Breaker.note_end",
         (("self.overdue -= 1", "pass"),),
     ),
     Mutation(
@@ -244,12 +244,12 @@ MUTATIONS = (
     ),
     Mutation(
         "asked_again_for_what_no_tier_has",
-        "kvtier._core.promotion.wanted:still_wanted",
+        "kvtier._core.promotion.wanted:refresh_wanted",
         (("if absent.isdisjoint(wanted):", "if True:"),),
     ),
     Mutation(
         "brought_behind_a_gap",
-        "kvtier._core.promotion.wanted:still_wanted",
+        "kvtier._core.promotion.wanted:refresh_wanted",
         (("and group not in gaps", ""),),
     ),
     Mutation(

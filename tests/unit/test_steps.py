@@ -40,18 +40,18 @@ class Engine:
     def schedule(self, *offers: tuple[str, int, int]) -> None:
         """Schedule a step that offers chunks of requests, from one place to another."""
         if not self._ends_last:
-            self.meter.begin()
+            self.meter.start_step()
         for req_id, begin, end in offers:
             chunks = keys(req_id, end)
             first = keys(req_id, 100)[self.first.get(req_id, 0)]
             self.meter.offered(Context(req_id), chunks[begin:], first)
         if self._ends_last:
-            self.meter.begin()
+            self.meter.start_step()
 
     def step(self, seconds: float, *offers: tuple[str, int, int]) -> None:
         self.schedule(*offers)
         self.now_s += seconds
-        self.meter.end()
+        self.meter.end_step()
 
     @property
     def chunk_s(self) -> float:
@@ -83,7 +83,7 @@ def test_steps_ahead_of_each_other(ends_last: bool) -> None:
     for req_id in "bcd":
         it.schedule((req_id, 0, 10))
         it.now_s += 10.5 * CHUNK_S
-        it.meter.end()
+        it.meter.end_step()
         assert it.chunk_s == pytest.approx(CHUNK_S)
 
 
@@ -125,12 +125,12 @@ def test_chunk_after_hit_does_not_count() -> None:
 
 def test_other_groups_do_not_count() -> None:
     it = Engine()
-    it.meter.begin()
+    it.meter.start_step()
     a, first = Context("a"), keys("a")[0]
     it.meter.offered(a, [*keys("a", 10), *keys("a", 10, group=1)], first)
     it.meter.offered(a, keys("a", 20, group=1), first)
     it.now_s += 10.5 * CHUNK_S
-    it.meter.end()
+    it.meter.end_step()
     assert it.chunk_s == pytest.approx(CHUNK_S)
     assert it.meter.place(a, keys("a", 4)[3]) == 3
 
@@ -147,11 +147,11 @@ def test_preempted_is_computed_anew() -> None:
 
 def test_no_position_no_measure() -> None:
     it = Engine()
-    it.meter.begin()
+    it.meter.start_step()
     it.meter.offered(Context("a"), keys("a", 10), None)
     it.meter.offered(Context("b"), keys("a", 10), keys("a")[0])
     it.now_s += 1.0
-    it.meter.end()
+    it.meter.end_step()
     assert not it.is_known
 
 

@@ -31,14 +31,14 @@ class Gets:
         self._shared = shared
         self._holds = holds
 
-    def begin(
+    def start_get(
         self, tier: int, keys: Keys, count: int, waiters: Waiters, now_s: float, *, located: bool = False
     ) -> Transfer:
         """Get keys from a tier, the first ``count`` of them into free slots."""
         first = next(iter(waiters), None) or Request()
         chunks = self._shared.table.take(keys[:count], first.run, first.places, visible=False)
         self._holds.promoting.update(chunks)
-        transfer = self._shared.begin(tier, keys, chunks, now_s, is_put=False)
+        transfer = self._shared.start_transfer(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located
         if self._shared.gate.is_on:
             gets = [
@@ -56,9 +56,11 @@ class Gets:
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located, addresses))
         return transfer
 
-    def end(self, event: GetEnded, now_s: float) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:
+    def end_get(
+        self, event: GetEnded, now_s: float
+    ) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:
         """End a get; return it, its answers, its remaining waiters, and the chunks that it promoted."""
-        transfer, in_time = self._shared.end(event, now_s)
+        transfer, in_time = self._shared.end_transfer(event, now_s)
         if self._shared.tiers[transfer.tier].failed_audit:
             event = replace(event, answers=(Answer.MISSING,) * len(event.answers))
         self._stop_expecting(transfer)
@@ -162,7 +164,7 @@ class Gets:
             )
         if transfer.is_probe:
             found = copied or event.health is not TransferHealth.GOOD
-            self._shared.gate.probe_ended(transfer.tier, now_s, found_any=bool(found))
+            self._shared.gate.note_probe_ended(transfer.tier, now_s, found_any=bool(found))
         if transfer.is_poll:  # missing keys were counted when tiers were asked first
             missing, asked = 0, len(event.answers) - missing
         else:
@@ -172,7 +174,7 @@ class Gets:
             counts["found", name] += asked - missing
         counts["fetched", name] += copied
         if copied:
-            status.writes.fetched(select(transfer.keys, event.answers, Answer.COPIED))
+            status.writes.note_loaded(select(transfer.keys, event.answers, Answer.COPIED))
         counts["absent", name] += max(0, missing - sum(event.reasons.values()))
 
 

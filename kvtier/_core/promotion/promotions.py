@@ -11,7 +11,7 @@ from kvtier._core.promotion.gets import Gets, select
 from kvtier._core.promotion.holds import Holds
 from kvtier._core.promotion.tier_order import TierOrder
 from kvtier._core.promotion.waits import Waits
-from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, of_use, still_wanted
+from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, of_use, refresh_wanted
 from kvtier._core.requests import Request
 from kvtier._core.shared import Keys, SharedState
 from kvtier._core.transfers import SlotUse, Transfer
@@ -53,7 +53,7 @@ class Promotions:
         unknown: list[OffloadKey] = []
         unsure = unsure_before = False
         request.answers_stand = not self._windowed
-        for key in still_wanted(request, self._windowed):
+        for key in refresh_wanted(request, self._windowed):
             if key in visible:
                 request.answers_stand = False
                 continue
@@ -112,7 +112,7 @@ class Promotions:
 
     def get_ended(self, event: GetEnded, now_s: float) -> list[Chunk]:
         """Process the end of a get, start those that follow, and return the chunks that it promoted."""
-        transfer, answers, waiters, copied = self._gets.end(event, now_s)
+        transfer, answers, waiters, copied = self._gets.end_get(event, now_s)
         if waiters:
             self._ask_next_tier(transfer, answers, waiters, now_s)
         return copied
@@ -120,7 +120,7 @@ class Promotions:
     def give_up(self, transfer: Transfer, now_s: float) -> None:
         """Stop waiting for an overdue get: its keys are looked for elsewhere."""
         waiters = self._gets.give_up(transfer, now_s)
-        keys = _not_found_later(transfer.keys, waiters, transfer.tier)
+        keys = _drop_located_later(transfer.keys, waiters, transfer.tier)
         self._tiers.ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
 
     def reset(self) -> None:
@@ -138,7 +138,7 @@ class Promotions:
             request.located.update(dict.fromkeys(located, transfer.tier))
         if all(request.is_prefetch for request in waiters):
             missing = self._not_asked_by_others(missing, waiters)
-        missing = _not_found_later(missing, waiters, transfer.tier)
+        missing = _drop_located_later(missing, waiters, transfer.tier)
         self._tiers.ask(missing, waiters, now_s, transfer.tier + 1, transfer.slot_use)
         waiters = loading(waiters)
         if waiters and transfer.slot_use is SlotUse.EVICT:
@@ -206,8 +206,11 @@ class Promotions:
                 first.record.gave_up(left, reason)
 
 
-def _not_found_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:
-    """Return the keys to look for in the next tiers: those that a waiter has not located in a later one."""
+def _drop_located_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:
+    """Return the keys to look for in the next tiers, without those that all waiters located in a later one.
+
+    The waiters' answers change if there are such keys.
+    """
     left = [key for key in keys if any(request.located.get(key, tier) <= tier for request in waiters)]
     for request in waiters if len(left) < len(keys) else ():
         request.answers_stand = False

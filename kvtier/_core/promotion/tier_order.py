@@ -44,7 +44,7 @@ class TierOrder:
                 return
             if closed is None:
                 count = slots if slot_use else 0
-                self._gets.begin(tier, keys, count, waiters, now_s).slot_use = slot_use
+                self._gets.start_get(tier, keys, count, waiters, now_s).slot_use = slot_use
                 return
             self._skip(tier, keys, waiters, closed)
             if closed == "gate":
@@ -89,7 +89,7 @@ class TierOrder:
             room = min(room, len(table.free))
         for tier, found in _by_tier(keys[:room], next(iter(waiters)).located):
             if useful := of_use(found, waiters, self._shared.windowed):
-                self._gets.begin(tier, useful, len(useful), waiters, now_s, located=True)
+                self._gets.start_get(tier, useful, len(useful), waiters, now_s, located=True)
 
     def _skip(self, tier: int, keys: Keys, waiters: Waiters, reason: str) -> None:
         self._shared.counts["skipped", self._shared.tiers[tier].name, reason] += len(keys)
@@ -124,14 +124,14 @@ class TierOrder:
         if self._shared.windowed and group_index(request.first or keys[0]) in self._shared.windowed:
             return None  # no group has chunks of all of the prompt
         fetched, place, count = self._choice(request, keys[0], wanted)
-        if not gate.is_slower(tier, fetched, gets, place, count, now_s):
+        if not gate.decide_to_compute(tier, fetched, gets, place, count, now_s):
             return None
-        if may_wait and self._holds.first not in (None, *waiters) and gate.has_to_wait(now_s):
+        if may_wait and self._holds.first not in (None, *waiters) and gate.defer(now_s):
             for waiter in waiters:
                 if not waiter.awaits_any:
                     waiter.deadline_s = None  # it does not wait for a tier
             return _WAIT
-        gate.computes(place, count)
+        gate.count_computed(place, count)
         for waiter in waiters:
             waiter.gated.update(keys)
         return "gate"
@@ -163,8 +163,8 @@ class TierOrder:
             return
         self._shared.evict(count - len(self._shared.table.free))
         if count := min(count, len(self._shared.table.free)):
-            self._shared.gate.probe_begins(tier, now_s)
-            self._gets.begin(tier, keys[:count], count, {}, now_s).is_probe = True
+            self._shared.gate.note_probe(tier, now_s)
+            self._gets.start_get(tier, keys[:count], count, {}, now_s).is_probe = True
 
 
 def _by_tier(keys: Keys, located: dict[OffloadKey, int]) -> list[tuple[int, list[OffloadKey]]]:

@@ -11,8 +11,11 @@ from kvtier.keys import OffloadKey, group_index
 Waiters = Mapping[Request, None]
 
 
-def still_wanted(request: Request, windowed: frozenset[int]) -> Iterable[OffloadKey]:
-    """Return the wanted keys, less those that turned out to be nowhere, or are behind such a key."""
+def refresh_wanted(request: Request, windowed: frozenset[int]) -> Iterable[OffloadKey]:
+    """Return the wanted keys that may still be found: none that is nowhere, or behind such a key.
+
+    If there are fewer than before, the request's earlier answers no longer stand.
+    """
     wanted, absent = dict.fromkeys(request.wanted), request.absent
     if absent.isdisjoint(wanted):
         return wanted
@@ -34,7 +37,7 @@ def of_use(keys: list[OffloadKey], waiters: Waiters, windowed: frozenset[int]) -
         return keys
     useless = set(keys)
     for request in waiters:
-        useless &= set(request.wanted).difference(still_wanted(request, windowed))
+        useless &= set(request.wanted).difference(refresh_wanted(request, windowed))
     return [key for key in keys if key not in useless]
 
 

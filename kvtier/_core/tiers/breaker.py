@@ -56,17 +56,19 @@ class Breaker:
             return None
         return "breaker_open"
 
-    def begin(self, transfer_id: int) -> None:
+    def note_start(self, transfer_id: int) -> None:
         if self.state is _OPEN:
             self.state = _HALF_OPEN
             self.probe = transfer_id
 
-    def late(self, transfer_id: int, now_s: float) -> str | None:
-        """Note that a transfer has passed its deadline. Return as ``end`` does."""
+    def note_late(self, transfer_id: int, now_s: float) -> str | None:
+        """Note that a transfer has passed its deadline. Return as ``note_end`` does."""
         self.overdue += 1
         return self._judge(transfer_id, TransferHealth.LATE, now_s)
 
-    def end(self, transfer_id: int, health: TransferHealth, now_s: float, *, in_time: bool) -> str | None:
+    def note_end(
+        self, transfer_id: int, health: TransferHealth, now_s: float, *, in_time: bool
+    ) -> str | None:
         """Note that a transfer has ended; return "closed", the reason for opening, or None."""
         if in_time:
             return self._judge(transfer_id, health, now_s)

@@ -158,8 +158,8 @@ class LoadGate:
         self.wait_until_s = inf
         self._round_s = 0.0
 
-    def has_to_wait(self, now_s: float) -> bool:
-        """Return whether to defer a request that would be computed to the next round.
+    def defer(self, now_s: float) -> bool:
+        """Defer a request that would be computed to the next round, if this one has enough; return whether.
 
         If many requests wait at once, the later ones lose nothing by that: the device is busy with the
         earlier ones, and the tier may be fast again before their turn.
@@ -169,8 +169,10 @@ class LoadGate:
         self.wait_until_s = now_s + _NEXT_ROUND_S
         return True
 
-    def is_slower(self, tier: int, fetched: int, gets: int, place: int, count: int, now_s: float) -> bool:
-        """Return whether a tier takes longer than computing ``count`` chunks, the first at ``place``.
+    def decide_to_compute(
+        self, tier: int, fetched: int, gets: int, place: int, count: int, now_s: float
+    ) -> bool:
+        """Decide whether to compute ``count`` chunks, the first at ``place``, because the tier takes longer.
 
         ``fetched`` is the number of chunks to get instead, in ``gets`` gets one after the other.
         """
@@ -185,7 +187,7 @@ class LoadGate:
             speed.probe_from_s, speed.probe_wait_s = now_s + _FIRST_PROBE_S, 2 * _FIRST_PROBE_S
         return speed.is_closed
 
-    def computes(self, place: int, count: int) -> None:
+    def count_computed(self, place: int, count: int) -> None:
         """Count computed chunks against the limit of a round."""
         self._round_s += self.compute.seconds(place + count) - self.compute.seconds(place)
 
@@ -196,13 +198,13 @@ class LoadGate:
             return 0
         return max(1, min(_PROBE_CHUNKS, int((_PROBE_S - speed.latency_s) / speed.chunk_s)))
 
-    def probe_begins(self, tier: int, now_s: float) -> None:
+    def note_probe(self, tier: int, now_s: float) -> None:
         speed = self._tiers[tier]
         speed.is_probed = True
         speed.probe_from_s = now_s + speed.probe_wait_s
         speed.probe_wait_s = min(2 * speed.probe_wait_s, _PROBE_EVERY_S)
 
-    def probe_ended(self, tier: int, now_s: float, *, found_any: bool) -> None:
+    def note_probe_ended(self, tier: int, now_s: float, *, found_any: bool) -> None:
         """Note that a probe has ended; the next one comes soon if the tier lacked its chunks."""
         self._tiers[tier].is_probed = False
         if not found_any:

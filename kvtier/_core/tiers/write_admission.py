@@ -92,17 +92,17 @@ class WriteAdmission:
         self.skip(chunk.key for chunk in chunks if chunk.key not in put)
         return wanted, {"not_reused": not_reused, "write_budget": len(chunks) - not_reused - len(wanted)}
 
-    def begun(self, keys: Sequence[OffloadKey]) -> None:
+    def note_put(self, keys: Sequence[OffloadKey]) -> None:
         self._left -= len(keys)
         self._forget(keys)
 
-    def kept(self, count: int) -> bool:
+    def note_kept(self, count: int) -> bool:
         """Note chunks that the tier kept; return, once, whether all are put and none was ever loaded."""
         before, self.put_chunks = self.put_chunks, self.put_chunks + count
         is_enough = before < self._window * _SAMPLED <= self.put_chunks
         return is_enough and not self.got_chunks and not self.is_selective
 
-    def fetched(self, keys: Sequence[OffloadKey]) -> None:
+    def note_loaded(self, keys: Sequence[OffloadKey]) -> None:
         """Note that requests loaded chunks from the tier."""
         self.got_chunks += len(keys)
         if self._policy == "adaptive":

@@ -175,7 +175,7 @@ class KVTierManager(OffloadingManager):
         request.releases = hints.release is True
         request.priority = LOW if request.releases else hints.priority
         if hints.explain or self._explainer.is_on:
-            self._explainer.begin(req_context, request, is_asked=hints.explain)
+            self._explainer.follow(req_context, request, is_asked=hints.explain)
         is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
         needs_all = hints.needs_all or is_selective or is_prefill(params) or len(self._core.table.orders[LOW])
         return _OF_ALL_CHUNKS if needs_all else _OF_NEW_CHUNKS
@@ -185,7 +185,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._core.close(request)
-            self._explainer.ended(request.name)
+            self._explainer.forget(request.name)
         self._hints.ended(req_context.req_id)
         self._old_blocks.ended(req_context.req_id)
         if self._steps is not None:
@@ -372,7 +372,7 @@ class KVTierManager(OffloadingManager):
         )  # first: transfers that ended while the engine was idle are not overdue
         self._driver.settle()
         if self._steps is not None:
-            self._steps.begin()
+            self._steps.start_step()
         if self._explainer.tracked:
             self._explainer.step_ended(context.new_req_ids)
         if not REPORTS_RESET_FLUSH:
@@ -435,7 +435,7 @@ class KVTierManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """See vLLM. Asked at the end of each step; None if nothing has changed."""
         if self._steps is not None:
-            self._steps.end()
+            self._steps.end_step()
         return self._published.take_stats()
 
     def config_info(self) -> Sequence[Mapping[str, str]]:

@@ -553,7 +553,7 @@ def test_new_wait_holds_nothing() -> None:
     (next_get,) = answer(core, get, [MISSING] * 3)
     answer(core, next_get, [LOCATED] * 3)
     assert ask(core, request, PROMPT) == [HIT, *[PENDING] * 3]
-    core.shared.tiers[1].gets.late(99, 0.0)  # another get does not end
+    core.shared.tiers[1].gets.note_late(99, 0.0)  # another get does not end
     core.settle(0.0)  # there was room for a get of one of the chunks
     assert list(core.holds.awaiting) == [request]
     assert not request.held

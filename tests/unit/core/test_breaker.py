@@ -26,8 +26,8 @@ class Driven(Breaker):
         for health in healths:
             assert self.refusal(now_s) is None
             self.last += 1
-            self.begin(self.last)
-            changes.append(self.end(self.last, health, now_s, in_time=True))
+            self.note_start(self.last)
+            changes.append(self.note_end(self.last, health, now_s, in_time=True))
         return changes
 
 
@@ -55,10 +55,10 @@ def test_opens_at_failure_share() -> None:
 
 def test_overdue_call_opens() -> None:
     breaker = Breaker()
-    breaker.begin(1)
-    assert breaker.late(1, 3.0) == "overdue"
+    breaker.note_start(1)
+    assert breaker.note_late(1, 3.0) == "overdue"
     assert breaker.refusal(1000.0) == "unresponsive"
-    assert breaker.end(1, GOOD, 1000.0, in_time=False) is None
+    assert breaker.note_end(1, GOOD, 1000.0, in_time=False) is None
     assert (breaker.state, breaker.refusal(1000.0)) == (OPEN, None)
 
 
@@ -66,9 +66,9 @@ def test_successful_probe_closes() -> None:
     breaker = opened(pause_s=2.0)
     assert breaker.refusal(1.9) == "breaker_open"
     assert breaker.refusal(2.0) is None
-    breaker.begin(77)
+    breaker.note_start(77)
     assert (breaker.state, breaker.refusal(2.0)) == (HALF_OPEN, "breaker_open")
-    assert breaker.end(77, GOOD, 2.1, in_time=True) == "closed"
+    assert breaker.note_end(77, GOOD, 2.1, in_time=True) == "closed"
     assert (breaker.state, breaker.refusal(2.1)) == (CLOSED, None)
     assert breaker.ends(BAD, BAD, BAD, BAD, now_s=9.0) == [None] * 4, "old failures are forgotten"
 
@@ -110,10 +110,10 @@ def test_empty_probe_is_repeated() -> None:
 @pytest.mark.parametrize("health", [GOOD, BAD])
 def test_earlier_calls_do_not_count(health: TransferHealth) -> None:
     breaker = Driven()
-    breaker.begin(100)
-    breaker.begin(101)
+    breaker.note_start(100)
+    breaker.note_start(101)
     breaker.ends(*[BAD] * 5)
-    assert breaker.end(100, health, 0.1, in_time=True) is None
-    breaker.begin(200)
-    assert breaker.end(101, health, 1.0, in_time=True) is None
+    assert breaker.note_end(100, health, 0.1, in_time=True) is None
+    breaker.note_start(200)
+    assert breaker.note_end(101, health, 1.0, in_time=True) is None
     assert breaker.state is HALF_OPEN

@@ -66,7 +66,7 @@ class Clocked:
         return self.speed.latency_s + chunks * self.speed.chunk_s
 
     def is_slower(self, count: int, place: int = 0) -> bool:
-        return self.gate.is_slower(0, count, 1, place, count, self.now_s)
+        return self.gate.decide_to_compute(0, count, 1, place, count, self.now_s)
 
 
 # --- estimates -------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ def _probes(it: Clocked, number: int, count: int) -> Iterator[int]:
         it.now_s += 5.0  # by then one is due
         size = it.gate.probe_size(0, it.now_s)
         assert 1 <= size <= 8
-        it.gate.probe_begins(0, it.now_s)
+        it.gate.note_probe(0, it.now_s)
         assert it.gate.probe_size(0, it.now_s + 100.0) == 0, "one at a time"
         yield min(size, count)
-        it.gate.probe_ended(0, it.now_s, found_any=True)
+        it.gate.note_probe_ended(0, it.now_s, found_any=True)
 
 
 def test_probes_become_rare() -> None:
@@ -184,8 +184,8 @@ def test_probes_become_rare() -> None:
     probes = []
     for tick in range(300):
         if it.gate.probe_size(0, it.now_s + tick / 10):
-            it.gate.probe_begins(0, it.now_s + tick / 10)
-            it.gate.probe_ended(0, it.now_s + tick / 10, found_any=True)
+            it.gate.note_probe(0, it.now_s + tick / 10)
+            it.gate.note_probe_ended(0, it.now_s + tick / 10, found_any=True)
             probes.append(tick / 10)
     assert probes == pytest.approx([0.1, 0.3, 0.7, 1.5, 3.1, 6.3, 11.3, 16.3, 21.3, 26.3], abs=0.25)
 
@@ -362,13 +362,13 @@ def test_places_count_from_front(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make()
     know(core, FAST_S)
     places: list[tuple[int, int]] = []
-    is_slower = LoadGate.is_slower
+    decide = LoadGate.decide_to_compute
 
     def noted(gate: LoadGate, *asked: int) -> bool:
         places.append(asked[3:5])  # type: ignore[arg-type]
-        return is_slower(gate, *asked)
+        return decide(gate, *asked)
 
-    monkeypatch.setattr(LoadGate, "is_slower", noted)
+    monkeypatch.setattr(LoadGate, "decide_to_compute", noted)
     chunks = keys("a", 30)
     world.store(core, chunks[:5])
     world.store(core, keys("other", 49))

@@ -218,7 +218,7 @@ class TestBudget:
 
     def put(self, writes: WriteAdmission, chunks: list[Chunk], now_s: float) -> int:
         chosen, _ = writes.choose(chunks, now_s, reused=False)
-        writes.begun([chunk.key for chunk in chosen])
+        writes.note_put([chunk.key for chunk in chosen])
         return len(chosen)
 
     def test_daily_budget_allows_one_burst(self):
@@ -253,7 +253,7 @@ class TestBudget:
 def test_write_only_tier_named_once(policy, gets):
     core = core_with(policy, slots=256)
     writes = core.shared.tiers[0].writes
-    writes.fetched(keys("got", gets))
+    writes.note_loaded(keys("got", gets))
     for index in range(100):
         world.store(core, keys(f"{index}/", 100))
     notices = [notice for notice in core.take_notices() if "this engine got none" in notice.text]

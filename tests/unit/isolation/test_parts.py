@@ -189,7 +189,7 @@ PACE = SupervisorTimes(heartbeat_s=1, silent_timeout_s=3, start_timeout_s=10)
 def beats_until_silent(heartbeat: Heartbeat, clock: Clock, step_s: float = 1.0) -> int:
     for count in range(1, 100):
         clock.now_s += step_s
-        if heartbeat.is_overdue():
+        if heartbeat.check_silence():
             return count
     raise AssertionError("never")
 
@@ -198,15 +198,15 @@ def test_silence_allows_slow_start(clock: Clock) -> None:
     asked: list[float] = []
     tiers_up: list[bool] = []
     heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s), lambda: any(tiers_up))
-    assert not heartbeat.is_overdue()
+    assert not heartbeat.check_silence()
     assert asked == [100]
     assert beats_until_silent(heartbeat, clock) == 10
     heartbeat.acknowledge()
-    assert not heartbeat.is_overdue()
+    assert not heartbeat.check_silence()
     assert beats_until_silent(heartbeat, clock) == 11  # asked with the first, ten more without an answer
     tiers_up.append(True)
     heartbeat.acknowledge()
-    assert not heartbeat.is_overdue()
+    assert not heartbeat.check_silence()
     assert beats_until_silent(heartbeat, clock) == 4
     assert len(asked) == 3
 
@@ -215,7 +215,7 @@ def test_one_ping_per_beat(clock: Clock) -> None:
     asked: list[float] = []
     heartbeat = Heartbeat(PACE, lambda: asked.append(clock.now_s), lambda: True)
     for _ in range(40):
-        assert not heartbeat.is_overdue()
+        assert not heartbeat.check_silence()
         heartbeat.acknowledge()
         clock.now_s += 0.25
     assert len(asked) == 10
@@ -225,9 +225,9 @@ def test_one_ping_per_beat(clock: Clock) -> None:
 def test_stopped_time_is_excused(clock: Clock) -> None:
     heartbeat = Heartbeat(PACE, lambda: None, lambda: True)
     heartbeat.acknowledge()
-    heartbeat.is_overdue()
+    heartbeat.check_silence()
     clock.now_s += 3600
-    assert not heartbeat.is_overdue()
+    assert not heartbeat.check_silence()
     assert heartbeat.wait_s == 1
 
 

@@ -116,7 +116,7 @@ def test_process_ends_before_next(what: str, launch: Launch, monkeypatch: pytest
         if is_armed.is_set():
             raise OSError("no memory for it")
 
-    def is_overdue(it: Heartbeat) -> bool:
+    def check_silence(it: Heartbeat) -> bool:
         return looks(it) or (is_armed.is_set() and not is_killed.is_set())
 
     class Witness(Link):
@@ -130,10 +130,10 @@ def test_process_ends_before_next(what: str, launch: Launch, monkeypatch: pytest
             is_killed.set()
             super().kill()
 
-    looks = Heartbeat.is_overdue
+    looks = Heartbeat.check_silence
     left: list[list[int]] = []
     before = children(os.getpid())
-    monkeypatch.setattr(Heartbeat, "is_overdue", is_overdue)
+    monkeypatch.setattr(Heartbeat, "check_silence", check_silence)
     monkeypatch.setattr(processes, "Link", Witness)
     if what == "the log":
         monkeypatch.setattr(processes, "_WARN_S", 0.0)

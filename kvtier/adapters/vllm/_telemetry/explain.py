@@ -81,7 +81,7 @@ class Explainer:
         """Whether it also follows requests that do not ask for it."""
         return self._rate > 0 or self.traces is not None
 
-    def begin(self, context: ReqContext, request: Request, *, is_asked: bool) -> None:
+    def follow(self, context: ReqContext, request: Request, *, is_asked: bool) -> None:
         """Follow a request that has arrived, if it is to be explained or traced."""
         is_explained = is_asked or (self._rate > 0 and self._chance() < self._rate)
         if is_explained:
@@ -120,7 +120,7 @@ class Explainer:
                 self._tell(done, now_s)
         self._asked.clear()
 
-    def ended(self, req_id: str) -> None:
+    def forget(self, req_id: str) -> None:
         self.tracked.pop(req_id, None)
         self._answers.pop(req_id, None)
         self._asked.discard(req_id)

@@ -113,12 +113,12 @@ class StepMeter:
         self._last.pop(req_id, None)
         self._loaded.pop(req_id, None)
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         step, self._next = self._next, _Step()
         step.begun_s = self._clock()
         self._steps.append(step)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """Note that the oldest step in flight has ended."""
         if not self._steps:
             return
