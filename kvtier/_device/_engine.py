@@ -24,7 +24,6 @@ from kvtier._device.base import (
     Finished,
     KVCaches,
     Pinning,
-    TransferEngine,
 )
 from kvtier._device.plan import CopyPlan, CopyPlanner
 from kvtier._log import GuardedLogger
@@ -42,17 +41,33 @@ _abandoned: list[object] = []
 """Memory that abandoned copies may still write to: it stays mapped for the rest of the process."""
 
 
-class StreamEngine(TransferEngine):
-    """Copies between the tensors of one device and slots, with a stream and a thread for each queue.
+class TransferEngine:
+    """Copies blocks of one device to slots and back, while the engine computes.
 
-    Stores and loads wait for the work that the submitting thread has enqueued on its current stream: a store
-    for the computation of its blocks, a load for earlier writes to them. The device measures how long a copy
-    took. The thread of a queue starts with its first transfer. The slots are pinned in the background, in
-    pieces, from slot 0 on. Copies of unpinned slots are slower: the device's library stages the bytes and
-    blocks the calling thread, which is the queue's and not the engine's. The region stays mapped until
-    ``close``. A missed deadline is noticed within a quarter more. ValueError if region, layout and tensors do
-    not fit each other.
+    Stores run in the order of their submission, and so do loads. A store and a load have no order between
+    them, and an expedited load does not wait for other loads. All wait for the work that the submitting
+    thread has enqueued on its current stream: a store for the computation of its blocks, a load for earlier
+    writes to them. The caller ensures that no other code writes to the blocks and slots of a transfer until
+    it has ended. Submissions come from one thread; other calls may come from any.
+
+    A copy that fails is repeated once on a fresh stream. A load that fails again is tried in a third way,
+    unless ``stages_loads`` is false and it is not expedited. A later failure is reported with its error; the
+    copying threads raise nothing. When the device is lost, this transfer and all later ones end with a
+    ``DeviceLostError``. A copy that has not ended by a deadline, or a quarter later, is abandoned, and the
+    device counts as lost: no call below blocks for longer. The transfer's error is a ``DeviceStuckError``:
+    its bytes may still move, and its blocks and slots must not be reused. The engine keeps its memory mapped
+    and pinned. A transfer that fails its audit has failed, and is repeated like others. Its error is an
+    ``AuditError``.
+
+    The device measures how long a copy took. The thread of a queue starts with its first transfer. The slots
+    are pinned in the background, in pieces, from slot 0 on. Copies of unpinned slots are slower: the device's
+    library stages the bytes and blocks the calling thread, which is the queue's and not the engine's. The
+    region stays mapped until ``close``. ValueError if region, layout and tensors do not fit each other.
     """
+
+    stages_loads: bool = True
+    """Whether ordinary loads fall back to a staging buffer when other methods have failed. False if the
+    caller can recompute instead. Expedited loads always do: a request waits for them."""
 
     def __init__(
         self,
@@ -87,6 +102,12 @@ class StreamEngine(TransferEngine):
         self._watchdog: threading.Thread | None = None
 
     def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
+        """Copy ``blocks`` to ``slots``, after the caller's earlier work for the device.
+
+        ``slots`` are as many as ``Blocks.slots_needed`` adds up to, group after group. ValueError if they are
+        not, a chunk lacks blocks, a block or slot is out of range, or a transfer of this id is in flight;
+        StateError after ``close``.
+        """
         plan = self._planner.store(blocks, slots)
         check = self._auditor.of_store(transfer_id, blocks, slots) if self._auditor else None
         self._submit(CopyQueue.STORE, transfer_id, plan, _PLAIN, check)
@@ -94,6 +115,10 @@ class StreamEngine(TransferEngine):
     def submit_load(
         self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
     ) -> None:
+        """Copy ``slots`` to ``blocks``; ``expedited``: do not wait for earlier loads. Raises as above.
+
+        Chunks may lack blocks at their start and end: a load copies only the blocks given.
+        """
         plan = self._planner.load(slots, blocks)
         check = self._auditor.of_load(transfer_id, slots, blocks) if self._auditor else None
         attempts = _WITH_STAGED if self.stages_loads or expedited else _PLAIN
@@ -101,29 +126,37 @@ class StreamEngine(TransferEngine):
         self._submit(queue, transfer_id, plan, attempts, check)
 
     def begin_audits(self, slot_checksums: SlotChecksums) -> None:
+        """Audit later submissions."""
         self._auditor = Auditor(slot_checksums, self._planner, self._layout, self._read)
 
     @property
     def audits(self) -> Audits:
+        """The audits so far. Those of a transfer are counted before it is reported."""
         return self._auditor.audits if self._auditor is not None else Audits()
 
     def finished(self) -> list[Finished]:
+        """Return the transfers that ended since the last call, in the order of their ends."""
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
 
     def wait(self, transfer_ids: Iterable[int]) -> None:
+        """Block until these have ended or were abandoned. Ids that are unknown or ended are no error."""
         awaited = frozenset(transfer_ids)
         with self._changed:
             self._changed.wait_for(lambda: self._in_flight.isdisjoint(awaited))
 
     def drain(self) -> None:
+        """Block until every transfer submitted so far has ended or was abandoned."""
         with self._changed:
             awaited = frozenset(self._in_flight)
         self.wait(awaited)
 
     def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` after each end; at once, too, if some ends were not collected yet."""
+        """Call ``wakeup`` from a copying thread after each end; it must not block.
+
+        It is called at once, too, if some ends were not collected yet.
+        """
         with self._changed:
             self._wakeup = wakeup
             has_ended = bool(self._ended)
@@ -132,14 +165,19 @@ class StreamEngine(TransferEngine):
 
     @property
     def node(self) -> int | None:
+        """The device's NUMA node; None if unknown."""
         return self._runtime.node()
 
     @property
     def pinning(self) -> Pinning:
+        """How much of the region is pinned by now; zero on a device that needs no pinning."""
         return Pinning() if self._pinned is None else self._pinned.state
 
     def close(self) -> None:
-        """Drain, stop and unpin; memory of a stuck copy stays pinned. See ``TransferEngine.close``."""
+        """Drain, stop and unpin; memory of a stuck copy stays pinned. May be called again.
+
+        ``finished`` and ``wait`` go on working.
+        """
         with self._submitting:
             self._closed = True
         self.drain()

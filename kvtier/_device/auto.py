@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvtier._device._engine import StreamEngine
-from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches, TransferEngine
+from kvtier._device._engine import TransferEngine
+from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError
@@ -36,7 +36,7 @@ def open_transfer_engine(
     if device.type != torch_type(backend):
         raise ConfigError(f"the device backend {backend!r} cannot copy tensors on {device.type}")
     runtime = backend_module(backend).open_runtime(kv_caches.tensors, batched_copy)
-    return StreamEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
+    return TransferEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
 
 
 def possible() -> str:

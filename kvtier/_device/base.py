@@ -1,9 +1,8 @@
-"""The contract of a device backend: asynchronous copies between the engine's KV tensors and slots."""
+"""The KV tensors of an engine, blocks to copy between them and slots, and results of copies."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from kvtier._memory.slot_checksums import SlotChecksums
 
 _Integers = npt.NDArray[np.int64]
 
@@ -284,80 +281,3 @@ class Audits:
 
     chunks: int = 0
     failed: int = 0  # audits that found wrong bytes
-
-
-class TransferEngine(ABC):
-    """Copies blocks to slots and back, while the engine computes.
-
-    Stores run in the order of their submission, and so do loads. A store and a load have no order between
-    them, and an expedited load does not wait for other loads. The caller ensures that no other code writes to
-    the blocks and slots of a transfer until it has ended. A copy that fails is repeated once on a fresh
-    stream. A load that fails again is tried in a third way, unless ``stages_loads`` is false and it is not
-    expedited. A later failure is reported with its error; the copying threads raise nothing. When the device
-    is lost, this transfer and all later ones end with a ``DeviceLostError``. A copy that has not ended by a
-    deadline is abandoned, and the device counts as lost: no call below blocks for longer. The transfer's
-    error is a ``DeviceStuckError``: its bytes may still move, and its blocks and slots must not be reused.
-    The engine keeps its memory mapped and pinned. A transfer that fails its audit has failed, and is repeated
-    like others. Its error is an ``AuditError``. Submissions come from one thread; other calls may come from
-    any.
-    """
-
-    stages_loads: bool = True
-    """Whether ordinary loads fall back to a staging buffer when other methods have failed. False if the
-    caller can recompute instead. Expedited loads always do: a request waits for them."""
-
-    @abstractmethod
-    def submit_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> None:
-        """Copy ``blocks`` to ``slots``, after the caller's earlier work for the device.
-
-        ``slots`` are as many as ``Blocks.slots_needed`` adds up to, group after group. ValueError if they are
-        not, a chunk lacks blocks, a block or slot is out of range, or a transfer of this id is in flight;
-        StateError after ``close``.
-        """
-
-    @abstractmethod
-    def submit_load(
-        self, transfer_id: int, slots: Sequence[int], blocks: Blocks, *, expedited: bool = False
-    ) -> None:
-        """Copy ``slots`` to ``blocks``; ``expedited``: do not wait for earlier loads. Raises as above.
-
-        Chunks may lack blocks at their start and end: a load copies only the blocks given.
-        """
-
-    @abstractmethod
-    def finished(self) -> list[Finished]:
-        """Return the transfers that ended since the last call, in the order of their ends."""
-
-    @abstractmethod
-    def wait(self, transfer_ids: Iterable[int]) -> None:
-        """Block until these have ended or were abandoned. Ids that are unknown or ended are no error."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Block until every transfer submitted so far has ended or was abandoned."""
-
-    @abstractmethod
-    def set_wakeup(self, wakeup: Callable[[], object] | None) -> None:
-        """Call ``wakeup`` from a copying thread when ``finished`` has new results. It must not block."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Drain, then stop. May be called again; ``finished`` and ``wait`` go on working."""
-
-    @property
-    def node(self) -> int | None:
-        """The device's NUMA node; None if unknown."""
-        return None
-
-    @property
-    def pinning(self) -> Pinning:
-        """How much of the region is pinned by now; zero on a device that needs no pinning."""
-        return Pinning()
-
-    def begin_audits(self, slot_checksums: SlotChecksums) -> None:  # noqa: B027
-        """Audit later submissions. By default an engine audits nothing."""
-
-    @property
-    def audits(self) -> Audits:
-        """The audits so far. Those of a transfer are counted before it is reported."""
-        return Audits()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Command, Event
@@ -22,24 +21,17 @@ from kvtier._telemetry.log_limit import NoticeLog
 from kvtier._telemetry.traces import open_traces
 
 
-class CommandSink(Protocol):
-    """Whatever carries out the core's commands."""
-
-    def submit(self, commands: Sequence[Command]) -> None:
-        """Hand commands over, without waiting for anything."""
-
-
 class Driver:
     """Connects the core with its executor and its log. All calls come from the owner's thread; none waits.
 
-    ``slot_checksums`` is None if chunks are not audited. The driver looks for damage once ``has_damage``
-    returns that an audit ever failed.
+    ``submit`` hands commands to the executor, without waiting for anything. ``slot_checksums`` is None if
+    chunks are not audited. The driver looks for damage once ``has_damage`` returns that an audit ever failed.
     """
 
     def __init__(
         self,
         core: Tiering,
-        executor: CommandSink,
+        submit: Callable[[Sequence[Command]], None],
         logger: GuardedLogger,
         *,
         slot_checksums: SlotChecksums | None = None,
@@ -47,7 +39,7 @@ class Driver:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._core = core
-        self._executor = executor
+        self._submit = submit
         self._slot_checksums = slot_checksums
         self._has_damage = has_damage
         self._clock = clock or time.monotonic
@@ -91,7 +83,7 @@ class Driver:
                 self.traces.submitted(commands, request)
             if self._slot_checksums is not None:
                 self._slot_checksums.forget_promoted(commands)
-            self._executor.submit(commands)
+            self._submit(commands)
         if notices := self._core.take_notices():
             self._log.write(notices, self._clock())
 

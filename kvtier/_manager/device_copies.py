@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier._device._engine import TransferEngine
+from kvtier._device.base import Blocks, Finished
 from kvtier._manager.checks import CallChecks
 from kvtier.errors import DeviceStuckError, TransferError
 from kvtier.keys import OffloadKey, group_index

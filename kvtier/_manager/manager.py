@@ -22,7 +22,7 @@ from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Reservation
-from kvtier._device.base import TransferEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
 from kvtier._execution.gauges import Gauges, read_gauges
@@ -82,7 +82,7 @@ class TieringManager:
         self._executor = make(self._on_event)
         self._driver = Driver(
             core,
-            self._executor,
+            self._executor.submit,
             logger,
             slot_checksums=slot_checksums,
             has_damage=lambda: engine.audits.failed > 0,

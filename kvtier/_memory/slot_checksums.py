@@ -17,7 +17,6 @@ import crc32c
 
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Command, Get
-from kvtier._memory.heap import HeapMemory
 from kvtier._memory.region import Region
 from kvtier._telemetry import damage_dump
 from kvtier.keys import OffloadKey
@@ -72,7 +71,7 @@ class SlotChecksums:
 
     def __init__(
         self,
-        memory: Region | HeapMemory,
+        memory: Region,
         words: memoryview,
         rate: float,
         areas: int,
@@ -96,7 +95,7 @@ class SlotChecksums:
         return SlotChecksums(region, words, rate, areas, area_bytes, is_shared=is_shared)
 
     @staticmethod
-    def private(memory: Region | HeapMemory, rate: float, area_bytes: int) -> SlotChecksums:
+    def private(memory: Region, rate: float, area_bytes: int) -> SlotChecksums:
         """Return checksums for this process alone, of slots with one area."""
         words = memoryview(bytearray(slot_checksums_bytes(memory.slots, 1)))
         return SlotChecksums(memory, words, rate, 1, area_bytes)

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime
 from kvtier._device.base import Blocks
 from kvtier._memory.region import Region
@@ -208,10 +208,10 @@ class Rank:
             ],
         )
 
-    def transfer(self, region: Region, submit: Callable[[StreamEngine], None]) -> None:
+    def transfer(self, region: Region, submit: Callable[[TransferEngine], None]) -> None:
         caches = as_kv_caches(self.caches(), canonical=True)
         layout = slot_layout(self.shape, caches.page_bytes, self.config.parallel.rank, stages=1)
-        engine = StreamEngine(caches, layout, region, CpuRuntime())
+        engine = TransferEngine(caches, layout, region, CpuRuntime())
         submit(engine)
         engine.close()
         assert [end.error for end in engine.finished()] == [None]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
 from kvtier._device.base import KVCaches, PageRef
 from kvtier._device.plan import CopyPlan
@@ -46,7 +46,7 @@ class Bench:
         layout = SlotLayout.make(caches.page_bytes, 1)
         status_table = memoryview(bytearray(status_table_bytes(SLOTS, 1)))
         region = Region.anonymous(SLOTS, layout.chunk_bytes)
-        engine = StreamEngine(
+        engine = TransferEngine(
             caches, layout, region, CpuRuntime(self._copy, self._copy), deadline_s=deadline_s
         )
         self.failures = 0

@@ -22,9 +22,8 @@ import torch
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
-from kvtier._device.base import TransferEngine
 from kvtier._device.plan import CopyPlan
 from kvtier._execution.executor import NamedTier
 from kvtier._manager.manager import TieringManager
@@ -126,7 +125,7 @@ class World:
         self.core = Tiering(LRU(), gates, limits or Limits())
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
         self.region = Region.anonymous(slots, layout.chunk_bytes)
-        self.engine: TransferEngine = StreamEngine(
+        self.engine: TransferEngine = TransferEngine(
             self.device.caches, layout, self.region, CpuRuntime(copy, copy), deadline_s=copy_deadline_s
         )
         self.slot_checksums = None

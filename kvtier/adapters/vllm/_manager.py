@@ -128,7 +128,7 @@ class KVTierManager(OffloadingManager):
         self._workers = self._published.workers
         self._driver = Driver(
             core,
-            executor,
+            executor.submit,
             logger,
             slot_checksums=slot_checksums,
             has_damage=self._workers.have_found_damage,

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from kvtier._device._engine import TransferEngine
 from kvtier._device.base import (
     Attempt,
     Audits,
@@ -30,7 +31,6 @@ from kvtier._device.base import (
     PageRef,
     Pinning,
     Run,
-    TransferEngine,
 )
 from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import hatch_build as build
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device._runtime import Runtime
 from kvtier._device.plan import CopyPlan
 from kvtier_testing.device import EngineFactory, Gate, Shape
@@ -172,7 +172,9 @@ def engine_on(
 
     def factory(caches, layout, region):
         piece_bytes = piece_slots * layout.chunk_bytes
-        engine = StreamEngine(caches, layout, region, runtime, piece_bytes=piece_bytes, deadline_s=deadline_s)
+        engine = TransferEngine(
+            caches, layout, region, runtime, piece_bytes=piece_bytes, deadline_s=deadline_s
+        )
         if pinned:
             wait_until(lambda: engine.pinning.nbytes == region.nbytes)
         return engine

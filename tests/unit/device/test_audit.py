@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_batch
 from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PageMapping, Run
 from kvtier._device.plan import CopyPlan
@@ -51,7 +51,7 @@ class LoadsAlike(CpuRuntime):
 def audited(
     shape: Shape, copy: Callable[[CopyPlan], None] = copy_batch, rate: float = 1.0
 ) -> Iterator[tuple[Rig, SlotChecksums]]:
-    with rig(partial(StreamEngine, runtime=LoadsAlike(copy)), shape) as it:
+    with rig(partial(TransferEngine, runtime=LoadsAlike(copy)), shape) as it:
         words = memoryview(bytearray(slot_checksums_bytes(shape.slots, shape.workers)))
         area_bytes = it.shape.layout.area_bytes
         shared = any(shape.mappings)

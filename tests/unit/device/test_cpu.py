@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier import _native as native
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device._queues import LOST_AFTER
 from kvtier._device.auto import open_transfer_engine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
@@ -46,7 +46,7 @@ class TestFallback(OnCpu):
 
 
 def with_copy(copy: Callable[[CopyPlan], None], deadline_s: float = 60) -> EngineFactory:
-    return lambda caches, layout, region: StreamEngine(
+    return lambda caches, layout, region: TransferEngine(
         caches, layout, region, CpuRuntime(copy, copy), deadline_s=deadline_s
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device.auto import open_transfer_engine
 from kvtier._device.backends import cuda, rocm
 from kvtier._device.backends._cuda_runtime import (
@@ -145,7 +145,7 @@ class TestIntel(DeviceConformance):
     def gated_factory(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> GatedFactory:
         gate_copies(XpuStream, gate, monkeypatch)
         return lambda deadline_s: (
-            lambda caches, layout, region: StreamEngine(
+            lambda caches, layout, region: TransferEngine(
                 caches, layout, region, XpuRuntime(caches.tensors), deadline_s=deadline_s
             )
         )

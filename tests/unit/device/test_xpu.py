@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier._device._engine import StreamEngine
+from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.xpu import DeviceBytes, XpuRuntime, XpuStream
 from kvtier._device.base import DEADLINE_S
 from kvtier._device.plan import CopyPlan
@@ -20,7 +20,7 @@ from tests.unit.device.conftest import gate_copies
 def engine_on(api: Any, buffer_bytes: int, deadline_s: float = DEADLINE_S) -> EngineFactory:
     def factory(caches, layout, region):
         runtime = XpuRuntime(caches.tensors, api, buffer_bytes)
-        return StreamEngine(caches, layout, region, runtime, deadline_s=deadline_s)
+        return TransferEngine(caches, layout, region, runtime, deadline_s=deadline_s)
 
     return factory
 

@@ -55,7 +55,7 @@ class Sent:
 
 def driven(**more: Any) -> tuple[Tiering, Driver, Sent]:
     core, sent = make(**more), Sent()
-    return core, Driver(core, sent, logger, clock=lambda: 0.0), sent
+    return core, Driver(core, sent.submit, logger, clock=lambda: 0.0), sent
 
 
 def spans(exporter: InMemorySpanExporter) -> list[tuple[str, dict[str, Any], bool]]:

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 
 from kvtier import KVCaches, PageRef
+from kvtier._device._engine import TransferEngine
 from kvtier._device.auto import BACKENDS, backend_module, open_transfer_engine, torch_type, usable
-from kvtier._device.base import Blocks, TransferEngine
+from kvtier._device.base import Blocks
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 

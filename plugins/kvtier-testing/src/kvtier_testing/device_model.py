@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvtier import KVCaches, PageMapping, PageRef
-from kvtier._device.base import Blocks, CopyQueue, TransferEngine
+from kvtier._device._engine import TransferEngine
+from kvtier._device.base import Blocks, CopyQueue
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 

@@ -135,7 +135,7 @@ class EngineProcess(Process):
         self._executor = executor
         self._copies = copies
         self._events = executor.events
-        self._driver = Driver(core, executor, logger, clock=lambda: world.now_s)
+        self._driver = Driver(core, executor.submit, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"engine/{world.process}")
         self._patience = world.chance(f"patience/{world.process}")
         self._priorities = world.chance(f"priorities/{world.process}")

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from kvtier import TieringManager
 from kvtier._core.tiers.load_gate import ComputeSpeed
-from kvtier._device.base import Blocks, Finished, TransferEngine
+from kvtier._device._engine import TransferEngine
+from kvtier._device.base import Audits, Blocks, Finished
 from kvtier._execution.executor import NamedTier
 from kvtier._memory.region import Region
 from kvtier.errors import StateError, TransferError
@@ -42,8 +43,8 @@ class SimRegion(SimMemory):
         """Do nothing: other checks find late access to slots."""
 
 
-class SimTransferEngine(TransferEngine):
-    """Simulated copies behind the device layer's interface.
+class SimTransferEngine:
+    """Simulated copies behind the interface of a ``TransferEngine``.
 
     Attributes:
         blocks: contents of each block of the device.
@@ -52,6 +53,7 @@ class SimTransferEngine(TransferEngine):
     def __init__(self, copies: Copies) -> None:
         self.blocks: dict[int, bytes] = {}
         self._copies = copies
+        self.audits = Audits()
         self._ended: list[Finished] = []
         self._wakeup: Callable[[], object] | None = None
         self._is_closed = False
@@ -135,7 +137,7 @@ class ManagerProcess(Process):
             tiers=named,
             identity=world.identity,
             region=cast(Region, region),
-            engine=self._engine,
+            engine=cast(TransferEngine, self._engine),
             blocks_per_chunk=1,
             num_blocks=(sys.maxsize, sys.maxsize),
             drain_s=self._chance.choice((0.0, 0.05, 1.0)),
