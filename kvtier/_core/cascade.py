@@ -99,7 +99,7 @@ class Cascades:
         reused: bool,
         is_new: bool = True,
     ) -> list[tuple[int, Sequence[Chunk]]]:
-        """Return the chunks to put, per tier; count those of new chunks that a tier does not get."""
+        """Return the chunks to put, per tier; count the new chunks that a tier does not get."""
         admitted = []
         shared, statuses, counts = self._shared, self._shared.tiers, self._shared.counts
         most = max(1, int(len(shared.table.all) * shared.limits.put_backlog))

@@ -1,4 +1,4 @@
-"""Asks the tiers in their order for keys, each where it may be asked and is quicker than computing."""
+"""Asks the tiers in their order for keys, each if it may be asked and is quicker than computing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAIT = "wait"
 
 
 class TierOrder:
-    """Chooses the tier for each get, or none: then the keys are absent for those who wait for them."""
+    """Chooses the tier for each get. If there is none, the keys are absent for the waiting requests."""
 
     def __init__(self, shared: SharedState, holds: Holds, gets: Gets) -> None:
         self._shared = shared
@@ -25,7 +25,7 @@ class TierOrder:
         self._gets = gets
 
     def ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, slot_use: SlotUse) -> None:
-        """Look for keys in the next tier that may be asked; where there is none they are absent."""
+        """Look for keys in the next tier that may be asked; if there is none, they are absent."""
         shared = self._shared
         keys = [key for key in keys if key not in shared.table.visible]
         if not keys or not waiters:
@@ -106,16 +106,16 @@ class TierOrder:
         *,
         may_wait: bool = True,
     ) -> str | None:
-        """Return "gate", and note it, where computing keys is quicker; None where they are got.
+        """Return "gate", and note it, if computing keys is quicker; None if they are to be loaded.
 
-        Waiters that only locate, or prefetch, are not decided about.
+        The decision is not for waiters that only locate, or prefetch.
 
         Args:
-            tier: the tier that is to give them.
-            keys: what the tier is to give, ``wanted`` or a part of it.
-            wanted: all that the waiters may get with them, however few slots there are.
-            gets: how many gets that takes, one after the other.
-            may_wait: whether "wait" may be returned: that is to be decided in the next round.
+            tier: the tier to get them from.
+            keys: the keys to get from it, ``wanted`` or a part of them.
+            wanted: all keys that the waiters may get with them, however few slots there are.
+            gets: number of gets that this takes, one after the other.
+            may_wait: whether "wait" may be returned, which leaves the decision to the next round.
         """
         gate, waiters = self._shared.gate, in_line(waiters)
         request = next(iter(waiters), None)
@@ -137,10 +137,11 @@ class TierOrder:
         return "gate"
 
     def _choice(self, request: Request, key: OffloadKey, wanted: Keys) -> tuple[int, int, int]:
-        """Return how many chunks are fetched for a request, or else computed from which place on.
+        """Return the number of chunks to fetch for a request; then the place and number of chunks to compute.
 
-        The latter two are in chunks of the group that was asked first, from the front of the prompt. Of other
-        groups it loads few, and where these lack, nothing before them is of use: all of it is computed.
+        Place and number count chunks of the group that was asked first, from the front of the prompt. The
+        request loads few chunks of other groups. Without these, earlier chunks are useless, and all of the
+        prompt is computed.
         """
         front = (request.first or key)[-GROUP_BYTES:]
         windows = {group.to_bytes(GROUP_BYTES, "big") for group in self._shared.windowed}
@@ -157,7 +158,7 @@ class TierOrder:
         return fetched, request.base + held + index, to_get[front]
 
     def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
-        """Get a few of the keys although computing is quicker, where that is due, to learn if it still is."""
+        """Get a few of the keys although computing is quicker, if a probe is due, to learn if it still is."""
         room = min(len(keys), self._holds.room)
         if not room or not (count := min(room, self._shared.gate.probe_size(tier, now_s))):
             return

@@ -32,7 +32,7 @@ def refresh_wanted(request: Request, windowed: frozenset[int]) -> Iterable[Offlo
 
 
 def of_use(keys: list[OffloadKey], waiters: Waiters, windowed: frozenset[int]) -> list[OffloadKey]:
-    """Return the keys that a waiter still wants: no key before them is nowhere, or was given up."""
+    """Return the keys that a waiter can still use: every key before them may be found."""
     if not all(request.absent for request in waiters):
         return keys
     useless = set(keys)
@@ -47,20 +47,20 @@ def allowed_tiers(waiters: Waiters) -> frozenset[int] | None:
 
 
 def waiting(transfer: Transfer) -> dict[Request, None]:
-    """Return the waiters to whom an answer is still of use."""
+    """Return the waiters that can still use an answer."""
     return {request: None for request in transfer.waiters if request.is_waiting}
 
 
 def in_line(waiters: Waiters) -> dict[Request, None]:
-    """Return those that take a turn: they load what is found as soon as it is there."""
+    """Return the waiters that take a turn: they load found chunks at once."""
     return {request: None for request in waiters if not (request.locates or request.is_prefetch)}
 
 
 def loading(waiters: Waiters) -> dict[Request, None]:
-    """Return those that load what is found."""
+    """Return the waiters that load found chunks."""
     return {request: None for request in waiters if not request.locates}
 
 
 def locating(waiters: Waiters) -> dict[Request, None]:
-    """Return those that load nothing."""
+    """Return the waiters that load nothing."""
     return {request: None for request in waiters if request.locates}

@@ -188,7 +188,7 @@ class Explainer:
         return dict(tokens), until if is_placed and ends else None
 
     def _gap(self, tracked: _Tracked) -> OffloadKey | None:
-        """Return the chunk at which the prefix ends: the first missed one after the loaded chunks.
+        """Return the chunk that ends the prefix: the first missed one after the loaded chunks.
 
         vLLM also asks for ends of prefixes within a chunk, which models with recurrent state store. A missing
         one does not end the prefix.

@@ -278,7 +278,7 @@ class DeviceSetup:
 
     @pytest.fixture
     def compute(self) -> Compute:
-        """Return the computation that runs beside the engine."""
+        """Return the computation that runs concurrently with the engine."""
         return Compute()
 
     @pytest.fixture

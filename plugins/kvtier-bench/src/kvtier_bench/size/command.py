@@ -31,7 +31,7 @@ _DISK_SPEED: Any = "3GB"
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of one group of layers. Sizes are those of all workers together."""
+    """Chunks of one group of layers. Sizes count all workers together."""
 
     group: str
     layers: int
