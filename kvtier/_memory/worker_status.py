@@ -103,8 +103,8 @@ class StatusTable:
                     self._taken += 1
         return taken
 
-    def has_changed(self) -> bool:
-        """Return whether a number has changed since the last call."""
+    def notice_change(self) -> bool:
+        """Remember the numbers; return whether one has changed since the last call."""
         seen, self._seen = self._seen, [row.words for row in self.rows]
         return seen != self._seen
 

@@ -8,7 +8,7 @@ from kvtier.adapters.vllm._old_blocks import OldBlocks
 def after_reset(*holders: str, preempted: tuple[str, ...] = (), loading: tuple[str, ...] = ()) -> OldBlocks:
     blocks = OldBlocks()
     for req_id in holders:
-        blocks.has_blocks(req_id)
+        blocks.note_blocks(req_id)
     blocks.reset(loading)
     assert blocks.may_store("a") is (None if holders or loading else True)
     blocks.step_ended(preempted)
@@ -35,7 +35,7 @@ def test_next_reset_decides_anew() -> None:
 
 def test_earlier_preemption_is_no_proof() -> None:
     blocks = OldBlocks()
-    blocks.has_blocks("a")
+    blocks.note_blocks("a")
     blocks.step_ended(["a"])
     blocks.reset(())
     assert blocks.step_ended([]) == 0

@@ -244,7 +244,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests[req_context.req_id]
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
-        self._old_blocks.has_blocks(req_context.req_id)
+        self._old_blocks.note_blocks(req_context.req_id)
         self._published.stream.loaded(keys)
         self._hints.loaded(req_context.req_id, keys)
         if self._steps is not None:
@@ -305,7 +305,7 @@ class KVTierManager(OffloadingManager):
             return _nothing_stored()
         keys = list(keys)
         if request is not None:  # an ended request would never be forgotten
-            self._old_blocks.has_blocks(req_context.req_id)
+            self._old_blocks.note_blocks(req_context.req_id)
         reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
@@ -361,7 +361,7 @@ class KVTierManager(OffloadingManager):
         for req_id in context.new_req_ids:
             if (request := self._requests.get(req_id)) is not None:
                 self._core.scheduled(request)
-                self._old_blocks.has_blocks(req_id)
+                self._old_blocks.note_blocks(req_id)
                 if request.is_placed and not TRACKS_BLOCKS:  # a session: vLLM appends its blocks
                     request.no_store = "session"
                 elif request.no_store == "preempted":

@@ -26,7 +26,7 @@ class OldBlocks:
         self._at_reset: dict[str, bool] = {}  # the same at the last reset, until the next step
         self._unsure: set[str] = set()  # requests that may have had blocks at the last reset
 
-    def has_blocks(self, req_id: str) -> None:
+    def note_blocks(self, req_id: str) -> None:
         """Note that a request loads, or was scheduled."""
         self._holders[req_id] = True
 

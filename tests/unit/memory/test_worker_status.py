@@ -62,11 +62,11 @@ def test_marks_have_counted_reasons() -> None:
 
 
 def test_changes_are_told_once(desk: Desk) -> None:
-    assert desk.scheduler.has_changed()
-    assert not desk.scheduler.has_changed()
+    assert desk.scheduler.notice_change()
+    assert not desk.scheduler.notice_change()
     desk.workers[2].count(StatusField.LOADS_REPEATED)
-    assert desk.scheduler.has_changed()
-    assert not desk.scheduler.has_changed()
+    assert desk.scheduler.notice_change()
+    assert not desk.scheduler.notice_change()
 
 
 def test_first_stop_begins_shutdown(desk: Desk) -> None:

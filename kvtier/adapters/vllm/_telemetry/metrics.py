@@ -141,7 +141,7 @@ class WorkerReports:
 
     def take_counts(self) -> dict[Count, float]:
         """Return and clear the counts since the last call, and update the gauges."""
-        if not self._status_table.has_changed():
+        if not self._status_table.notice_change():
             return {}
         rows = self._status_table.rows
         self.gauges = {
