@@ -250,12 +250,8 @@ class TierConfig(Settings):
         return None
 
 
-def ignore_removed(keys: Sequence[OffloadKey]) -> None:
-    """Ignore keys that have left a tier."""
-
-
-def ignore_lost(why: str) -> None:
-    """Ignore that a tier must be opened again."""
+def ignore(*details: object) -> None:
+    """Do nothing: a callback for callers that need none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +271,8 @@ class TierContext:
     name: str
     identity: Identity
     chunk_bytes: int
-    removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
-    lost: Callable[[str], None] = ignore_lost
+    removed: Callable[[Sequence[OffloadKey]], None] = ignore
+    lost: Callable[[str], None] = ignore
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig)

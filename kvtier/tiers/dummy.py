@@ -25,7 +25,7 @@ from kvtier.tiers._base import (
     TierConfig,
     TierContext,
     Usage,
-    ignore_removed,
+    ignore,
 )
 
 
@@ -74,7 +74,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
         self._held_bytes = 0
         self._resets = 0
         self._random = random.Random(config.seed)
-        self._report_removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
+        self._report_removed: Callable[[Sequence[OffloadKey]], None] = ignore
 
     async def open(self, context: TierContext) -> None:
         """Keep the callback that reports evictions."""

@@ -21,11 +21,12 @@ from kvtier._cli.root.du import Measure
 from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
 from kvtier._settings.quantities import duration, size
 from kvtier.errors import TierError
+from kvtier.tiers._base import ignore
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag, errno_name
 from kvtier.tiers.fs._maintenance.evict import Evicted, Evictor
 from kvtier.tiers.fs._quota import ledger
-from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick, no_tick
+from kvtier.tiers.fs._root import ChunkFile, DataDir, Namespace, Root, Tick
 
 T = TypeVar("T")
 _WAIT_AT_MOST_S: Final = 10.0
@@ -202,7 +203,7 @@ class _Collection:
                 elif is_limited:
                     below = self._root.chunks(found.name, self._tick)
                     files += ((it.used, it.disk_bytes) for it in below if isinstance(it, ChunkFile))
-        swept = sum(map(Measure(self._root, no_tick).bytes, left))
+        swept = sum(map(Measure(self._root, ignore).bytes, left))
         too_old = -inf if older_than_s is None else time.time() - older_than_s
         excess = -inf if max_bytes is None else self.before - swept - max_bytes
         expired: list[int] = []
@@ -227,7 +228,7 @@ class _Collection:
         if self._is_narrow:
             caches = self._root.namespaces()
             names = [name for one in caches for name in (one.name, *(it.name for it in one.data_dirs))]
-        measure = Measure(self._root, no_tick)
+        measure = Measure(self._root, ignore)
         taken = sum(map(measure.bytes, names))
         self.failures |= measure.failures
         return taken

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey, group_index
+from kvtier.tiers._base import ignore
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._locks import opened_lock, try_lock, wait_for_lock
 from kvtier.tiers.fs._quota import ledger
@@ -34,10 +35,6 @@ _REMEDY: Final = "no engine opens the cache: remove the file, and the next engin
 
 Tick = Callable[[int], None]
 """Called with the number of files read since the last call."""
-
-
-def no_tick(count: int) -> None:
-    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +226,7 @@ class Root:
         mine |= {found.name for one in self.namespaces() for found in one.data_dirs}
         return sorted(set(self.names(".")) - mine - {ledger.FOLDER})
 
-    def chunks(self, data_dir: str, tick: Tick = no_tick) -> Iterator[ChunkFile | UnknownEntry]:
+    def chunks(self, data_dir: str, tick: Tick = ignore) -> Iterator[ChunkFile | UnknownEntry]:
         """Yield the files of an epoch's chunks, and other entries among them, in no order.
 
         Omits files that vanish meanwhile. An unreadable directory is an ``UnknownEntry`` with a problem.

@@ -13,7 +13,7 @@ from proxy import Proxy
 
 from kvtier import Identity
 from kvtier._settings import validation
-from kvtier.tiers._base import ignore_removed
+from kvtier.tiers._base import ignore
 from kvtier_s3 import S3Tier
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers.rig import Removed
@@ -52,7 +52,7 @@ class Place:
         return S3Tier(validation.build(S3Tier.Config, {**self.settings, **more}))
 
     def opened(
-        self, removed: Removed = ignore_removed, identity: Identity = IDENTITY, **more: object
+        self, removed: Removed = ignore, identity: Identity = IDENTITY, **more: object
     ) -> AbstractAsyncContextManager[TierRig]:
         """Open a tier, and close it at the end."""
         return TierRig(self.tier(**more), identity, CHUNK_BYTES).opened(removed)

@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtier.tiers._base import ignore
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._maintenance import ages
 from kvtier.tiers.fs._maintenance.ages import Plan
-from kvtier.tiers.fs._maintenance.scan import ALL_BYTES, ChunkScan, Freed, ignore, remove_if_empty
+from kvtier.tiers.fs._maintenance.scan import ALL_BYTES, ChunkScan, Freed, remove_if_empty
 from kvtier.tiers.fs._maintenance.sweep import Sweeper
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root

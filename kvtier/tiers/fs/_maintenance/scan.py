@@ -19,10 +19,6 @@ Freed = Callable[[int], None]
 """Callback for the bytes removed since the last call, so that puts can use them early."""
 
 
-def ignore(*details: object) -> None:
-    """Ignore the bytes removed."""
-
-
 class ChunkScan(layouts.ChunkScan):
     """A scan of chunks' files in several directories. The native library reads and updates its fields.
 

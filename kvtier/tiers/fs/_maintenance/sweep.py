@@ -14,11 +14,12 @@ from contextlib import suppress
 from math import inf
 from typing import Final, NamedTuple
 
+from kvtier.tiers._base import ignore
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._locks import removed_lock, wait_for_lock
-from kvtier.tiers.fs._maintenance.scan import Freed, ignore, remove_if_empty, scan_to_remove_all
+from kvtier.tiers.fs._maintenance.scan import Freed, remove_if_empty, scan_to_remove_all
 from kvtier.tiers.fs._root import Namespace, Root
 
 MAX_FILES: Final = 128  # entries of any kind in the quarantine of one namespace

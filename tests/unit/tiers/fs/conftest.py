@@ -17,7 +17,7 @@ import pytest
 from kvtier._identity import Identity
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers._base import Batch, Outcome, TierContext, ignore_lost, ignore_removed
+from kvtier.tiers._base import Batch, Outcome, TierContext, ignore
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs import _session as session_module
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
@@ -46,8 +46,8 @@ class World:
     async def open(
         self,
         until_counted: bool = True,
-        removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed,
-        lost: Callable[[str], None] = ignore_lost,
+        removed: Callable[[Sequence[OffloadKey]], None] = ignore,
+        lost: Callable[[str], None] = ignore,
         **settings: object,
     ) -> FsTier:
         """Open a tier on the root; it is closed when the test ends."""

@@ -8,7 +8,7 @@ import anyio
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
-from kvtier.tiers._base import ignore_removed
+from kvtier.tiers._base import ignore
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.model import CHUNK_BYTES, show
 
@@ -42,7 +42,7 @@ class SimTier(SecondaryTier[SimTierConfig]):
         self.backend = backend
         self._process = -1
         self._resets = 0
-        self._removed: Callable[[Sequence[OffloadKey]], None] = ignore_removed
+        self._removed: Callable[[Sequence[OffloadKey]], None] = ignore
 
     async def open(self, context: TierContext) -> None:
         """Connect."""

@@ -18,7 +18,7 @@ from kvtier import HeapMemory, Identity
 from kvtier._reasons import TRANSFER
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, TierContext, Usage, in_thread
-from kvtier.tiers._base import ignore_removed
+from kvtier.tiers._base import ignore
 from kvtier.tiers._seal import Integrity, check, seal
 
 Removed = Callable[[Sequence[OffloadKey]], None]
@@ -156,12 +156,12 @@ class TierRig:
         self.chunk_bytes = chunk_bytes
         self._is_lossy = is_lossy
 
-    def context(self, removed: Removed = ignore_removed, name: str = "tested") -> TierContext:
+    def context(self, removed: Removed = ignore, name: str = "tested") -> TierContext:
         """Return the context to open the tier with."""
         return TierContext(name, self.identity, self.chunk_bytes, removed)
 
     @asynccontextmanager
-    async def opened(self, removed: Removed = ignore_removed, name: str = "tested") -> AsyncIterator[TierRig]:
+    async def opened(self, removed: Removed = ignore, name: str = "tested") -> AsyncIterator[TierRig]:
         """Open the tier, and close it at the end; ``removed`` is called with evicted keys."""
         await self.tier.open(self.context(removed, name))
         try:
