@@ -26,7 +26,7 @@ class ChunkScan(layouts.ChunkScan):
     is its last use; its mode has the class of its use count.
 
     Args:
-        now_ns: the file system's time, to which ages are relative.
+        now_ns: the file system's time; ages are relative to it.
         histogram: destination of the files' bytes, if given.
         leaving: plan of the files to remove; None: none.
         want_bytes: bytes after which removing stops.
