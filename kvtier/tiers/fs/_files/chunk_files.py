@@ -19,7 +19,10 @@ from kvtier.errors import TierError
 from kvtier.tiers.fs._files.native_call import Failures, FileCall, Place, StopFlag
 
 _LISTED_AT_ONCE: Final = 1024
-_BUILD_IT: Final = "install a kvtier wheel for this platform, or install a C compiler and then kvtier again"
+_BUILD_IT: Final = (
+    "install a kvtier wheel for this platform, or install a C compiler and build the library with "
+    "'python -m kvtier._native.build'"
+)
 
 
 def require_library() -> ctypes.CDLL:

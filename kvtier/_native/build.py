@@ -1,4 +1,4 @@
-"""Builds the native library: hatchling runs this for wheels and editable installs.
+"""Build of the native library: a hatchling build hook, and ``python -m kvtier._native.build`` in place.
 
 The library depends neither on Python's version nor on its ABI, so one wheel for each platform is
 enough. Without a compiler the wheel is pure: it has no file tier.
@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 else:
     try:
         from hatchling.builders.hooks.plugin.interface import BuildHookInterface as _Hook
-    except ImportError:  # tests compile without hatchling
+    except ImportError:  # building in place needs no hatchling
         _Hook = object
 
 SOURCE = "kvtier_native.c"
@@ -85,3 +86,17 @@ class CustomBuildHook(_Hook):
         build_data["infer_tag"] = False
         build_data["tag"] = f"py3-none-{platform}"
         build_data["artifacts"].append(f"/{library.relative_to(self.root).as_posix()}")
+
+
+def main() -> int:
+    """Build in place, strictly: warnings of the compiler are errors."""
+    try:
+        print(compile_library(Path(__file__).parent, ("-Werror",)))
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
