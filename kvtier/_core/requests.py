@@ -14,6 +14,25 @@ from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
 
 
+@dataclass(slots=True)
+class Terms:
+    """The terms of a request's claim, as its client set them.
+
+    Attributes:
+        name: of the claim; requests with the same name share it.
+        kept_s: how long its chunks are kept after the end of the last one; 0 if they are not.
+        next_use_s: from its end until its chunks are needed again; 0 if unknown.
+        releases: the name of a claim that ends with the request.
+        used: the chunks that are needed again, in the order of its prompt.
+    """
+
+    name: str
+    kept_s: float = 0.0
+    next_use_s: float = 0.0
+    releases: str = ""
+    used: dict[OffloadKey, None] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Request(Stateful):
     """One request of the engine, from its first lookup to its end.
@@ -54,6 +73,7 @@ class Request(Stateful):
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
     answers_stand: bool = False
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
+    terms: Terms | None = None  # of its claim, if it has one
     priority: int = DEFAULT  # of the chunks it uses, unless another request has given them a higher one
     releases: bool = False  # chunks that it alone has used leave the primary tier when it has ended
     own: dict[OffloadKey, bool] = field(default_factory=dict)

@@ -3,11 +3,10 @@
 It has one owner, which calls it from one thread and then takes the commands that follow. It never
 blocks and reads no clock: time is an argument, in seconds on the owner's clock.
 
-How a chunk is found: ``lookup`` answers each key from what is known and notes what is not. ``settle``,
-called when a round of questions is over, turns the notes into gets. A get looks for its keys in one
-tier and copies the run of keys that it finds from the front into the slots that it was given: question and
-transfer cost a waiting request one delay, not two. Slots for keys that may turn out to be absent come
-only from free ones, so asking for what is not there evicts nothing.
+``lookup`` answers each key from present knowledge and notes unknown keys. ``settle``, called when a round of
+questions is over, turns the notes into gets. A get looks for its keys in one tier and copies the run of keys
+that it finds from the front into its slots: question and transfer cost a waiting request one delay, not two.
+Slots for keys that may turn out to be absent come only from free ones, so a question evicts no chunk.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from math import inf
 from kvtier._core import messages
 from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
+from kvtier._core.claims import Claims
 from kvtier._core.kv_events import KVEvent
-from kvtier._core.prefetch import Prefetches
+from kvtier._core.priorities import Priorities
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
-from kvtier._core.retention import Priorities, Retention
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
@@ -44,7 +43,7 @@ class Tiering:
 
     Args:
         policy: chooses what leaves the primary tier.
-        tiers: the secondary tiers, in the order in which they are asked.
+        tiers: the secondary tiers, in lookup order.
         windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
             windows); their chunks are located first and then promoted as they are asked for.
         track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
@@ -69,9 +68,8 @@ class Tiering:
         self.promotions = Promotions(self.shared)
         self.holds = self.promotions.holds
         self.cascades = Cascades(self.shared)
-        self.retention = Retention(self.shared)
+        self.claims = Claims(self.shared, self.holds, self.lookup, self.close)
         self.priorities = Priorities(self.shared)
-        self.prefetches = Prefetches(self.shared, self.holds, self.retention, self.lookup, self.close)
         self.epoch = 0
         self.handles: set[Handle] = set()  # the stores and loads that have not ended
         self._tiers = self.shared.tiers
@@ -87,7 +85,7 @@ class Tiering:
     # --- lookup ----------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, request: Request) -> Lookup:
-        """Return whether the chunk is there. Notes what a following ``settle`` will act upon."""
+        """Return the answer for a key, and note unknown keys for the next ``settle``."""
         if request.round is not self._round:
             if self.refusal is not None or request.state is RequestState.COMPUTED:
                 return self._miss(key, request, self.refusal or "load_failed")
@@ -100,10 +98,10 @@ class Tiering:
         return self._unready(key, request, chunk)
 
     def repeat_answer(self, key: OffloadKey, request: Request) -> Lookup | None:
-        """Return the previous answer while nothing has changed since; None where ``lookup`` has to answer.
+        """Return the previous answer while nothing has changed since; None if ``lookup`` has to answer.
 
-        The engine asks in each step for each key of each request that waits. Told RETRY at its first
-        question and MISS at the next, it ends the scan there, and defers the request all the same.
+        The engine asks in each step for each key of each request that waits. After RETRY for its first
+        question and MISS for the next, it ends the scan there, and still defers the request.
         """
         if not request.answers_stand or request.first is None or not request.is_waiting:
             return None
@@ -136,7 +134,7 @@ class Tiering:
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
-        self.prefetches.ask(now_s)
+        self.claims.start_round(now_s)
         asked, self._asked = self._asked, []
         self.shared.gate.begin_round()
         self.promotions.start_round(now_s)
@@ -157,7 +155,7 @@ class Tiering:
                 self._expire(request, now_s)
         if self.holds.awaiting:
             asked = list(dict.fromkeys([*asked, *self.promotions.waits.follow(now_s)]))
-        for request in asked:  # only now, when what each of them was told is there is pinned
+        for request in asked:  # only now, when the hits of all are pinned
             if request.is_waiting and request.locates:
                 self.promotions.locate_wanted(request, now_s)
             elif request.is_waiting:
@@ -165,7 +163,7 @@ class Tiering:
         for request in self.holds.awaiting:
             if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
                 self.holds.release(request)
-        self.holds.promoting.difference_update(self.retention.settle(now_s))  # its budget has them
+        self.claims.settle()
         if self.table.users and (released := self.priorities.released()):
             self._counts["released",] += len(released)
             self.table.pin(released)
@@ -180,7 +178,7 @@ class Tiering:
             self.disable_after_audit(None, "when it was about to be put into a tier")
 
     def next_deadline_s(self) -> float | None:
-        """Return when ``settle`` has to be called at the latest, where anything is pending."""
+        """Return the latest time for the next ``settle``; None if nothing is pending."""
         deadlines = [transfer.deadline_s for transfer in self.shared.running]
         waiting = [*self.holds.pending, *self.holds.awaiting]
         deadlines += [other.deadline_s for other in waiting if other.deadline_s is not None]
@@ -193,8 +191,7 @@ class Tiering:
     def served(self, request: Request) -> None:
         """Unpin what is held for a request that waits for nothing now.
 
-        A request whose deadline has passed stays EXPIRED until it is served, or every scan of it would
-        wait once more.
+        A request whose deadline has passed stays EXPIRED until it is served: its scans wait no more.
         """
         if request.held or request.state is not RequestState.IDLE:
             self._end_wait(request)
@@ -210,10 +207,10 @@ class Tiering:
         self.shared.gate.running.add(request)
 
     def restart(self, request: Request) -> None:
-        """Note that the request was preempted: it is looked up anew, from what is known by then.
+        """Note that the request was preempted: the next lookups start afresh.
 
-        It was served long before, so what was learned for it since is old, a deadline that passed too. Hits
-        reported in this round stay valid until the round ends.
+        Answers and deadlines from before it was served no longer hold. Hits reported in this round stay valid
+        until the round ends.
         """
         told = [chunk.key for chunk, when in request.held.items() if when is self._round]
         self.served(request)
@@ -223,8 +220,8 @@ class Tiering:
         request.hits += told
         request.forget_locations()
 
-    def close(self, request: Request) -> None:
-        """End a request: nothing is held for it and nothing is pending."""
+    def close(self, request: Request, now_s: float = -inf) -> None:
+        """End a request: nothing is held for it, nothing is pending, and the times of its claim begin."""
         request.move(RequestEvent.ENDED)
         self._end_wait(request, "aborted")
         if request.run.time:
@@ -234,11 +231,12 @@ class Tiering:
         self.shared.gate.running.discard(request)
         self.holds.unhold(request)
         request.forget_answers()
+        self.claims.end(request, now_s)
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
         if self.epoch or self.shared.windowed:
-            # After a reset what others store is not for this engine. Of a window's chunks not all are stored.
+            # After a reset, chunks of other engines are not for this one. Windows lack some of their chunks.
             self._end_wait(request)
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
@@ -256,7 +254,7 @@ class Tiering:
             self._counts["waits", outcome or known] += 1
 
     def _hold_hits(self) -> None:
-        """Pin what was answered HIT in this round, before something is evicted in its midst."""
+        """Pin the hits of this round, before an eviction within it."""
         for request in self._asked:
             if request.hits and not request.locates and request.state is not RequestState.CLOSED:
                 self.priorities.use(request, request.hits)
@@ -301,6 +299,7 @@ class Tiering:
         if request is not None:
             self.served(request)
             request.forget_answers()
+            self.claims.use(request, keys)
         return pinned
 
     def release(self, pinned: Pinned) -> None:
@@ -313,9 +312,9 @@ class Tiering:
     def fail_load(self, pinned: Pinned, request: Request | None = None) -> None:
         """End a load whose copies failed: its chunks are dropped from the primary tier.
 
-        The request, where it still lives, is computed: it is never told HIT again. Another load for it
-        could fail as well, and so on for ever. A HIT for one of the chunks in the round under way does not
-        hold any more: an engine is told of its copies between rounds.
+        If the request still lives, it is computed: it is never told HIT again. Another load for it
+        could fail as well, and so on for ever. A HIT for one of the chunks in the current round is void:
+        an engine is told of its copies between rounds.
         """
         self._end(pinned)
         self._counts["dropped", "load", "failed"] += sum(chunk.state is _READY for chunk in pinned.chunks)
@@ -323,14 +322,14 @@ class Tiering:
         if request is not None:
             self.served(request)
             request.forget_answers()
-            request.round = None  # what it is told is not that of the round under way
+            request.round = None  # its answers are not those that it had in this round
             request.move(RequestEvent.LOAD_FAILED)
 
     def _drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for ever and take a pin from each."""
         self.shared.kv_events.removed([chunk.key for chunk in chunks if chunk.state is _READY])
         self.table.drop(chunks)
-        self.retention.drop_lost()
+        self.claims.drop_lost()
 
     def _ready(self, key: OffloadKey) -> Chunk:
         chunk = self._visible.get(key)
@@ -346,10 +345,10 @@ class Tiering:
     # --- stores ----------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Reservation | None:
-        """Reserve slots for those of a request's ``keys`` that are not there yet; evict where need be.
+        """Reserve slots for a request's ``keys`` that are not there yet; evict for them.
 
-        Where room is short a prefix of them is given slots: a prompt with holes serves nobody. Returns None
-        where no slot can be had now, and an empty reservation where nothing is to be stored.
+        If room is short only a prefix of them gets slots: a prompt with holes is useless. Returns None
+        if there is no slot now, and an empty reservation if there is nothing to store.
         """
         if self.is_disabled:
             self._counts["store_refused", "audit"] += len(keys)
@@ -378,6 +377,8 @@ class Tiering:
         reservation = Reservation(self.table.take(new, run, places, visible=True), new, evicted)
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
+        if request is not None:
+            self.claims.use(request, keys, is_offered=True)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
@@ -407,7 +408,7 @@ class Tiering:
         unfilled = [chunk for chunk in reservation.chunks if chunk.slot in why]
         for chunk in unfilled:
             self._counts["dropped", "store", why[chunk.slot]] += 1
-        self.table.pin(unfilled)  # that of the copy stays
+        self.table.pin(unfilled)  # the copy keeps its pin
         self.table.drop(unfilled)
 
     def _make_room(self, count: int, run: Run) -> list[OffloadKey]:
@@ -421,7 +422,7 @@ class Tiering:
         found = [chunk for key in request.places if (chunk := visible.get(key)) and chunk.run is not run]
         self.table.use(found, run, request.places)
 
-    # --- what happened, what to do ----------------------------------------------------------------
+    # --- events and commands ----------------------------------------------------------------------
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
         """Process an event."""
@@ -475,21 +476,20 @@ class Tiering:
     def reset(self) -> None:
         """Make everything stored so far invisible for ever, in every tier.
 
-        Stores and loads under way must still be ended: until then their slots are out of use.
+        Stores and loads in flight must still be ended. Their slots are out of use before.
         """
         self.epoch += 1
         self._asked.clear()
         self.cascades.reused.clear()
         self.cascades.offered_again.clear()
         self._round = object()
-        for request in self.holds.awaiting:  # what others store from now on is not for this engine
+        for request in self.holds.awaiting:  # later chunks of other engines are not for this one
             self._end_wait(request)
-        self.prefetches.clear()
+        self.claims.clear()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
         self.shared.kv_events.removed(ready)
         self.table.reset()
-        self.retention.clear()
         for transfer in self.shared.transfers.values():
             transfer.left = frozenset(transfer.keys)
         for tier in range(len(self._tiers)):
@@ -503,10 +503,10 @@ class Tiering:
     def disable_after_audit(self, tier: int | None, where: str) -> None:
         """Use a tier no more: an audit has found a chunk damaged that came from it.
 
-        What it gave is dropped, unless it was loaded before. As with ``fail_load``, a HIT in the round
-        under way does not hold any more. ``tier`` is None where the damage came about in the primary tier, or
-        on the way between it and the device: every chunk goes that way, so no tier is used then, and nothing
-        is stored. ``where`` is for the log: which chunk it was, and when that was noticed.
+        Its chunks are dropped, unless they were loaded before. As with ``fail_load``, a HIT in the current
+        round is void. ``tier`` is None if the damage arose in the primary tier, or between it and the device.
+        Every chunk goes that way, so no tier is used then, and nothing is stored. ``where`` is for the log:
+        which chunk it was, and when the damage was noticed.
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         self._counts["audit_failed", name] += 1

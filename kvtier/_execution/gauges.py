@@ -18,7 +18,7 @@ def read_gauges(core: Tiering, activity: Sequence[TierActivity], chunk_bytes: in
     """Return the gauges of the primary tier and of each secondary tier, in lookup order."""
     table = core.table
     slots, free = len(table.all), len(table.free)
-    kept = len(core.retention.pinned)
+    kept = len(core.claims.pinned)
     busy = max(0, slots - free - table.evictable - kept)  # excludes kept chunks that are being loaded
     values: dict[tuple[str, tuple[str, ...]], float | None] = {
         ("kvtier_slots", ()): slots,

@@ -389,6 +389,20 @@ def test_lowest_priority_shows_uses(make: Make) -> None:
 PREFILL = {"do_remote_decode": True}
 
 
+def test_claims_end_with_their_requests(make: Make) -> None:
+    it = make()
+    context = ReqContext(req_id="same", kv_transfer_params={"kvtier": {"pin": "agent", "ttl_s": 0.001}})
+    for _ in range(2):  # an earlier request of this name that has not ended
+        it.manager.on_new_request(context)
+        it.store(prompt(1, 2), context)
+        it.step()
+        assert len(it.core.claims.pinned) == 2
+    it.manager.on_request_finished(context)
+    time.sleep(0.002)
+    it.step()
+    assert it.core.claims.is_empty
+
+
 def test_decode_wait_covers_put(make: Make) -> None:
     it = make(dummy(), slots=8, limits=Limits(max_wait_s=3600.0))
     (tier,) = it.core.shared.tiers

@@ -32,7 +32,7 @@ from kvtier._core.messages import (
     Touch,
     TransferHealth,
 )
-from kvtier._core.requests import Request
+from kvtier._core.requests import Request, Terms
 from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.write_admission import WriteAdmission
@@ -81,6 +81,10 @@ picks = st.integers(0, 255)
 prompts = st.sampled_from(PROMPTS)
 lengths = st.integers(1, 12)
 steps_s = st.sampled_from([0.0, 0.0, 0.1, 0.1, 0.5, 1.0, 4.0])
+# Names of claims, and their times after a request's end.
+names = st.sampled_from("ab")
+kept_s = st.sampled_from([0.0, 0.5, 4.0])
+next_use_s = st.sampled_from([0.0, 0.5, 4.0])
 # Which tiers a request may be served from; most requests do not say.
 filters = st.sampled_from(
     [None, None, None, frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})]
@@ -226,6 +230,7 @@ class CoreMachine(RuleBasedStateMachine):
         wait_s=st.sampled_from([0.0, 0.0, 1.0, 8.0]),
         priority=st.sampled_from([1, 1, 0, 0, 2, 3]),
         releases=st.booleans(),
+        terms=st.none() | st.builds(Terms, names, kept_s, next_use_s, names | st.just("")),
     )
     def new_request(
         self,
@@ -236,9 +241,12 @@ class CoreMachine(RuleBasedStateMachine):
         wait_s: float,
         priority: int,
         releases: bool,
+        terms: Terms | None,
     ) -> None:
         request = Request(tiers=allowed, wait=Wait(wait_s) if wait_s else None, priority=priority)
         request.releases = releases and priority == 0
+        if terms is not None:
+            self.core.claims.begin(request, terms)
         is_windowed = group_index(prompt[0]) in self.windowed
         patience_s = REQUEST_DEADLINE_S + wait_s
         self.askers.append(Asker(prompt[:length], backwards and is_windowed, request, patience_s=patience_s))
@@ -346,7 +354,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def close(self, pick: int) -> None:
         asker = _take(self.askers, pick)
-        self.core.close(asker.request)
+        self.core.close(asker.request, self.now_s)
 
     @rule(prompt=prompts, start=st.sampled_from([0, 0, 2, 5]), length=lengths, at_once=st.booleans())
     def store(self, prompt: list[OffloadKey], start: int, length: int, at_once: bool) -> None:
@@ -420,31 +428,10 @@ class CoreMachine(RuleBasedStateMachine):
             assert asker.request.state is RequestState.EXPIRED
             assert not asker.request.held
 
-    @rule(
-        name=st.sampled_from("ab"), prompt=prompts, length=lengths, ends_s=st.sampled_from([None, 0.5, 4.0])
-    )
-    def keep(self, name: str, prompt: list[OffloadKey], length: int, ends_s: float | None) -> None:
-        """A client wants chunks kept, until it releases them or a time."""
-        self.core.retention.keep(name, prompt[:length])
-        if ends_s is not None:
-            self.core.retention.expire(name, self.now_s + ends_s)
-
     @rule(name=st.sampled_from("ab"))
-    def release_kept(self, name: str) -> None:
-        self.core.retention.release(name)
-
-    @rule(name=st.sampled_from("ab"), prompt=prompts, length=lengths, from_s=st.sampled_from([0.0, 0.5, 4.0]))
-    def announce(self, name: str, prompt: list[OffloadKey], length: int, from_s: float) -> None:
-        """A client says when it needs chunks again."""
-        self.core.prefetches.announce(name, prompt[:length], self.now_s + from_s, self.now_s + from_s + 4.0)
-
-    @rule(name=st.sampled_from("ab"))
-    def cancel_announced(self, name: str) -> None:
-        self.core.prefetches.cancel(name)
-
-    @rule(name=st.sampled_from("ab"))
-    def release_announced(self, name: str) -> None:
-        self.core.prefetches.release(name)
+    def release_claim(self, name: str) -> None:
+        """A client needs its conversation's chunks no more."""
+        self.core.claims.release(name)
 
     @rule(place=st.sampled_from([0, 3, 20]), chunk_s=st.sampled_from([0.0001, 0.01, 10.0]))
     def compute(self, place: int, chunk_s: float) -> None:
@@ -693,8 +680,7 @@ class CoreMachine(RuleBasedStateMachine):
         while self.askers:
             self.close(0)
         for name in "ab":
-            self.core.retention.release(name)
-            self.core.prefetches.release(name)
+            self.core.claims.release(name)
         self.settle(0.0)
         while self.jobs:
             job = self.jobs[0]
@@ -706,8 +692,7 @@ class CoreMachine(RuleBasedStateMachine):
         table = self.core.table
         invariants.check(self.core)
         assert self.core.is_idle
-        assert self.core.retention.is_empty
-        assert self.core.prefetches.is_empty
+        assert self.core.claims.is_empty
         assert self.core.next_deadline_s() is None
         assert not self.core.holds.promoting
         assert sum(chunk.pins for chunk in table.all) == 0

@@ -193,6 +193,26 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "ended_claim_keeps_its_pins",
+        "kvtier._core.claims:Claims._remove",
+        (("self._shared.table.unpin(unpinned)", "pass"),),
+    ),
+    Mutation(
+        "dropped_chunk_stays_claimed",
+        "kvtier._core.claims:Claims.drop_lost",
+        (("self._forget(key)", "pass"),),
+    ),
+    Mutation(
+        "running_request_does_not_extend_its_claim",
+        "kvtier._core.claims:Claims.end",
+        (("claim.requests -= 1", "claim.requests = 0"),),
+    ),
+    Mutation(
+        "promoted_ahead_for_ever",
+        "kvtier._core.claims:Claims._stop",
+        (("self._end_request()", "pass"),),
+    ),
+    Mutation(
         "backlog_not_given_back",
         "kvtier._core.cascade:Cascades.put_ended",
         (("status.backlog -= len(transfer.chunks)", "pass"),),

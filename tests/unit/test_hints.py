@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.adapters.vllm._hints import NO_HINTS, ClientHints, HintReader, Hints, is_prefill
+from kvtier._core.requests import Terms
+from kvtier.adapters.vllm._hints import NO_HINTS, HintReader, Hints, is_prefill
 from tests.common import failing_log_handler
-from tests.unit.core import world
-from tests.unit.core.world import keys
 
 NESTED: list[Any] = []
 for _ in range(100_000):  # deeper than its text could be made
@@ -102,77 +101,17 @@ def test_prefill_result_hints_decode(reader: HintReader):
     assert reader.read("a", {"kvtier": told}) == Hints(wait_s=5.0, addresses=("10.0.0.1:18570",))
 
 
-class Session:
-    """Requests that pin the same chunks for 10 seconds under one name, at a test's times."""
-
-    def __init__(self) -> None:
-        self.core = world.make(16, 0)
-        self.now_s = 0.0
-        self._hints = ClientHints(self.core.retention, self.core.prefetches, lambda: self.now_s)
-        world.store(self.core, keys("a", 3))
-
-    def begin(self, req_id: str) -> None:
-        self._hints.begin(req_id, {"kvtier": {"pin": "agent", "ttl_s": 10}})
-
-    def offer(self, req_id: str) -> None:
-        self._hints.stored(req_id, keys("a", 3))
-
-    def end(self, req_id: str) -> None:
-        self._hints.ended(req_id)
-
-    def kept_at(self, now_s: float) -> int:
-        self.now_s = now_s
-        self.core.settle(now_s)
-        return len(self.core.retention.pinned)
-
-
-def test_idle_name_expires():
-    session = Session()
-    session.begin("first")
-    session.offer("first")
-    session.end("first")
-    assert session.kept_at(5) == 3
-    session.begin("second")
-    assert session.kept_at(11) == 3, "it waits for its turn"
-    session.begin("third")
-    session.offer("second")
-    session.end("third")
-    assert session.kept_at(60) == 3, "it generates for long"
-    session.end("second")
-    assert session.kept_at(69) == 3
-    assert session.kept_at(70) == 0
-    assert session.core.retention.is_empty
-
-
-def test_second_start_extends_nothing():
-    session = Session()
-    session.begin("same")
-    session.begin("same")
-    session.offer("same")
-    session.end("same")
-    assert session.kept_at(9) == 3
-    assert session.kept_at(10) == 0
-    assert session.core.retention.is_empty
-
-
-def test_announcement_keeps_order():
-    core = world.make(16, 1, pin_budget=0.5)
-    now_s = 0.0
-    hints = ClientHints(core.retention, core.prefetches, lambda: now_s)
-    prompt = keys("a", 4)
-    world.store(core, prompt)
-    hints.begin("first", {"kvtier": {"pin": "agent", "next_use_s": 100}})
-    hints.loaded("first", prompt[2:])
-    hints.stored("first", prompt)
-    hints.ended("first")
-    core.settle(0.0)
-    assert not core.retention.pinned
-    core.settle(90.0)
-    assert list(core.retention.pinned) == prompt
-    hints.begin("second", {"kvtier": {"pin": "agent"}})
-    core.settle(95.0)
-    assert list(core.retention.pinned) == prompt, "it is back, and waits for its turn"
-    hints.ended("second")
-    hints.begin("third", {"kvtier": {"release": "agent"}})
-    hints.ended("third")
-    assert not core.retention.pinned
+@pytest.mark.parametrize(
+    ("hints", "terms"),
+    [
+        ({"explain": True, "release": True}, None),
+        ({"ttl_s": 60}, Terms("request 7", kept_s=60)),
+        ({"pin": "x"}, Terms("pin x", kept_s=86_400)),
+        ({"pin": "x", "ttl_s": 60, "release": "y"}, Terms("pin x", kept_s=60, releases="pin y")),
+        ({"pin": "x", "next_use_s": 9}, Terms("pin x", next_use_s=9)),
+        ({"ttl_s": 60, "next_use_s": 9}, Terms("request 7", kept_s=60, next_use_s=9)),
+        ({"release": "y"}, Terms("request 7", releases="pin y")),
+    ],
+)
+def test_hints_become_terms(reader: HintReader, hints: Any, terms: Terms | None):
+    assert reader.read("7", {"kvtier": hints}).terms("7") == terms

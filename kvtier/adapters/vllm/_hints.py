@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvtier._core.chunks import DEFAULT, HIGHEST, LOW
 from kvtier._core.messages import MAX_ADDRESS, MAX_ADDRESSES
-from kvtier._core.prefetch import Prefetches
-from kvtier._core.retention import Retention
+from kvtier._core.requests import Terms
 from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
-from kvtier.keys import OffloadKey
 
 logger = GuardedLogger("kvtier.vllm")
 
@@ -30,7 +26,6 @@ FROM = "from"
 
 _LONGEST_TTL_S = 86_400
 _LONGEST_NAME = 128
-_LEAD_S = 10.0  # from the start of a prefetch to the announced use; half the time if that is less
 _WARN_EVERY_S = 30.0
 _SHOWN = 80
 _SHOWN_BELOW = 10**12
@@ -59,14 +54,14 @@ class Hints:
         """Whether all chunks of the request count, including those that it does not compute."""
         return self.keeps or bool(self.next_use_s) or self.priority > DEFAULT
 
-    @property
-    def kept_s(self) -> float:
-        """Seconds to keep its chunks after its end: no client can pin for ever."""
-        return self.ttl_s or _LONGEST_TTL_S
-
-    def name(self, req_id: str) -> str:
-        """Return the name for keeping its chunks; a request's name never equals a client's."""
-        return f"pin {self.pin}" if self.pin else f"request {req_id}"
+    def terms(self, req_id: str) -> Terms | None:
+        """Return what the request claims; no client can claim for ever, or under the name of a request."""
+        releases = f"pin {self.release}" if isinstance(self.release, str) else ""
+        if not (self.keeps or self.pin or self.next_use_s or releases):
+            return None
+        name = f"pin {self.pin}" if self.pin else f"request {req_id}"
+        kept_s = (self.ttl_s or _LONGEST_TTL_S) if self.keeps else 0.0
+        return Terms(name, kept_s, self.next_use_s, releases)
 
 
 NO_HINTS = Hints()
@@ -148,81 +143,4 @@ class HintReader:
                 problem,
                 ", ".join(_CHECKS),
                 added,
-            )
-
-
-@dataclass(slots=True)
-class _Followed:
-    """A request with hints that has not ended."""
-
-    hints: Hints
-    tiers: frozenset[int] | None  # tiers that may serve it; None for all
-    used: dict[OffloadKey, None] = field(default_factory=dict)  # in the order of its prompt, if needed again
-
-
-class ClientHints:
-    """Follows the hints of requests that have not ended; keeps their chunks, and announces their next use."""
-
-    def __init__(self, retention: Retention, prefetches: Prefetches, clock: Callable[[], float]) -> None:
-        self._retention = retention
-        self._prefetches = prefetches
-        self._clock = clock
-        self._reader = HintReader(clock)
-        self._followed: dict[str, _Followed] = {}
-        self._followed_names: Counter[str] = Counter()  # number of requests that keep chunks under each name
-
-    def begin(self, req_id: str, params: object, tiers: frozenset[int] | None = None) -> Hints:
-        """Return the hints of a request that has arrived and may be served from ``tiers``; None for all."""
-        self.ended(req_id)  # in case an earlier request of this id has not ended
-        hints = self._reader.read(req_id, params)
-        if hints.needs_all or hints.release:
-            self._followed[req_id] = _Followed(hints, tiers)
-        if hints.keeps:
-            name = hints.name(req_id)
-            self._followed_names[name] += 1
-            self._retention.expire(name, inf)  # its time counts from the end of its last request
-        if hints.pin:
-            self._prefetches.cancel(f"pin {hints.pin}")  # it is back
-        return hints
-
-    def loaded(self, req_id: str, keys: Collection[OffloadKey]) -> None:
-        """Keep or note chunks that a request loads, if its client wants that."""
-        if (used := self._keep(req_id, keys)) is not None:
-            used.update(dict.fromkeys(keys))
-
-    def stored(self, req_id: str, keys: Collection[OffloadKey]) -> None:
-        """Keep or note chunks that a request has offered to be stored, if its client wants that."""
-        if (used := self._keep(req_id, keys)) is not None:
-            for key in keys:  # all chunks of the request in prompt order, loaded ones too
-                used.pop(key, None)
-                used[key] = None
-
-    def _keep(self, req_id: str, keys: Collection[OffloadKey]) -> dict[OffloadKey, None] | None:
-        """Keep chunks if the client wants that; return the place to record them if they are needed again."""
-        if (followed := self._followed.get(req_id)) is None:
-            return None
-        if followed.hints.keeps:
-            self._retention.keep(followed.hints.name(req_id), keys)
-        return followed.used if followed.hints.next_use_s else None
-
-    def ended(self, req_id: str) -> None:
-        """Note a request's end: its time starts to count, and its releases take effect."""
-        if (followed := self._followed.pop(req_id, None)) is None:
-            return
-        hints = followed.hints
-        if hints.keeps:
-            name = hints.name(req_id)
-            self._followed_names[name] -= 1
-            if not self._followed_names[name]:
-                del self._followed_names[name]
-                self._retention.expire(name, self._clock() + hints.kept_s)
-        if isinstance(hints.release, str):
-            name = Hints(pin=hints.release).name(req_id)
-            self._retention.release(name)
-            self._prefetches.release(name)
-        if hints.next_use_s:
-            now_s, after_s = self._clock(), hints.next_use_s
-            from_s = now_s + max(after_s / 2, after_s - _LEAD_S)
-            self._prefetches.announce(
-                hints.name(req_id), list(followed.used), from_s, now_s + 2 * after_s, followed.tiers
             )

@@ -42,7 +42,7 @@ from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import Unfilled
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, TRACKS_BLOCKS, CacheHitSource, places_of
-from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, ClientHints, is_prefill
+from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, HintReader, is_prefill
 from kvtier.adapters.vllm._old_blocks import OldBlocks
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
@@ -146,7 +146,8 @@ class KVTierManager(OffloadingManager):
             self._events.most_removed = 0
         self._explainer = explainer or Explainer(self._published.names, clock=clock)
         self._explainer.traces = self._driver.traces
-        self._hints = ClientHints(core.retention, core.prefetches, clock)
+        self._hints = HintReader(clock)
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
         self._failed_loads: set[str] = set()  # requests in ``_loads``
@@ -163,10 +164,14 @@ class KVTierManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM."""
+        if req_context.req_id in self._requests:  # an earlier one of this name has not ended
+            self.on_request_finished(req_context)
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
         params = req_context.kv_transfer_params
-        hints = self._hints.begin(req_context.req_id, params, tiers)
+        hints = self._hints.read(req_context.req_id, params)
+        if (terms := hints.terms(req_context.req_id)) is not None:
+            self._core.claims.begin(request, terms)
         if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
             request.wait = Wait(wait_s)
         request.addresses = hints.addresses
@@ -184,9 +189,8 @@ class KVTierManager(OffloadingManager):
         """See vLLM. Copies of the request can still be in flight."""
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
-            self._core.close(request)
+            self._core.close(request, self._clock())
             self._explainer.forget(request.name)
-        self._hints.ended(req_context.req_id)
         self._old_blocks.ended(req_context.req_id)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
@@ -246,7 +250,6 @@ class KVTierManager(OffloadingManager):
         self._loads[req_context.req_id] = pinned
         self._old_blocks.note_blocks(req_context.req_id)
         self._published.stream.loaded(keys)
-        self._hints.loaded(req_context.req_id, keys)
         if self._steps is not None:
             self._steps.loaded(req_context, keys)
         if self._driver.traces is not None:
@@ -311,7 +314,6 @@ class KVTierManager(OffloadingManager):
             self._steps.offered(req_context, keys, request.first)
         if reservation is None:
             return None
-        self._hints.stored(req_context.req_id, keys)
         stored = list(reservation.keys)
         if stored:
             self._stores[stored[0]] = reservation

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier._core.messages import Put, SlotsReady
-from kvtier._core.requests import Request
+from kvtier._core.requests import Request, Terms
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LHD, LRU, Auto, EvictionPolicy
@@ -68,6 +68,13 @@ def there(core: Tiering, chunks: Sequence[OffloadKey]) -> list[OffloadKey]:
     """Return which chunks are in the primary tier, without using them."""
     invariants.check(core)
     return [key for key in chunks if key in core.table.visible]
+
+
+def keep(core: Tiering, chunks: Sequence[OffloadKey]) -> None:
+    """Have a client that keeps chunks load them."""
+    request = Request()
+    core.claims.begin(request, Terms("session", kept_s=9.0))
+    core.release(core.acquire(chunks, request))
 
 
 def releasing() -> Request:
@@ -142,7 +149,7 @@ def test_kept_chunks_share_budget() -> None:
     store(core, A, 3)
     store(core, B, 3)
     store(core, C)
-    core.retention.keep("session", C)
+    keep(core, C)
     core.settle(0.0)
     flood(core)
     assert there(core, A + B + C) == B + C
@@ -317,7 +324,7 @@ def test_reported_hit_stays(is_held: bool) -> None:
 def test_kept_stays() -> None:
     core, request = make(tiers=1), releasing()
     store(core, A, request=request)
-    core.retention.keep("session", A)
+    keep(core, A)
     core.settle(0.0)
     core.close(request)
     core.settle(0.0)

@@ -58,8 +58,8 @@ def check(core: Tiering) -> None:
         all(request.is_waiting and request not in core.holds.pending for request in core.holds.awaiting),
         "a request that awaits chunks waits, and is not in line",
     )
-    kept = core.retention.pinned
-    _require(all(chunk.key == key for key, chunk in kept.items()), "what is kept is what was to be kept")
+    kept = core.claims.pinned
+    _require(all(table.visible.get(key) is it for key, it in kept.items()), "kept chunks can be found")
     most = int(len(table.all) * core.shared.limits.pin_budget)
     _require(len(kept) <= most, "no more is kept than the budget")
     for key, user in table.users.items():
@@ -82,7 +82,7 @@ def watch_evictions(core: Tiering) -> None:
         candidates = {key: chunk for key, chunk in table.visible.items() if not chunk.pins}
         priorities = {key: table.priority(key) for key in candidates}
         places = {key: (chunk.run, priorities[key], chunk.place) for key, chunk in candidates.items()}
-        most_high = max(0, int(len(table.all) * shared.limits.pin_budget) - len(core.retention.pinned))
+        most_high = max(0, int(len(table.all) * shared.limits.pin_budget) - len(core.claims.pinned))
         is_in_budget = _high(table) <= most_high
         kept = sum(chunk.run is spared for chunk in candidates.values())
         wanted = max(0, min(count, table.evictable - kept))
@@ -127,7 +127,7 @@ def _expected_pins(core: Tiering) -> Counter[Chunk]:
         pins.update(transfer.chunks)
     for request in [*core.holds.pending, *core.holds.awaiting]:
         pins.update(list(request.held))
-    pins.update(core.retention.pinned.values())
+    pins.update(core.claims.pinned.values())
     return pins
 
 

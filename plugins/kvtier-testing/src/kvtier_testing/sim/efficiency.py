@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from math import inf
 from typing import Any
 
 from kvtier._core.messages import Answer, Command, Event, Get, GetEnded
@@ -90,10 +91,10 @@ class EfficiencyCheckedTiering(Tiering):
         for request in list(self._told):
             self._remember_what_is_nowhere(request)
 
-    def close(self, request: Request) -> None:
+    def close(self, request: Request, now_s: float = -inf) -> None:
         """End a request."""
         self._forget(request)
-        super().close(request)
+        super().close(request, now_s)
 
     def _remember_what_is_nowhere(self, request: Request) -> None:
         if told := self._told.pop(request, None):

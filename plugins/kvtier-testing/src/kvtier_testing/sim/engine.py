@@ -13,7 +13,7 @@ from enum import Enum
 
 from kvtier._core.awaited import Wait
 from kvtier._core.messages import SlotsReady
-from kvtier._core.requests import Request
+from kvtier._core.requests import Request, Terms
 from kvtier._core.states import Lookup
 from kvtier._core.tiers.load_gate import ComputeSpeed
 from kvtier._core.transfers import Pinned, Reservation
@@ -81,8 +81,6 @@ class Job:
         computed: whether one of its loads failed, so that it is computed.
         is_scanned: whether it was looked up in this step.
         was_deferred: whether its last lookup deferred it.
-        keeps_s: time to keep its chunks after its end; 0 if not needed.
-        next_use_s: time from its end to their next use; 0 if unknown.
         patience_s: longest time that it may be deferred.
     """
 
@@ -94,8 +92,6 @@ class Job:
     computed: bool = False
     is_scanned: bool = False
     was_deferred: bool = False
-    keeps_s: float = 0.0
-    next_use_s: float = 0.0
     patience_s: float = 0.0
 
     @property
@@ -138,6 +134,7 @@ class EngineProcess(Process):
         self._driver = Driver(core, executor.submit, logger, clock=lambda: world.now_s)
         self._chance = world.chance(f"engine/{world.process}")
         self._patience = world.chance(f"patience/{world.process}")
+        self._claims = world.chance(f"claims/{world.process}")
         self._priorities = world.chance(f"priorities/{world.process}")
         self._holes = world.chance(f"holes/{world.process}")
         self._places = world.chance(f"places/{world.process}")
@@ -165,7 +162,9 @@ class EngineProcess(Process):
         self.core.shared.gate.compute = ComputeSpeed()  # every chunk that is found is loaded from now on
         at_rest = 0  # results at the end of a step show in the next one
         while at_rest < 2:
-            while not (self._is_idle and self.core.is_idle and self.tiers_are_idle and not self._keeps_any):
+            while not (
+                self._is_idle and self.core.is_idle and self.tiers_are_idle and self.core.claims.is_empty
+            ):
                 await self._step(arriving=False)
                 await asyncio.sleep(self._scenario.step_s)
                 at_rest = 0
@@ -190,10 +189,6 @@ class EngineProcess(Process):
             return
         await self._executor.aclose(self._chance.choice((0.0, 0.1, 1.0)))
         self._driver.on_events(self._events)
-
-    @property
-    def _keeps_any(self) -> bool:
-        return not (self.core.retention.is_empty and self.core.prefetches.is_empty)
 
     @property
     def _is_idle(self) -> bool:
@@ -247,8 +242,7 @@ class EngineProcess(Process):
         if chance.random() < 0.2:
             tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
         job = Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))])
-        job.keeps_s = chance.choice((0.0, 0.0, 0.1, 1.0))
-        job.next_use_s = self._patience.choice((0.0, 0.1, 0.3, 2.0))
+        self._claim(job.request, chance.choice((0.0, 0.0, 0.1, 1.0)))
         wait_s = self._patience.choice(self._scenario.waits_s)
         job.request.wait = Wait(wait_s) if wait_s else None
         job.request.addresses = tuple(
@@ -258,6 +252,13 @@ class EngineProcess(Process):
         job.request.releases = job.request.priority == 0 and self._priorities.random() < 0.7
         job.patience_s = wait_s + self._scenario.limits.request_deadline_s
         self._jobs.append(job)
+
+    def _claim(self, request: Request, kept_s: float) -> None:
+        """Claim its chunks, alone or with other requests; perhaps release the claim of others."""
+        next_use_s = self._patience.choice((0.0, 0.1, 0.3, 2.0))
+        name = self._claims.choice((request.name, request.name, "agent 1", "agent 2"))
+        releases = self._claims.choice(("", "", "", "agent 1"))
+        self.core.claims.begin(request, Terms(name, kept_s, next_use_s, releases))
 
     def _schedule(self, job: Job) -> bool:
         found, waits = self._scan(job)
@@ -339,7 +340,6 @@ class EngineProcess(Process):
 
     def _load(self, job: Job, found: list[OffloadKey]) -> None:
         pinned = self.core.acquire(found, job.request)
-        self._keep(job, found)
         job.state = JobState.LOADING
         weights, epoch = self._world.weights, self._epoch
 
@@ -357,13 +357,8 @@ class EngineProcess(Process):
     def _run(self, job: Job) -> None:
         """Store a request's computed chunks; they may be offered again if there is no room."""
         has_ended = self._store(job.keys, job.request) or self._chance.random() < 0.5
-        self._keep(job, job.keys)
         if has_ended:
             self._finish(job)
-
-    def _keep(self, job: Job, keys: Sequence[OffloadKey]) -> None:
-        if job.keeps_s:
-            self.core.retention.keep(job.name, keys)
 
     def _store(self, keys: Sequence[OffloadKey], request: Request | None = None) -> bool:
         """Start a store; return whether there was room or nothing to store."""
@@ -445,11 +440,7 @@ class EngineProcess(Process):
     def _finish(self, job: Job) -> None:
         job.state = JobState.ENDED
         self._jobs.remove(job)
-        self.core.close(job.request)
-        now_s, next_use_s = self._world.now_s, job.next_use_s
-        self.core.retention.expire(job.name, now_s + job.keeps_s)
-        if next_use_s:
-            self.core.prefetches.announce(job.name, job.keys, now_s + next_use_s / 2, now_s + 2 * next_use_s)
+        self.core.close(job.request, self._world.now_s)
 
     async def _breathe(self) -> None:
         if self._chance.random() < 0.1:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from random import Random
 from typing import Any, NoReturn
 
@@ -253,10 +254,10 @@ class CheckedTiering(EfficiencyCheckedTiering):
                 self.world.fail(f"request {request.name} awaits chunks, and holds {request.held}")
         self._follow_announcements()
 
-    def close(self, request: Request) -> None:
-        """End a request, which leaves no state behind."""
+    def close(self, request: Request, now_s: float = -inf) -> None:
+        """End a request, which leaves no state behind but a claim."""
         with self._checks("close"):
-            super().close(request)
+            super().close(request, now_s)
         self.world.require(not request.held, f"request {request.name} has ended and holds {request.held}")
 
     def reset(self) -> None:

@@ -1,0 +1,50 @@
+"""Priorities of chunks in the primary tier, by the requests that use them; releases with their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvtier._core.chunks import DEFAULT, LOW, Chunk
+from kvtier._core.requests import Request
+from kvtier._core.shared import Keys, SharedState
+from kvtier._core.states import ChunkState, RequestState
+from kvtier.keys import OffloadKey
+
+
+class Priorities:
+    """Gives chunks the highest priority of the requests that use them; finds those that leave with theirs.
+
+    A low priority applies only to chunks that the request brought in.
+    """
+
+    def __init__(self, shared: SharedState) -> None:
+        self._table = shared.table
+        self.due: list[OffloadKey] = []  # chunks whose request, put or load has ended
+        self._several = Request(priority=LOW)  # stands for more than one
+
+    def use(self, request: Request | None, keys: Keys, new: Iterable[OffloadKey] = ()) -> None:
+        """Note that a request uses chunks. It brought in those in ``new``."""
+        mine = None if request is None or request.priority == DEFAULT else request
+        users, priority = self._table.users, DEFAULT if mine is None else mine.priority
+        if mine is None and not users:
+            return
+        was = {key: self._table.priority(key) for key in keys}
+        lowered = frozenset(new if priority == LOW else ())
+        others = [key for key in was if was[key] == LOW == priority and users[key] is not mine]
+        self._table.prioritize([key for key in was if priority > was[key] or key in lowered], mine)
+        self._table.prioritize(others, self._several)
+
+    def unpinned(self, chunks: Sequence[Chunk], are_put: Iterable[bool]) -> None:
+        """Note that puts or loads of chunks have ended, and whether a tier is thereby known to have each."""
+        for chunk, is_put in zip(chunks, are_put, strict=True) if self._table.users else ():
+            user = self._table.users.get(chunk.key)
+            if user is not None and user.releases and chunk.state is ChunkState.READY:
+                user.own[chunk.key] |= is_put
+                self.due.append(chunk.key)
+
+    def released(self) -> list[Chunk]:
+        """Return the chunks to evict now: their request has ended, no other uses them, a tier has them."""
+        due, self.due = dict.fromkeys(self.due), []
+        users, visible = self._table.users, self._table.visible
+        of_ended = [key for key in due if key in users and users[key].state is RequestState.CLOSED]
+        return [visible[key] for key in of_ended if users[key].own[key] and not visible[key].pins]
