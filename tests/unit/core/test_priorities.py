@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
@@ -294,9 +295,9 @@ def test_failed_last_put_lets_leave() -> None:
     assert there(core, A) == []
 
 
-@pytest.mark.parametrize("other", [Request(), Request(priority=0), releasing()])
-def test_shared_use_stays(other: Request) -> None:
-    core, request = make(tiers=1), releasing()
+@pytest.mark.parametrize("make_other", [Request, partial(Request, priority=0), releasing])
+def test_shared_use_stays(make_other: Callable[[], Request]) -> None:
+    core, request, other = make(tiers=1), releasing(), make_other()
     puts = begin(core, A, request)
     load(core, A[:2], other)
     core.close(request)
