@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import EngineError
-from tests.differential.lives import LIVES_OF_A_MODEL, Life, code, draw, joined
+from tests.differential.draws import LIVES_OF_A_MODEL, draw
+from tests.differential.lives import Life, code, joined
 from tests.differential.models import Model
 from tests.differential.shrink import shrink, without
 from tests.differential.world import ONE_THREAD, Failure, Stage, Unfit
@@ -88,11 +89,10 @@ class Search:
         begun_s = time.monotonic()
         failure, life = self._failure(stage, life)
         end = failure.kind if failure else "right"
-        if failure and (alone := fails(stage, life, connector=False)):
+        if failure and (alone := stage.failure(life, connector=False)):
             end = f"{alone.kind} without a connector, too"
         self.ends[end] += 1
-        took_s, stage.loaded, loaded = time.monotonic() - begun_s, 0, stage.loaded
-        say(f"seed {seed}: {end}, {loaded} chunks loaded in {took_s:.0f} s")
+        say(f"seed {seed}: {end}, loaded {dict(stage.loaded)} in {time.monotonic() - begun_s:.0f} s")
         if failure is not None:
             say(str(failure)[-3000:])
         if failure is not None and end == failure.kind:
@@ -102,38 +102,29 @@ class Search:
         """Return what goes wrong, and the life in which it does: all lives of the engine, if they matter."""
         is_next = bool(self._lives) and self._lives[-1].case == life.case
         self._lives = [*self._lives, life] if is_next else [life]
-        failure = fails(stage, life, warm=True)
+        failure = stage.failure(life, warm=True)
         if failure is None:
             return None, life
         so_far, self._lives = joined(self._lives), []
-        again = fails(stage, life)
+        again = stage.failure(life)
         return (again, life) if again else (failure, so_far)
 
     def _report(self, stage: Stage, seed: int, life: Life, failure: Failure) -> None:
         until_s = time.monotonic() + self._options.shrink_s
 
         def fails_so(candidate: Life) -> bool:
-            found = fails(stage, candidate)
+            found = stage.failure(candidate)
             return found is not None and found.kind == failure.kind
 
         small = shrink(life, fails_so, lambda: time.monotonic() < until_s)
         text = f"seed {seed}: {failure.kind}\nlife = {code(small)}"
-        if small is not life and fails(stage, small, connector=False) is not None:
+        if small is not life and stage.failure(small, connector=False) is not None:
             text += "\n(the engine alone fails in it, too: the life that was drawn is worth more)"
         say(text)
         self.found.append(text)
 
     def _is_over(self) -> bool:
         return time.monotonic() > self._until_s or (self._options.first and bool(self.found))
-
-
-def fails(stage: Stage, life: Life, **how: bool) -> Failure | None:
-    """Return what goes wrong in a life. See ``Stage.check``."""
-    try:
-        stage.check(life, **how)
-    except Failure as failure:
-        return failure
-    return None
 
 
 def say(text: str) -> None:

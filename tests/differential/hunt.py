@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 from kvtier_bench.engine.compared import EngineError
-from tests.differential.lives import LIVES_OF_A_CASE, LIVES_OF_A_MODEL, draw
+from tests.differential.draws import LIVES_OF_A_CASE, LIVES_OF_A_MODEL, draw
 from tests.differential.mutations import MUTATIONS
-from tests.differential.world import ONE_THREAD, Failure, Stage, Unfit
+from tests.differential.world import ONE_THREAD, Stage, Unfit
 from tests.integration.conftest import ENVIRONMENT
 from tests.integration.harness import Launcher
 
@@ -58,21 +58,17 @@ class Hunt:
                     break
 
     def _is_found(self, stage: Stage, seed: int) -> bool:
-        begun_s, stage.loaded = time.monotonic(), 0
-        try:
-            stage.check(draw(seed), warm=True)
-        except Failure as failure:
-            how = failure.kind
-            try:
-                stage.check(draw(seed), connector=False)
-            except Failure:
-                return False
-            print(f"| {stage.bug} | {self.lives[stage.bug]} | {how}, seed {seed} |", flush=True)
-            print(str(failure)[:400], flush=True)
-            return True
-        took_s = time.monotonic() - begun_s
-        print(f"{stage.bug}: seed {seed} is right, {stage.loaded} loaded, {took_s:.0f} s", flush=True)
-        return False
+        life, begun_s = draw(seed), time.monotonic()
+        failure = stage.failure(life, warm=True)
+        took_s, loaded = time.monotonic() - begun_s, dict(stage.loaded)
+        if failure is None:
+            print(f"{stage.bug}: seed {seed} is right, loaded {loaded} in {took_s:.0f} s", flush=True)
+            return False
+        if failure.kind in ("tokens", "engine") and stage.failure(life, connector=False):
+            return False  # the engine alone fails, too
+        print(f"| {stage.bug} | {self.lives[stage.bug]} | {failure.kind}, seed {seed} |", flush=True)
+        print(str(failure)[:400], flush=True)
+        return True
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import asyncio
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,13 +19,14 @@ import torch
 from kvtier import Acquired, TieringConfig, TieringManager, open_manager
 from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
-from tests.differential.lives import draw_tiers
+from tests.differential.draws import draw_tiers
 from tests.unit.test_manager import IDENTITY, Device, prompt
 
 SLOT_BYTES = 4096  # of a block
 CALLERS, BLOCKS = 4, 48
 PROBE = 99
 BOUND_S = 30.0
+NEVER = ("policy_replaced", "audit_failed")
 
 Keys = list[OffloadKey]
 
@@ -144,6 +144,7 @@ class Life:
         seen = manager.statistics()
         assert seen.pinned_chunks == 0
         assert seen.free_slots + seen.ready_chunks == seen.slots == self._slots
+        assert not [name for name in seen.counts if name[0] in NEVER], "nothing injects these"
 
     async def _probe(self, caller: Caller) -> bool:
         """Store a new prompt, which must be found at once. Return whether files must have it."""
@@ -182,14 +183,12 @@ class Caller:
 
     async def run(self, calls: int) -> None:
         """Make random calls; some are cancelled."""
+        kinds = [self.store, self._load, self._hold, self._look, self._write, self._forget]
         for _ in range(calls):
-            call: Callable[[Keys], Awaitable[None]] = self._chance.choice(
-                [self.store, self.store, self._load, self._load, self._hold, self._look, self._write]
-            )
-            if self._chance.random() < 0.02:
-                await self._life.reset(self.manager)
+            (call,) = self._chance.choices(kinds, [28, 28, 14, 14, 14, 2])
             with anyio.move_on_after(self._chance.choice([None, None, None, 0, 0.001])):
                 await call(self._life.draw(self._chance))
+            invariants.check(self.manager._core)
 
     async def store(self, keys: Keys) -> None:
         device, blocks = self._life.device, self._chance.sample(self._blocks, len(self._blocks))
@@ -227,6 +226,12 @@ class Caller:
         self._life.require_offered(
             [key for key, is_there in zip(keys, found, strict=True) if is_there], since
         )
+
+    async def _forget(self, keys: Keys) -> None:
+        """Reset while chunks are put into tiers, and look for them."""
+        await self.store(keys)
+        await self._life.reset(self.manager)
+        await self._load(keys)
 
     async def _write(self, keys: Keys) -> None:
         """Begin to fill slots, and give up."""

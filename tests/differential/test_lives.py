@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.differential import lives
-from tests.differential.lives import Life, code, draw
+from tests.differential.draws import draw
+from tests.differential.lives import Life, code
 from tests.differential.models import Model
 from tests.differential.mutations import MUTATIONS
 from tests.differential.shrink import shrink, smaller

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from kvtier_bench.engine.compared import EngineError, make_prompt
 from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece, Probe, Round
 from tests.differential.models import Model, adapter
+from tests.differential.plan import ENOUGH, Plan
 from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
 
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -22,7 +24,6 @@ TOLERANCE = 2e-3
 
 DRIVER = "tests.differential.driver"
 _FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}
-_CHUNK_BYTES, _CHUNK_TOKENS = 512 * 2**10, 256  # of a chunk of the default size: at least, and at most
 _NEVER = ("kvtier_copy_failed", "kvtier_audit_failures", "kvtier_policy_replaced")
 _CONTROL = (130, 300, 500)
 
@@ -70,7 +71,7 @@ class Stage:
         bug: of ``tests.differential.mutations``, to be planted in each engine with kvtier.
 
     Attributes:
-        loaded: chunks that engines have loaded so far: what nobody loads cannot be wrong.
+        loaded: chunks that engines of the last life have loaded, by tier: what nobody loads cannot be wrong.
 
     Raises:
         Unfit: the model says the same whatever is in its cache.
@@ -80,7 +81,7 @@ class Stage:
         self.launcher, self.folder, self.bug = launcher, folder, bug
         self.directory = model.make(launcher, folder)
         self.more = model.arguments(launcher, self.directory)
-        self.loaded = 0
+        self.loaded: Counter[str] = Counter()
         self._numbers = itertools.count()
         self._run: Run | None = None
         self._scores: dict[tuple[int, ...], list[tuple[float, float]]] = {}
@@ -134,6 +135,7 @@ class Stage:
         Raises:
             Failure: a judge objects.
         """
+        self.loaded.clear()
         run = self._run
         if not (warm and run is not None and (run.case, run.bug) == (life.case, self.bug)):
             self._leave()
@@ -152,6 +154,14 @@ class Stage:
             raise
         if not warm:
             self._leave()
+
+    def failure(self, life: Life, **how: bool) -> Failure | None:
+        """Return what goes wrong in a life. See ``check``."""
+        try:
+            self.check(life, **how)
+        except Failure as failure:
+            return failure
+        return None
 
     def _leave(self) -> None:
         """Kill the engines that a life has left."""
@@ -211,7 +221,7 @@ class Run:
         self.said: list[Said] = []
         self._stage, self._folder, self._connector = stage, folder, connector
         self._engines: dict[int, Engine] = {}
-        self._loaded: dict[int, int] = {}
+        self._loaded: dict[int, Counter[str]] = {}
         self._texts: dict[int, Tokens] = {}
 
     def end(self) -> None:
@@ -227,12 +237,15 @@ class Run:
             self._round(each)
         for number in sorted(self._engines):
             self._rest(number)
+        if self._connector and not self._stage.loaded and (planned := Plan(life).loads) >= ENOUGH:
+            raise Failure("hits", f"nothing was loaded, not about {planned} chunks")
         if life.probe is not None and self._connector:
             self._probe(life.probe)
 
     def _round(self, each: Round) -> None:
         engine = self._engine(each.engine)
         if each.before in ("restart", "kill"):
+            self._note_loaded(engine)
             engine.stop() if each.before == "restart" else engine.kill()
             del self._engines[each.engine]
             engine = self._engine(each.engine)
@@ -265,12 +278,16 @@ class Run:
     def _rest(self, number: int) -> None:
         if self._connector:
             engine = self._engines[number]
-            loaded = sum(engine.settled().loaded().values())
-            self._stage.loaded += loaded - self._loaded.get(engine.pid, 0)
-            self._loaded[engine.pid] = loaded
+            engine.settled()
+            self._note_loaded(engine)
             engine.call("rest", module=DRIVER)
             if counted := {name: count for name in _NEVER if (count := engine.last.value(name))}:
                 raise Failure("counters", f"nothing injects these: {counted}")
+
+    def _note_loaded(self, engine: Engine) -> None:
+        loaded = Counter(engine.metrics().loaded())
+        self._stage.loaded += loaded - self._loaded.get(engine.pid, Counter())
+        self._loaded[engine.pid] = loaded
 
     # --- hits ------------------------------------------------------------------------------------
 
@@ -296,20 +313,11 @@ class Run:
         """Return the fewest tokens that any policy should find again: half as many as LRU."""
         if self.case.connector == "blind":
             return 0  # it stores nothing, and says so
-        groups, chunk = self.case.model.groups, self._chunk_tokens
+        groups, chunk = self.case.model.groups, self.case.chunk_tokens
         kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
         return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)
 
     # --- engines ---------------------------------------------------------------------------------
-
-    @property
-    def _chunk_tokens(self) -> int:
-        case = self.case
-        if case.chunk_blocks is not None:
-            return case.block_tokens * case.chunk_blocks
-        block_bytes = self._stage.bytes_per_token * case.block_tokens
-        blocks = min(-(-_CHUNK_BYTES // block_bytes), _CHUNK_TOKENS // case.block_tokens)
-        return case.block_tokens * max(1, int(blocks))
 
     def _engine(self, number: int) -> Engine:
         if number not in self._engines:
@@ -321,7 +329,7 @@ class Run:
         arguments = {**stage.more, **case.arguments}
         if not self._connector:
             return stage.launcher.start(stage.directory, **arguments)
-        slot = self._chunk_tokens * stage.bytes_per_token
+        slot = case.chunk_tokens * stage.bytes_per_token
         settings = patient(
             {
                 "cpu_bytes_to_use": int(case.host_chunks * slot),

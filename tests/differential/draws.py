@@ -1,0 +1,265 @@
+"""Draws lives from seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece, Probe, Round
+from tests.differential.models import DRAFTS, KINDS, Model
+from tests.differential.plan import Plan
+
+LIVES_OF_A_CASE, LIVES_OF_A_MODEL = 4, 24
+"""Seeds in a row that share an engine or a model, which take longer to make than a life to run."""
+
+_MOST_REQUESTS = 1000  # of a life
+_MOST_DRAWS = 20
+
+
+def draw(seed: int) -> Life:
+    """Draw a life that should load something. Equal seeds draw equal lives."""
+    model = draw_model(Random(f"model {seed // LIVES_OF_A_MODEL}"))
+    case = draw_case(Random(f"case {seed // LIVES_OF_A_CASE}"), model)
+    chance = Random(f"life {seed}")
+    lives = [draw_life(chance, case, seed % LIVES_OF_A_CASE)]
+    while len(lives) < _MOST_DRAWS and not Plan(lives[-1]).is_fit:
+        lives.append(draw_life(chance, case, seed % LIVES_OF_A_CASE))
+    return lives[-1]
+
+
+def draw_model(chance: Random) -> Model:
+    """Draw a model of a kind that the CPU runs."""
+    kind = chance.choice(sorted(KINDS))
+    windows = KINDS[kind].windows
+    return Model(
+        kind,
+        window=chance.choice([32, 48, 64, 96, 160, 250, 320]) if windows else 0,
+        layers=chance.choice(["ssf" * 2, "sf" * 2, "sssf", "sff" * 2]) if windows else "",
+        draft=chance.choice(DRAFTS) if KINDS[kind].drafts and chance.random() < 0.3 else "",
+        adapters=2 if KINDS[kind].adapters and chance.random() < 0.2 else 0,
+    )
+
+
+def draw_case(chance: Random, model: Model) -> Case:
+    """Draw an engine that runs a model, and its connector."""
+    block, longest = chance.choice([32, 32, 64]), chance.choice([512, 1024])
+    batch = chance.choice([64, 128, 256, 2048])
+    # A prompt of fewer than four chunks tells little, and the engine never has all of a chunk that is
+    # longer than its window and its steps.
+    widest = min(longest // 4, max(block, model.window, batch // 2) if model.groups > 1 else longest)
+    chunk = chance.choice([one for one in (1, 1, 2, 3, 4, None) if block * (one or 256 // block) <= widest])
+    groups = model.groups
+    whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
+    chunks, tiers = max(1, whole // (chunk or 4)), tuple(draw_tiers(chance))
+    # Tiers are read only if the primary tier is too small.
+    host = chance.choice([0.5, 1, 1, 1.5, 3] if tiers else [0.5, 1, 1.5, 3, 8, 20])
+    arguments = {
+        "block_size": block,
+        "max_model_len": longest,
+        "max_num_batched_tokens": batch,
+        "max_num_seqs": chance.choice([2, 8, 16]),
+        "num_gpu_blocks_override": int(whole * chance.choice([1, 1.3, 2, 4])) + 4,
+        "async_scheduling": chance.random() < 0.5 and model.draft != "ngram",
+        "enable_prefix_caching": chance.random() < 0.85,
+        "scheduling_policy": chance.choice(["fcfs", "fcfs", "priority"]),
+    }
+    settings: dict[str, Any] = {
+        "isolation": chance.choice(["thread", "thread", "process"]),
+        "eviction_policy": chance.choice(["auto", "auto", "lru", "arc", "lhd"]),
+        "offload_prompt_only": chance.random() < 0.5,
+        "audit_rate": chance.choice([0, 0, 1.0]),
+    }
+    if chance.random() < 0.25:
+        settings["store_threshold"] = chance.choice([2, 3])
+    connectors = ["OffloadingConnector"] * 5 + ["KVTierConnector"] * 2
+    if groups == 1 and not model.draft:
+        connectors += BESIDE_A_TRANSPORT * 2
+    return Case(
+        model,
+        chunk,
+        host_chunks=max(4 * groups, int(chunks * host)),
+        connector=chance.choice(connectors),
+        arguments=arguments,
+        settings=settings,
+        tiers=tiers,
+    )
+
+
+def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of none, one or two secondary tiers."""
+    policy = {"write_policy": chance.choice(["all", "all", "all", "reused", "adaptive"])}
+    kinds = chance.choice([[], ["fs"], ["dummy"], ["dummy", "fs"]])
+    if "dummy" in kinds:
+        yield {
+            "type": "dummy",
+            "get_latency_s": chance.choice([0, 0.002, 0.02]),
+            "put_latency_s": chance.choice([0, 0.002, 0.02]),
+            "failure_rate": chance.choice([0, 0.05, 0.2]),
+            "corruption_rate": chance.choice([0, 0.05, 0.2]),
+            "hang_rate": chance.choice([0, 0, 0, 0.02]),
+            "deadline_s": 1.0,
+            "complete_index": chance.random() < 0.5,
+            "seed": chance.randrange(100),
+            **policy,
+        }
+    if "fs" in kinds:
+        yield {"type": "fs", **policy}
+
+
+HINTS: Sequence[Mapping[str, Any]] = (
+    {"max_offload_tokens": 100},
+    {"max_load_tokens": 64},
+    {"kv_load_tiers": []},
+    {"kvtier": {"priority": 1}},
+    {"kvtier": {"pin": "one", "ttl_s": 5}},
+    {"kvtier": {"release": "one"}},
+    {"kvtier": {"release": True}},
+    {"kvtier": {"next_use_s": 1}},
+    {"kvtier": {"wait_s": 0.1, "explain": True}},
+)
+
+
+class Drawer:
+    """Draws requests whose prompts form a tree.
+
+    Args:
+        chance: where all is drawn from.
+        case: the engine.
+        name: of a request before the first one.
+    """
+
+    def __init__(self, chance: Random, case: Case, name: int = 0) -> None:
+        self._chance, self._case, self._name = chance, case, name
+        self._sizes: dict[int, int] = {}  # the most tokens of each request's text
+        self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
+        self._has_transport = case.connector in BESIDE_A_TRANSPORT
+        block = case.block_tokens
+        units = {block, block * (case.chunk_blocks or 4), case.model.window or block}
+        self._units = sorted({*units, int(case.arguments.get("max_num_batched_tokens", block))})
+
+    def length(self, most: int) -> int:
+        """Draw a length near a boundary: of a block, chunk, window or batch."""
+        unit = self._chance.choice([one for one in self._units if one <= most] or [most])
+        length = unit * self._chance.randrange(1, most // unit + 1)
+        length += self._chance.choice([-1, 0, 0, 1, self._chance.randrange(unit)])
+        return max(1, min(most, length))
+
+    def pieces(self, most: int) -> tuple[Piece, ...]:
+        """Draw new tokens; none where there is no room."""
+        return ((self._chance.getrandbits(30), self.length(most)),) if most > 0 else ()
+
+    def rarely(self) -> bool:
+        return self._chance.random() < 0.1
+
+    def ask(self) -> Ask:
+        """Draw a request: a new prompt, or one that continues an earlier text or its beginning."""
+        chance, room = self._chance, self._case.longest - 64
+        name, say, after, keep, old = (
+            self._name + len(self._sizes) + 1,
+            chance.choice([1, 4, 4, 12, 40]),
+            None,
+            None,
+            0,
+        )
+        if self._sizes and chance.random() < 0.65:
+            after = self.of_late()
+            old = self._sizes[after]
+            if old > room or chance.random() < 0.6:
+                keep = old = self.length(min(old, room))
+        is_session = chance.random() < 0.12
+        pieces = self.pieces((room - old) // 2 if is_session else room - old)
+        if old and chance.random() < 0.2:
+            pieces = ()
+        size = old + sum(tokens for _, tokens in pieces) + say
+        more = tuple(self.more(room - size)) if is_session else ()
+        self._sizes[name] = size + sum(piece[1] + said for (piece,), said in more)
+        self._whose[name] = self.whose(after)
+        salt, adapter = self._whose[name]
+        return Ask(
+            name,
+            pieces,
+            after,
+            keep,
+            say=say,
+            at=chance.choice([0, 0, chance.randrange(20)]),
+            abort=chance.randrange(1, 12) if self.rarely() else None,
+            more=more,
+            eager=bool(more) and chance.random() < 0.3,
+            salt=salt,
+            adapter=adapter,
+            priority=chance.randrange(3) if "priority" in self._case.arguments.values() else 0,
+            prompt_logprobs=not more and self.rarely() and self.rarely(),
+            hint=self.hint(),
+        )
+
+    def whose(self, after: int | None) -> tuple[str, int]:
+        """Draw salt and adapter; a request that continues another one mostly keeps both."""
+        if after is not None and not self.rarely():
+            return self._whose[after]
+        salt = self._chance.choice(["first", "second"]) if self.rarely() else ""
+        return salt, self._chance.randrange(self._case.model.adapters + 1)
+
+    def more(self, room: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
+        """Draw further inputs of a session."""
+        for _ in range(self._chance.randrange(1, 4)):
+            say = self._chance.choice([1, 4, 12, 30])
+            if room - say < 2:
+                return
+            pieces = self.pieces((room - say) // 2)
+            room -= pieces[0][1] + say
+            yield pieces, say
+
+    def hint(self) -> Mapping[str, Any]:
+        """Draw what a client says: rarely a hint, and to a transport whether it keeps or gives the prompt."""
+        if self.rarely():
+            return self._chance.choice(HINTS)
+        return {"transport": self._chance.choice(["keep", "receive", ""])} if self._has_transport else {}
+
+    def round(self) -> Round:
+        """Draw concurrent requests, an action before them, and resets."""
+        chance = self._chance
+        asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
+        before = ["", "", "", "settle", "forget", "forget", "reset"]
+        before += ["restart", "kill"] if self.rarely() else []
+        # vLLM refuses to reset while a transport gives.
+        resets = ((chance.randrange(12), chance.choice(["device", "all", "preempt"])),)
+        return Round(
+            asks,
+            before=chance.choice(before),
+            resets=resets if self.rarely() and not self._has_transport else (),
+            engine=int(self._case.tiers != () and self.rarely()),
+        )
+
+    def look(self, after: int) -> Round:
+        """Draw a request for a text or its beginning, after a reset of the device's cache."""
+        room, size = self._case.longest - 64, self._sizes[after]
+        keep = None if size < room and self._chance.random() < 0.4 else self.length(min(size, room))
+        salt, adapter = self._whose[after]
+        ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
+        return Round((ask,), before="forget")
+
+    def rounds(self) -> Iterator[Round]:
+        """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end."""
+        for _ in range(self._chance.randrange(4, 16)):
+            yield self.round()
+            if self._chance.random() < 0.5:
+                yield self.look(self.of_late())
+        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 8)):
+            yield self.look(after)
+
+    def of_late(self) -> int:
+        """Draw an earlier request, mostly one of the last."""
+        known = list(self._sizes)
+        return self._chance.choice(known[-4:] if self._chance.random() < 0.7 else known)
+
+
+def draw_life(chance: Random, case: Case, number: int = 0) -> Life:
+    """Draw requests; ``number`` lives before have used the engine, which is reset."""
+    drawer = Drawer(chance, case, _MOST_REQUESTS * number)
+    first, *later = drawer.rounds()
+    rounds = (replace(first, before="reset") if number else first, *later)
+    tokens, others = (chance.randrange(case.longest // 3, case.longest - 64) for _ in range(2))
+    probe = Probe(tokens, chance.choice([0, others]), case.settings.get("store_threshold", 1))
+    return Life(case, rounds, probe if chance.random() < 0.5 else None)
