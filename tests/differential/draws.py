@@ -31,12 +31,12 @@ def draw(seed: int) -> Life:
 
 def draw_model(chance: Random) -> Model:
     """Draw a model of a kind that the CPU runs."""
-    kind = chance.choice(sorted(KINDS))
+    kind = chance.choice([*sorted(KINDS), "llama"])
     windows = KINDS[kind].windows
     return Model(
         kind,
         window=chance.choice([32, 48, 64, 96, 160, 250, 320]) if windows else 0,
-        layers=chance.choice(["ssf" * 2, "sf" * 2, "sssf", "sff" * 2]) if windows else "",
+        layers=chance.choice(["ssf" * 2, "sf", "sf" * 2, "sssf", "sff" * 2]) if windows else "",
         draft=chance.choice(DRAFTS) if KINDS[kind].drafts and chance.random() < 0.3 else "",
         adapters=2 if KINDS[kind].adapters and chance.random() < 0.2 else 0,
     )
@@ -73,9 +73,9 @@ def draw_case(chance: Random, model: Model) -> Case:
     }
     if chance.random() < 0.25:
         settings["store_threshold"] = chance.choice([2, 3])
-    connectors = ["OffloadingConnector"] * 5 + ["KVTierConnector"] * 2
+    connectors = ["OffloadingConnector", "KVTierConnector"]
     if groups == 1 and not model.draft:
-        connectors += BESIDE_A_TRANSPORT * 2
+        connectors += BESIDE_A_TRANSPORT
     return Case(
         model,
         chunk,
@@ -84,6 +84,7 @@ def draw_case(chance: Random, model: Model) -> Case:
         arguments=arguments,
         settings=settings,
         tiers=tiers,
+        copy_s=chance.choice([0, 0, 0.01, 0.1]),
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
+from functools import partial
 from typing import Any
 
 from kvtier._core.tiering import Tiering
@@ -198,6 +200,7 @@ def rest(llm: Any) -> dict[str, Any]:
         "transfers": core.shared.transfers,
         "pending requests": core.holds.pending,
         "awaiting requests": core.holds.awaiting,
+        "computed requests": len(core.shared.gate.running) > 1,  # the last one ends with the next step
     }
     for what, held in left.items():
         assert not held, f"{what} are left: {held}"
@@ -212,11 +215,25 @@ def _core(llm: Any) -> Tiering:
     return core
 
 
-def plant(llm: Any, name: str) -> dict[str, Any]:
-    """Have a bug in kvtier from now on, in this process: one of ``tests.differential.mutations``."""
+def prepare(llm: Any, bug: str, copy_s: float) -> dict[str, Any]:
+    """Make the copies of the engine that is started next slow, and plant a bug in its kvtier.
+
+    Args:
+        bug: one of ``tests.differential.mutations``, or none.
+        copy_s: how long each copy waits before it begins.
+    """
+    from kvtier._device.backends import cpu
     from tests.differential.mutations import MUTATIONS
     from tests.sim.mutations import planted
 
-    (mutation,) = [one for one in MUTATIONS if one.name == name]
-    _planted.enter_context(planted(mutation))
+    for mutation in MUTATIONS:
+        if mutation.name == bug:
+            _planted.enter_context(planted(mutation))
+    for name in ("copy_batch", "copy_each") if copy_s else ():
+        setattr(cpu, name, partial(_copy_late, getattr(cpu, name), copy_s))
     return {}
+
+
+def _copy_late(make: Callable[[Any], None], copy_s: float, plan: Any) -> None:
+    time.sleep(copy_s)
+    make(plan)

@@ -27,6 +27,7 @@ class Case:
         arguments: of the engine.
         settings: kvtier's own.
         tiers: settings of each secondary tier.
+        copy_s: seconds that each copy between device and host waits before it begins.
     """
 
     model: Model = field(default_factory=Model)
@@ -36,6 +37,7 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     tiers: tuple[Mapping[str, Any], ...] = ()
+    copy_s: float = 0
 
     @property
     def block_tokens(self) -> int:

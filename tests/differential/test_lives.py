@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
-from tests.differential import lives
-from tests.differential.draws import draw
-from tests.differential.lives import Life, code
+from tests.differential import draws, lives
+from tests.differential.lives import Ask, Case, Life, Round, code
 from tests.differential.models import Model
 from tests.differential.mutations import MUTATIONS
+from tests.differential.plan import ENOUGH, Plan
 from tests.differential.shrink import shrink, smaller
 from tests.sim.mutations import planted
 
-SEEDS = range(0, 600, 7)
+SEEDS = range(0, 600, 23)
+
+draw = cache(draws.draw)
 
 
 def test_a_printed_life_is_the_code_that_makes_it() -> None:
@@ -30,6 +35,20 @@ def test_every_text_fits_the_engine() -> None:
             said = ask.say + sum(say + sum(tokens for _, tokens in pieces) for pieces, say in ask.more)
             sizes[ask.name] = sum(prompts) + said
             assert 0 < sum(prompts) <= sizes[ask.name] <= life.case.longest
+
+
+def test_lives_load_what_they_have_stored() -> None:
+    plans = [Plan(draw(seed)) for seed in SEEDS]
+    assert sum(plan.loads >= ENOUGH for plan in plans) > 0.8 * len(plans)
+    assert sum(plan.promotions > 0 for plan in plans) > 0.4 * len(plans)
+
+
+def test_nothing_is_loaded_after_a_reset() -> None:
+    asks = [Ask(number, ((1, 100),)) for number in range(2)]
+    rounds = [Round((asks[0],)), Round((asks[1],), before="forget")]
+    assert Plan(Life(Case(), tuple(rounds))).loads == 3
+    rounds[1] = replace(rounds[1], before="reset")
+    assert Plan(Life(Case(), tuple(rounds))).loads == 0
 
 
 def test_smaller_lives_continue_only_what_they_have() -> None:

@@ -338,8 +338,12 @@ class Run:
                 **case.settings,
             }
         )
-        if stage.bug:
-            arguments["prepare"] = {"module": DRIVER, "function": "plant", "name": stage.bug}
+        arguments["prepare"] = {
+            "module": DRIVER,
+            "function": "prepare",
+            "bug": stage.bug,
+            "copy_s": case.copy_s,
+        }
         transfer = transfer_config(case.connector, settings)
         engine = stage.launcher.start(stage.directory, kv_transfer_config=transfer, **arguments)
         engine.has_kvtier = True
