@@ -45,11 +45,10 @@ def draw_model(chance: Random) -> Model:
 def draw_case(chance: Random, model: Model) -> Case:
     """Draw an engine that runs a model, and its connector."""
     block, longest = chance.choice([32, 32, 64]), chance.choice([512, 1024])
-    batch = chance.choice([64, 128, 256, 2048])
-    # A prompt of fewer than four chunks tells little, and the engine never has all of a chunk that is
-    # longer than its window and its steps.
-    widest = min(longest // 4, max(block, model.window, batch // 2) if model.groups > 1 else longest)
-    chunk = chance.choice([one for one in (1, 1, 2, 3, 4, None) if block * (one or 256 // block) <= widest])
+    # A prompt of fewer than four chunks tells little.
+    chunk = chance.choice(
+        [one for one in (1, 1, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
+    )
     groups = model.groups
     whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
     chunks, tiers = max(1, whole // (chunk or 4)), tuple(draw_tiers(chance))
@@ -58,7 +57,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     arguments = {
         "block_size": block,
         "max_model_len": longest,
-        "max_num_batched_tokens": batch,
+        "max_num_batched_tokens": chance.choice([64, 128, 256, 2048]),
         "max_num_seqs": chance.choice([2, 8, 16]),
         "num_gpu_blocks_override": int(whole * chance.choice([1, 1.3, 2, 4])) + 4,
         "async_scheduling": chance.random() < 0.5 and model.draft != "ngram",
@@ -76,7 +75,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     connectors = ["OffloadingConnector", "KVTierConnector"]
     if groups == 1 and not model.draft:
         connectors += BESIDE_A_TRANSPORT
-    return Case(
+    case = Case(
         model,
         chunk,
         host_chunks=max(4 * groups, int(chunks * host)),
@@ -86,6 +85,8 @@ def draw_case(chance: Random, model: Model) -> Case:
         tiers=tiers,
         copy_s=chance.choice([0, 0, 0.01, 0.1]),
     )
+    # Such a case stores little: it proves no more than that nothing is stored in part.
+    return replace(case, chunk_blocks=1) if case.lacks_parts and chance.random() < 0.7 else case
 
 
 def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
@@ -233,22 +234,27 @@ class Drawer:
             engine=int(self._case.tiers != () and self.rarely()),
         )
 
-    def look(self, after: int) -> Round:
-        """Draw a request for a text or its beginning, after a reset of the device's cache."""
-        room, size = self._case.longest - 64, self._sizes[after]
-        keep = None if size < room and self._chance.random() < 0.4 else self.length(min(size, room))
+    def look(self, after: int) -> Iterator[Round]:
+        """Draw a request for a text or its beginning, after a reset of the device's cache.
+
+        The text itself can follow. If the beginning has ended amid a chunk, the load begins there.
+        """
+        room, size, chance = self._case.longest - 64, self._sizes[after], self._chance
+        keep = None if size < room and chance.random() < 0.3 else self.length(min(size, room))
         salt, adapter = self._whose[after]
         ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
-        return Round((ask,), before="forget")
+        yield Round((ask,), before="forget")
+        if keep is not None and chance.random() < 0.6:
+            yield Round((replace(ask, keep=min(size, room)),))
 
     def rounds(self) -> Iterator[Round]:
         """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end."""
         for _ in range(self._chance.randrange(4, 16)):
             yield self.round()
             if self._chance.random() < 0.5:
-                yield self.look(self.of_late())
-        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 8)):
-            yield self.look(after)
+                yield from self.look(self.of_late())
+        for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 6)):
+            yield from self.look(after)
 
     def of_late(self) -> int:
         """Draw an earlier request, mostly one of the last."""

@@ -49,6 +49,13 @@ class Case:
         return self.block_tokens * (self.chunk_blocks or 256 // self.block_tokens)
 
     @property
+    def lacks_parts(self) -> bool:
+        """Whether windows often pass a chunk's first blocks before the engine has computed its last."""
+        step = int(self.arguments.get("max_num_batched_tokens", 2048))
+        kept = max(self.block_tokens, self.model.window, step // 2)
+        return self.model.groups > 1 and self.chunk_tokens > kept
+
+    @property
     def longest(self) -> int:
         return int(self.arguments.get("max_model_len", 1024))
 

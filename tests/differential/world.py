@@ -237,7 +237,8 @@ class Run:
             self._round(each)
         for number in sorted(self._engines):
             self._rest(number)
-        if self._connector and not self._stage.loaded and (planned := Plan(life).loads) >= ENOUGH:
+        is_judged = self._connector and not self.case.lacks_parts
+        if is_judged and not self._stage.loaded and (planned := Plan(life).loads) >= ENOUGH:
             raise Failure("hits", f"nothing was loaded, not about {planned} chunks")
         if life.probe is not None and self._connector:
             self._probe(life.probe)
@@ -311,8 +312,8 @@ class Run:
 
     def _least(self, probe: Probe, slots: int) -> int:
         """Return the fewest tokens that any policy should find again: half as many as LRU."""
-        if self.case.connector == "blind":
-            return 0  # it stores nothing, and says so
+        if self.case.connector == "blind" or self.case.lacks_parts:
+            return 0  # it stores little, and says so
         groups, chunk = self.case.model.groups, self.case.chunk_tokens
         kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
         return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)
