@@ -19,7 +19,7 @@ _MOST_DRAWS = 20
 
 
 def draw(seed: int) -> Life:
-    """Draw a life that should load something. Equal seeds draw equal lives."""
+    """Draw a life that should load chunks. Equal seeds draw equal lives."""
     model = draw_model(Random(f"model {seed // LIVES_OF_A_MODEL}"))
     case = draw_case(Random(f"case {seed // LIVES_OF_A_CASE}"), model)
     chance = Random(f"life {seed}")

@@ -78,7 +78,7 @@ class Life:
         """Live; return how many chunks were loaded.
 
         Raises:
-            AssertionError: bytes are wrong, or something is left or lost.
+            AssertionError: bytes are wrong, pins or transfers are left, or chunks are lost.
         """
         loaded = 0
         for _ in range(self._chance.randrange(1, 4)):
@@ -95,9 +95,8 @@ class Life:
                             tasks.start_soon(caller.run, self._chance.randrange(10, 40))
                 await self._rest(manager)
                 is_kept = await self._probe(callers[0])
-                self._is_kept = (
-                    is_kept and self._resets == resets
-                )  # what follows a reset is the opener's alone
+                # Later openings do not see the chunks that were stored after a reset.
+                self._is_kept = is_kept and self._resets == resets
                 loaded += sum(caller.loaded for caller in callers)
         return loaded
 
@@ -194,7 +193,7 @@ class Caller:
         device, blocks = self._life.device, self._chance.sample(self._blocks, len(self._blocks))
         device.fill(keys, blocks, self._life.resets)
         self._life.offer(keys)
-        with anyio.CancelScope(shield=True):  # else a copy may read blocks that are filled anew
+        with anyio.CancelScope(shield=True):  # a copy must not read blocks that the next call fills
             assert 0 <= await self.manager.store(keys, self._used(keys, blocks)) <= len(keys)
 
     async def _load(self, keys: Keys) -> None:

@@ -1,4 +1,4 @@
-"""What a life should store and load, by a plain model of its caches. No engine, and none of kvtier's code."""
+"""A plain model of a life's caches: how much it should load. It has no engine and none of kvtier's code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from tests.differential.lives import Ask, Case, Life, Piece, Round
 
 ENOUGH = 8
-"""Chunks. A plan of so many loads is right to say that something is loaded."""
+"""Chunks. A life that should load so many loads at least one."""
 
 Key = int
 Text = list[int]
@@ -106,7 +106,7 @@ class _Cache(OrderedDict[Key, None]):
 
 
 def _given(case: Case) -> int:
-    """Return after how many uses a tier is given a chunk; 0 if nobody knows."""
+    """Return after how many uses a tier is given a chunk; 0 if that cannot be known."""
     uses = {"all": 1, "reused": 2}
     return min((uses[tier["write_policy"]] for tier in case.tiers if tier["write_policy"] in uses), default=0)
 

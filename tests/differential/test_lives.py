@@ -80,7 +80,7 @@ def test_bugs_have_names_of_their_own() -> None:
     assert len({bug.name for bug in MUTATIONS}) == len(MUTATIONS)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in vLLM's imports
 def test_every_bug_can_be_planted() -> None:
     pytest.importorskip("vllm")
     for bug in MUTATIONS:

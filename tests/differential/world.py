@@ -71,7 +71,7 @@ class Stage:
         bug: of ``tests.differential.mutations``, to be planted in each engine with kvtier.
 
     Attributes:
-        loaded: chunks that engines of the last life have loaded, by tier: what nobody loads cannot be wrong.
+        loaded: chunks that engines of the last life have loaded, by tier.
 
     Raises:
         Unfit: the model says the same whatever is in its cache.
@@ -212,7 +212,7 @@ class Run:
 
     Attributes:
         case: the engines' configuration.
-        bug: what is planted in them.
+        bug: the planted bug, if there is one.
         said: all answers of this life so far.
     """
 
