@@ -99,7 +99,7 @@ class Search:
             self._report(stage, seed, life, failure)
 
     def _failure(self, stage: Stage, life: Life) -> tuple[Failure | None, Life]:
-        """Return a failure and the life that has it: all lives of the engine if the last fails only after them."""
+        """Return a failure and its life: all lives of the engine if it shows after them alone."""
         is_next = bool(self._lives) and self._lives[-1].case == life.case
         self._lives = [*self._lives, life] if is_next else [life]
         failure = stage.failure(life, warm=True)
