@@ -186,7 +186,9 @@ class Drawer:
             keep,
             say=say,
             at=chance.choice([0, 0, chance.randrange(20)]),
-            abort=chance.randrange(1, 12) if self.rarely() else None,
+            abort=chance.randrange(1, 12)
+            if self.rarely() or (self._has_transport and self.rarely())
+            else None,
             more=more,
             eager=bool(more) and chance.random() < 0.3,
             salt=salt,

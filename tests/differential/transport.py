@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, Sup
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 STEPS = 3
-"""For which a receipt goes on; it writes in the first of them."""
+"""For which a receipt goes on; it writes in the last of them."""
 
 Pages = list[torch.Tensor]
 
@@ -36,7 +36,7 @@ class Transport(KVConnectorBase_V1, SupportsHMA):
         self._block_tokens: int = self._vllm_config.cache_config.block_size
         self._found: dict[str, tuple[int, Pages]] = {}
         self._step = Receipts()
-        self._going_on: dict[str, int] = {}
+        self._going_on: dict[str, tuple[int, list[int], Pages]] = {}
 
     # --- in the scheduler ---
 
@@ -77,15 +77,18 @@ class Transport(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for request, (blocks, pages) in self._get_connector_metadata().of.items():
-            self._going_on[request] = STEPS
-            for cache, page in zip(_caches, pages, strict=True):
-                cache[blocks] = page
+            self._going_on[request] = STEPS, blocks, pages
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
-        self._going_on = {request: steps - 1 for request, steps in self._going_on.items()}
-        ended = {request for request, steps in self._going_on.items() if not steps}
-        for request in ended:
+        ended = set()
+        for request, (steps, blocks, pages) in [*self._going_on.items()]:
+            if steps > 1:
+                self._going_on[request] = steps - 1, blocks, pages
+                continue
             del self._going_on[request]
+            ended.add(request)
+            for cache, page in zip(_caches, pages, strict=True):
+                cache[blocks] = page
         return None, ended
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
