@@ -51,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "request_is_never_closed",
         f"{_MANAGER}.on_request_finished",
-        (("self._core.close(request)", "pass"),),
+        (("self._core.close(request, self._clock())", "pass"),),
     ),
     Mutation(
         "load_is_never_over",
