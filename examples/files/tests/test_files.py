@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from kvtier_files import FilesTier
 
 from kvtier.keys import OffloadKey
@@ -43,6 +44,15 @@ class TestFiles(TierConformance):
                 yield
             finally:
                 over.set()
+
+    async def test_reset_after_a_failed_one_hides_all(self, place: Path) -> None:
+        async with self.opened(place) as it:
+            await it.put([1])
+            with mock.patch.object(Path, "rename", side_effect=PermissionError), pytest.raises(OSError):
+                await it.tier.reset()
+            await it.tier.reset()
+        async with self.opened(place) as it:
+            assert await it.contains([1]) == [False]
 
     def damage(self, tier: SecondaryTier[Any], place: Path, key: OffloadKey, damage: Damage) -> None:
         (chunk,) = place.glob(f"*/{key.hex()}")

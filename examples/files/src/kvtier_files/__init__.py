@@ -79,10 +79,11 @@ class FilesTier(SecondaryTier[FilesConfig]):
         await in_thread(self._delete, [self._chunks / key.hex() for key in keys])
 
     async def reset(self) -> None:
+        cache = self._context.identity.digest.hex()
         async with self._naming:
-            old, private = self._chunks, f"{self._context.identity.digest.hex()}-{secrets.token_hex(8)}"
-            self._chunks = self.config.path / private  # for this opener alone
-            await in_thread(self._remove, old)
+            old, self._chunks = self._chunks, self.config.path / f"{cache}-{secrets.token_hex(8)}"
+            # The new one is for this opener alone. An earlier reset may have failed to hide the shared one.
+            await in_thread(self._remove, {self.config.path / cache, old})
 
     async def _write(self, target: Path, view: memoryview, trailer: bytes) -> Status:
         unfinished = self._unfinished / secrets.token_hex(16)
@@ -148,17 +149,19 @@ class FilesTier(SecondaryTier[FilesConfig]):
                 gone.append(OffloadKey(bytes.fromhex(path.name)))
         return gone
 
-    def _remove(self, chunks: Path) -> None:
-        """Hide all chunks in one step, which a loss of power does not undo, then delete them."""
-        hidden = self.config.path / f"removed-{secrets.token_hex(8)}"
-        with suppress(FileNotFoundError):  # nothing was put
-            chunks.rename(hidden)
+    def _remove(self, directories: Iterable[Path]) -> None:
+        """Rename directories, which a loss of power does not undo, so that they are hidden; delete them."""
+        hidden = {path: path.with_name(f"removed-{secrets.token_hex(8)}") for path in directories}
+        for path, target in hidden.items():
+            with suppress(FileNotFoundError):  # nothing was put
+                path.rename(target)
         directory = os.open(self.config.path, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
-        shutil.rmtree(hidden, ignore_errors=True)  # what is left is evicted in time
+        for target in hidden.values():
+            shutil.rmtree(target, ignore_errors=True)  # other files are evicted in time
 
     @staticmethod
     def _find(chunks: Path, keys: Sequence[OffloadKey]) -> list[bool]:
