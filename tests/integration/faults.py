@@ -102,7 +102,7 @@ class Faults:
             return
         left[kind] -= left[kind] > 0
         half = len(plan.sizes) // 2
-        copy(type(plan)(plan.src[:half], plan.dst[:half], plan.sizes[:half], 0))
+        copy(type(plan)(plan.src[:half], plan.dst[:half], plan.sizes[:half]))
         raise OSError("this copy was told to fail")
 
 

@@ -101,7 +101,7 @@ def test_failed_load_is_computed(recomputing: Engine, reference: Ask) -> None:
     failed_after = recomputing.settled()
     rest = recomputing.served(*others)
     recomputing.reset(connector=False)
-    # vLLM does not offer the chunks of a load again, also when it failed: the next request stores them.
+    # vLLM up to 0.32 never offers the chunks of a load again: the next request stores them.
     dropped = recomputing.served(prompt(1))
     recomputing.reset(connector=False)
     stored_anew = recomputing.served(prompt(1))
@@ -113,7 +113,7 @@ def test_failed_load_is_computed(recomputing: Engine, reference: Ask) -> None:
     )
     assert failed_after.value("kvtier_misses", reason="load_failed") >= 1
     assert rest == (reference(*others), {"cpu": 2 * PROMPT_CHUNKS})
-    assert dropped == (answers, {})
+    assert dropped in [(answers, {}), stored_anew]
     assert stored_anew == (answers, {"cpu": PROMPT_CHUNKS})
 
 
@@ -167,14 +167,16 @@ def test_connector_survives_lost_device(recomputing: Engine, reference: Ask) -> 
     answers = recomputing.generate(*prompts)
     again = recomputing.generate(*prompts, together=True)
     passed_s = time.monotonic() - start
-    metrics = recomputing.settled()
+    metrics = recomputing.until(  # not settled: a store in flight keeps its slots for ever
+        lambda metrics: metrics.value("kvtier_device_up", worker="0") == 0, "the device is lost"
+    )
 
     assert answers == again == reference(*prompts)
     assert passed_s < 60  # on a busy machine; no request waits for copies
-    assert metrics.value("kvtier_device_up", worker="0") == 0
     assert metrics.value("kvtier_misses", reason="device_lost") >= 1
     assert sum(counted().values()) >= 5
     assert recomputing.log().count("nothing is stored or loaded any more") == 1
+    assert "the last with: this copy was told to fail" in recomputing.log()
 
 
 @pytest.mark.full

@@ -71,6 +71,28 @@ def test_a_context_above_the_budget_raises_it(tmp_path: Path) -> None:
     assert settings["promotion_budget"] == 0.5
 
 
+def test_files_slower_than_computing_ask_for_the_gate(tmp_path: Path) -> None:
+    slow = sizes(tmp_path, LLAMA, "--disk-speed", "1GB", "--prefill", "10000")["configuration"]
+    fast = sizes(tmp_path, LLAMA, "--disk-speed", "3GB", "--prefill", "10000")["configuration"]
+    assert slow["kv_connector_extra_config"]["load_gate"] == "latency"
+    assert "load_gate" not in fast["kv_connector_extra_config"]
+
+
+def test_conversations_that_take_turns_need_memory(tmp_path: Path) -> None:
+    needs = sizes(tmp_path, LLAMA, "--memory", "64GiB", "--context", "8k", "--concurrency", "65")["needs"]
+    assert (needs[-1]["wanted_bytes"], needs[-1]["has_bytes"]) == (65 * 2**30, 64 * 2**30)
+
+
+def test_speed_of_files_is_measured(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    found = sizes(tmp_path, LLAMA, "--root", str(root), "--measure")
+    assert found["disk_bytes_s"] > 0
+    assert found["loads"][0]["from_disk_s"] == pytest.approx(
+        found["loads"][0]["loaded"] * (1 / found["disk_bytes_s"] + 1 / found["memory_bytes_s"])
+    )
+    assert not [*root.iterdir()]
+
+
 def test_the_newest_snapshot_of_the_hub_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--meta--llama" / "snapshots" / "abc"

@@ -19,6 +19,7 @@ from kvtier._core.tiering import PRIMARY
 from kvtier._memory.layout import default_blocks_per_chunk, whole_pages
 from kvtier._settings.quantities import MOST_BYTES, size
 from kvtier_bench.size.model_shape import ITEM_BYTES, Config, Group, ModelShape, read_config, shape_of
+from kvtier_bench.storage import fs
 
 _LENGTHS: Final = (1024, 8192, 32_768)
 _DEFAULT_BUDGET: Final = 0.25
@@ -70,6 +71,8 @@ class Sizes:
     bytes_per_token: int
     groups: list[Chunks]
     rooms: list[Room]
+    memory_bytes_s: int
+    disk_bytes_s: int
     loads: list[LoadTime]
     needs: list[Need]
     configuration: dict[str, Any]
@@ -107,16 +110,19 @@ def command(
     context: Annotated[
         int, typer.Option(parser=_tokens, metavar="TOKENS", help="Of a conversation.")
     ] = _CONTEXT,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Conversations of that length that take turns.")
+    ] = 1,
     memory_speed: Annotated[
         int,
         typer.Option(parser=_size, metavar="SIZE", help="Bytes a second from host memory to each device."),
     ] = _MEMORY_SPEED,
     disk_speed: Annotated[
-        int,
-        typer.Option(
-            parser=_size, metavar="SIZE", help="Bytes a second from the files; kvtier bench fs measures."
-        ),
+        int, typer.Option(parser=_size, metavar="SIZE", help="Bytes a second from the files.")
     ] = _DISK_SPEED,
+    measure: Annotated[
+        bool, typer.Option(help="Measure that speed in --root, with chunks of this size.")
+    ] = False,
     prefill: Annotated[
         int | None, typer.Option(min=1, help="Tokens a second that the engine computes.")
     ] = None,
@@ -135,7 +141,8 @@ def command(
         model,
         shape=(tp, dtype, block_size),
         room=(memory, disk, context),
-        speeds=(memory_speed * tp, disk_speed, prefill),
+        concurrency=concurrency,
+        speeds=(memory_speed * tp, None if measure else disk_speed, prefill),
         root=root,
     )
     report.finish(found, _show, as_json=as_json, is_healthy=True)
@@ -147,7 +154,8 @@ def sizes_of(
     *,
     shape: tuple[int, str, int] = (1, "auto", 16),
     room: tuple[int, int, int] = (2**36, 2**40, 32_768),
-    speeds: tuple[int, int, int | None] = (20 * 10**9, 3 * 10**9, None),
+    concurrency: int = 1,
+    speeds: tuple[int, int | None, int | None] = (20 * 10**9, 3 * 10**9, None),
     root: Path = Path("/var/cache/kvtier"),
 ) -> Sizes:
     """Return the sizes of a model's cache.
@@ -157,20 +165,30 @@ def sizes_of(
         name: for the report.
         shape: tensor-parallel workers, dtype of the KV cache and tokens of a block.
         room: bytes of host memory and of files, and tokens of a conversation.
-        speeds: bytes a second from memory and from files, and tokens a second of the engine, if known.
+        concurrency: conversations of that length that take turns.
+        speeds: bytes a second from memory and from files (None: measured in ``root``), and tokens a second
+            of the engine, if known.
         root: directory of the files.
     """
     made, (memory, disk, context) = shape_of(config, *shape), room
     chunks = [_chunks(made, group) for group in made.groups]
-    loads = [_load(chunks, made, tokens, *speeds) for tokens in sorted({*_LENGTHS, context})]
+    memory_s, disk_s, prefill = speeds
+    disk_s = disk_s or fs.read_bytes_s(root, chunks[0].chunk_bytes)
+    loads = [_load(chunks, made, it, memory_s, disk_s, prefill) for it in sorted({*_LENGTHS, context})]
+    conversation = next(load for load in loads if load.tokens == context)
     return Sizes(
         name,
         sum(one.bytes_per_token for one in chunks),
         chunks,
         [_room(PRIMARY, memory, chunks, context), _room("fs", disk, chunks, context)],
+        memory_s,
+        disk_s,
         loads,
-        list(_needs(memory, disk, root, chunks[0].chunk_bytes)),
-        _configuration(made, memory, disk, root, _load(chunks, made, context, *speeds).loaded),
+        [
+            *_needs(memory, disk, root, chunks[0].chunk_bytes),
+            _conversations_need(concurrency, conversation, memory),
+        ],
+        _configuration(made, memory, disk, root, conversation),
     )
 
 
@@ -224,15 +242,24 @@ def _locked_need(wanted_bytes: int) -> Need:
     return Need(PRIMARY, "cpu_bytes_to_use", wanted_bytes, has, "the limit of locked memory", remedy)
 
 
+def _conversations_need(concurrency: int, each: LoadTime, memory: int) -> Need:
+    """Return what the conversations that take turns need of the primary tier."""
+    name = f"room for {concurrency} conversations of {each.tokens} tokens"
+    remedy = "raise --memory, or expect their turns to load from the files"
+    return Need(PRIMARY, name, concurrency * each.loaded, memory, "cpu_bytes_to_use", remedy)
+
+
 def _configuration(
-    shape: ModelShape, memory: int, disk: int, root: Path, context_bytes: int
+    shape: ModelShape, memory: int, disk: int, root: Path, conversation: LoadTime
 ) -> dict[str, Any]:
     """Return a ``kv_transfer_config`` with these sizes, and no setting that may keep its default."""
     settings: dict[str, Any] = {"spec_name": "KVTierOffloadingSpec", "cpu_bytes_to_use": _unit(memory)}
-    if (share := context_bytes / memory) > _DEFAULT_BUDGET:
+    if (share := conversation.loaded / memory) > _DEFAULT_BUDGET:
         settings["promotion_budget"] = min(0.75, -(-share * 100 // 5) * 0.05)
     if _is_canonical(shape):
         settings["canonical_layout"] = True
+    if conversation.computed_s and conversation.computed_s < conversation.from_disk_s:
+        settings["load_gate"] = "latency"
     settings["secondary_tiers"] = [{"type": "fs", "root_dir": str(root), "max_bytes": _unit(disk)}]
     return {
         "kv_connector": "KVTierConnector",
@@ -247,17 +274,22 @@ def _unit(nbytes: int) -> int | str:
     return next((f"{nbytes // of}{name}" for name, of in units.items() if nbytes % of == 0), nbytes)
 
 
+def _load_title(found: Sizes) -> str:
+    memory, disk = found.memory_bytes_s / 1e9, found.disk_bytes_s / 1e9
+    return f"Seconds to load a prompt, at {memory:.3g} GB/s from memory and {disk:.3g} GB/s from the files"
+
+
 def _show(found: Sizes) -> None:
     report.print_line(f"{found.model}: {found.bytes_per_token:,} bytes per token in all groups and workers")
     for title, kind, rows in (
         ("Chunks, by group of layers", Chunks, found.groups),
         ("What fits", Room, found.rooms),
-        ("Seconds to load a prompt, at the given speeds", LoadTime, found.loads),
+        (_load_title(found), LoadTime, found.loads),
     ):
         columns = [field.name.replace("_", " ") for field in fields(kind)]
         report.table(title, columns, [[getattr(row, field.name) for field in fields(kind)] for row in rows])
     for need in found.needs:
         if not need.is_met:
-            report.print_line(f"not on this machine: {need}: {need.remedy}")
+            report.print_line(f"does not fit: {need}: {need.remedy}")
     report.print_line("Configuration, for --kv-transfer-config:")
     report.print_line(json.dumps(found.configuration))

@@ -28,6 +28,7 @@ KVTIER: Final = "kvtier"
 VLLM: Final = "vllm"
 
 _UNBOUNDED: Final = 2**62
+_BATCH_BYTES: Final = 2**25
 
 
 def run(
@@ -54,11 +55,33 @@ def run(
         return [Machine.here(root), *points]
 
 
-async def _measure_size(root: Path, size: int, nbytes: int, rounds: int, limit: Disk) -> list[Throughput]:
+def read_bytes_s(root: Path, chunk_bytes: int, mib: int = 256) -> int:
+    """Return the bytes that the file tier reads below ``root`` in a second. Its files are removed.
+
+    Raises:
+        KVTierError: the file system has too little room, or the tier failed.
+    """
+    batch_chunks = max(1, min(BATCH_CHUNKS, _BATCH_BYTES // chunk_bytes))
+    nbytes = max(mib * 2**20, BATCHES_IN_FLIGHT * batch_chunks * chunk_bytes)
+    with open_folder(root) as folder:
+        require_room(root, 2 * nbytes, "chunks")
+        return asyncio.run(_measure_reads(folder, chunk_bytes, batch_chunks, nbytes))
+
+
+async def _measure_reads(root: Path, chunk_bytes: int, batch_chunks: int, nbytes: int) -> int:
+    async with opened(_config(root), chunk_bytes, batch_chunks) as (tier, _):
+        rows = await compare({KVTIER: tier}, None, chunk_bytes, nbytes, rounds=1)
+    return int(next(row.gb_s for row in rows if row.verb == "get") * 1e9)
+
+
+def _config(root: Path) -> FsConfig:
     unbounded = {"max_bytes": _UNBOUNDED, "min_free_bytes": 0, "eviction": "none"}
-    config = FsConfig.model_validate({"root_dir": root / KVTIER, **unbounded})
+    return FsConfig.model_validate({"root_dir": root / KVTIER, **unbounded})
+
+
+async def _measure_size(root: Path, size: int, nbytes: int, rounds: int, limit: Disk) -> list[Throughput]:
     async with AsyncExitStack() as stack:
-        kvtier, _ = await stack.enter_async_context(opened(config, size, BATCH_CHUNKS))
+        kvtier, _ = await stack.enter_async_context(opened(_config(root), size, BATCH_CHUNKS))
         subjects: dict[str, Contestant] = {KVTIER: kvtier}
         with suppress(ImportError):
             vllm = importlib.import_module("kvtier_bench.storage.vllm_files").VllmFiles(
