@@ -64,7 +64,7 @@ class Slots(LoadStoreSpec):
 
     Attributes:
         request: of a load, whose chunks they are.
-        chunks: of a store, how many chunks of each group there are; vLLM names blocks alone.
+        chunks: of a store, how many chunks there are, by the id of their group; vLLM names blocks alone.
     """
 
     slots: list[int]
@@ -487,7 +487,7 @@ class KVTierManager(OffloadingManager):
 
 
 def _count_by_group(keys: Sequence[OffloadKey]) -> list[int]:
-    """Return how many keys each group has; they come group after group."""
+    """Return how many keys each group has, by its id; they come group after group."""
     groups = range(group_index(keys[-1]) + 1 if keys else 0)
     ends = [0, *(bisect_right(keys, group, key=group_index) for group in groups)]
     return [end - start for start, end in pairwise(ends)]

@@ -201,8 +201,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
         from kvtier._device.auto import open_transfer_engine
 
-        groups = enumerate(self.config.groups)
-        states = frozenset(at for at, group in groups if self._engine.keeps_states(group.group_id))
+        groups = [group.group_id for group in self.config.groups]
+        states = frozenset(at for at, group in enumerate(groups) if self._engine.keeps_states(group))
         caches = as_kv_caches(kv_caches, self._shape.is_canonical, states)
         parallel = self.config.parallel
         stages = self._engine.vllm_config.parallel_config.pipeline_parallel_size
@@ -222,7 +222,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         row[StatusField.PAGES] = page_format(self.config, self._engine)
         blocks_per_chunk, flushes_late = self.config.cache.blocks_per_chunk, self._engine.flushes_late
         return KVTierWorker(
-            engine, region, row, blocks_per_chunk, flushes_late=flushes_late, state_groups=states
+            engine, region, row, blocks_per_chunk, groups, flushes_late=flushes_late, state_groups=states
         )
 
     def _open_region(self) -> Region:
