@@ -105,3 +105,4 @@ def test_engine_is_found_among_callers() -> None:
     its, cache = object.__new__(VllmConfig), KVCacheConfig(1, [], [])
     connector(its, cache)
     assert found == [EngineContext(its, cache)]
+    assert found[0].has_blocks(), "unknown"

@@ -140,10 +140,11 @@ def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The configuration of the engine that makes a spec, and of its KV cache."""
+    """The configuration of the engine that makes a spec, and of its KV cache; the connector made with it."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
+    connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
 
     @property
@@ -167,6 +168,19 @@ class EngineContext:
         sparse = getattr(self.vllm_config.attention_config, "hisparse_config", None)
         writes = cache.needs_kv_cache_zeroing or len(lengths) > 1 or sparse is not None
         return bool(writes and self.vllm_config.use_v2_model_runner)
+
+    def has_blocks(self) -> bool:
+        """Return whether requests or the prefix cache have blocks on the device, or might: closed if unknown.
+
+        Called in the scheduler's thread. vLLM's own reset fails if requests, also ended ones, have blocks.
+        """
+        cache = None if self.connector is None else self.connector._kv_cache_manager
+        if cache is None:
+            return True
+        pools = {manager.block_pool for manager in cache.coordinator.single_type_managers}
+        in_use = (pool.num_gpu_blocks - pool.get_num_free_blocks() for pool in pools)
+        null_block = 1  # of each pool, always in use
+        return max(in_use) > null_block or any(len(pool.cached_block_hash_to_block) for pool in pools)
 
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return the layout of the blocks of one KV cache group."""
@@ -215,7 +229,9 @@ def engine_context() -> EngineContext:
         vllm_config = frame.f_locals.get("vllm_config")
         kv_cache_config = frame.f_locals.get("kv_cache_config")
         if isinstance(vllm_config, VllmConfig) and isinstance(kv_cache_config, KVCacheConfig):
-            return EngineContext(vllm_config, kv_cache_config)
+            maker = frame.f_locals.get("self")
+            connector = maker if isinstance(maker, KVConnectorBase_V1) else None
+            return EngineContext(vllm_config, kv_cache_config, connector)
         frame = frame.f_back
     raise ConfigError(
         f"vLLM {vllm.__version__} hides the engine's configuration from kvtier, so caches could not be told "

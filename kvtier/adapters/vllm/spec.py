@@ -138,6 +138,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             explainer=Explainer(self._settings.tier_names, chunk_tokens, self._settings.explain_rate),
             names_resumed=self._engine.vllm_config.use_v2_model_runner,
             is_blind=self._is_blind,
+            has_blocks=self._engine.has_blocks,
             drain_s=self._settings.drain_on_shutdown_s,
             on_reset=end_copies,
             on_shutdown=partial(
