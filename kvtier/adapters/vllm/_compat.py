@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
@@ -82,10 +82,18 @@ refuse_too_old(vllm.__version__)
 
 from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as connector_config  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as connector_scheduler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    iter_layer_specs,
+)
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext  # noqa: E402
+from vllm.v1.kv_offload.config import OffloadingGroupConfig  # noqa: E402
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
@@ -185,6 +193,14 @@ class EngineContext:
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return the layout of the blocks of one KV cache group."""
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+
+    def with_chunks(self, group: OffloadingGroupConfig, blocks: int) -> OffloadingGroupConfig:
+        """Return a group with chunks of so many blocks: vLLM 0.33 states the size of its window in chunks."""
+        if not hasattr(group, "sliding_window_size_in_chunks"):
+            return group
+        spec = next(iter(iter_layer_specs(self.spec_of(group.group_id))))
+        window = connector_config.get_sliding_window_size_in_chunks(spec, group.tokens_per_block * blocks)
+        return replace(group, sliding_window_size_in_chunks=window)
 
     def is_windowed(self, group: int) -> bool:
         """Return whether the group is looked up from the back (sliding window, state) or by prefix."""

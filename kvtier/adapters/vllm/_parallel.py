@@ -75,7 +75,8 @@ def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> Offloadi
     bytes_per_block = slot_shape(config, engine).chunk_bytes
     (tokens_per_block,) = {group.tokens_per_block for group in config.groups}
     blocks = default_blocks_per_chunk(bytes_per_block, tokens_per_block)
-    return replace(config, cache=replace(config.cache, blocks_per_chunk=blocks))
+    groups = tuple(engine.with_chunks(group, blocks) for group in config.groups)
+    return replace(config, cache=replace(config.cache, blocks_per_chunk=blocks), groups=groups)
 
 
 def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bool:
