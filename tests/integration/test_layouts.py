@@ -47,7 +47,7 @@ from kvtier.adapters.vllm._compat import EngineContext, providing_engine
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.adapters.vllm._parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
-from kvtier.errors import RegionError
+from kvtier.errors import ConfigError, RegionError
 from kvtier.keys import pack_key
 from tests.common import PATIENCE_S
 from tests.integration.conftest import from_vllm
@@ -283,6 +283,16 @@ def test_partial_layout_is_refused() -> None:
     cache = Cache(case, 1)
     with pytest.raises(RegionError, match="this KV cache layout is not supported"):
         cache.register()
+
+
+def test_late_loads_are_refused() -> None:
+    cache = Cache(CASES["latent attention"], 1)
+    sparse = replace(cache.config, hisparse_host_num_blocks=8)
+    with (
+        providing_engine(EngineContext(cache.vllm_config, sparse)),
+        pytest.raises(ConfigError, match="HiSparse is not supported"),
+    ):
+        KVTierOffloadingSpec(cache.spec.config)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 f"the engine's workers are on {self._engine.nodes} nodes, which do not share memory: "
                 "kvtier needs all workers of an engine on one node"
             )
+        if self._engine.kv_cache_config.hisparse_host_num_blocks is not None:
+            raise ConfigError(
+                "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They may "
+                "have left by then. Remove hisparse_config, or kvtier"
+            )
         self._shape = slot_shape(config, self._engine)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
