@@ -66,8 +66,8 @@ def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
 def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
     """Return ``config`` with the default number of blocks per chunk, if the user set no chunk size.
 
-    The default is that of ``default_blocks_per_chunk``. A chunk stays one block if vLLM supports nothing else
-    (state-space layers, a retention interval), or if the groups have blocks of different lengths.
+    ``default_blocks_per_chunk`` gives the default. A chunk stays one block if vLLM requires it (state-space
+    layers, a retention interval), or if the groups have blocks of different lengths.
     """
     is_set = any(config.extra_config.get(name) is not None for name in ("block_size", "blocks_per_chunk"))
     if is_set or not _allows_larger_chunks(config, engine):

@@ -92,8 +92,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             )
         if self._engine.kv_cache_config.hisparse_host_num_blocks is not None:
             raise ConfigError(
-                "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They may "
-                "have left by then. Remove hisparse_config, or kvtier"
+                "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They "
+                "may have left by then. Remove hisparse_config, or kvtier"
             )
         self._shape = slot_shape(config, self._engine)
         self._manager: KVTierManager | None = None
