@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.config import OffloadingGroupConfig
 
 from kvtier.adapters.vllm._compat import (
     EngineContext,
@@ -24,6 +26,7 @@ from kvtier.adapters.vllm._compat import (
     warn_if_untested,
 )
 from kvtier.errors import ConfigError
+from tests.integration.conftest import from_vllm
 
 pytestmark = pytest.mark.releases
 
@@ -105,3 +108,17 @@ def test_engine_is_found_among_callers() -> None:
     its, cache = object.__new__(VllmConfig), KVCacheConfig(1, [], [])
     connector(its, cache)
     assert found == [EngineContext(its, cache)]
+    assert found[0].has_blocks(), "unknown"
+
+
+@from_vllm((0, 33), "does not state windows in chunks")
+@pytest.mark.parametrize(("blocks", "window"), [(1, 8), (2, 4), (16, 1)])
+def test_windows_follow_chunk_size(blocks: int, window: int) -> None:
+    """vLLM has counted them in chunks of one block, before kvtier chose the size."""
+    block: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = [FullAttentionSpec(**block), SlidingWindowSpec(**block, sliding_window=128)]
+    groups = [KVCacheGroupSpec([str(spec)], spec) for spec in specs]
+    engine = EngineContext(object.__new__(VllmConfig), KVCacheConfig(1, [], groups))
+    given = [OffloadingGroupConfig(16, ("layer",), group) for group in range(2)]
+    chosen: list[Any] = [engine.with_chunks(group, blocks) for group in given]
+    assert [group.sliding_window_size_in_chunks for group in chosen] == [None, window]

@@ -76,7 +76,7 @@ UNUSED = {
     "OffloadingEvent.metadata_only": "vLLM's own manager announces before it has allocated",
     "ReqContext.kv_hints": "what they say is not used yet",
     "OffloadingConfig.replicated_layout": "each worker keeps its own bytes, equal or not",
-    "OffloadingGroupConfig.sliding_window_size_in_chunks": "the group's spec tells it",
+    "OffloadingGroupConfig.sliding_window_size_in_chunks": "computed as vLLM does, for the chosen chunks",
     "OffloadingModelConfig.max_model_len": "the bytes do not depend on it",
     "OffloadingParallelConfig.data_parallel_index": "replicas have the same bytes",
     "OffloadingParallelConfig.data_parallel_rank_local": "replicas have the same bytes",

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -46,7 +47,7 @@ from kvtier.adapters.vllm._compat import EngineContext, providing_engine
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.adapters.vllm._parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
-from kvtier.errors import RegionError
+from kvtier.errors import ConfigError, RegionError
 from kvtier.keys import pack_key
 from tests.common import PATIENCE_S
 from tests.integration.conftest import from_vllm
@@ -65,6 +66,7 @@ STATE = MambaSpec(
     mamba_cache_mode="align",
 )
 WIDE = replace(FULL, num_kv_heads=6)
+RING = CircularBufferSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,16 @@ def test_partial_layout_is_refused() -> None:
         cache.register()
 
 
+def test_late_loads_are_refused() -> None:
+    cache = Cache(CASES["latent attention"], 1)
+    sparse = replace(cache.config, hisparse_host_num_blocks=8)
+    with (
+        providing_engine(EngineContext(cache.vllm_config, sparse)),
+        pytest.raises(ConfigError, match="HiSparse is not supported"),
+    ):
+        KVTierOffloadingSpec(cache.spec.config)
+
+
 @pytest.mark.parametrize(
     ("size", "first", "kept"),
     [
@@ -308,6 +320,36 @@ def test_incomplete_chunk_never_returned(size: int, first: int, kept: list[bool]
         cache.connector.shutdown()
         manager.shutdown()
     assert found == kept
+
+
+@pytest.mark.parametrize("ring", [0, 1, 2])
+def test_groups_beside_one_without_prefixes(ring: int) -> None:
+    """vLLM does not offload the group of such a ring buffer, and leaves it out of its jobs."""
+    groups = [(FULL, 2), (WINDOW, 2)]
+    groups.insert(ring, (RING, 2))
+    offloaded = [group for group in range(3) if group != ring]
+    cache = Cache(Case(groups), blocks_per_chunk=1)
+    worker, manager = cache.register(), cache.spec.get_manager()
+    request = ReqContext(req_id="a")
+    manager.on_new_request(request)
+    keys = [OffloadKey(pack_key(bytes([number]) * 32, group)) for group in offloaded for number in range(2)]
+    try:
+        output = _when_there_are_slots(manager, keys, request)
+        before = [cache.read(group, block) for group in offloaded for block in (5, 6)]
+        worker.submit_store(1, GPULoadStoreSpec([5, 6] * 2, [2, 2], [0, 0]), output.store_spec)
+        finish(worker, 1)
+        manager.complete_store(keys, request)
+        hits = [manager.lookup(key, request) for key in keys]
+        cache.memory.random_(-128, 128)
+        source = manager.prepare_load(keys, request)
+        worker.submit_load(2, source, GPULoadStoreSpec([20, 3] * 2, [2, 2], [0, 0]))
+        finish(worker, 2)
+        after = [cache.read(group, block) for group in offloaded for block in (20, 3)]
+    finally:
+        cache.connector.shutdown()
+        manager.shutdown()
+    assert hits == [LookupResult.HIT] * len(keys)
+    assert all(_same(*pair) for pair in zip(before, after, strict=True))
 
 
 def _when_there_are_slots(

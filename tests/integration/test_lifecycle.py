@@ -115,9 +115,7 @@ def test_reset_blocks_are_not_stored(
     running, output_tokens = OTHERS[:3], 40
     with launcher.start(llama, settings) as engine:
         engine.served(*PROMPTS)
-        over = engine.call(
-            "requests", prompts=running, output_tokens=output_tokens, reset_at=2, preempts=preempts
-        )
+        over = engine.call("requests", prompts=running, output_tokens=output_tokens, resets=[(2, preempts)])
         refused = engine.settled().value("kvtier_store_refused_chunks", reason="reset")
         engine.reset(connector=False)
         of_before = engine.served(*PROMPTS)
@@ -130,12 +128,25 @@ def test_reset_blocks_are_not_stored(
 
     chunks = len(running) * PROMPT_CHUNKS
     assert over["answers"] == reference(*running, output_tokens=output_tokens)
-    assert over["is_reset"] is preempts
+    assert over["were_reset"] == [preempts]
     assert refused == (0 if preempts else chunks)
-    assert ("nothing is stored until the next reset: 3 requests kept their blocks" in log) is not preempts
+    assert ("nothing is stored until the next reset" in log) is not preempts
     assert of_before == (reference(*PROMPTS), {})
     assert again == (reference(*running), {"cpu": chunks} if preempts else {})
     assert after == (reference(*PROMPTS), {"cpu": CHUNKS})
+
+
+def test_resumed_request_keeps_old_blocks(launcher: Launcher, llama: Path, settings: dict[str, Any]) -> None:
+    """vLLM does not say that a preempted request without a whole chunk runs again, and has blocks."""
+    short = prompt(20, 70)
+    longer = prompt(21, shared=short[:64])
+    with launcher.start(llama, {**settings, "blocks_per_chunk": 4}) as engine:
+        over = engine.call("requests", prompts=[short], output_tokens=40, resets=[(2, True), (4, False)])
+        engine.generate(longer)
+        stored = engine.settled().value("kvtier_stored_chunks")
+
+    assert over["were_reset"] == [True, False]
+    assert stored == 0
 
 
 # --- new weights ----------------------------------------------------------------------------------

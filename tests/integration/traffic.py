@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,8 +46,7 @@ def requests(
     prompts: list[list[int]],
     output_tokens: int,
     aborts: Mapping[str, int] | None = None,
-    reset_at: int | None = None,
-    preempts: bool = False,
+    resets: Sequence[tuple[int, bool]] = (),
 ) -> dict[str, Any]:
     """Send prompts all at once and step until all have ended.
 
@@ -56,12 +55,11 @@ def requests(
         prompts: token ids of each prompt.
         output_tokens: tokens to generate for each prompt.
         aborts: step after which a prompt is aborted, by prompt number.
-        reset_at: tokens that each prompt has when the one reset happens.
-        preempts: whether vLLM preempts running requests for the reset.
+        resets: tokens that each prompt has at a reset, and whether vLLM preempts running requests for it.
 
     Returns:
         ``answers``: the tokens of each prompt; ``ends``: its finish reason, None if aborted;
-        ``waits``: seconds until its first token; ``is_reset``: whether vLLM has reset its own cache.
+        ``waits``: seconds until its first token; ``were_reset``: whether vLLM's own cache was, by each reset.
     """
     engine, number = llm.llm_engine, next(_NUMBERS)
     names = [f"batch-{number}-{place}" for place in range(len(prompts))]
@@ -69,7 +67,7 @@ def requests(
     waits: dict[str, float] = {}
     ends: dict[str, str] = {}
     said: dict[str, list[int]] = {name: [] for name in names}
-    is_reset: bool | None = None
+    were_reset: list[bool] = []
     for name, prompt in zip(names, prompts, strict=True):
         begun[name] = time.monotonic()
         engine.add_request(name, {"prompt_token_ids": prompt}, sampling(output_tokens))
@@ -78,8 +76,9 @@ def requests(
         engine.abort_request([name for name in leaving if name not in ends])
         if not engine.has_unfinished_requests():
             break
-        if is_reset is None and reset_at is not None and min(map(len, said.values())) >= reset_at:
-            is_reset = engine.reset_prefix_cache(preempts, reset_connector=True)
+        for tokens, preempts in resets[len(were_reset) : len(were_reset) + 1]:
+            if min(map(len, said.values())) >= tokens:
+                were_reset.append(engine.reset_prefix_cache(preempts, reset_connector=True))
         for output in engine.step():
             waits.setdefault(output.request_id, time.monotonic() - begun[output.request_id])
             said[output.request_id] = list(output.outputs[0].token_ids)
@@ -89,7 +88,7 @@ def requests(
         "answers": list(said.values()),
         "ends": [ends.get(name) for name in names],
         "waits": [waits.get(name) for name in names],
-        "is_reset": is_reset,
+        "were_reset": were_reset,
     }
 
 

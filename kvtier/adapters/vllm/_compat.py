@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
@@ -82,10 +82,18 @@ refuse_too_old(vllm.__version__)
 
 from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as connector_config  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as connector_scheduler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    iter_layer_specs,
+)
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext  # noqa: E402
+from vllm.v1.kv_offload.config import OffloadingGroupConfig  # noqa: E402
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
@@ -140,10 +148,11 @@ def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The configuration of the engine that makes a spec, and of its KV cache."""
+    """The configuration of the engine that makes a spec, and of its KV cache; the connector made with it."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
+    connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
 
     @property
@@ -168,9 +177,30 @@ class EngineContext:
         writes = cache.needs_kv_cache_zeroing or len(lengths) > 1 or sparse is not None
         return bool(writes and self.vllm_config.use_v2_model_runner)
 
+    def has_blocks(self) -> bool:
+        """Return whether requests or the prefix cache have blocks on the device, or might: closed if unknown.
+
+        Called in the scheduler's thread. vLLM's own reset fails if requests, also ended ones, have blocks.
+        """
+        cache = None if self.connector is None else self.connector._kv_cache_manager
+        if cache is None:
+            return True
+        pools = {manager.block_pool for manager in cache.coordinator.single_type_managers}
+        in_use = (pool.num_gpu_blocks - pool.get_num_free_blocks() for pool in pools)
+        null_block = 1  # of each pool, always in use
+        return max(in_use) > null_block or any(len(pool.cached_block_hash_to_block) for pool in pools)
+
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return the layout of the blocks of one KV cache group."""
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+
+    def with_chunks(self, group: OffloadingGroupConfig, blocks: int) -> OffloadingGroupConfig:
+        """Return a group with chunks of so many blocks: vLLM 0.33 states the size of its window in chunks."""
+        if not hasattr(group, "sliding_window_size_in_chunks"):
+            return group
+        spec = next(iter(iter_layer_specs(self.spec_of(group.group_id))))
+        window = connector_config.get_sliding_window_size_in_chunks(spec, group.tokens_per_block * blocks)
+        return replace(group, sliding_window_size_in_chunks=window)
 
     def is_windowed(self, group: int) -> bool:
         """Return whether the group is looked up from the back (sliding window, state) or by prefix."""
@@ -215,7 +245,9 @@ def engine_context() -> EngineContext:
         vllm_config = frame.f_locals.get("vllm_config")
         kv_cache_config = frame.f_locals.get("kv_cache_config")
         if isinstance(vllm_config, VllmConfig) and isinstance(kv_cache_config, KVCacheConfig):
-            return EngineContext(vllm_config, kv_cache_config)
+            maker = frame.f_locals.get("self")
+            connector = maker if isinstance(maker, KVConnectorBase_V1) else None
+            return EngineContext(vllm_config, kv_cache_config, connector)
         frame = frame.f_back
     raise ConfigError(
         f"vLLM {vllm.__version__} hides the engine's configuration from kvtier, so caches could not be told "

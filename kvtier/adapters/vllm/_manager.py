@@ -43,7 +43,6 @@ from kvtier._memory.worker_status import Unfilled
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, TRACKS_BLOCKS, CacheHitSource, places_of
 from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, HintReader, is_prefill
-from kvtier.adapters.vllm._old_blocks import OldBlocks
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
@@ -64,7 +63,7 @@ class Slots(LoadStoreSpec):
 
     Attributes:
         request: of a load, whose chunks they are.
-        chunks: of a store, how many chunks of each group there are; vLLM names blocks alone.
+        chunks: of a store, how many chunks there are, by the id of their group; vLLM names blocks alone.
     """
 
     slots: list[int]
@@ -102,6 +101,7 @@ class KVTierManager(OffloadingManager):
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
         names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
         is_blind: whether other connectors may write to blocks without a word to vLLM's connector.
+        has_blocks: whether requests, or the prefix cache, have blocks on the device.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class KVTierManager(OffloadingManager):
         explainer: Explainer | None = None,
         names_resumed: bool = False,
         is_blind: bool = False,
+        has_blocks: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -157,7 +158,8 @@ class KVTierManager(OffloadingManager):
         self._names_resumed = names_resumed
         self._is_blind = is_blind
         self._flushing: list[_Flushing] = []
-        self._old_blocks = OldBlocks()
+        self._has_blocks = has_blocks
+        self._has_old_blocks = False  # the device may hold KV from before the last reset, until the next one
         self._closed = False
 
     # --- requests --------------------------------------------------------------------------------
@@ -191,7 +193,6 @@ class KVTierManager(OffloadingManager):
         if request is not None:
             self._core.close(request, self._clock())
             self._explainer.forget(request.name)
-        self._old_blocks.ended(req_context.req_id)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
 
@@ -248,7 +249,6 @@ class KVTierManager(OffloadingManager):
         request = self._requests[req_context.req_id]
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
-        self._old_blocks.note_blocks(req_context.req_id)
         self._published.stream.loaded(keys)
         if self._steps is not None:
             self._steps.loaded(req_context, keys)
@@ -292,23 +292,19 @@ class KVTierManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """See vLLM. If room is short a prefix is accepted. Without room the answer is None: not now.
 
-        Nothing is stored while blocks may hold what they do not say: see ``OldBlocks`` and ``no_store``.
+        Nothing is stored while blocks may hold what they do not say: after a reset that left blocks on the
+        device, and see ``no_store``.
         """
         if self._events:  # the first slots, say
             self._driver.on_events(self._events)
         request = self._requests.get(req_context.req_id)
         if request is not None:  # vLLM's first model runner names no request that resumes after a preemption
             self._core.scheduled(request)
-        may_store = self._old_blocks.may_store(req_context.req_id)
-        if may_store is None:
-            return None
-        refusal = self._core.refusal or (None if may_store else "reset")
+        refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
         if refusal := refusal or (None if request is None else request.no_store):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             return _nothing_stored()
         keys = list(keys)
-        if request is not None:  # an ended request would never be forgotten
-            self._old_blocks.note_blocks(req_context.req_id)
         reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
@@ -348,12 +344,6 @@ class KVTierManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """See vLLM. Called in each step, before or after its stores, by version."""
-        if kept := self._old_blocks.step_ended(context.preempted_req_ids):
-            logger.warning(
-                "nothing is stored until the next reset: %d requests kept their blocks through the last one, "
-                "so the engine's prefix cache did, too; reset with reset_running_requests, or while idle",
-                kept,
-            )
         for req_id in context.preempted_req_ids:  # a reset's, perhaps: they may be named as new, too
             if (request := self._requests.get(req_id)) is not None:
                 self._core.restart(request)
@@ -363,7 +353,6 @@ class KVTierManager(OffloadingManager):
         for req_id in context.new_req_ids:
             if (request := self._requests.get(req_id)) is not None:
                 self._core.scheduled(request)
-                self._old_blocks.note_blocks(req_id)
                 if request.is_placed and not TRACKS_BLOCKS:  # a session: vLLM appends its blocks
                     request.no_store = "session"
                 elif request.no_store == "preempted":
@@ -392,15 +381,21 @@ class KVTierManager(OffloadingManager):
         """See vLLM, which drops its record of running copies; the workers still finish them.
 
         For a sleep vLLM unmaps the KV cache next. Workers of this process end their copies before; the next
-        step would wait for them, too.
+        step would wait for them, too. vLLM resets its connector, without a notice, even if its own reset has
+        failed because blocks are in use. Its prefix cache then gives old blocks to later requests.
         """
         self._on_reset()
+        self._has_old_blocks = self._has_blocks()
+        if self._has_old_blocks:
+            logger.warning(
+                "nothing is stored until the next reset: the device kept its blocks through the last one, "
+                "because some were in use; reset with reset_running_requests, or while idle"
+            )
         if self._stores or self._loads:
             # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
             # they are through; before, they are when the step after so many others is scheduled.
             stores, loads = list(self._stores.values()), list(self._loads.values())
             self._flushing.append(_Flushing(stores, loads, self._steps_ahead + 1))
-        self._old_blocks.reset(self._loads)
         self._stores.clear()
         self._loads.clear()
         self._failed_loads.clear()
@@ -487,7 +482,7 @@ class KVTierManager(OffloadingManager):
 
 
 def _count_by_group(keys: Sequence[OffloadKey]) -> list[int]:
-    """Return how many keys each group has; they come group after group."""
+    """Return how many keys each group has, by its id; they come group after group."""
     groups = range(group_index(keys[-1]) + 1 if keys else 0)
     ends = [0, *(bisect_right(keys, group, key=group_index) for group in groups)]
     return [end - start for start, end in pairwise(ends)]

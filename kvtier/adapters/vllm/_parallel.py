@@ -66,8 +66,8 @@ def slot_shape(config: OffloadingConfig, engine: EngineContext) -> SlotShape:
 def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> OffloadingConfig:
     """Return ``config`` with the default number of blocks per chunk, if the user set no chunk size.
 
-    The default is that of ``default_blocks_per_chunk``. A chunk stays one block if vLLM supports nothing else
-    (state-space layers, a retention interval), or if the groups have blocks of different lengths.
+    ``default_blocks_per_chunk`` gives the default. A chunk stays one block if vLLM requires it (state-space
+    layers, a retention interval), or if the groups have blocks of different lengths.
     """
     is_set = any(config.extra_config.get(name) is not None for name in ("block_size", "blocks_per_chunk"))
     if is_set or not _allows_larger_chunks(config, engine):
@@ -75,7 +75,8 @@ def with_chunk_size(config: OffloadingConfig, engine: EngineContext) -> Offloadi
     bytes_per_block = slot_shape(config, engine).chunk_bytes
     (tokens_per_block,) = {group.tokens_per_block for group in config.groups}
     blocks = default_blocks_per_chunk(bytes_per_block, tokens_per_block)
-    return replace(config, cache=replace(config.cache, blocks_per_chunk=blocks))
+    groups = tuple(engine.with_chunks(group, blocks) for group in config.groups)
+    return replace(config, cache=replace(config.cache, blocks_per_chunk=blocks), groups=groups)
 
 
 def _allows_larger_chunks(config: OffloadingConfig, engine: EngineContext) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from weakref import WeakSet
@@ -121,6 +122,7 @@ class KVTierWorker(OffloadingWorker):
     for good is reported to ``KVTierConnector`` if that is in use. ``shutdown`` closes engine and region.
 
     Args:
+        groups: ids of the offloaded KV cache groups, as keys name them. Jobs have these groups in this order.
         flushes_late: see ``EngineContext``. The chunks of a store whose blocks were reassigned are dropped.
     """
 
@@ -130,6 +132,7 @@ class KVTierWorker(OffloadingWorker):
         region: Region,
         row: WorkerStatus,
         blocks_per_chunk: int = 1,
+        groups: Sequence[int] = (0,),
         *,
         flushes_late: bool = False,
         state_groups: frozenset[int] = frozenset(),
@@ -138,6 +141,7 @@ class KVTierWorker(OffloadingWorker):
         self._region = region
         self._row = row
         self._blocks_per_chunk = blocks_per_chunk
+        self._groups = groups
         self._flushes_late = flushes_late
         self._state_groups = state_groups
         self._ended: list[Finished] = []
@@ -174,7 +178,9 @@ class KVTierWorker(OffloadingWorker):
             return self._refuse(job_id, _Job(slots, is_store=True))
         # vLLM offers chunks of sliding windows although some of their blocks are gone, and omits those.
         width, states = self._blocks_per_chunk, self._state_groups
-        blocks, whole = _blocks(src_spec).whole_chunks(slots.chunks, width, states)
+        counts = dict(enumerate(slots.chunks))
+        chunks = [counts.get(group, 0) for group in self._groups]
+        blocks, whole = _blocks(src_spec).whole_chunks(chunks, width, states)
         filled = list(compress(slots.slots, whole))
         if len(filled) < len(slots.slots):
             self._row.mark(set(slots.slots).difference(filled), Unfilled.INCOMPLETE)

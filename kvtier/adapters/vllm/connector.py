@@ -57,7 +57,7 @@ class KVTierConnector(OffloadingConnector):
                 f'KVTierConnector: kv_load_failure_policy is "{policy}", so requests would end with an error '
                 'where a load fails: set it to "recompute", or use the OffloadingConnector'
             )
-        with providing_engine(EngineContext(vllm_config, kv_cache_config, sees_blocks=True)):
+        with providing_engine(EngineContext(vllm_config, kv_cache_config, self, sees_blocks=True)):
             super().__init__(vllm_config, role, kv_cache_config)
         self._last_tables: dict[str, Sequence[Sequence[int]]] = {}  # requests that ended since the last step
         self._manager: KVTierManager | None = None

@@ -90,6 +90,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 f"the engine's workers are on {self._engine.nodes} nodes, which do not share memory: "
                 "kvtier needs all workers of an engine on one node"
             )
+        if self._engine.kv_cache_config.hisparse_host_num_blocks is not None:
+            raise ConfigError(
+                "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They "
+                "may have left by then. Remove hisparse_config, or kvtier"
+            )
         self._shape = slot_shape(config, self._engine)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
@@ -138,6 +143,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             explainer=Explainer(self._settings.tier_names, chunk_tokens, self._settings.explain_rate),
             names_resumed=self._engine.vllm_config.use_v2_model_runner,
             is_blind=self._is_blind,
+            has_blocks=self._engine.has_blocks,
             drain_s=self._settings.drain_on_shutdown_s,
             on_reset=end_copies,
             on_shutdown=partial(
@@ -201,8 +207,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
         from kvtier._device.auto import open_transfer_engine
 
-        groups = enumerate(self.config.groups)
-        states = frozenset(at for at, group in groups if self._engine.keeps_states(group.group_id))
+        groups = [group.group_id for group in self.config.groups]
+        states = frozenset(at for at, group in enumerate(groups) if self._engine.keeps_states(group))
         caches = as_kv_caches(kv_caches, self._shape.is_canonical, states)
         parallel = self.config.parallel
         stages = self._engine.vllm_config.parallel_config.pipeline_parallel_size
@@ -222,7 +228,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         row[StatusField.PAGES] = page_format(self.config, self._engine)
         blocks_per_chunk, flushes_late = self.config.cache.blocks_per_chunk, self._engine.flushes_late
         return KVTierWorker(
-            engine, region, row, blocks_per_chunk, flushes_late=flushes_late, state_groups=states
+            engine, region, row, blocks_per_chunk, groups, flushes_late=flushes_late, state_groups=states
         )
 
     def _open_region(self) -> Region:
