@@ -21,6 +21,7 @@ from kvtier.errors import ConfigError, IsolationError
 from kvtier.policies._base import EvictionPolicy
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._activity import puts_at_once
+from kvtier.tiers._adopted import ADOPTED
 from kvtier.tiers._base import TierConfig
 
 logger = GuardedLogger("kvtier.executor")
@@ -46,7 +47,7 @@ def make_core(
     """Make the state machine that ``config`` describes, for chunks of this length. It has no slots yet."""
     name = config.eviction_policy
     policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
-    tiers = zip(config.tier_names, config.secondary_tiers, strict=True)
+    tiers = zip(config.tier_names, config.all_tiers, strict=True)
     statuses = [make_tier_status(name, tier, chunk_bytes, config.max_tracker_size) for name, tier in tiers]
     limits = Limits(
         request_deadline_s=config.request_deadline_s,
@@ -74,13 +75,14 @@ def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: 
         width=puts_at_once(tier.max_concurrency),
         breaker=partial(Breaker, tier.breaker_failures, tier.breaker_pause_s, random.random),
         writes=WriteAdmission(tier.write_policy, chunks_per_day, remembered),
+        in_place=tier.type == ADOPTED,
     )
 
 
 def make_tiers(config: TieringConfig) -> list[NamedTier]:
     """Make the tiers that ``config`` names, not opened yet."""
     named = []
-    for name, tier in zip(config.tier_names, config.secondary_tiers, strict=True):
+    for name, tier in zip(config.tier_names, config.all_tiers, strict=True):
         make = registry.maker(tier)
         named.append(NamedTier(name, make(), make))
     return named
@@ -169,13 +171,16 @@ def open_manager(
 
     Raises:
         ConfigError: the primary tier is smaller than one chunk, a tier smaller than four, no backend can copy
-            these tensors, or ``canonical_layout`` is set and ``kv_caches`` has no page mappings.
+            these tensors, ``canonical_layout`` is set and ``kv_caches`` has no page mappings, or
+            ``keep_host_memory_s`` is set.
         RegionError: the machine has not enough memory for the primary tier.
     """
     from kvtier._device.auto import open_transfer_engine
     from kvtier._manager.manager import TieringManager
     from kvtier._memory.layout import SlotLayout
 
+    if config.keep_host_memory_s:
+        raise ConfigError("keep_host_memory_s works only with vLLM: remove it")
     refs = [ref for group in kv_caches.groups for ref in group]
     if config.canonical_layout and not all(ref.mapping for ref in refs):
         raise ConfigError(

@@ -19,6 +19,7 @@ from kvtier._settings import validation
 from kvtier._settings.quantities import Settings, Size
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import _registry as registry
+from kvtier.tiers._adopted import ADOPTED, AdoptedConfig
 from kvtier.tiers._base import TierConfig
 
 ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "sync_load_budget_bytes"})
@@ -98,6 +99,14 @@ class TieringConfig(Settings):
         default=False,
         description="The path of a LoRA adapter always has the same weights: new weights get a new path. "
         "Without this promise, an engine with LoRA shares no chunks, and finds none after a restart.",
+    )
+    keep_host_memory_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=_LONGEST_WAIT_S,
+        description="Seconds that the primary tier's memory stays when the engine ends, however it ends. If "
+        "it starts again meanwhile, with the same model, weights and layout, it finds its chunks there. Each "
+        "is verified before its first use. 0: the memory is freed at once. Only with vLLM.",
     )
     canonical_layout: StrictBool = Field(
         default=False,
@@ -214,10 +223,9 @@ class TieringConfig(Settings):
             raise ValueError(f"secondary_tiers: two tiers have the name {', '.join(twice)}")
         if problem := self.shared_directory():
             raise ValueError(f"secondary_tiers: {problem}: give each a directory of its own")
-        if PRIMARY in self.tier_names:
-            raise ValueError(
-                f"secondary_tiers: {PRIMARY!r} is reserved for the primary tier: rename that tier"
-            )
+        for name, use in ((PRIMARY, "the primary tier"), (ADOPTED, "chunks of an earlier engine")):
+            if name in given or name in [tier.type for tier in self.secondary_tiers]:
+                raise ValueError(f"secondary_tiers: {name!r} is reserved for {use}: rename that tier")
         return self
 
     def shared_directory(self, normal: Callable[[Path], str] = os.path.normpath) -> str:
@@ -227,17 +235,22 @@ class TieringConfig(Settings):
         """
         owners = [
             (normal(path), f"{name} ({path})")
-            for name, tier in zip(self.tier_names, self.secondary_tiers, strict=True)
+            for name, tier in zip(self.tier_names, self.all_tiers, strict=True)
             for path in tier.own_directories()
         ]
         return validation.nesting(owners)
 
     @property
+    def all_tiers(self) -> tuple[TierConfig, ...]:
+        """The secondary tiers, and before them the one of chunks that an earlier engine left."""
+        return (AdoptedConfig(), *self.secondary_tiers) if self.keep_host_memory_s else self.secondary_tiers
+
+    @property
     def tier_names(self) -> tuple[str, ...]:
-        """The tiers' names in logs and metrics: ``name`` if set, else the type, ``<type>-2`` ..."""
-        taken = {tier.name for tier in self.secondary_tiers}
+        """The names of ``all_tiers`` in logs and metrics: ``name`` if set, else the type, ``<type>-2`` ..."""
+        taken = {tier.name for tier in self.all_tiers}
         names: list[str] = []
-        for tier in self.secondary_tiers:
+        for tier in self.all_tiers:
             name, number = tier.name or tier.type, 1
             while not tier.name and name in taken:
                 number += 1

@@ -60,7 +60,9 @@ class Cascades:
         there = [chunk for key in again if (chunk := visible.get(key))]
         if loaded:
             tiers = enumerate(shared.tiers)
-            shared.commands += [Touch(tier, loaded) for tier, status in tiers if status.works]
+            shared.commands += [
+                Touch(tier, loaded) for tier, status in tiers if status.works and not status.in_place
+            ]
         for tier, status in enumerate(shared.tiers):
             skipped = [
                 chunk for chunk in there if chunk.state is _READY and chunk.key in status.writes.skipped

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvtier._core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
 from kvtier.keys import OffloadKey
@@ -42,6 +42,22 @@ class Chunk(Stateful):
         return f"<chunk {self.key.hex()[:16]} in slot {self.slot}, {self.state.name}, {self.pins} pins>"
 
 
+class Trailers(Protocol):
+    """The entries of slots in shared memory, by which the next engine adopts their chunks."""
+
+    def fill(self, slots: Collection[int]) -> None:
+        """Void the entries of slots that are about to be filled."""
+
+    def drop(self, slots: Collection[int]) -> None:
+        """Void the entries of slots until these are filled again."""
+
+    def use(self, slots: Collection[int]) -> None:
+        """Note that the chunks of slots are used now."""
+
+    def reset(self) -> None:
+        """Void all entries."""
+
+
 class ChunkTable:
     """Owns the slots. Visible chunks are found by key; one that is being promoted is not visible.
 
@@ -50,6 +66,9 @@ class ChunkTable:
     policy. That is a plug-in: its choices are checked here.
 
     Attributes:
+        adopted: chunks of the engine before, the least recently used first. Their slots hold bytes that a get
+            has yet to verify in place. Until then the slots may be filled, as free ones.
+        trailers: entries of the slots; None if no engine is to adopt the chunks.
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
             reads it clears it.
     """
@@ -61,14 +80,29 @@ class ChunkTable:
         self.faults: list[tuple[str, str]] = []
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
+        self.adopted: dict[OffloadKey, Chunk] = {}
+        self.trailers: Trailers | None = None
         self.all: list[Chunk] = []
         self.uses = 0  # of chunks: the clock of the runs
+        self._adopted_slots: frozenset[int] = frozenset()
+
+    @property
+    def room(self) -> int:
+        """How many slots may be filled without an eviction."""
+        return len(self.free) + len(self.adopted)
 
     def add_slots(self, slots: Iterable[int]) -> None:
-        """Add free slots."""
-        added = [Chunk(slot) for slot in slots]
+        """Add free slots, except those that were adopted."""
+        added = [Chunk(slot) for slot in slots if slot not in self._adopted_slots]
         self.all += added
         self.free[:0] = reversed(added)
+        self._call(DEFAULT, lambda policy: policy.resize(len(self.all)))
+
+    def adopt(self, keys: Mapping[OffloadKey, int]) -> None:
+        """Add the slots of chunks of the engine before, the least recently used first."""
+        self.adopted = {key: Chunk(slot, key) for key, slot in keys.items()}
+        self._adopted_slots = frozenset(keys.values())
+        self.all += self.adopted.values()
         self._call(DEFAULT, lambda policy: policy.resize(len(self.all)))
 
     @property
@@ -202,6 +236,8 @@ class ChunkTable:
         """Note that a run uses chunks, now. Those without a place follow each other."""
         keys = [chunk.key for chunk in chunks]
         found = list(zip(chunks, self._use(keys, run, places), strict=True))
+        if self.trailers is not None:
+            self.trailers.use([chunk.slot for chunk in chunks])
         candidates = [
             chunk
             for chunk, place in found
@@ -228,12 +264,29 @@ class ChunkTable:
             del user.own[key]
 
     def take(
-        self, keys: Sequence[OffloadKey], run: Run, places: Mapping[OffloadKey, int], *, visible: bool
+        self,
+        keys: Sequence[OffloadKey],
+        run: Run,
+        places: Mapping[OffloadKey, int],
+        *,
+        visible: bool,
+        in_place: bool = False,
     ) -> list[Chunk]:
-        """Assign a free slot to each key, for a run: FILLING, with the pin of the copy that will fill it."""
-        left = len(self.free) - len(keys)
-        chunks = self.free[left:][::-1]
-        del self.free[left:]
+        """Assign a slot to each key, for a run: FILLING, with the pin of the copy that will fill it.
+
+        With ``in_place`` these are the slots of adopted chunks, otherwise free ones, or those of the adopted
+        chunks that were not used for the longest time.
+        """
+        if in_place:
+            chunks = [self.adopted.pop(key) for key in keys]
+        else:
+            if self.adopted:
+                self._give_up(keys)
+            left = len(self.free) - len(keys)
+            chunks = self.free[left:][::-1]
+            del self.free[left:]
+            if self.trailers is not None:
+                self.trailers.fill([chunk.slot for chunk in chunks])
         for chunk, key, place in zip(chunks, keys, self._use(keys, run, places), strict=True):
             chunk.key = key
             chunk.state = _FILLING  # free slots are ABSENT: the table's one move from there
@@ -244,6 +297,24 @@ class ChunkTable:
         if visible:
             self.visible.update(zip(keys, chunks, strict=True))
         return chunks
+
+    def split_adopted(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Return the keys of adopted chunks, and the others."""
+        found = [key for key in keys if key in self.adopted]
+        return found, [key for key in keys if key not in self.adopted] if found else list(keys)
+
+    def _give_up(self, keys: Sequence[OffloadKey]) -> None:
+        """Free slots of adopted chunks: those of ``keys``, and as many more as they need."""
+        adopted = self.adopted
+        given_up = [key for key in keys if key in adopted]
+        for key in given_up:
+            self._free_adopted(adopted.pop(key))
+        for key in [*islice(adopted, max(0, len(keys) - len(self.free)))]:
+            self._free_adopted(adopted.pop(key))
+
+    def _free_adopted(self, chunk: Chunk) -> None:
+        chunk.key = NO_KEY
+        self.free.append(chunk)
 
     def filled(self, chunks: Sequence[Chunk], pins: int = 0) -> list[Chunk]:
         """End the copies into ``chunks``; those that are READY now get ``pins`` pins and are returned.
@@ -284,6 +355,8 @@ class ChunkTable:
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
         """Hide chunks for good and take a pin from each; a slot is free when its chunk's last pin ends."""
+        if self.trailers is not None:
+            self.trailers.drop([chunk.slot for chunk in chunks])
         for chunk in chunks:
             chunk.move(ChunkEvent.DROPPED)
             if self.visible.get(chunk.key) is chunk:
@@ -293,12 +366,16 @@ class ChunkTable:
 
     def reset(self) -> None:
         """Hide every visible chunk for good; slots of unpinned chunks become free at once."""
+        if self.trailers is not None:
+            self.trailers.reset()
         self.prioritize([*self.users], None)
         for chunk in self.visible.values():
             chunk.move(ChunkEvent.DROPPED)
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
+        while self.adopted:
+            self._free_adopted(self.adopted.popitem()[1])
         self._call(DEFAULT, lambda policy: policy.clear())
 
     def _free(self, chunk: Chunk) -> None:

@@ -49,6 +49,7 @@ class SharedState:
         self.limits = limits
         self.windowed = windowed  # groups that lookups do not scan from the front
         self.kept: dict[OffloadKey, Chunk] = {}  # for clients
+        self.asks_tiers = not all(status.in_place for status in tiers)  # for chunks that need slots
         self.gate = LoadGate(limits.load_gate, len(self.tiers))
         self.counts: defaultdict[Count, float] = defaultdict(int)
         self.transfers: dict[int, Transfer] = {}
@@ -150,7 +151,7 @@ class SharedState:
 
     def announce_end(self, transfer: Transfer, present: Iterable[bool]) -> None:
         """Announce the keys of an ended transfer that its tier has; after a promotion also those it lacks."""
-        if not self.kv_events.enabled:
+        if not self.kv_events.enabled or self.tiers[transfer.tier].in_place:
             return
         tier, keys = transfer.tier, list(zip(transfer.keys, present, strict=True))
         if not transfer.is_put:

@@ -17,7 +17,7 @@ from math import inf
 
 from kvtier._core import messages
 from kvtier._core.cascade import Cascades
-from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
+from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable, Trailers
 from kvtier._core.claims import Claims
 from kvtier._core.kv_events import KVEvent
 from kvtier._core.priorities import Priorities
@@ -116,7 +116,7 @@ class Tiering:
         return _MISS if group_index(key) == group_index(request.first) else _RETRY
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
-        if chunk is None and (not self._tiers or key in request.absent):
+        if chunk is None and (key in request.absent or not self._may_be_in_tier(key)):
             return self._miss(key, request, request.reason_for_absence(key))
         if chunk is None and request.tiers is not None and not request.tiers:
             return self._miss(key, request, "filter")
@@ -124,6 +124,9 @@ class Tiering:
             return self._miss(key, request, "deadline")
         request.wanted.append(key)
         return _PENDING if chunk is not None or key in request.located else _RETRY
+
+    def _may_be_in_tier(self, key: OffloadKey) -> bool:
+        return self.shared.asks_tiers or key in self.table.adopted
 
     def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
         if not request.is_prefetch:
@@ -353,7 +356,7 @@ class Tiering:
         if self.is_disabled:
             self._counts["store_refused", "audit"] += len(keys)
             return None
-        visible, free = self._visible, self.table.free
+        visible, table = self._visible, self.table
         new = [key for key in dict.fromkeys(keys) if key not in visible]
         run, places = (Run(), {}) if request is None else (request.run, request.places)
         if places and not run.time and request is not None:
@@ -365,13 +368,13 @@ class Tiering:
         offered, new = new, self._tracker.admitted(new)
         if len(new) < len(offered):
             self._counts["store_refused", "store_threshold"] += len(offered) - len(new)
-        short = len(new) - len(free)
+        short = len(new) - table.room
         evicted = self._make_room(short, run) if short > 0 else []
-        if len(new) > len(free):
-            self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - len(free)
-            if not free:
+        if len(new) > (room := table.room):
+            self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - room
+            if not room:
                 return None
-            front = set(sorted(new, key=lambda key: places.get(key, inf))[: len(free)])
+            front = set(sorted(new, key=lambda key: places.get(key, inf))[:room])
             new = [key for key in new if key in front]
         self._tracker.count(offered)
         reservation = Reservation(self.table.take(new, run, places, visible=True), new, evicted)
@@ -452,6 +455,14 @@ class Tiering:
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
             self._counts["process_ended", event.reason] += event.times
+
+    def adopt(self, trailers: Trailers, slots: Mapping[OffloadKey, int]) -> None:
+        """Offer chunks of the engine before, the least recently used first, and keep entries of all slots.
+
+        A tier that works in place verifies them. Call it before any slot is ready.
+        """
+        self.table.trailers = trailers
+        self.table.adopt(slots)
 
     def take_commands(self) -> list[messages.Command]:
         """Return and clear the commands since the last call, in the order to carry them out."""

@@ -17,7 +17,7 @@ Gauges = Mapping[tuple[str, tuple[str, ...]], float | None]
 def read_gauges(core: Tiering, activity: Sequence[TierActivity], chunk_bytes: int) -> Gauges:
     """Return the gauges of the primary tier and of each secondary tier, in lookup order."""
     table = core.table
-    slots, free = len(table.all), len(table.free)
+    slots, free = len(table.all), table.room
     kept = len(core.claims.pinned)
     busy = max(0, slots - free - table.evictable - kept)  # excludes kept chunks that are being loaded
     values: dict[tuple[str, tuple[str, ...]], float | None] = {

@@ -70,7 +70,7 @@ class Statistics:
         chunks = core.table.all
         return Statistics(
             slots=len(chunks),
-            free_slots=len(core.table.free),
+            free_slots=core.table.room,
             ready_chunks=sum(chunk.state is ChunkState.READY for chunk in chunks),
             pinned_chunks=sum(chunk.pins > 0 for chunk in chunks),
             counts=dict(counts),

@@ -10,6 +10,9 @@ belongs to a process that is still starting;
 * a name is removed only with the exclusive lock on the very file that it names;
 * after a file was opened and locked, the name is checked again: it may mean another file by then.
 
+A guard can keep a file for the next start of its engine, under a name that ends with ``KEPT``. It had the
+exclusive lock then, so no process of the engine can still write to it. The guard lets go when it is claimed.
+
 Each holder has its own open file description, so that two holders in one process count twice.
 """
 
@@ -32,8 +35,10 @@ from kvtier.errors import RegionError
 logger = GuardedLogger("kvtier.memory")
 
 PREFIX = "kvtier_"
+KEPT = ".kept"
 PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start
 RETRY_S = 0.001
+HANDOVER_S = 2.0  # a guard looks ten times a second whether its file was claimed
 _NOBODY = 0
 
 
@@ -66,6 +71,27 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
     raise RegionError(f"{path} is locked by another process that has not released it for {PATIENCE_S:g} s")
 
 
+def adopt(path: Path, nbytes: int, note: bytes, cleared: range) -> LockedFile | None:
+    """Give a file of this size and note, which no process uses any more, the name ``path``; None without one.
+
+    The bytes in ``cleared`` are zeros then. The note's first word is the owner: a kept file of the same owner
+    with another size or note is removed. Files of running engines are left alone.
+    """
+    for found in sorted(path.parent.glob(PREFIX + "*")):
+        with suppress(OSError):
+            fd = _open_existing(found)
+            if fd is not None and _take_over(fd, found, path, nbytes, note, cleared):
+                return LockedFile(fd, path, os.getpid())
+    return None
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file exists, or for ``PATIENCE_S`` seconds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(RETRY_S)
+
+
 def create_unnamed(nbytes: int) -> LockedFile:
     """Make a nameless file in memory, to be shared by its descriptor, or raise RegionError."""
     try:
@@ -90,13 +116,13 @@ def borrow(fd: int, nbytes: int) -> LockedFile:
     return LockedFile(fd, None, _NOBODY)
 
 
-def release(file: LockedFile) -> None:
-    """Release the file; the last holder removes it. Call it once."""
+def release(file: LockedFile, *, keeps: bool = False) -> None:
+    """Release the file; the last holder removes it, unless the guard ``keeps`` it. Call it once."""
     if file.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
         os.close(file.fd)
         return
     try:
-        if file.path is not None and _try_lock(file.fd, fcntl.LOCK_EX):
+        if file.path is not None and not keeps and _try_lock(file.fd, fcntl.LOCK_EX):
             _unlink_if_named(file.fd, file.path)
     finally:
         # A mapping duplicates the descriptor and can outlive it: locks do not end with close alone.
@@ -136,6 +162,43 @@ def _remove_if_stale(fd: int, path: Path) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def _take_over(fd: int, found: Path, path: Path, nbytes: int, note: bytes, cleared: range) -> bool:
+    """Rename a file that no process uses, and lock it; close ``fd`` if that is impossible."""
+    with ExitStack() as undo:
+        undo.callback(os.close, fd)
+        status, is_kept = os.fstat(fd), found.name.endswith(KEPT)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        theirs = os.pread(fd, len(note), max(status.st_size - len(note), 0))
+        if (status.st_size, theirs) != (nbytes + len(note), note):
+            if is_kept and theirs.split()[:1] == note.split()[:1]:
+                found.unlink()
+                logger.info("removed %s (%s): this engine needs %s", found, _words(theirs), _words(note))
+            return False
+        if is_kept:
+            _set_claim(fd, fcntl.F_WRLCK)  # its guard lets go then
+        if not _lock_within(fd, HANDOVER_S if is_kept else 0.0) or not _is_named(fd, found):
+            return False
+        os.pwrite(fd, bytes(len(cleared)), cleared.start)
+        os.link(found, path)  # fails if another process was first
+        found.unlink()
+        _set_claim(fd, fcntl.F_UNLCK)
+        if not _try_lock(fd, fcntl.LOCK_SH) or not _is_named(fd, path):
+            return False
+        undo.pop_all()
+        return True
+
+
+def _lock_within(fd: int, patience_s: float) -> bool:
+    """Take the exclusive lock; return whether that was possible in time."""
+    deadline = time.monotonic() + patience_s
+    while not _try_lock(fd, fcntl.LOCK_EX):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(RETRY_S)
+    return True
 
 
 def _join(fd: int, path: Path, nbytes: int, note: bytes) -> int | None:
@@ -206,6 +269,11 @@ def _has_room(path: Path, nbytes: int) -> bool:
         return True
     if path.exists():
         return False
+    if kept := [*path.parent.glob(f"{PREFIX}*{KEPT}")]:
+        for file in kept:
+            file.unlink(missing_ok=True)
+            logger.warning("removed %s, which was kept for its engine: there is no room for this one", file)
+        return _has_room(path, nbytes)
     raise RegionError(
         f"the primary tier needs {nbytes} bytes, but only {free} bytes are free in {path.parent}: "
         "lower cpu_bytes_to_use, or enlarge the file system"

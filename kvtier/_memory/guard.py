@@ -1,5 +1,7 @@
 """A guard process, which removes a region's file when the engine is gone, however it ended.
 
+It can keep the file for a while before, for the next engine, under a name that says so.
+
 An engine is often killed with all its descendants, including the tier process. So the guard detaches itself
 from them. It imports only Python's standard library, and takes a few megabytes.
 """
@@ -9,24 +11,28 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import struct
 import subprocess
 import sys
 import time
 from contextlib import suppress
 
 _RETRY_S = 0.05
+_LOOK_EVERY_S = 0.1
+_KEPT = ".kept"
 _GRACE_S = 5  # for processes that still use the file; one that hangs in the kernel may use it for hours
 
 
-def start(path: str, fd: int) -> int:
+def start(path: str, fd: int, keep_s: float = 0.0) -> int:
     """Start a guard of the file ``path``, open as ``fd``, for the life of this process, or raise OSError.
 
     Returns a descriptor to close when the file is released properly. The guard then ends when the file is
-    gone, or removes it when it has no user, or after five seconds.
+    gone, or removes it when it has no user, or after five seconds. With ``keep_s`` it keeps the file for so
+    many seconds from then on, until it is claimed.
     """
     status = os.fstat(fd)
     theirs, ours = os.pipe2(os.O_CLOEXEC)
-    facts = [path, status.st_dev, status.st_ino, os.getpid(), theirs]
+    facts = [path, keep_s, status.st_dev, status.st_ino, os.getpid(), theirs]
     try:
         subprocess.run(
             [sys.executable, "-I", "-S", __file__, *map(str, facts)],
@@ -46,8 +52,8 @@ def start(path: str, fd: int) -> int:
     return ours
 
 
-def main(path: str, device: int, inode: int, pid: int, given_back: int) -> None:
-    """Wait for the end of process ``pid``, or for ``given_back`` to be closed; then remove the file."""
+def main(path: str, keep_s: float, device: int, inode: int, pid: int, given_back: int) -> None:
+    """Wait until process ``pid`` has ended or ``given_back`` is closed; then keep or remove the file."""
     engine = os.pidfd_open(pid)  # before the engine goes on
     if os.fork():
         os._exit(0)
@@ -58,26 +64,59 @@ def main(path: str, device: int, inode: int, pid: int, given_back: int) -> None:
     while not poll.poll():
         pass
     with suppress(OSError):
-        _remove(path, (device, inode))
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != (device, inode):
+            return  # another engine's by now
+        if not keep_s:
+            _remove(fd, path)
+        elif _lock(fd, keep_s):
+            _keep(fd, path, time.monotonic() + keep_s)
 
 
-def _remove(path: str, identity: tuple[int, int]) -> None:
+def _remove(fd: int, path: str) -> None:
     """Remove the file when no process uses it any more, or after ``_GRACE_S`` seconds.
 
     Processes that have mapped a removed file keep its memory, and their end frees it.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != identity:
-        return  # another engine's by now
-    until_s = time.monotonic() + _GRACE_S
+    _lock(fd, _GRACE_S)
+    _unlink(fd, path)
+
+
+def _keep(fd: int, path: str, until_s: float) -> None:
+    """Keep the file, which no process uses, until then, or until it is claimed or removed."""
+    os.rename(path, path + _KEPT)
+    fcntl.flock(fd, fcntl.LOCK_SH)
     while time.monotonic() < until_s:
+        if _is_claimed(fd) or not os.fstat(fd).st_nlink:
+            return
+        time.sleep(_LOOK_EVERY_S)
+    if _lock(fd, 0.0):
+        _unlink(fd, path + _KEPT)
+
+
+def _lock(fd: int, patience_s: float) -> bool:
+    """Lock the file once no process uses it; return whether that was so within ``patience_s``."""
+    until_s = time.monotonic() + patience_s
+    while True:
         with suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return True
+        if time.monotonic() >= until_s:
+            return False
         time.sleep(_RETRY_S)
+
+
+def _is_claimed(fd: int) -> bool:
+    # struct flock: type, whence, start, length (0: to the end), pid (0: owned by the description)
+    asked = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    found: int = struct.unpack("hhqqi0q", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
+    return found != fcntl.F_UNLCK
+
+
+def _unlink(fd: int, path: str) -> None:
     if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
         os.unlink(path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -20,6 +20,7 @@ logger = GuardedLogger("kvtier.memory")
 PIECE_BYTES = 64 * 2**20
 THREAD_NAME = "kvtier-populate"
 
+_BLOCK_BYTES = 512  # of ``st_blocks``, on every file system
 _CPUS_PER_THREAD = 4
 _MAX_THREADS = 4
 
@@ -108,7 +109,7 @@ class Population:
     def _back(self, piece: range) -> str:
         """Allocate memory for the slots of a piece, each part on its node; return the shortage, if any."""
         nbytes = len(piece) * self._chunk_bytes * len(self._threads)  # each thread may take as much
-        if limit := memory_limits.exceeded_by(nbytes):
+        if not self._is_there(piece) and (limit := memory_limits.exceeded_by(nbytes)):
             return str(limit)
         for part in self._parts:
             with numa.preferring(part.node):
@@ -118,6 +119,11 @@ class Population:
                     if code:
                         return errno.errorcode.get(code, str(code))
         return ""
+
+    def _is_there(self, piece: range) -> bool:
+        """Return whether an earlier process allocated the memory of a piece, from slot 0 on."""
+        end = piece.stop * self._chunk_bytes
+        return self._fd is not None and os.fstat(self._fd).st_blocks * _BLOCK_BYTES >= end
 
     def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the part in each slot; slots that it fills are joined."""

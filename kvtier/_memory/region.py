@@ -21,6 +21,7 @@ from kvtier._log import GuardedLogger
 from kvtier._memory import _locked_file, guard, memory_limits, pages
 from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
 from kvtier._memory.population import Part, Population
+from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier.errors import RegionError, StateError
 
 logger = GuardedLogger("kvtier.memory")
@@ -44,6 +45,7 @@ class Region:
         chunk_bytes: int,
         file: LockedFile | None = None,
         metadata_bytes: int = 0,
+        keep_s: float = 0.0,
     ) -> None:
         self.slots = slots
         self.chunk_bytes = chunk_bytes
@@ -64,7 +66,8 @@ class Region:
         self._populations: list[Population] = []
         self._has_huge_pages: bool | None = None  # None until they were asked for
         # Also runs at interpreter exit, so that a forgotten region frees its memory.
-        self._release = weakref.finalize(self, _locked_file.release, file) if file else None
+        self._keep_s = keep_s
+        self._release = weakref.finalize(self, _locked_file.release, file, keeps=keep_s > 0) if file else None
 
     @staticmethod
     def open(
@@ -74,6 +77,8 @@ class Region:
         directory: Path = SHARED_MEMORY,
         metadata_bytes: int = 0,
         contents: str = "",
+        keep_s: float = 0.0,
+        is_first: bool = True,
     ) -> Region:
         """Create the shared region ``name``, or join it if a living process has it open.
 
@@ -82,19 +87,31 @@ class Region:
         ``contents``, ASCII words: equal sizes do not prove that slots mean the same to them. RegionError if
         there is no room, a living region of that name has another size or contents, the directory does not
         exist, or ``chunk_bytes`` is not a multiple of the page size.
+
+        If ``keep_s`` is above 0, the region of an engine that has ended is taken over if it has this size and
+        contents, and this one is kept for so many seconds after its end. Its metadata begins with the
+        trailers of its slots; the rest is zeros. One process of an engine ``is_first``: others wait for it.
         """
         _require_shape(slots, chunk_bytes)
+        path, nbytes = directory / _file_name(name), slots * chunk_bytes + metadata_bytes
+        file = None
+        if keep_s and is_first and not path.exists():
+            cleared = range(slots * chunk_bytes + slot_trailers_bytes(slots), nbytes)
+            file = _locked_file.adopt(path, nbytes, _note(contents), cleared)
+        elif keep_s:
+            _locked_file.wait_for(path)
         remove_stale_files(directory)
-        nbytes = slots * chunk_bytes + metadata_bytes
-        file = _locked_file.create_or_join(directory / _file_name(name), nbytes, _note(contents))
-        return Region._over(file, slots, chunk_bytes, metadata_bytes)
+        file = file or _locked_file.create_or_join(path, nbytes, _note(contents))
+        return Region._over(file, slots, chunk_bytes, metadata_bytes, keep_s)
 
     @staticmethod
-    def _over(file: LockedFile, slots: int, chunk_bytes: int, metadata_bytes: int) -> Region:
+    def _over(
+        file: LockedFile, slots: int, chunk_bytes: int, metadata_bytes: int, keep_s: float = 0.0
+    ) -> Region:
         """Make a region of a file; release the file if that fails."""
         try:
             _allocate(file, slots * chunk_bytes, metadata_bytes)
-            return Region(slots, chunk_bytes, file, metadata_bytes)
+            return Region(slots, chunk_bytes, file, metadata_bytes, keep_s)
         except BaseException:
             _locked_file.release(file)
             raise
@@ -158,6 +175,11 @@ class Region:
         with memoryview(self._require_open()) as whole:
             return whole[self.nbytes :]
 
+    @property
+    def trailers(self) -> SlotTrailers:
+        """The trailers of the slots, at the front of the metadata."""
+        return SlotTrailers(self.metadata, self.slots)
+
     def claim(self) -> None:
         """Become the only owner of the slots' contents, until the region closes, or raise RegionError.
 
@@ -179,7 +201,7 @@ class Region:
         if self._file is None or self._file.path is None or self._guard is not None:
             return
         try:
-            fd = guard.start(str(self._file.path), self._file.fd)
+            fd = guard.start(str(self._file.path), self._file.fd, self._keep_s)
         except OSError as error:
             logger.warning("%s: if the engine is killed, its file stays until the next start", error)
             return

@@ -11,6 +11,7 @@ from importlib_metadata import EntryPoint
 from kvtier import _plugins as plugins
 from kvtier._settings import validation
 from kvtier.errors import ConfigError, TierError
+from kvtier.tiers._adopted import ADOPTED, AdoptedConfig, AdoptedTier
 from kvtier.tiers._base import SecondaryTier, TierConfig
 
 
@@ -21,6 +22,8 @@ def installed() -> list[EntryPoint]:
 
 def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
     """Import and check only the tier called ``name``, from setting ``field``. Raises as ``plugins.load``."""
+    if name == ADOPTED:
+        return AdoptedTier
     tier = plugins.load(plugins.TIERS, name, SecondaryTier, field)
     if problem := _config_problem(tier):
         origin = next(plugins.origin(entry) for entry in installed() if entry.name == name)
@@ -30,6 +33,8 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
 
 def maker(config: TierConfig) -> Callable[[], SecondaryTier[Any]]:
     """Return a factory of tiers with these settings; it raises as ``plugins.make``. Raises as ``load``."""
+    if isinstance(config, AdoptedConfig):
+        return partial(AdoptedTier, config)
     return partial(plugins.make, plugins.TIERS, config.type, load(config.type), config)
 
 

@@ -35,7 +35,8 @@ class Holds:
         """Compute the budget and the reserve for this number of slots."""
         limits = self._shared.limits
         self.budget = max(1, int(slots * limits.promotion_budget))
-        self.reserve = min(self.budget, int(slots * limits.promotion_reserve)) if self._shared.tiers else 0
+        reserve = int(slots * limits.promotion_reserve)
+        self.reserve = min(self.budget, reserve) if self._shared.asks_tiers else 0
 
     @property
     def room(self) -> int:
@@ -132,7 +133,7 @@ class Holds:
             held = dict.fromkeys(chunk for other in behind for chunk in other.held)
             spare = [chunk for chunk in held if chunk in promoting and chunk not in first.held]
             promoting.difference_update(spare[: count - self.room])
-        count = min(count, self.room) - len(table.free)
+        count = min(count, self.room) - table.room
         if count <= table.evictable:
             return
         for other in behind:
@@ -151,7 +152,7 @@ class Holds:
         Slots of running gets count as free: unused ones are returned, so asking for chunks that no tier has
         evicts nothing.
         """
-        short = self.reserve - len(self._shared.table.free)
+        short = self.reserve - self._shared.table.room
         if short > 0:
             lent = sum(len(transfer.chunks) for transfer in self._shared.running if not transfer.is_put)
             self._shared.evict(short - lent)

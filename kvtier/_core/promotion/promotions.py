@@ -94,7 +94,7 @@ class Promotions:
             return True
         if key in table.visible or key in self._gets.expected[request.tiers]:
             return False
-        has_room = holds.room and (table.free or table.evictable)
+        has_room = holds.room and (table.room or table.evictable)
         return not has_room and (holds.first is not request or self._tried == (request, holds.changes))
 
     def locate_wanted(self, request: Request, now_s: float) -> None:

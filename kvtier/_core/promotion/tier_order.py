@@ -36,7 +36,12 @@ class TierOrder:
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
             closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
-            slots = min(len(keys), self._holds.room, len(shared.table.free))
+            if status.in_place:
+                keys = keys if closed else self._ask_in_place(tier, keys, waiters, now_s, slot_use)
+                if not keys:
+                    return
+                continue
+            slots = min(len(keys), self._holds.room, shared.table.room)
             if closed is None:
                 gets = 1 if slots == len(keys) and not shared.windowed else 2
                 closed = self._gate(tier, keys, keys, gets, waiters, now_s, may_wait=not first_tier)
@@ -57,21 +62,36 @@ class TierOrder:
             if request.wait is not None and request.wait.keys and request.wait.until_s is not None:
                 self._holds.leave_line(request, request.wait.until_s)
 
+    def _ask_in_place(
+        self, tier: int, keys: Keys, waiters: Waiters, now_s: float, slot_use: SlotUse
+    ) -> list[OffloadKey]:
+        """Get the adopted chunks among keys; return the other keys."""
+        found, others = self._shared.table.split_adopted(keys)
+        if found:
+            count = min(len(found), self._holds.room) if slot_use else 0
+            self._gets.start_get(tier, found, count, waiters, now_s).slot_use = slot_use
+        return others
+
     def obtainable(self, keys: list[OffloadKey], waiters: Waiters, now_s: float) -> list[OffloadKey]:
         """Return the located keys whose tiers may be asked now; the others are looked for in later tiers."""
         if not keys:
             return keys
-        located = next(iter(waiters)).located
-        refused: set[int] = set()
-        for tier, found in _by_tier(keys, located):
-            reason = self._shared.tiers[tier].get_refusal(now_s)
+        refused: set[OffloadKey] = set()
+        for tier, found in _by_tier(keys, next(iter(waiters)).located):
+            status = self._shared.tiers[tier]
+            reason = status.get_refusal(now_s)
+            if status.in_place and not reason:  # their slots may hold other chunks by now
+                gone = self._shared.table.split_adopted(found)[1]
+                refused.update(gone)
+                self.ask(gone, waiters, now_s, tier + 1, SlotUse.NONE)
+                continue
             reason = reason or self._gate(tier, found, keys, 1, waiters, now_s)
             if reason:
-                refused.add(tier)
+                refused.update(found)
             if reason and reason != _WAIT:
                 self._skip(tier, found, waiters, reason)
                 self.ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
-        return [key for key in keys if located[key] not in refused] if refused else keys
+        return [key for key in keys if key not in refused] if refused else keys
 
     def get_located(self, keys: Keys, waiters: Waiters, now_s: float) -> None:
         """Get keys that are known to be in a tier; evict for them, within the budget.
@@ -83,10 +103,10 @@ class TierOrder:
         table = self._shared.table
         room = min(len(keys), self._holds.room)
         if all(request.awaits_any for request in waiters):
-            room = min(room, max(0, len(table.free) - self._holds.reserve))
+            room = min(room, max(0, table.room - self._holds.reserve))
         else:
-            self._shared.evict(room - len(table.free))
-            room = min(room, len(table.free))
+            self._shared.evict(room - table.room)
+            room = min(room, table.room)
         for tier, found in _by_tier(keys[:room], next(iter(waiters)).located):
             if useful := of_use(found, waiters, self._shared.windowed):
                 self._gets.start_get(tier, useful, len(useful), waiters, now_s, located=True)
@@ -162,8 +182,8 @@ class TierOrder:
         room = min(len(keys), self._holds.room)
         if not room or not (count := min(room, self._shared.gate.probe_size(tier, now_s))):
             return
-        self._shared.evict(count - len(self._shared.table.free))
-        if count := min(count, len(self._shared.table.free)):
+        self._shared.evict(count - self._shared.table.room)
+        if count := min(count, self._shared.table.room):
             self._shared.gate.note_probe(tier, now_s)
             self._gets.start_get(tier, keys[:count], count, {}, now_s).is_probe = True
 

@@ -115,6 +115,7 @@ class TierStatus:
         deadline_s: deadline of its transfers.
         width: number of puts that it works on at once.
         writes: policy that selects the chunks to put; by default all.
+        in_place: whether its gets verify adopted chunks in their own slots: it has no others.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class TierStatus:
         width: int = 4,
         breaker: Callable[[], Breaker] = Breaker,
         writes: WriteAdmission | None = None,
+        in_place: bool = False,
     ) -> None:
         self.name = name
+        self.in_place = in_place
         self.deadline_s = deadline_s
         self.puts = breaker()
         self.gets = breaker()

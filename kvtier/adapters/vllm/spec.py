@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import deque
@@ -45,6 +46,7 @@ from kvtier._memory import numa
 from kvtier._memory.population import Part
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
+from kvtier._memory.slot_trailers import slot_trailers_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager
@@ -56,6 +58,8 @@ from kvtier.adapters.vllm._telemetry.metrics import Published, definitions
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy, end_copies
 from kvtier.errors import ConfigError
+from kvtier.keys import OffloadKey
+from kvtier.tiers import _seal as seals
 
 logger = GuardedLogger("kvtier.vllm")
 
@@ -114,7 +118,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         warn_if_untested()
         limit_refusals()
         self._warn_of_plain_connector()
-        region = self._open_region()
+        region = self._open_region(is_first=False)
         region.claim()
         region.start_guard()
         windowed = _windowed_groups(self.config, self._engine)
@@ -127,8 +131,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         tiers = make_tiers(self._settings)
         slot_checksums = self._slot_checksums(region)
-        status_table = StatusTable(region.metadata, region.slots, self.config.parallel.world_size)
+        status_table = StatusTable(self._reports(region), region.slots, self.config.parallel.world_size)
         identity = self._identity(tiers, status_table)
+        if self._settings.keep_host_memory_s:
+            core.adopt(region.trailers, _adopted(region, identity))
         executor = start_executor(self._settings, tiers, identity, region, slot_checksums)
         _populate(region, executor.events, _numa_parts(self._shape, status_table))
         return KVTierManager(
@@ -213,7 +219,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         parallel = self.config.parallel
         stages = self._engine.vllm_config.parallel_config.pipeline_parallel_size
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank, stages)
-        region = self._open_region()
+        region = self._open_region(is_first=parallel.rank == 0)
         engine = open_transfer_engine(
             caches,
             layout,
@@ -223,7 +229,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         if (slot_checksums := self._slot_checksums(region)) is not None:
             engine.begin_audits(slot_checksums)
-        row = WorkerStatus(region.metadata, region.slots, parallel.rank)
+        row = WorkerStatus(self._reports(region), region.slots, parallel.rank)
         row[StatusField.NODE] = 0 if engine.node is None else engine.node + 1
         row[StatusField.PAGES] = page_format(self.config, self._engine)
         blocks_per_chunk, flushes_late = self.config.cache.blocks_per_chunk, self._engine.flushes_late
@@ -231,9 +237,23 @@ class KVTierOffloadingSpec(OffloadingSpec):
             engine, region, row, blocks_per_chunk, groups, flushes_late=flushes_late, state_groups=states
         )
 
-    def _open_region(self) -> Region:
-        slots = slots_for(self._settings, self._shape.chunk_bytes)
+    def _owner(self) -> str:
+        """Return a word for this engine among others on the machine, the same after a restart."""
+        rank = self._engine.vllm_config.parallel_config.data_parallel_rank
+        name = f"{self.config.model.name}\0{self._settings.namespace}\0{rank}"
+        return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+    def _reports(self, region: Region) -> memoryview:
+        """Return the bytes of the table of workers' reports, and what follows."""
+        return region.metadata[
+            slot_trailers_bytes(region.slots) if self._settings.keep_host_memory_s else 0 :
+        ]
+
+    def _open_region(self, *, is_first: bool) -> Region:
+        """Open the region. Of an engine's processes its first worker ``is_first``."""
+        slots, keep_s = slots_for(self._settings, self._shape.chunk_bytes), self._settings.keep_host_memory_s
         metadata_bytes = status_table_bytes(slots, self.config.parallel.world_size)
+        metadata_bytes += slot_trailers_bytes(slots) if keep_s else 0
         if self._settings.audit_rate:
             metadata_bytes += slot_checksums_bytes(slots, self._shape.areas)
         # A worker that outlives its engine keeps the region of its own start.
@@ -242,7 +262,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
             slots,
             self._shape.chunk_bytes,
             metadata_bytes=metadata_bytes,
-            contents=f"{slots} slots: {self._shape}",
+            contents=f"{self._owner()} {slots} slots: {self._shape}",
+            keep_s=keep_s,
+            is_first=is_first,
         )
 
     def _slot_checksums(self, region: Region) -> SlotChecksums | None:
@@ -334,6 +356,19 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
             region.slots,
             _FIRST_SLOTS_S,
         )
+
+
+def _adopted(region: Region, identity: Identity) -> dict[OffloadKey, int]:
+    """Return the slots of chunks that an earlier engine left, by key, the least recently used first."""
+    found: dict[OffloadKey, int] = {}
+    for slot, trailer in region.trailers.complete():
+        sealed = seals.read(trailer)
+        if sealed is not None and sealed.digest == identity.short_digest:
+            found.pop(sealed.key, None)
+            found[sealed.key] = slot
+    if found:
+        logger.info("the primary tier has %d chunks of an engine that has ended", len(found))
+    return found
 
 
 def _source(tier: NamedTier) -> CacheHitSource:

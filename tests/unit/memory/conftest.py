@@ -23,10 +23,13 @@ import sys
 from pathlib import Path
 from kvtier.errors import RegionError
 from kvtier._memory.region import Region
+from kvtier._memory.slot_trailers import slot_trailers_bytes
 
 directory, name, slots, chunk_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+keep_s = float(sys.argv[5])
+kept = (slot_trailers_bytes(slots), f"same {slots} slots") if keep_s else ()
 try:
-    region = Region.open(name, slots, chunk_bytes, directory)
+    region = Region.open(name, slots, chunk_bytes, directory, *kept, keep_s=keep_s)
 except RegionError as error:
     print(error, flush=True)
     sys.exit(3)
@@ -58,9 +61,10 @@ for line in sys.stdin:
 class Holder:
     """A process that opened a region and does as told."""
 
-    def __init__(self, directory: Path, name: str, slots: int, chunk_bytes: int) -> None:
+    def __init__(self, directory: Path, name: str, slots: int, chunk_bytes: int, keep_s: float) -> None:
+        arguments = map(str, (directory, name, slots, chunk_bytes, keep_s))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _HOLDER, str(directory), name, str(slots), str(chunk_bytes)],
+            [sys.executable, "-c", _HOLDER, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -93,7 +97,7 @@ class Holder:
 class Holding(Protocol):
     """Runs a holder of a region named ``name``, and kills it at the end."""
 
-    def __call__(self, name: str, slots: int = 4) -> AbstractContextManager[Holder]: ...
+    def __call__(self, name: str, slots: int = 4, keep_s: float = 0) -> AbstractContextManager[Holder]: ...
 
 
 @pytest.fixture
@@ -107,8 +111,8 @@ def shm() -> Iterator[Path]:
 def holding(shm: Path) -> Holding:
     """A starter of processes that hold regions in ``shm``."""
 
-    def hold(name: str, slots: int = 4) -> AbstractContextManager[Holder]:
-        return _running(Holder(shm, name, slots, PAGE))
+    def hold(name: str, slots: int = 4, keep_s: float = 0) -> AbstractContextManager[Holder]:
+        return _running(Holder(shm, name, slots, PAGE, keep_s))
 
     return hold
 

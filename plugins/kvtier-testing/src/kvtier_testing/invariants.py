@@ -20,8 +20,10 @@ def check(core: Tiering) -> None:
     """
     table = core.table
     expected = _expected_pins(core)
-    free, visible = set(table.free), set(table.visible.values())
-    _require(len(free) == len(table.free), "a slot is free once")
+    visible = set(table.visible.values())
+    free = {*table.free, *table.adopted.values()}
+    _require(len(free) == table.room, "a slot is free or adopted once")
+    _require(all(chunk.key == key for key, chunk in table.adopted.items()), "adopted chunks keep their keys")
     _require(len(visible) == len(table.visible), "a chunk is visible under one key")
     candidates = 0
     for chunk in table.all:

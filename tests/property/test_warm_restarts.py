@@ -1,0 +1,196 @@
+"""Random lives of engines that are killed and started again over the same host memory: no wrong bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvtier._core.messages import Answer, Command, Get, GetEnded, Put, PutEnded, SlotsReady
+from kvtier._core.requests import Request
+from kvtier._core.states import Lookup
+from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.transfers import Reservation
+from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
+from kvtier.keys import OffloadKey, pack_key
+from kvtier.policies._lru import LRU
+from kvtier.tiers._seal import check, read, seal
+from kvtier_testing import invariants
+from tests.effort import effort
+
+SLOTS, CHUNK_BYTES, STEPS = 6, 64, 400
+KEYS = [pack_key(bytes([number])) for number in range(10)]
+DIGEST = bytes(16)
+
+
+class World:
+    """Host memory and files that outlive engines, and the engine that runs now.
+
+    The bytes of a chunk depend on its key and on the number of resets: each reset follows new weights.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.memory = [bytearray(CHUNK_BYTES) for _ in range(SLOTS)]
+        self.trailers = SlotTrailers(memoryview(bytearray(slot_trailers_bytes(SLOTS))), SLOTS)
+        self.files: dict[OffloadKey, bytes] = {}
+        self.resets = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start an engine, which adopts chunks."""
+        tiers = [TierStatus("adopted", in_place=True)]
+        tiers += [TierStatus("files")] if self.random.random() < 0.7 else []
+        self.core = Tiering(LRU(), tiers, Limits(promotion_reserve=0.0, promotion_budget=1.0))
+        found = {read(trailer).key: slot for slot, trailer in self.trailers.complete()}  # type: ignore[union-attr]
+        self.core.adopt(self.trailers, found)
+        self.core.on_event(SlotsReady(range(SLOTS)), 0.0)
+        self.stores: list[tuple[Reservation, int]] = []
+        self.commands: list[tuple[Command, int]] = []
+
+    def content(self, key: OffloadKey, resets: int) -> bytes:
+        return random.Random(f"{key.hex()} {resets}").randbytes(CHUNK_BYTES)
+
+    def step(self) -> None:
+        acts = [self.offer, self.copy, self.carry_out, self.carry_out, self.ask, self.ask]
+        rare = self.random.random()
+        (self.die if rare < 0.02 else self.reset if rare < 0.03 else self.random.choice(acts))()
+        self.commands += [(command, self.resets) for command in self.core.take_commands()]
+        invariants.check(self.core)
+
+    def some_keys(self) -> list[OffloadKey]:
+        return self.random.sample(KEYS, self.random.randint(1, 3))
+
+    def offer(self) -> None:
+        """Begin a store."""
+        if reservation := self.core.reserve(self.some_keys()):
+            self.stores.append((reservation, self.resets))
+
+    def copy(self) -> None:
+        """End a store: it succeeds, fails, or brings parts of some chunks."""
+        if not self.stores:
+            return
+        reservation, resets = self.stores.pop(self.random.randrange(len(self.stores)))
+        bad = {slot: "failed" for slot in reservation.slots if self.random.random() < 0.1}
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            whole = CHUNK_BYTES // 2 if slot in bad else CHUNK_BYTES
+            self.memory[slot][:whole] = self.content(key, resets)[:whole]
+        self.core.drop_unfilled(reservation, bad)
+        end = self.core.abort if resets < self.resets or self.random.random() < 0.1 else None
+        end(reservation) if end else self.core.commit(reservation, 0.0)
+
+    def carry_out(self) -> None:
+        """Carry out a command."""
+        if self.commands:
+            command, resets = self.commands.pop(self.random.randrange(len(self.commands)))
+            if isinstance(command, Put):
+                self.core.on_event(PutEnded(command.id, self.put(command, resets)), 0.0)
+            elif isinstance(command, Get):
+                self.core.on_event(GetEnded(command.id, self.get(command)), 0.0)
+
+    def put(self, command: Put, resets: int) -> Sequence[bool]:
+        """Put chunks; the tier of adopted chunks may carry out those that a reset has overtaken, too."""
+        for key, slot in zip(command.keys, command.slots, strict=True):
+            if command.tier == 0:
+                self.trailers.write(slot, seal(key, memoryview(self.memory[slot]), DIGEST))
+            elif resets == self.resets and self.memory[slot] == self.content(key, resets):  # audited
+                self.files[key] = bytes(self.memory[slot])
+        return [resets == self.resets] * len(command.keys)
+
+    def get(self, command: Get) -> Sequence[Answer]:
+        answers = [self.find(command.tier, key) for key in command.keys]
+        for index, (key, slot) in enumerate(zip(command.keys, command.slots, strict=False)):
+            if answers[index] is Answer.MISSING:
+                break
+            if command.tier == 0:
+                trailer, payload = self.trailers.read(slot), memoryview(self.memory[slot])
+                assert not check(trailer, key, payload, DIGEST).is_corrupt, "adopted chunks are whole"
+            else:
+                self.memory[slot][:] = self.files[key]
+            answers[index] = Answer.COPIED
+        return answers
+
+    def find(self, tier: int, key: OffloadKey) -> Answer:
+        return Answer.LOCATED if tier == 0 or key in self.files else Answer.MISSING
+
+    def ask(self) -> None:
+        """Look a prompt up until it is loaded or missed, with the bytes that the engine would compute."""
+        request, keys = Request(), self.some_keys()
+        hits: list[OffloadKey] = []
+        for _ in range(8):
+            hits = [key for key in keys if self.core.lookup(key, request) is Lookup.HIT]
+            if len(hits) == len(keys) or self.random.random() < 0.3:
+                break
+            self.core.settle(0.0)
+            self.commands += [(command, self.resets) for command in self.core.take_commands()]
+            self.carry_out()
+            hits = []
+        if hits:
+            pinned = self.core.acquire(hits, request)
+            for key, slot, origin in zip(hits, pinned.slots, pinned.origins, strict=True):
+                assert self.memory[slot] == self.content(key, self.resets), "a load brings wrong bytes"
+                self.counts["adopted"] += origin == 0
+            if self.random.random() < 0.05:
+                for slot in pinned.slots:  # an audit of the load has found this
+                    self.memory[slot][0] ^= 1
+                self.core.fail_load(pinned, request)
+            else:
+                self.core.release(pinned)
+        self.core.close(request, 0.0)
+
+    def reset(self) -> None:
+        self.core.reset()
+        self.files.clear()
+        self.resets += 1
+
+    def die(self) -> None:
+        """End in the midst of copies and commands, some of which have happened, and start again."""
+        for reservation, resets in self.stores:
+            for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+                part = self.random.randrange(CHUNK_BYTES + 1)
+                self.memory[slot][:part] = self.content(key, resets)[:part]
+        for command, resets in self.commands:
+            if self.random.random() < 0.5 and isinstance(command, Put):
+                self.put(command, resets)
+            elif self.random.random() < 0.5 and isinstance(command, Get) and command.tier:
+                self.get(command)
+        self.start()
+
+
+def live(runs: int) -> int:
+    """Return how many adopted chunks were loaded in so many lives."""
+    adopted = 0
+    for seed in range(runs):
+        world = World(seed)
+        for _ in range(STEPS):
+            world.step()
+        adopted += world.counts["adopted"]
+    return adopted
+
+
+def test_no_restart_brings_wrong_bytes() -> None:
+    assert live(effort(30, 2000)) > 50
+
+
+_fill = SlotTrailers.fill
+
+
+def _fill_once(self: SlotTrailers, slots: Sequence[int]) -> None:
+    _fill(self, [slot for slot in slots if not self.read(slot).strip(b"\0")])
+
+
+@pytest.mark.parametrize(
+    ("method", "planted"),
+    [("fill", _fill_once), ("drop", lambda self, slots: None), ("reset", lambda self: None)],
+    ids=["filled again", "dropped", "reset"],
+)
+def test_entries_that_are_not_voided_are_found(
+    method: str, planted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotTrailers, method, planted)
+    with pytest.raises(AssertionError, match=r"wrong bytes|whole"):
+        live(200)

@@ -1,0 +1,133 @@
+"""Chunks of the engine before: verified in their own slots, and given up when others need the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from kvtier._core.messages import SlotsReady
+from kvtier._core.requests import Request
+from kvtier._core.tiering import Tiering
+from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier.policies._lru import LRU
+from tests.unit.core.world import (
+    COPIED,
+    HIT,
+    LOCATED,
+    MISS,
+    MISSING,
+    RETRY,
+    answer,
+    ask,
+    fetches,
+    keys,
+    reserve,
+    step,
+)
+
+
+class Voided(list[object]):
+    """The slots whose entries were voided, and None for each reset."""
+
+    def fill(self, slots: Collection[int]) -> None:
+        self.extend(slots)
+
+    def drop(self, slots: Collection[int]) -> None:
+        self.extend(slots)
+
+    def use(self, slots: Collection[int]) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.append(None)
+
+
+OLD, NEW = keys("old", 4), keys("new", 8)
+SLOTS = dict(zip(OLD, (6, 2, 0, 5), strict=True))
+
+
+def make(*tiers: str, budget: float = 1.0) -> Tiering:
+    """Return a core of eight slots, four of them with adopted chunks."""
+    statuses = [TierStatus("adopted", in_place=True), *map(TierStatus, tiers)]
+    core = Tiering(LRU(), statuses, Limits(promotion_reserve=0.0, promotion_budget=budget))
+    core.adopt(Voided(), SLOTS)
+    core.on_event(SlotsReady(range(8)), 0.0)
+    return core
+
+
+def test_chunks_are_verified_in_their_slots() -> None:
+    core, request = make(), Request()
+    (get,) = step(core, request, OLD[:3])
+    assert (get.tier, get.keys, get.slots) == (0, OLD[:3], [6, 2, 0])
+    answer(core, get, [COPIED, COPIED, MISSING])
+    assert ask(core, request, OLD[:3]) == [HIT, HIT, MISS]
+    assert core.acquire(OLD[:2], request).slots == [6, 2]
+    assert core.table.room == 6
+
+
+def test_others_are_missed_at_once() -> None:
+    assert ask(make(), Request(), NEW[:1]) == [MISS]
+
+
+def test_others_are_asked_of_the_next_tier() -> None:
+    core, request = make("files"), Request()
+    assert ask(core, request, [OLD[0], NEW[0]]) == [RETRY, RETRY]
+    core.settle(0.0)
+    gets = fetches(core)
+    assert [(get.tier, get.keys) for get in gets] == [(0, [OLD[0]]), (1, [NEW[0]])]
+    assert 6 not in gets[1].slots
+
+
+def test_stores_take_free_slots_first_then_the_least_recently_used() -> None:
+    core = make()
+    assert not {*SLOTS.values()} & {*reserve(core, NEW[:4]).slots}
+    taken = reserve(core, NEW[4:6])
+    assert sorted(taken.slots) == [2, 6]
+    assert not taken.evicted
+    assert ask(core, Request(), OLD[:1]) == [MISS]
+    assert ask(core, Request(), OLD[2:3]) == [RETRY]
+
+
+def test_a_chunk_that_is_stored_anew_gives_up_its_slot() -> None:
+    core = make()
+    reserve(core, OLD[:1])
+    assert [*core.table.adopted] == OLD[1:]
+    assert core.table.room == 7
+
+
+def test_located_chunks_that_were_given_up_are_asked_of_the_next_tier() -> None:
+    core, request = make("files", budget=1 / 8), Request()
+    (get,) = step(core, request, OLD[:2])
+    assert get.slots == [6]
+    reserve(core, NEW[:5])  # four free slots, and the one of OLD[1]
+    (get,) = answer(core, get, [COPIED, LOCATED])
+    assert (get.tier, get.keys) == (1, OLD[1:2])
+
+
+def test_whatever_fills_drops_or_resets_slots_voids_entries() -> None:
+    core, request, voided = make(), Request(), Voided()
+    core.table.trailers = voided
+    answer(core, step(core, request, OLD[:1])[0], [COPIED])
+    assert voided == []
+    stored = reserve(core, NEW[:1])
+    assert voided == stored.slots
+    core.abort(stored)
+    core.fail_load(core.acquire(OLD[:1], request), request)
+    assert voided == stored.slots * 2 + [6]
+    core.reset()
+    assert voided[-1] is None
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_reset_gives_them_up(is_running: bool) -> None:
+    core = make()
+    get = step(core, Request(), OLD[:1])[0] if is_running else None
+    core.reset()
+    assert not core.table.adopted
+    assert core.table.room == (7 if is_running else 8)
+    core.take_commands()
+    if get is not None:
+        answer(core, get, [COPIED])
+    assert ask(core, Request(), OLD[:1]) == [MISS]
+    assert core.table.room == 8

@@ -1,0 +1,108 @@
+"""A region outlives its engine for a while: the next engine gets it, once no process uses it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier._memory.region import Region
+from kvtier._memory.slot_trailers import slot_trailers_bytes
+from tests.common import wait_until
+from tests.unit.memory.conftest import PAGE, Holder, Holding
+from tests.unit.memory.test_guard import guards
+
+LONG_S = 600.0
+
+
+@contextmanager
+def engine(holding: Holding, keep_s: float = LONG_S) -> Iterator[Holder]:
+    """Run a process with a guarded region that has four bytes in slot 1."""
+    with holding("engine", keep_s=keep_s) as holder:
+        assert (holder.answer(), holder.tell("claim"), holder.tell("guard")) == ("open", "claimed", "guarded")
+        assert holder.tell("write 1 abcd") == "written"
+        yield holder
+
+
+def open_region(
+    shm: Path, name: str = "next", slots: int = 4, contents: str = "same 4 slots", *, is_first: bool = True
+) -> Region:
+    nbytes = slot_trailers_bytes(slots)
+    return Region.open(name, slots, PAGE, shm, nbytes, contents, keep_s=LONG_S, is_first=is_first)
+
+
+def kill_guards(shm: Path) -> None:
+    for pid in guards(shm):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not guards(shm))
+
+
+@pytest.fixture(autouse=True)
+def _no_guard_stays(shm: Path) -> Iterator[None]:
+    yield
+    kill_guards(shm)
+
+
+@pytest.mark.parametrize("end", ["killed", "closed", "with its guard"])
+def test_next_engine_gets_region(shm: Path, holding: Holding, end: str) -> None:
+    with engine(holding) as holder:
+        if end == "with its guard":
+            kill_guards(shm)
+        if end == "closed":
+            assert holder.tell("close") == "closed"
+        holder.kill()
+    if end != "with its guard":
+        wait_until(lambda: os.listdir(shm) == ["kvtier_engine.kept"])
+    with open_region(shm) as region:
+        assert os.listdir(shm) == ["kvtier_next"]
+        assert bytes(region.view(1)[:4]) == b"abcd"
+        region.claim()
+        wait_until(lambda: guards(shm) == [])
+        with open_region(shm, is_first=False) as worker:
+            assert bytes(worker.view(1)[:4]) == b"abcd"
+
+
+def test_region_in_use_is_not_taken(shm: Path, holding: Holding) -> None:
+    with engine(holding) as holder, open_region(shm) as region:
+        assert bytes(region.view(1)[:4]) != b"abcd"
+        assert holder.tell("read 1") == "abcd"
+
+
+def test_region_that_a_worker_uses_is_not_taken(shm: Path, holding: Holding) -> None:
+    with engine(holding) as holder, open_region(shm, "engine", is_first=False) as worker:
+        holder.kill()
+        with open_region(shm) as region:
+            assert bytes(region.view(1)[:4]) != b"abcd"
+        assert bytes(worker.view(1)[:4]) == b"abcd"
+
+
+@pytest.mark.parametrize(
+    ("owner", "left"), [("same", ["kvtier_next"]), ("other", ["kvtier_engine.kept", "kvtier_next"])]
+)
+def test_kept_region_of_another_size_goes_with_its_owner(
+    shm: Path, holding: Holding, owner: str, left: list[str]
+) -> None:
+    with engine(holding) as holder:
+        holder.kill()
+    wait_until(lambda: os.listdir(shm) == ["kvtier_engine.kept"])
+    with open_region(shm, slots=5, contents=f"{owner} 5 slots") as region:
+        assert bytes(region.view(1)[:4]) != b"abcd"
+        assert sorted(os.listdir(shm)) == left
+
+
+def test_region_is_removed_after_its_time(shm: Path, holding: Holding) -> None:
+    with engine(holding, keep_s=0.1) as holder:
+        holder.kill()
+    wait_until(lambda: os.listdir(shm) == [])
+
+
+def test_engine_that_keeps_nothing_takes_nothing(shm: Path, holding: Holding) -> None:
+    with engine(holding) as holder:
+        holder.kill()
+    wait_until(lambda: os.listdir(shm) == ["kvtier_engine.kept"])
+    with Region.open("next", 4, PAGE, shm) as region:
+        assert bytes(region.view(1)[:4]) != b"abcd"

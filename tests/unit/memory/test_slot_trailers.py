@@ -1,0 +1,67 @@
+"""Entries of slots: valid from the trailer on until the slot is filled anew or a reset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
+
+TRAILER, OTHER = b"a" * 128, b"b" * 128
+
+
+@pytest.fixture
+def table() -> SlotTrailers:
+    return SlotTrailers(memoryview(bytearray(slot_trailers_bytes(4))), 4)
+
+
+def fill(table: SlotTrailers, slot: int, trailer: bytes = TRAILER) -> None:
+    table.fill([slot])
+    table.write(slot, trailer)
+
+
+def test_new_table_has_no_entries(table: SlotTrailers) -> None:
+    assert table.complete() == []
+
+
+def test_entry_is_valid_once_its_trailer_is_there(table: SlotTrailers) -> None:
+    table.fill([2])
+    assert table.complete() == []
+    table.write(2, TRAILER)
+    assert table.complete() == [(2, TRAILER)]
+
+
+@pytest.mark.parametrize("voids", [SlotTrailers.fill, SlotTrailers.drop])
+def test_filling_or_dropping_a_slot_voids_its_entry(
+    table: SlotTrailers, voids: Callable[[SlotTrailers, list[int]], None]
+) -> None:
+    fill(table, 2)
+    fill(table, 3, OTHER)
+    voids(table, [2])
+    assert table.complete() == [(3, OTHER)]
+
+
+def test_trailer_of_a_dropped_chunk_is_void(table: SlotTrailers) -> None:
+    table.fill([2])
+    table.drop([2])
+    table.write(2, TRAILER)
+    assert table.complete() == []
+
+
+def test_reset_voids_also_trailers_that_come_later(table: SlotTrailers) -> None:
+    fill(table, 1)
+    table.fill([2])
+    table.reset()
+    table.write(2, TRAILER)
+    assert table.complete() == []
+    fill(table, 2, OTHER)
+    assert table.complete() == [(2, OTHER)]
+
+
+def test_entries_come_by_last_use(table: SlotTrailers) -> None:
+    for slot in (0, 1, 2):
+        fill(table, slot)
+        table.use([slot])
+    table.use([0])
+    assert [slot for slot, _ in table.complete()] == [1, 2, 0]
