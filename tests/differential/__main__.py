@@ -19,7 +19,7 @@ from tests.differential.draws import LIVES_OF_A_MODEL, draw
 from tests.differential.lives import Life, code, joined
 from tests.differential.models import Model
 from tests.differential.shrink import shrink, without
-from tests.differential.world import ONE_THREAD, Failure, Stage, Unfit
+from tests.differential.world import Failure, Stage, Unfit
 from tests.integration.conftest import ENVIRONMENT
 from tests.integration.harness import Launcher
 
@@ -149,7 +149,7 @@ def main() -> None:
     options = parsed(sys.argv[1:])
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-lives-") as name,
-        Launcher(Path(name), {**ENVIRONMENT, **ONE_THREAD}) as launcher,
+        Launcher(Path(name), ENVIRONMENT) as launcher,
     ):
         search = Search(launcher, Path(name), options)
         search.run()

@@ -33,13 +33,15 @@ def draw_model(chance: Random) -> Model:
     """Draw a model of a kind that the CPU runs."""
     kind = chance.choice([*sorted(KINDS), "llama", "llama"])
     windows = KINDS[kind].windows
+    draft = chance.choice(DRAFTS) if KINDS[kind].drafts and chance.random() < 0.3 else ""
     return Model(
         kind,
         window=chance.choice([32, 48, 64, 96, 160, 250, 320]) if windows else 0,
         # With one tensor, the pages of slots in a row join.
         layers=chance.choice(["ssf" * 2, "sf", "sf" * 2, "sssf", "sff" * 2] if windows else ["", "f"]),
-        draft=chance.choice(DRAFTS) if KINDS[kind].drafts and chance.random() < 0.3 else "",
-        adapters=2 if KINDS[kind].adapters and chance.random() < 0.2 else 0,
+        draft=draft,
+        # vLLM's CPU engine fails with adapters and EAGLE.
+        adapters=2 if KINDS[kind].adapters and not draft and chance.random() < 0.25 else 0,
     )
 
 
@@ -87,7 +89,8 @@ def draw_case(chance: Random, model: Model) -> Case:
         arguments=arguments,
         settings=settings,
         tiers=tiers,
-        copy_s=chance.choice([0.02, 0.1] if has_transport else [0, 0, 0.01, 0.1]),
+        copy_s=chance.choice([0.02, 0.05] if has_transport else [0, 0, 0.01, 0.1]),
+        publishes=chance.random() < 0.4,
     )
     if case.lacks_parts and chance.random() < 0.8:
         # Such a case stores little: it proves no more than that nothing is stored in part.
@@ -232,10 +235,10 @@ class Drawer:
             yield pieces, say
 
     def hint(self) -> Mapping[str, Any]:
-        """Draw what a client says, and to a transport whether it keeps or gives the prompt."""
+        """Draw what a client says, and whether a transport gives the prompt."""
         if self.happens("hint"):
             return self._chance.choice(HINTS)
-        return {"transport": self._chance.choice(["keep", "receive", ""])} if self._has_transport else {}
+        return {"transport": "receive"} if self._has_transport and self._chance.random() < 0.5 else {}
 
     def round(self) -> Round:
         """Draw concurrent requests, an action before them, and resets."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvtier_bench.engine.compared import EngineError
 from tests.differential.draws import LIVES_OF_A_CASE, LIVES_OF_A_MODEL, draw
 from tests.differential.mutations import MUTATIONS
-from tests.differential.world import ONE_THREAD, Stage, Unfit
+from tests.differential.world import Stage, Unfit
 from tests.integration.conftest import ENVIRONMENT
 from tests.integration.harness import Launcher
 
@@ -81,7 +81,7 @@ def main() -> None:
     hunt = Hunt(list(options.bugs), options.minutes)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-hunt-") as name,
-        Launcher(Path(name), {**ENVIRONMENT, **ONE_THREAD}) as launcher,
+        Launcher(Path(name), ENVIRONMENT) as launcher,
     ):
         hunt.run(launcher, Path(name), options.seed)
     for bug in hunt.hidden:

@@ -28,6 +28,7 @@ class Case:
         settings: kvtier's own.
         tiers: settings of each secondary tier.
         copy_s: seconds that each copy between device and host waits before it begins.
+        publishes: whether its KV events are followed.
     """
 
     model: Model = field(default_factory=Model)
@@ -38,6 +39,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tiers: tuple[Mapping[str, Any], ...] = ()
     copy_s: float = 0
+    publishes: bool = False
 
     @property
     def block_tokens(self) -> int:

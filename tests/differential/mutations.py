@@ -78,4 +78,14 @@ MUTATIONS = (
         f"{_MANAGER}.on_new_request",
         (('"neighbour" if self._is_blind else None', "None"),),
     ),
+    Mutation(
+        "eviction_is_not_announced",
+        "kvtier._core.shared:SharedState.evict",
+        (("self.kv_events.removed(keys)", "pass"),),
+    ),
+    Mutation(
+        "dropped_puts_are_not_counted",
+        "kvtier._core.cascade:Cascades._admit",
+        (("if room < len(chosen) and is_new:", "if False:"),),
+    ),
 )

@@ -37,6 +37,7 @@ class Router:
     def __init__(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # all that an engine publishes between two looks
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
         self._socket.connect(endpoint)
         self.endpoint = endpoint
