@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import EngineError
-from tests.differential.draws import LIVES_OF_A_MODEL, draw
+from tests.differential.draws import ALL_FEATURES, LIVES_OF_A_MODEL, draw, features
 from tests.differential.lives import Life, code, joined
 from tests.differential.models import Model
 from tests.differential.shrink import shrink, without
@@ -30,11 +30,15 @@ class Search:
     Attributes:
         ends: how many lives ended how.
         found: reductions of those that failed.
+        lives: how many lives had each feature.
+        loaded: how many chunks were loaded in them.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, options: argparse.Namespace) -> None:
         self.ends: Counter[str] = Counter()
         self.found: list[str] = []
+        self.lives: Counter[str] = Counter()
+        self.loaded: Counter[str] = Counter()
         self._launcher, self._folder, self._options = launcher, folder, options
         self._lives: list[Life] = []  # of the engine that runs
         self._until_s = time.monotonic() + options.minutes * 60
@@ -88,6 +92,8 @@ class Search:
     def _run(self, stage: Stage, seed: int, life: Life) -> None:
         begun_s = time.monotonic()
         failure, life = self._failure(stage, life)
+        self.lives.update(features(life.case))
+        self.loaded.update(dict.fromkeys(features(life.case), stage.loaded.total()))
         end = failure.kind if failure else "right"
         if failure and (alone := stage.failure(life, connector=False)):
             end = f"{alone.kind} without a connector, too"
@@ -154,6 +160,9 @@ def main() -> None:
         search = Search(launcher, Path(name), options)
         search.run()
     say(f"lives: {', '.join(f'{count} {end}' for end, count in search.ends.most_common())}")
+    for name in ALL_FEATURES:
+        count, loaded = search.lives[name], search.loaded[name]
+        say(f"{name}: {loaded} chunks loaded in {count} lives{'' if loaded else ': NOT TESTED'}")
     print(*search.found, sep="\n")
     sys.exit(bool(search.found))
 

@@ -119,6 +119,35 @@ def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
         yield {"type": "fs", **policy}
 
 
+def features(case: Case) -> Iterator[str]:
+    """Yield what an engine has, in words."""
+    model, given = case.model, {**case.arguments, **case.settings}
+    yield from (model.kind, case.connector, *(f"tier {tier['type']}" for tier in case.tiers))
+    has = {
+        "windows": model.window,
+        "one tensor": model.layers in ("f", "sf"),
+        f"draft {model.draft}": model.draft,
+        "LoRA": model.adapters,
+        "chunks of several blocks": case.chunk_blocks != 1,
+        "slow copies": case.copy_s,
+        "KV events": case.publishes,
+        "async scheduling": given.get("async_scheduling"),
+        "no prefix caching": not given.get("enable_prefix_caching", True),
+        "prompts in several steps": case.longest > given.get("max_num_batched_tokens", 2048),
+        "store_threshold": given.get("store_threshold"),
+    }
+    yield from (name for name, has_it in has.items() if has_it)
+
+
+ALL_FEATURES = (
+    *("windows", "one tensor", "LoRA", "chunks of several blocks", "slow copies", "KV events"),
+    *("async scheduling", "no prefix caching", "prompts in several steps", "store_threshold"),
+    *("tier fs", "tier dummy", "OffloadingConnector", "KVTierConnector", *BESIDE_A_TRANSPORT),
+    *(f"draft {name}" for name in DRAFTS),
+    *KINDS,
+    *("MLA", "states (Mamba)", "tensor parallelism"),  # not drawn
+)
+
 HINTS: Sequence[Mapping[str, Any]] = (
     {"max_offload_tokens": 100},
     {"max_load_tokens": 64},
