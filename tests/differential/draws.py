@@ -119,14 +119,17 @@ def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
         yield {"type": "fs", **policy}
 
 
-def features(case: Case) -> Iterator[str]:
-    """Yield what an engine has, in words."""
-    model, given = case.model, {**case.arguments, **case.settings}
-    yield from (model.kind, case.connector, *(f"tier {tier['type']}" for tier in case.tiers))
-    has = {
+def features(case: Case) -> Mapping[str, Any]:
+    """Return for each feature, in words, whether an engine has it."""
+    model, given, tiers = case.model, {**case.arguments, **case.settings}, [one["type"] for one in case.tiers]
+    connectors = ("OffloadingConnector", "KVTierConnector", *BESIDE_A_TRANSPORT)
+    return {
+        **{kind: model.kind == kind for kind in KINDS},
+        **{f"draft {draft}": model.draft == draft for draft in DRAFTS},
+        **{connector: case.connector == connector for connector in connectors},
+        **{f"tier {tier}": tier in tiers for tier in ("fs", "dummy")},
         "windows": model.window,
         "one tensor": model.layers in ("f", "sf"),
-        f"draft {model.draft}": model.draft,
         "LoRA": model.adapters,
         "chunks of several blocks": case.chunk_blocks != 1,
         "slow copies": case.copy_s,
@@ -135,18 +138,9 @@ def features(case: Case) -> Iterator[str]:
         "no prefix caching": not given.get("enable_prefix_caching", True),
         "prompts in several steps": case.longest > given.get("max_num_batched_tokens", 2048),
         "store_threshold": given.get("store_threshold"),
+        **dict.fromkeys(("MLA", "states (Mamba)", "tensor parallelism"), False),  # not drawn
     }
-    yield from (name for name, has_it in has.items() if has_it)
 
-
-ALL_FEATURES = (
-    *("windows", "one tensor", "LoRA", "chunks of several blocks", "slow copies", "KV events"),
-    *("async scheduling", "no prefix caching", "prompts in several steps", "store_threshold"),
-    *("tier fs", "tier dummy", "OffloadingConnector", "KVTierConnector", *BESIDE_A_TRANSPORT),
-    *(f"draft {name}" for name in DRAFTS),
-    *KINDS,
-    *("MLA", "states (Mamba)", "tensor parallelism"),  # not drawn
-)
 
 HINTS: Sequence[Mapping[str, Any]] = (
     {"max_offload_tokens": 100},
