@@ -155,20 +155,6 @@ HINTS: Sequence[Mapping[str, Any]] = (
 )
 
 
-_ODDS = (0.0, 0.1, 0.4)
-_FEATURES = (
-    "abort",
-    "continue",
-    "hint",
-    "logprobs",
-    "other salt",
-    "other engine",
-    "reset",
-    "restart",
-    "session",
-)
-
-
 class Drawer:
     """Draws requests whose prompts form a tree.
 
@@ -186,7 +172,7 @@ class Drawer:
         self._sizes: dict[int, int] = {}  # the most tokens of each request's text
         self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
         self._begun: dict[int, int] = {}  # the request that each continues
-        self._odds = {feature: chance.choice(_ODDS) for feature in _FEATURES}
+        self._odds: dict[str, float] = {}
         self._has_transport = case.connector in BESIDE_A_TRANSPORT
         block = case.block_tokens
         units = {block, block * (case.chunk_blocks or 4), case.model.window or block}
@@ -204,6 +190,8 @@ class Drawer:
         return ((self._chance.getrandbits(30), self.length(most)),) if most > 0 else ()
 
     def happens(self, feature: str) -> bool:
+        if feature not in self._odds:
+            self._odds[feature] = self._chance.choice([0.0, 0.1, 0.4])
         return self._chance.random() < self._odds[feature]
 
     def ask(self) -> Ask:

@@ -33,13 +33,13 @@ def wrong_counters(metrics: Metrics, tiers: Iterable[Mapping[str, Any]]) -> dict
     return wrong
 
 
-def follow(router: Router, engine: Engine, ready: Chunks) -> None:
-    """Wait until a router believes in no chunk of host memory that cannot be loaded.
-
-    Raises:
-        AssertionError: it still does, or was told twice of a chunk.
-    """
-    router.until(engine, lambda: believed(router, ("CPU", None)) <= ready)
+def wrong_events(router: Router, engine: Engine, ready: Chunks) -> str:
+    """Wait until a router believes in no chunk of host memory that cannot be loaded; return why it does."""
+    try:
+        router.until(engine, lambda: believed(router, ("CPU", None)) <= ready)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def believed(router: Router, tier: Place) -> Chunks:

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import EngineError, make_prompt
-from tests.differential.judges import follow, wrong_counters
+from tests.differential.judges import wrong_counters, wrong_events
 from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece, Probe, Round
 from tests.differential.models import Model, adapter
 from tests.differential.plan import ENOUGH, Plan
 from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
 from tests.integration.router import Router
-
-_UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 TOLERANCE = 2e-3
 """Between logprobs of equal tokens, computed in steps of other sizes in float32."""
@@ -102,20 +100,13 @@ class Stage:
         self._judge.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start(
-        self,
-        settings: Mapping[str, Any] | None = None,
-        *,
-        copy_s: float = 0,
-        environment: Mapping[str, str] = _UNBOUND,
-        **arguments: Any,
-    ) -> Engine:
+    def start(self, settings: Mapping[str, Any] | None = None, **arguments: Any) -> Engine:
         """Start an engine of the model. See ``Launcher.start`` and ``driver.prepare``."""
         bug = self.bug if "kv_transfer_config" in arguments else ""
-        prepare = {"module": DRIVER, "function": "prepare", "bug": bug, "copy_s": copy_s}
-        return self.launcher.start(
-            self.directory, settings, prepare=prepare, environment={**_UNBOUND, **environment}, **arguments
-        )
+        copy_s, environment = arguments.pop("copy_s", 0), arguments.pop("environment", {})
+        arguments["prepare"] = {"module": DRIVER, "function": "prepare", "bug": bug, "copy_s": copy_s}
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
+        return self.launcher.start(self.directory, settings, environment=environment, **arguments)
 
     def _control(self) -> float:
         """Return the bytes of a chunk for each of its tokens, having seen that wrong ones are found."""
@@ -302,11 +293,9 @@ class Run:
             ready = {(chunk, group) for chunk, group in engine.call("rest", module=DRIVER)["ready"]}
             if wrong := wrong_counters(engine.last, self.case.tiers):
                 raise Failure("counters", str(wrong))
-            if router := self._routers.get(engine.pid):
-                try:
-                    follow(router, engine, ready)
-                except AssertionError as error:
-                    raise Failure("events", str(error)) from error
+            router = self._routers.get(engine.pid)
+            if router is not None and (told := wrong_events(router, engine, ready)):
+                raise Failure("events", told)
 
     def _note_loaded(self, engine: Engine) -> None:
         loaded = Counter(engine.metrics().loaded())
