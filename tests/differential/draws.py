@@ -173,6 +173,10 @@ class Drawer:
         self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
         self._begun: dict[int, int] = {}  # the request that each continues
         self._odds: dict[str, float] = {}
+        # vLLM hangs if two paused sessions hold the blocks that both wait for, with a connector or without.
+        blocks = int(case.arguments["num_gpu_blocks_override"])
+        self._is_tight = blocks < 2 * case.model.groups * case.longest // case.block_tokens
+        self._has_session = False  # in this round
         self._has_transport = case.connector in BESIDE_A_TRANSPORT
         block = case.block_tokens
         units = {block, block * (case.chunk_blocks or 4), case.model.window or block}
@@ -203,7 +207,8 @@ class Drawer:
             old = self._sizes[after]
             if old > room or chance.random() < 0.6:
                 keep = old = self.length(min(old, room))
-        is_session = self.happens("session")
+        is_session = self.happens("session") and not self._has_session
+        self._has_session |= is_session and self._is_tight
         pieces = self.pieces((room - old) // 2 if is_session else room - old)
         if old and self.happens("continue"):
             pieces = ()
@@ -253,7 +258,7 @@ class Drawer:
 
     def round(self) -> Round:
         """Draw concurrent requests, an action before them, and resets."""
-        chance = self._chance
+        chance, self._has_session = self._chance, False
         asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
         before = ["", "", "", "settle", "forget", "forget", "reset"]
         before += ["restart", "kill"] * self.happens("restart")
