@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import EngineError
-from tests.differential.draws import LIVES_OF_A_MODEL, draw
+from tests.differential.draws import LIVES_OF_A_MODEL, draw, features
 from tests.differential.lives import Life, code, joined
 from tests.differential.models import Model
 from tests.differential.shrink import shrink, without
-from tests.differential.world import ONE_THREAD, Failure, Stage, Unfit
+from tests.differential.world import Failure, Stage, Unfit
 from tests.integration.conftest import ENVIRONMENT
 from tests.integration.harness import Launcher
 
@@ -27,15 +27,22 @@ from tests.integration.harness import Launcher
 class Search:
     """Runs lives until time is over.
 
+    Args:
+        bug: one of ``tests.differential.mutations`` to be planted, or none.
+
     Attributes:
         ends: how many lives ended how.
         found: reductions of those that failed.
+        lives: how many lives had each feature.
+        loaded: how many chunks were loaded in them.
     """
 
-    def __init__(self, launcher: Launcher, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, launcher: Launcher, folder: Path, options: argparse.Namespace, bug: str = "") -> None:
         self.ends: Counter[str] = Counter()
         self.found: list[str] = []
-        self._launcher, self._folder, self._options = launcher, folder, options
+        self.lives: Counter[str] = Counter()
+        self.loaded: Counter[str] = Counter()
+        self._launcher, self._folder, self._options, self._bug = launcher, folder, options, bug
         self._lives: list[Life] = []  # of the engine that runs
         self._until_s = time.monotonic() + options.minutes * 60
 
@@ -76,7 +83,7 @@ class Search:
                 if stage is None:
                     say(f"model {code(life.case.model)}")
                     folder = Path(tempfile.mkdtemp(dir=self._folder))
-                    stage = Stage(self._launcher, folder, life.case.model, self._options.bug)
+                    stage = Stage(self._launcher, folder, life.case.model, self._bug)
                 self._run(stage, seed, life)
         except (Unfit, EngineError) as why:
             self.ends["model unfit"] += 1
@@ -88,6 +95,9 @@ class Search:
     def _run(self, stage: Stage, seed: int, life: Life) -> None:
         begun_s = time.monotonic()
         failure, life = self._failure(stage, life)
+        for feature, has_it in features(life.case).items():
+            self.lives[feature] += bool(has_it)
+            self.loaded[feature] += stage.loaded.total() * bool(has_it)
         end = failure.kind if failure else "right"
         if failure and (alone := stage.failure(life, connector=False)):
             end = f"{alone.kind} without a connector, too"
@@ -110,7 +120,7 @@ class Search:
         return (again, life) if again else (failure, so_far)
 
     def _report(self, stage: Stage, seed: int, life: Life, failure: Failure) -> None:
-        until_s = time.monotonic() + self._options.shrink_s
+        until_s = time.monotonic() + (0 if self._bug else self._options.shrink_s)
 
         def fails_so(candidate: Life) -> bool:
             found = stage.failure(candidate)
@@ -124,7 +134,8 @@ class Search:
         self.found.append(text)
 
     def _is_over(self) -> bool:
-        return time.monotonic() > self._until_s or (self._options.first and bool(self.found))
+        is_enough = self._options.first or self._bug
+        return time.monotonic() > self._until_s or bool(is_enough and self.found)
 
 
 def say(text: str) -> None:
@@ -140,22 +151,33 @@ def parsed(arguments: list[str]) -> Any:
     parser.add_argument("--without", nargs="*", default=(), help="fields of Ask and Case that stay plain")
     parser.add_argument("--first", action="store_true", help="end when something has been found")
     parser.add_argument("--shrink-s", type=float, default=120.0, help="seconds to make what fails smaller")
-    parser.add_argument("--bug", default="", help="one of tests/differential/mutations.py, to be planted")
+    parser.add_argument(
+        "--bugs",
+        nargs="*",
+        default=[""],
+        help="of tests/differential/mutations.py: plant one after the other",
+    )
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Run what the command line asks for; the exit status is 1 if a life has failed."""
-    options = parsed(sys.argv[1:])
+    options, found = parsed(sys.argv[1:]), False
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-lives-") as name,
-        Launcher(Path(name), {**ENVIRONMENT, **ONE_THREAD}) as launcher,
+        Launcher(Path(name), ENVIRONMENT) as launcher,
     ):
-        search = Search(launcher, Path(name), options)
-        search.run()
-    say(f"lives: {', '.join(f'{count} {end}' for end, count in search.ends.most_common())}")
-    print(*search.found, sep="\n")
-    sys.exit(bool(search.found))
+        for bug in options.bugs:
+            began_s, search = time.monotonic(), Search(launcher, Path(name), options, bug)
+            search.run()
+            ends = ", ".join(f"{count} {end}" for end, count in search.ends.most_common())
+            say(f"{bug} lives: {ends}; in {time.monotonic() - began_s:.0f} s")
+            for feature, count in search.lives.items() if not bug else ():
+                loaded = search.loaded[feature]
+                say(f"{feature}: {loaded} chunks loaded in {count} lives{'' if loaded else ': NOT TESTED'}")
+            print(*search.found, sep="\n")
+            found = found or bool(search.found)
+    sys.exit(found)
 
 
 if __name__ == "__main__":

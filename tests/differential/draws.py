@@ -31,14 +31,17 @@ def draw(seed: int) -> Life:
 
 def draw_model(chance: Random) -> Model:
     """Draw a model of a kind that the CPU runs."""
-    kind = chance.choice([*sorted(KINDS), "llama"])
+    kind = chance.choice([*sorted(KINDS), "llama", "llama"])
     windows = KINDS[kind].windows
+    draft = chance.choice(DRAFTS) if KINDS[kind].drafts and chance.random() < 0.3 else ""
     return Model(
         kind,
         window=chance.choice([32, 48, 64, 96, 160, 250, 320]) if windows else 0,
-        layers=chance.choice(["ssf" * 2, "sf", "sf" * 2, "sssf", "sff" * 2]) if windows else "",
-        draft=chance.choice(DRAFTS) if KINDS[kind].drafts and chance.random() < 0.3 else "",
-        adapters=2 if KINDS[kind].adapters and chance.random() < 0.2 else 0,
+        # With one tensor, the pages of slots in a row join.
+        layers=chance.choice(["ssf" * 2, "sf", "sf" * 2, "sssf", "sff" * 2] if windows else ["", "f"]),
+        draft=draft,
+        # vLLM's CPU engine fails with adapters and EAGLE.
+        adapters=2 if KINDS[kind].adapters and not draft and chance.random() < 0.25 else 0,
     )
 
 
@@ -47,19 +50,25 @@ def draw_case(chance: Random, model: Model) -> Case:
     block, longest = chance.choice([32, 32, 64]), chance.choice([512, 1024])
     # A prompt of fewer than four chunks tells little.
     chunk = chance.choice(
-        [one for one in (1, 1, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
+        [one for one in (1, 2, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
     )
     groups = model.groups
     whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
     chunks, tiers = max(1, whole // (chunk or 4)), tuple(draw_tiers(chance))
     # Tiers are read only if the primary tier is too small.
-    host = chance.choice([0.5, 1, 1, 1.5, 3] if tiers else [0.5, 1, 1.5, 3, 8, 20])
+    host = chance.choice([0.25, 0.5, 1, 1, 1.5, 3] if tiers else [0.25, 0.5, 1, 1.5, 3, 8])
+    connectors = ["OffloadingConnector", "KVTierConnector"]
+    if groups == 1 and not model.draft:
+        connectors += BESIDE_A_TRANSPORT
+    connector = chance.choice(connectors)
+    # What a transport receives into was just another request's, and is still being copied.
+    has_transport = connector in BESIDE_A_TRANSPORT
     arguments = {
         "block_size": block,
         "max_model_len": longest,
         "max_num_batched_tokens": chance.choice([64, 128, 256, 2048]),
         "max_num_seqs": chance.choice([2, 8, 16]),
-        "num_gpu_blocks_override": int(whole * chance.choice([1, 1.3, 2, 4])) + 4,
+        "num_gpu_blocks_override": int(whole * chance.choice([1] if has_transport else [1, 1.3, 2, 4])) + 4,
         "async_scheduling": chance.random() < 0.5 and model.draft != "ngram",
         "enable_prefix_caching": chance.random() < 0.85,
         "scheduling_policy": chance.choice(["fcfs", "fcfs", "priority"]),
@@ -72,21 +81,21 @@ def draw_case(chance: Random, model: Model) -> Case:
     }
     if chance.random() < 0.25:
         settings["store_threshold"] = chance.choice([2, 3])
-    connectors = ["OffloadingConnector", "KVTierConnector"]
-    if groups == 1 and not model.draft:
-        connectors += BESIDE_A_TRANSPORT
     case = Case(
         model,
         chunk,
         host_chunks=max(4 * groups, int(chunks * host)),
-        connector=chance.choice(connectors),
+        connector=connector,
         arguments=arguments,
         settings=settings,
         tiers=tiers,
-        copy_s=chance.choice([0, 0, 0.01, 0.1]),
+        copy_s=chance.choice([0.02, 0.05] if has_transport else [0, 0, 0.01, 0.1]),
+        publishes=chance.random() < 0.4,
     )
-    # Such a case stores little: it proves no more than that nothing is stored in part.
-    return replace(case, chunk_blocks=1) if case.lacks_parts and chance.random() < 0.7 else case
+    if case.lacks_parts and chance.random() < 0.8:
+        # Such a case stores little: it proves no more than that nothing is stored in part.
+        return replace(case, arguments={**arguments, "max_num_batched_tokens": 2048})
+    return case
 
 
 def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
@@ -110,6 +119,29 @@ def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
         yield {"type": "fs", **policy}
 
 
+def features(case: Case) -> Mapping[str, Any]:
+    """Return for each feature, in words, whether an engine has it."""
+    model, given, tiers = case.model, {**case.arguments, **case.settings}, [one["type"] for one in case.tiers]
+    connectors = ("OffloadingConnector", "KVTierConnector", *BESIDE_A_TRANSPORT)
+    return {
+        **{kind: model.kind == kind for kind in KINDS},
+        **{f"draft {draft}": model.draft == draft for draft in DRAFTS},
+        **{connector: case.connector == connector for connector in connectors},
+        **{f"tier {tier}": tier in tiers for tier in ("fs", "dummy")},
+        "windows": model.window,
+        "one tensor": model.layers in ("f", "sf"),
+        "LoRA": model.adapters,
+        "chunks of several blocks": case.chunk_blocks != 1,
+        "slow copies": case.copy_s,
+        "KV events": case.publishes,
+        "async scheduling": given.get("async_scheduling"),
+        "no prefix caching": not given.get("enable_prefix_caching", True),
+        "prompts in several steps": case.longest > given.get("max_num_batched_tokens", 2048),
+        "store_threshold": given.get("store_threshold"),
+        **dict.fromkeys(("MLA", "states (Mamba)", "tensor parallelism"), False),  # not drawn
+    }
+
+
 HINTS: Sequence[Mapping[str, Any]] = (
     {"max_offload_tokens": 100},
     {"max_load_tokens": 64},
@@ -126,6 +158,9 @@ HINTS: Sequence[Mapping[str, Any]] = (
 class Drawer:
     """Draws requests whose prompts form a tree.
 
+    Each life has odds of its own for each feature: what many rare features hide shows where they are absent,
+    and what needs one feature several times shows where it is frequent.
+
     Args:
         chance: where all is drawn from.
         case: the engine.
@@ -136,15 +171,21 @@ class Drawer:
         self._chance, self._case, self._name = chance, case, name
         self._sizes: dict[int, int] = {}  # the most tokens of each request's text
         self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
+        self._begun: dict[int, int] = {}  # the request that each continues
+        self._odds: dict[str, float] = {}
+        # vLLM hangs if two paused sessions hold the blocks that both wait for, with a connector or without.
+        blocks = int(case.arguments["num_gpu_blocks_override"])
+        self._is_tight = blocks < 2 * case.model.groups * case.longest // case.block_tokens
+        self._has_session = False  # in this round
         self._has_transport = case.connector in BESIDE_A_TRANSPORT
         block = case.block_tokens
         units = {block, block * (case.chunk_blocks or 4), case.model.window or block}
         self._units = sorted({*units, int(case.arguments.get("max_num_batched_tokens", block))})
 
     def length(self, most: int) -> int:
-        """Draw a length near a boundary: of a block, chunk, window or batch."""
+        """Draw a length near a boundary, often the last one: of a block, chunk, window or batch."""
         unit = self._chance.choice([one for one in self._units if one <= most] or [most])
-        length = unit * self._chance.randrange(1, most // unit + 1)
+        length = unit * self._chance.choice([self._chance.randrange(1, most // unit + 1), most // unit])
         length += self._chance.choice([-1, 0, 0, 1, self._chance.randrange(unit)])
         return max(1, min(most, length))
 
@@ -152,33 +193,29 @@ class Drawer:
         """Draw new tokens; none where there is no room."""
         return ((self._chance.getrandbits(30), self.length(most)),) if most > 0 else ()
 
-    def rarely(self) -> bool:
-        return self._chance.random() < 0.1
+    def happens(self, feature: str) -> bool:
+        if feature not in self._odds:
+            self._odds[feature] = self._chance.choice([0.0, 0.1, 0.4])
+        return self._chance.random() < self._odds[feature]
 
     def ask(self) -> Ask:
         """Draw a request: a new prompt, or one that continues an earlier text or its beginning."""
-        chance, room = self._chance, self._case.longest - 64
-        name, say, after, keep, old = (
-            self._name + len(self._sizes) + 1,
-            chance.choice([1, 4, 4, 12, 40]),
-            None,
-            None,
-            0,
-        )
+        chance, room, name = self._chance, self._case.longest - 64, self._name + len(self._sizes) + 1
+        say, after, keep, old = chance.choice([1, 4, 4, 12, 40]), None, None, 0
         if self._sizes and chance.random() < 0.65:
-            after = self.of_late()
+            after = self._begun[name] = self.of_late()
             old = self._sizes[after]
             if old > room or chance.random() < 0.6:
                 keep = old = self.length(min(old, room))
-        is_session = chance.random() < 0.12
+        is_session = self.happens("session") and not self._has_session
+        self._has_session |= is_session and self._is_tight
         pieces = self.pieces((room - old) // 2 if is_session else room - old)
-        if old and chance.random() < 0.2:
+        if old and self.happens("continue"):
             pieces = ()
         size = old + sum(tokens for _, tokens in pieces) + say
         more = tuple(self.more(room - size)) if is_session else ()
         self._sizes[name] = size + sum(piece[1] + said for (piece,), said in more)
-        self._whose[name] = self.whose(after)
-        salt, adapter = self._whose[name]
+        salt, adapter = self._whose[name] = self.whose(after)
         return Ask(
             name,
             pieces,
@@ -186,23 +223,21 @@ class Drawer:
             keep,
             say=say,
             at=chance.choice([0, 0, chance.randrange(20)]),
-            abort=chance.randrange(1, 12)
-            if self.rarely() or (self._has_transport and self.rarely())
-            else None,
+            abort=chance.randrange(1, 12) if self.happens("abort") else None,
             more=more,
             eager=bool(more) and chance.random() < 0.3,
             salt=salt,
             adapter=adapter,
             priority=chance.randrange(3) if "priority" in self._case.arguments.values() else 0,
-            prompt_logprobs=not more and self.rarely() and self.rarely(),
+            prompt_logprobs=not more and self.happens("logprobs"),
             hint=self.hint(),
         )
 
     def whose(self, after: int | None) -> tuple[str, int]:
         """Draw salt and adapter; a request that continues another one mostly keeps both."""
-        if after is not None and not self.rarely():
+        if after is not None and not self.happens("other salt"):
             return self._whose[after]
-        salt = self._chance.choice(["first", "second"]) if self.rarely() else ""
+        salt = self._chance.choice(["", "first", "second"]) if self.happens("other salt") else ""
         return salt, self._chance.randrange(self._case.model.adapters + 1)
 
     def more(self, room: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
@@ -216,32 +251,35 @@ class Drawer:
             yield pieces, say
 
     def hint(self) -> Mapping[str, Any]:
-        """Draw what a client says: rarely a hint, and to a transport whether it keeps or gives the prompt."""
-        if self.rarely():
+        """Draw what a client says, and whether a transport gives the prompt."""
+        if self.happens("hint"):
             return self._chance.choice(HINTS)
-        return {"transport": self._chance.choice(["keep", "receive", ""])} if self._has_transport else {}
+        return {"transport": "receive"} if self._has_transport and self._chance.random() < 0.5 else {}
 
     def round(self) -> Round:
         """Draw concurrent requests, an action before them, and resets."""
-        chance = self._chance
+        chance, self._has_session = self._chance, False
         asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
         before = ["", "", "", "settle", "forget", "forget", "reset"]
-        before += ["restart", "kill"] if self.rarely() else []
+        before += ["restart", "kill"] * self.happens("restart")
         # vLLM refuses to reset while a transport gives.
         resets = ((chance.randrange(12), chance.choice(["device", "all", "preempt"])),)
         return Round(
             asks,
             before=chance.choice(before),
-            resets=resets if self.rarely() and not self._has_transport else (),
-            engine=int(self._case.tiers != () and self.rarely()),
+            resets=resets if self.happens("reset") and not self._has_transport else (),
+            engine=int(self._case.tiers != () and self.happens("other engine")),
         )
 
     def look(self, after: int) -> Iterator[Round]:
         """Draw a request for a text or its beginning, after a reset of the device's cache.
 
-        The text itself can follow. If the beginning has ended amid a chunk, the load begins there.
+        The text can be the one that it continues: what is stored with its own blocks, and with those that it
+        shares. The text itself can follow. If the beginning has ended amid a chunk, the load begins there.
         """
-        room, size, chance = self._case.longest - 64, self._sizes[after], self._chance
+        chance = self._chance
+        after = chance.choice([after, self._begun.get(after, after)])
+        room, size = self._case.longest - 64, self._sizes[after]
         keep = None if size < room and chance.random() < 0.3 else self.length(min(size, room))
         salt, adapter = self._whose[after]
         ask = Ask(0, self.pieces(1), after, keep, salt=salt, adapter=adapter)
@@ -253,7 +291,7 @@ class Drawer:
         """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end."""
         for _ in range(self._chance.randrange(4, 16)):
             yield self.round()
-            if self._chance.random() < 0.5:
+            if self._chance.random() < 0.8:
                 yield from self.look(self.of_late())
         for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 6)):
             yield from self.look(after)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvtier._core.tiering import Tiering
+from kvtier.keys import content_hash, group_index
 from kvtier_testing import invariants
 
 _PATIENCE_S = 60.0
@@ -150,9 +151,11 @@ def play(llm: Any, orders: list[dict[str, Any]], resets: list[list[Any]]) -> dic
         for began, request in running.values():
             if request.order["abort"] is not None and step - began >= request.order["abort"]:
                 request.abort()
-        for at, what in resets:
-            if at == step:
+        for what in [what for at, what in resets if at == step]:
+            try:
                 engine.reset_prefix_cache(what == "preempt", reset_connector=what != "device")
+            except RuntimeError:  # vLLM refuses while a preempted request is being loaded
+                resets.append([step + 1, what])
         if not waiting and not engine.has_unfinished_requests():
             break
         for output in engine.step():
@@ -190,6 +193,9 @@ def _likeliest(of_one: dict[int, Any]) -> float:
 def rest(llm: Any) -> dict[str, Any]:
     """Check the core of an engine that has nothing to do.
 
+    Returns:
+        ``ready``: the content hashes and the groups of the chunks that can be loaded from host memory.
+
     Raises:
         AssertionError: an invariant is broken, or a handle is left.
     """
@@ -204,7 +210,7 @@ def rest(llm: Any) -> dict[str, Any]:
     }
     for what, held in left.items():
         assert not held, f"{what} are left: {held}"
-    return {}
+    return {"ready": [(content_hash(key).hex(), group_index(key)) for key in core.table.visible]}
 
 
 def _core(llm: Any) -> Tiering:
@@ -218,14 +224,19 @@ def _core(llm: Any) -> Tiering:
 def prepare(llm: Any, bug: str, copy_s: float) -> dict[str, Any]:
     """Make the copies of the engine that is started next slow, and plant a bug in its kvtier.
 
+    It runs in one thread: a tiny model is no faster with two, and much slower if the cores are busy.
+
     Args:
         bug: one of ``tests.differential.mutations``, or none.
         copy_s: how long each copy waits before it begins.
     """
+    import torch
+
     from kvtier._device.backends import cpu
     from tests.differential.mutations import MUTATIONS
     from tests.sim.mutations import planted
 
+    torch.set_num_threads(1)
     for mutation in MUTATIONS:
         if mutation.name == bug:
             _planted.enter_context(planted(mutation))

@@ -28,6 +28,7 @@ class Case:
         settings: kvtier's own.
         tiers: settings of each secondary tier.
         copy_s: seconds that each copy between device and host waits before it begins.
+        publishes: whether its KV events are followed.
     """
 
     model: Model = field(default_factory=Model)
@@ -38,6 +39,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tiers: tuple[Mapping[str, Any], ...] = ()
     copy_s: float = 0
+    publishes: bool = False
 
     @property
     def block_tokens(self) -> int:
@@ -50,9 +52,10 @@ class Case:
 
     @property
     def lacks_parts(self) -> bool:
-        """Whether windows often pass a chunk's first blocks before the engine has computed its last."""
+        """Whether windows often pass a chunk's first blocks before it is stored."""
         step = int(self.arguments.get("max_num_batched_tokens", 2048))
-        kept = max(self.block_tokens, self.model.window, step // 2)
+        is_early = self.settings.get("store_threshold", 1) == 1  # else the device has it before
+        kept = max(self.block_tokens, self.model.window, is_early * step // 2)
         return self.model.groups > 1 and self.chunk_tokens > kept
 
     @property

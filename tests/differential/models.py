@@ -76,7 +76,7 @@ class Model:
     Attributes:
         kind: one of ``KINDS``, or a model's directory.
         window: tokens of its sliding windows.
-        layers: ``s`` for a layer with a window, ``f`` for one of full attention.
+        layers: ``s`` for a layer with a window, ``f`` for one of full attention; as by default if empty.
         draft: one of ``DRAFTS``.
         adapters: how many LoRA adapters it is served with.
     """
@@ -90,7 +90,7 @@ class Model:
     @property
     def groups(self) -> int:
         """The number of its KV cache groups, at least about."""
-        if not self.layers:
+        if "s" not in self.layers:
             return KINDS[self.kind].groups if self.kind in KINDS else 1
         fewer = min(self.layers.count("f"), self.layers.count("s"))
         return -(-len(self.layers) // fewer)
@@ -102,8 +102,9 @@ class Model:
         config, architecture, fields = KINDS[self.kind].made_of
         fields = {**fields, **_SMALL, **KINDS[self.kind].smaller}
         if self.layers:
-            layers = [_LAYERS[one] for one in self.layers]
-            fields = {**fields, "layer_types": layers, "num_hidden_layers": len(layers)}
+            fields = {**fields, "num_hidden_layers": len(self.layers)}
+        if self.window:
+            fields["layer_types"] = [_LAYERS[one] for one in self.layers]
             fields["sliding_window"] = self.window
         return launcher.make_model(folder / "model", config, architecture, fields)
 

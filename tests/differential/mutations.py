@@ -1,4 +1,4 @@
-"""Bugs to be planted where kvtier meets the engine: ``python -m tests.differential --first --bug NAME``."""
+"""Bugs to be planted where kvtier meets the engine: ``python -m tests.differential --bugs NAME``."""
 
 from __future__ import annotations
 
@@ -77,5 +77,15 @@ MUTATIONS = (
         "stores_beside_a_transport_that_it_does_not_see",
         f"{_MANAGER}.on_new_request",
         (('"neighbour" if self._is_blind else None', "None"),),
+    ),
+    Mutation(
+        "eviction_is_not_announced",
+        "kvtier._core.shared:SharedState.evict",
+        (("self.kv_events.removed(keys)", "pass"),),
+    ),
+    Mutation(
+        "dropped_puts_are_not_counted",
+        "kvtier._core.cascade:Cascades._admit",
+        (("if room < len(chosen) and is_new:", "if False:"),),
     ),
 )

@@ -29,7 +29,7 @@ class Receipts(KVConnectorMetadata):
 
 
 class Transport(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the blocks of prompts with ``{"transport": "keep"}``, and gives them to those with "receive"."""
+    """Keeps the blocks of prompts, and gives them to requests with ``{"transport": "receive"}``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +42,7 @@ class Transport(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         first, size = num_computed_tokens // self._block_tokens, self._block_tokens
-        if _wants(request) != "receive" or request.request_id in self._found:
+        if not (request.kv_transfer_params or {}).get("transport") or request.request_id in self._found:
             return 0, False
         for blocks in range((request.num_prompt_tokens - 1) // size, first, -1):
             if (pages := _kept.get(_key(request, blocks * size))) is not None:
@@ -63,7 +63,7 @@ class Transport(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         self._found.pop(request.request_id, None)
-        if _wants(request) == "keep" and request.status.name == "FINISHED_LENGTH_CAPPED":
+        if request.status.name == "FINISHED_LENGTH_CAPPED":
             whole = request.num_prompt_tokens // self._block_tokens
             pages = [cache[block_ids[0][:whole]].clone() for cache in _caches]
             for blocks in range(1, whole + 1):
@@ -96,10 +96,6 @@ class Transport(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_for_save(self) -> None: ...
-
-
-def _wants(request: Any) -> str:
-    return str((request.kv_transfer_params or {}).get("transport", ""))
 
 
 def _key(request: Any, tokens: int) -> tuple[Any, ...]:

@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import EngineError, make_prompt
+from tests.differential.judges import wrong_counters, wrong_events
 from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece, Probe, Round
 from tests.differential.models import Model, adapter
 from tests.differential.plan import ENOUGH, Plan
 from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
-
-ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""A tiny model is no faster with two, and much slower if the cores are busy."""
+from tests.integration.router import Router
 
 TOLERANCE = 2e-3
 """Between logprobs of equal tokens, computed in steps of other sizes in float32."""
 
 DRIVER = "tests.differential.driver"
 _FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}
-_NEVER = ("kvtier_copy_failed", "kvtier_audit_failures", "kvtier_policy_replaced")
 _CONTROL = (130, 300, 500)
 
 
@@ -32,7 +30,7 @@ class Failure(Exception):
     """A life went wrong.
 
     Attributes:
-        kind: ``tokens``, ``engine``, ``rest``, ``counters`` or ``hits``.
+        kind: ``tokens``, ``engine``, ``rest``, ``counters``, ``events`` or ``hits``.
     """
 
     def __init__(self, kind: str, what: str) -> None:
@@ -87,7 +85,7 @@ class Stage:
         self._scores: dict[tuple[int, ...], list[tuple[float, float]]] = {}
         judge = {key: value for key, value in self.more.items() if key != "speculative_config"}
         judge |= {"num_gpu_blocks_override": 200, "max_model_len": 1280, "enable_prefix_caching": False}
-        self._judge = launcher.start(self.directory, **judge)
+        self._judge = self.start(**judge)
         try:
             self.bytes_per_token = self._control()
         except BaseException:
@@ -102,12 +100,20 @@ class Stage:
         self._judge.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def start(self, settings: Mapping[str, Any] | None = None, **arguments: Any) -> Engine:
+        """Start an engine of the model. See ``Launcher.start`` and ``driver.prepare``."""
+        bug = self.bug if "kv_transfer_config" in arguments else ""
+        copy_s, environment = arguments.pop("copy_s", 0), arguments.pop("environment", {})
+        arguments["prepare"] = {"module": DRIVER, "function": "prepare", "bug": bug, "copy_s": copy_s}
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
+        return self.launcher.start(self.directory, settings, environment=environment, **arguments)
+
     def _control(self) -> float:
         """Return the bytes of a chunk for each of its tokens, having seen that wrong ones are found."""
         prompts = [make_prompt(seed, tokens) for seed, tokens in enumerate(_CONTROL)]
         asks = [Ask(0, ()) for _ in prompts]
         room = {"num_gpu_blocks_override": 200, "max_model_len": 1024, **self.more}
-        with self.launcher.start(self.directory, {"cpu_bytes_to_use": "64MiB"}, **room) as engine:
+        with self.start({"cpu_bytes_to_use": "64MiB"}, **room) as engine:
             engine.generate(*prompts)
             slots = engine.settled().value("kvtier_slots")
             misplace_chunks(engine)
@@ -223,11 +229,14 @@ class Run:
         self._engines: dict[int, Engine] = {}
         self._loaded: dict[int, Counter[str]] = {}
         self._texts: dict[int, Tokens] = {}
+        self._routers: dict[int, Router] = {}
 
     def end(self) -> None:
         """Kill what still runs, and remove its files."""
         for engine in self._engines.values():
             engine.kill()
+        for router in self._routers.values():
+            router.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def live(self, life: Life) -> None:
@@ -281,9 +290,12 @@ class Run:
             engine = self._engines[number]
             engine.settled()
             self._note_loaded(engine)
-            engine.call("rest", module=DRIVER)
-            if counted := {name: count for name in _NEVER if (count := engine.last.value(name))}:
-                raise Failure("counters", f"nothing injects these: {counted}")
+            ready = {(chunk, group) for chunk, group in engine.call("rest", module=DRIVER)["ready"]}
+            if wrong := wrong_counters(engine.last, self.case.tiers):
+                raise Failure("counters", str(wrong))
+            router = self._routers.get(engine.pid)
+            if router is not None and (told := wrong_events(router, engine, ready)):
+                raise Failure("events", told)
 
     def _note_loaded(self, engine: Engine) -> None:
         loaded = Counter(engine.metrics().loaded())
@@ -329,7 +341,7 @@ class Run:
         case, stage = self.case, self._stage
         arguments = {**stage.more, **case.arguments}
         if not self._connector:
-            return stage.launcher.start(stage.directory, **arguments)
+            return stage.start(**arguments)
         slot = case.chunk_tokens * stage.bytes_per_token
         settings = patient(
             {
@@ -339,15 +351,18 @@ class Run:
                 **case.settings,
             }
         )
-        arguments["prepare"] = {
-            "module": DRIVER,
-            "function": "prepare",
-            "bug": stage.bug,
-            "copy_s": case.copy_s,
-        }
+        router = None
+        if case.publishes:
+            settings["self_describing_kv_events"] = True
+            self._folder.mkdir(exist_ok=True)
+            router = Router(f"ipc://{self._folder}/events-{len(self._routers)}")
+            arguments |= router.arguments
         transfer = transfer_config(case.connector, settings)
-        engine = stage.launcher.start(stage.directory, kv_transfer_config=transfer, **arguments)
+        engine = stage.start(copy_s=case.copy_s, kv_transfer_config=transfer, **arguments)
         engine.has_kvtier = True
+        if router is not None:
+            self._routers[engine.pid] = router
+            router.join(engine)
         return engine
 
     def _tier(self, tier: Mapping[str, Any]) -> Mapping[str, Any]:

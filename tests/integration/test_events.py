@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,17 +32,8 @@ from kvtier.keys import content_hash
 from kvtier_bench.engine.compared import BLOCK_TOKENS
 from tests.integration.configurations import configure, engine_of, make_model
 from tests.integration.conftest import in_full
-from tests.integration.harness import (
-    PATIENCE_S,
-    PROMPT_CHUNKS,
-    Engine,
-    Launcher,
-    Tokens,
-    chunks_in,
-    prompt,
-)
-
-zmq = pytest.importorskip("zmq")
+from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, chunks_in, prompt
+from tests.integration.router import Place, Router, pieces
 
 pytestmark = pytest.mark.releases
 
@@ -56,115 +45,6 @@ NEW_PROMPT = prompt(8)
 
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
 
-Place = tuple[str, str | None]
-"""A medium, and whose it is."""
-
-Piece = tuple[bytes | None, tuple[int, ...], tuple[Any, ...]]
-"""What an index knows a block by: the hash of its parent, its tokens and its extra keys."""
-
-
-class Router:
-    """Follows the events that an engine publishes, as a router does.
-
-    It misses events from before it joined, and knows a prompt by tokens and extra keys alone.
-
-    Attributes:
-        endpoint: the endpoint for the engine's events.
-        events: the events of kvtier's tiers.
-        belief: the hashes of the blocks that it assumes in each place.
-        cleared: number of events that cleared everything.
-        since_cleared: the belief of a router that forgets all tiers at such an event.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
-        self._socket.connect(endpoint)
-        self.endpoint = endpoint
-        self.events: list[dict[str, Any]] = []
-        self.belief: defaultdict[Place, set[bytes]] = defaultdict(set)
-        self.cleared = 0
-        self.since_cleared: defaultdict[Place, set[bytes]] = defaultdict(set)
-
-    def join(self, engine: Engine) -> None:
-        """Wait until what the engine publishes gets here."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.cleared:
-            assert time.monotonic() < deadline, "nothing is heard of the engine"
-            engine.reset(connector=False)  # which it publishes
-            engine.step()
-            self.take_in()
-
-    def take_in(self) -> None:
-        while self._socket.poll(0):
-            _, _, payload = self._socket.recv_multipart()
-            for event in msgspec.msgpack.decode(payload)[1]:
-                if event["type"] == "AllBlocksCleared":
-                    self.cleared += 1
-                    self.since_cleared.clear()
-                elif event["medium"] != "GPU":
-                    self._follow(event)
-
-    def _follow(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-        hashes, belief = set(event["block_hashes"]), self.belief[_place(event)]
-        if event["type"] == "BlockStored":
-            assert belief.isdisjoint(hashes), "stored once"
-            belief |= hashes
-            self.since_cleared[_place(event)] |= hashes
-        else:
-            assert hashes <= belief, "removed once, and after it was stored"
-            belief -= hashes
-            self.since_cleared[_place(event)] -= hashes
-
-    def stored(self, place: Place) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["type"] == "BlockStored" and _place(event) == place]
-
-    def chain(self, place: Place, tokens: Tokens, salt: str | None = None) -> list[bytes]:
-        """Return the hashes of a prompt's leading blocks that were stored in a place."""
-        known = {piece: found for event in self.stored(place) for piece, found in _pieces(event)}
-        return [found for _, found in _walk(known, tokens, salt)]
-
-    def predicted(self, tokens: Tokens, salt: str | None = None) -> int:
-        """Return how many leading tokens of a prompt the tiers hold by the events, orphans dropped."""
-        held = set().union(*self.belief.values())
-        events = [event for event in self.events if event["type"] == "BlockStored"]
-        known = {piece: found for event in events for piece, found in _pieces(event) if found in held}
-        return sum(size for size, _ in _walk(known, tokens, salt))
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-
-def _pieces(event: dict[str, Any]) -> Iterator[tuple[Piece, bytes]]:
-    """Yield each block of an event with its hash; none if the event does not describe itself."""
-    if not event["block_size"]:
-        return
-    parent, size, tokens = event["parent_block_hash"], event["block_size"], event["token_ids"]
-    extra_keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
-    for at, (found, extra) in enumerate(zip(event["block_hashes"], extra_keys, strict=True)):
-        yield (parent, tuple(tokens[at * size : (at + 1) * size]), tuple(extra or ())), found
-        parent = found
-
-
-def _walk(known: dict[Piece, bytes], tokens: Tokens, salt: str | None) -> Iterator[tuple[int, bytes]]:
-    """Yield size and hash of a prompt's leading blocks, as far as they are known from its beginning."""
-    sizes = {len(block) for _, block, _ in known}
-    begin, parent = 0, None
-    while True:
-        extra = (salt,) if salt and not begin else ()
-        pieces = [(parent, tuple(tokens[begin : begin + size]), extra) for size in sizes]
-        if not (found := [piece for piece in pieces if piece in known]):
-            return
-        parent = known[found[0]]
-        yield len(found[0][1]), parent
-        begin += len(found[0][1])
-
-
-def _place(event: dict[str, Any]) -> Place:
-    return event["medium"], event.get("ownership")
-
 
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[Router]:
@@ -174,14 +54,7 @@ def router(tmp_path: Path) -> Iterator[Router]:
 
 
 def _start(launcher: Launcher, model: Path, settings: dict[str, Any], router: Router, **more: Any) -> Engine:
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
-    return launcher.start(
-        model,
-        {"self_describing_kv_events": True, **settings},
-        kv_events_config=events,
-        environment={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
-        **more,
-    )
+    return launcher.start(model, {"self_describing_kv_events": True, **settings}, **router.arguments, **more)
 
 
 @pytest.mark.parametrize("blocks", [in_full(1), 2])
@@ -202,9 +75,8 @@ def test_router_sees_every_eviction(
             engine.served(one)
         metrics = engine.settled()
         slots = metrics.value("kvtier_slots") - metrics.value("kvtier_free_slots")
-        _until(
+        router.until(
             engine,
-            router,
             lambda: (
                 len(router.belief[FILES]) >= len(PROMPTS) * chunks
                 and all(len(router.chain(place, PROMPTS[-1])) == chunks for place in (CPU, SMALL))
@@ -224,25 +96,25 @@ def test_router_sees_every_eviction(
 
         cleared, known = router.cleared, set(router.belief[FILES])
         engine.reset(connector=False)
-        _until(engine, router, lambda: router.cleared > cleared)
+        router.until(engine, lambda: router.cleared > cleared)
         assert router.belief[FILES] == known, "of the device's cache alone"
         assert not any(router.since_cleared.values())
         engine.served(NEW_PROMPT)
-        _until(engine, router, lambda: len(router.since_cleared[FILES]) >= chunks)
+        router.until(engine, lambda: len(router.since_cleared[FILES]) >= chunks)
         assert router.since_cleared[FILES] == router.belief[FILES] - known, "it relearns new chunks alone"
 
         _check_predictions(engine, router, blocks)
 
         cleared = router.cleared
         engine.reset()
-        _until(engine, router, lambda: router.cleared > cleared and not any(router.belief.values()))
+        router.until(engine, lambda: router.cleared > cleared and not any(router.belief.values()))
 
 
 def _check_predictions(engine: Engine, router: Router, blocks: int) -> None:
     """Check that the engine serves what is predicted for prompts that leave amid a chunk, or have a salt."""
     salted = prompt(100)
     engine.served(salted, salt="mine")
-    _until(engine, router, lambda: router.predicted(salted, "mine") == PROMPT_CHUNKS * BLOCK_TOKENS)
+    router.until(engine, lambda: router.predicted(salted, "mine") == PROMPT_CHUNKS * BLOCK_TOKENS)
     branch = prompt(101, shared=PROMPTS[-1][: 3 * BLOCK_TOKENS])
     for asked, salt in [(branch, None), (salted, "mine"), (salted, "theirs"), (salted, None)]:
         engine.reset(connector=False)
@@ -291,8 +163,8 @@ def test_chunks_are_described_as_blocks_of_the_device(blocks: int) -> None:
     pool = BlockPool(len(keys) + 1, True, 16, enable_kv_cache_events=True)
     pool.cache_full_blocks(request, pool.get_new_blocks(len(keys)), 0, len(keys), size, 0)
 
-    described = [list(_pieces(msgspec.to_builtins(event))) for event in ours]
-    (expected,) = [list(_pieces(msgspec.to_builtins(event))) for event in pool.take_events()]
+    described = [list(pieces(msgspec.to_builtins(event))) for event in ours]
+    (expected,) = [list(pieces(msgspec.to_builtins(event))) for event in pool.take_events()]
     assert [piece for (piece,) in described] == expected
     assert len(expected) == 256 // size
 
@@ -315,7 +187,7 @@ def test_vllms_connector_announces_hashes_alone(launcher: Launcher, llama: Path,
     with _start(launcher, llama, {"cpu_bytes_to_use": "16MiB"}, router) as engine:
         router.join(engine)
         engine.served(PROMPTS[0], salt="mine")
-        _until(engine, router, lambda: len(router.belief[CPU]) == PROMPT_CHUNKS)
+        router.until(engine, lambda: len(router.belief[CPU]) == PROMPT_CHUNKS)
         assert router.predicted(PROMPTS[0]) == 0
         assert "self_describing_kv_events" in engine.log()
 
@@ -323,14 +195,3 @@ def test_vllms_connector_announces_hashes_alone(launcher: Launcher, llama: Path,
 def _locality(router: Router, place: Place) -> str | None:
     (locality,) = {event.get("locality") for event in router.stored(place)}
     return None if locality is None else str(locality)
-
-
-def _until(engine: Engine, router: Router, condition: Callable[[], bool]) -> None:
-    """Keep the engine stepping until what it has told fulfils a condition."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        engine.step()
-        router.take_in()
-        if condition():
-            return
-        assert time.monotonic() < deadline, router.events[-5:]
