@@ -50,6 +50,22 @@ KEEP_REFUSED: Mapping[str, str] = {
     "absent": "the chunk was not stored, or was gone before it could be kept",
     "names": "too many names keep chunks",
 }
+HINT_ACTIONS: Mapping[str, str] = {
+    "ok": "executed as asked",
+    "new": "executed; the session begins with this request",
+    "next_use": "chunks are promoted shortly before `next_use_s` has passed",
+    "limit": "beyond 8,192 blocks, `max_wait_s`, 16 actions or 16 addresses",
+    "budget": "`pin_budget` had no room for some chunks, or is 0",
+    "no_expiry": "the priority outlasts `ttl_s`: it ends when the chunk leaves host memory",
+    "session": "no chunks are claimed under the name, or the request has no session or another one",
+    "blocks": "the prompt has none of the blocks",
+    "peer": "the source is missing, or in the `peers` of no tier",
+    "target": "the action does not take block hashes, a session, this tier or this `mode`",
+    "no_tier": "there is no secondary tier",
+    "windows": "the model has sliding windows or recurrent states",
+    "unknown": "the action or its version is unknown",
+    "malformed": "it cannot be read; the log names the field",
+}
 NO_WORK: Mapping[str, str] = {
     "audit": "an audit found a damaged chunk of the tier; it is disabled until a restart",
     "down": "the tier could not be opened or reset, or its process ended; kvtier retries",

@@ -66,12 +66,13 @@ def _show(log: ExplainedLog) -> None:
             *(one["prefix_end"], one["reason"]),
             [f"{tier}: {why}" for tier, why in one["tiers"].items()],
             f"{one['waited_s']:.3f}",
+            one["hints"],
         )
         for one in log.requests
     ]
     table(
         "tokens found, by tier",
-        ("request", *tiers, "prefix end", "reason", "why not from the tiers", "waited s"),
+        ("request", *tiers, "prefix end", "reason", "why not from the tiers", "waited s", "hints"),
         rows,
     )
     if log.damaged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvtier._cli import doctor, explain, extensions, run, tiers, top
+from kvtier._cli import doctor, explain, extensions, hint, run, tiers, top
 from kvtier._cli.root import compare, du, gc, ls, stat, verify
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("top")(top.command)
 app.command("tiers")(tiers.command)
 app.command("doctor")(doctor.command)
 app.command("explain")(explain.command)
+app.command("hint")(hint.command)
 app.command("schema")(tiers.schema_command)
 app.command("ls")(ls.command)
 app.command("compare")(compare.command)

@@ -32,6 +32,9 @@ AT_ONCE: Final = 32
 LEAD_S: Final = 10.0
 """From the start of a promotion to the announced use; half the time if that is less."""
 
+REMEMBERED_S: Final = 172_800.0
+"""Chunks of an ended request are remembered at most this long: twice the longest announcement."""
+
 
 @dataclass(slots=True, eq=False)
 class _Claim:
@@ -39,6 +42,7 @@ class _Claim:
 
     Attributes:
         requests: number of running requests that extend it.
+        is_cut: whether the budget had no room for a chunk since a request extended it last.
         keys: chunks that are kept until ``until_s``, or will be when they arrive.
         ahead: chunks to promote from ``from_s`` on and keep until ``over_s``, in the order of their prompt.
         tiers: tiers to promote them from; None for all.
@@ -46,6 +50,7 @@ class _Claim:
 
     name: str
     requests: int = 0
+    is_cut: bool = False
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     until_s: float = -inf
     ahead: deque[OffloadKey] = field(default_factory=deque)
@@ -89,6 +94,19 @@ class Claims:
         """Whether nothing is claimed, or remembered."""
         return not (self._claims or self._holders or self._arriving or self.pinned or self._due or self._size)
 
+    @property
+    def is_promoting(self) -> bool:
+        """Whether chunks are due to be promoted."""
+        return bool(self._due)
+
+    def has(self, name: str) -> bool:
+        """Return whether chunks are claimed under a name."""
+        return name in self._claims
+
+    def is_cut(self, name: str) -> bool:
+        """Return whether the budget had no room for chunks of a claim."""
+        return name in self._claims and self._claims[name].is_cut
+
     # --- requests --------------------------------------------------------------------------------
 
     def begin(self, request: Request, terms: Terms) -> None:
@@ -96,6 +114,7 @@ class Claims:
         request.terms = terms
         claim = self._claims.setdefault(terms.name, _Claim(terms.name))
         self._stop(claim)
+        claim.is_cut = False
         if terms.kept_s:
             claim.requests += 1
             claim.until_s = inf
@@ -115,13 +134,14 @@ class Claims:
         """Note a request's end: the times of its claim count from now."""
         if (terms := request.terms) is None:
             return
-        self.release(terms.releases)
+        for name in terms.releases:
+            self.release(name)
         claim = self._claims.setdefault(terms.name, _Claim(terms.name))
         if terms.kept_s:
             claim.requests -= 1
             claim.until_s = inf if claim.requests else now_s + terms.kept_s
         if terms.next_use_s and not self._shared.windowed:
-            self._announce(claim, terms, request.tiers, now_s)
+            self._announce(claim, terms, request.tiers if terms.tiers is None else terms.tiers, now_s)
         self._schedule(claim)
         self._remove(claim)
 
@@ -130,6 +150,15 @@ class Claims:
         if (claim := self._claims.get(name)) is not None:
             self._stop(claim)
             self._remove(claim, [*claim.keys])
+
+    def promote(self, name: str, kept_s: float, now_s: float, tiers: frozenset[int] | None) -> bool:
+        """Promote the remembered chunks of a name now, and keep them; return whether the name is known."""
+        if (claim := self._claims.get(name)) is None:
+            return False
+        if claim.ahead:
+            claim.from_s, claim.over_s, claim.tiers = now_s, now_s + kept_s, tiers
+            self._schedule(claim)
+        return True
 
     # --- rounds ----------------------------------------------------------------------------------
 
@@ -154,6 +183,8 @@ class Claims:
             is_ready = chunk is not None and chunk.state is ChunkState.READY
             if chunk is None or (is_ready and len(self.pinned) >= shared.pin_budget):
                 shared.counts["keep_refused", "budget" if is_ready else "absent"] += 1
+                for claim in self._holders[key]:
+                    claim.is_cut = is_ready
                 self._forget(key)
             elif is_ready:
                 del self._arriving[key]
@@ -228,14 +259,19 @@ class Claims:
     def _announce(self, claim: _Claim, terms: Terms, tiers: frozenset[int] | None, now_s: float) -> None:
         """Have chunks of an ended request promoted before their next use, in place of earlier ones."""
         self._stop(claim)
-        if len(terms.used) > self._room:
-            self._shared.counts["keep_refused", "names"] += len(terms.used)
-            return
         after_s = terms.next_use_s
-        self._size += len(terms.used)
-        claim.ahead.extend(terms.used)
-        claim.from_s, claim.over_s = now_s + max(after_s / 2, after_s - LEAD_S), now_s + 2 * after_s
+        kept = [*claim.keys] if after_s == inf else []
+        ahead = dict.fromkeys([*kept, *terms.used])
+        if len(ahead) - len(kept) > self._room:
+            self._shared.counts["keep_refused", "names"] += len(ahead)
+            return
+        self._size += len(ahead)
+        claim.ahead.extend(ahead)
+        claim.from_s = now_s + max(after_s / 2, after_s - LEAD_S)
+        claim.over_s = now_s + min(2 * after_s, REMEMBERED_S)
         claim.tiers = tiers
+        if kept:
+            self._remove(claim, kept)
 
     def _stop(self, claim: _Claim) -> None:
         """Promote nothing more for a claim. Chunks that were found stay until their time is over."""

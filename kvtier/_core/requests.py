@@ -10,7 +10,7 @@ from kvtier._core.awaited import Wait
 from kvtier._core.chunks import DEFAULT, Chunk
 from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
-from kvtier.keys import OffloadKey
+from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.policies._base import Run
 
 
@@ -21,15 +21,18 @@ class Terms:
     Attributes:
         name: of the claim; requests with the same name share it.
         kept_s: how long its chunks are kept after the end of the last one; 0 if they are not.
-        next_use_s: from its end until its chunks are needed again; 0 if unknown.
-        releases: the name of a claim that ends with the request.
+        next_use_s: from its end until its chunks are needed again; 0 if they are not. If it is infinite, its
+            claim keeps nothing after its end, and remembers its chunks for ``Claims.promote``.
+        releases: the names of claims that end with the request.
+        tiers: tiers to promote its chunks from; None for those that the request itself allows.
         used: the chunks that are needed again, in the order of its prompt.
     """
 
     name: str
     kept_s: float = 0.0
     next_use_s: float = 0.0
-    releases: str = ""
+    releases: Sequence[str] = ()
+    tiers: frozenset[int] | None = None
     used: dict[OffloadKey, None] = field(default_factory=dict)
 
 
@@ -42,6 +45,7 @@ class Request(Stateful):
 
     Attributes:
         addresses: addresses of engines that have its chunks, by its client's hint. Tiers may ask these first.
+        blocks: the last 64 bits of the hashes of those chunks; None for all chunks.
         held: chunks pinned until it has loaded them, and the last round that asked for each.
         absent: keys that no tier has or can return, or that are computed faster than loaded.
         answers_stand: whether it waits and the same lookups would get the same answers as before.
@@ -56,6 +60,7 @@ class Request(Stateful):
     name: str = ""
     tiers: frozenset[int] | None = None  # tiers that may be asked; None for all
     addresses: tuple[str, ...] = ()
+    blocks: frozenset[int] | None = None
     state: RequestState = RequestState.IDLE
     deadline_s: float | None = None  # when pending keys become misses; set while WAITING
     round: object = None  # the last one that asked it; the fields down to ``wanted`` belong to that round
@@ -95,6 +100,13 @@ class Request(Stateful):
     def awaits_any(self) -> bool:
         """Whether it waits for chunks that no tier has yet."""
         return self.wait is not None and bool(self.wait.keys)
+
+    def addresses_for(self, key: OffloadKey) -> tuple[str, ...]:
+        """Return the addresses of engines that have a chunk, by its client's hint."""
+        is_named = self.blocks is None or (
+            int.from_bytes(key[-GROUP_BYTES - 8 : -GROUP_BYTES], "big") in self.blocks
+        )
+        return self.addresses if is_named else ()
 
     def reason_for_absence(self, key: OffloadKey) -> str:
         """Return why a key that is marked as absent is a miss, in a word of ``reasons.MISS``."""

@@ -31,6 +31,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None  # why it ended there, in a word of ``kvtier_misses``; None if nothing was missing
     tiers: dict[str, str]  # why each tier that was considered did not give the chunk at its end
     waited_s: Annotated[float, msgspec.Meta(ge=0)]  # for secondary tiers
+    hints: list[str] = []  # its client's actions, each with its outcome
 
 
 class DamagedLine(msgspec.Struct, frozen=True):

@@ -249,6 +249,10 @@ class TierConfig(Settings):
         """
         return None
 
+    def peer_addresses(self) -> Sequence[str]:
+        """Return where this tier may ask for chunks of other engines, as its settings spell it."""
+        return ()
+
 
 def ignore(*details: object) -> None:
     """Do nothing: a callback for callers that need none."""

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -103,6 +103,7 @@ class World:
         workers: StatusTable | None = None,
         explainer: Explainer | None = None,
         addresses: Mapping[int, str] = MappingProxyType({}),
+        peers: Collection[str] = (),
     ) -> None:
         names = [f"{tier.config.type}{index}" for index, tier in enumerate(tiers)]
         gates = [
@@ -134,6 +135,7 @@ class World:
             steps_ahead=steps_ahead,
             explainer=explainer,
             addresses=addresses,
+            peers=peers,
             clock=clock,
             has_blocks=lambda: self.has_blocks,
             on_shutdown=self._shut_down,
@@ -416,7 +418,9 @@ def test_decode_wait_covers_put(make: Make) -> None:
 
 
 def test_tiers_get_prefill_address(make: Make) -> None:
-    it = make(dummy(), dummy(), slots=8, limits=Limits(max_wait_s=3600.0), addresses={1: "10.0.0.1:18570"})
+    peer = "10.0.0.1:18570"
+    limits = Limits(max_wait_s=3600.0)
+    it = make(dummy(), dummy(), slots=8, limits=limits, addresses={1: peer}, peers=[peer])
     told = it.manager.response_params("a", PREFILL)
     assert told is not None
     assert told["kvtier"]["from"] == ["10.0.0.1:18570"]

@@ -58,7 +58,7 @@ USED: Mapping[type, str] = {
     base.OffloadingEvent: "keys medium removed locality ownership removal_expected",
     base.OffloadingKVEventsConfig: "enable_kv_cache_events self_describing_kv_events",
     base.PrepareStoreOutput: "keys_to_store store_spec evicted_keys",
-    base.ReqContext: "req_id kv_transfer_params load_tier_filter",
+    base.ReqContext: "req_id kv_transfer_params kv_hints load_tier_filter",
     base.RequestOffloadingContext: "policy",
     base.ScheduleEndContext: "new_req_ids preempted_req_ids",
     base.TransferResult: "job_id success transfer_size transfer_time",
@@ -74,7 +74,6 @@ USED: Mapping[type, str] = {
 
 UNUSED = {
     "OffloadingEvent.metadata_only": "vLLM's own manager announces before it has allocated",
-    "ReqContext.kv_hints": "what they say is not used yet",
     "OffloadingConfig.replicated_layout": "each worker keeps its own bytes, equal or not",
     "OffloadingGroupConfig.sliding_window_size_in_chunks": "computed as vLLM does, for the chosen chunks",
     "OffloadingModelConfig.max_model_len": "the bytes do not depend on it",

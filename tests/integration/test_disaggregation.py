@@ -190,6 +190,32 @@ def test_response_explains_prompt(prefill: Engine) -> None:
     assert told["kvtier"]["explained"]["tokens"] == {"cpu": PROMPT_CHUNKS * BLOCK_TOKENS}
 
 
+def test_response_has_outcomes(prefill: Engine, reference: Ask) -> None:
+    asked, kept = prompt(21), PROMPT_CHUNKS * 2**17
+
+    def act(kind: str, tokens: Tokens, **payload: Any) -> list[dict[str, str]]:
+        action = {"action_id": "7", "action_type": kind, "action_version": "0.1", "payload": payload}
+        envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+        answer = prefill.call("respond", module=ROLES, prompt=tokens, params={"kv_hint": envelope})
+        outcomes: list[dict[str, str]] = answer["params"]["kvtier"]["outcomes"]
+        return outcomes
+
+    assert act("kv.pin", asked, session="s", ttl_s=600) == [
+        {"action_id": "7", "outcome": "accepted", "reason": "new"}
+    ]
+    prefill.until(lambda it: it.value("kvtier_kept_bytes") == kept, "it is pinned")
+    assert act("kv.demote", [2, 3], session="s")[0]["outcome"] == "accepted"
+    prefill.until(lambda it: it.value("kvtier_kept_bytes") == 0, "it is not pinned any more")
+    assert act("kv.prefetch", [2, 3], session="s", ttl_s=600)[0]["outcome"] == "accepted"
+    prefill.until(lambda it: it.value("kvtier_kept_bytes") == kept, "it is back")
+    assert act("kv.release", [2, 3], session="t")[0]["outcome"] == "missing"
+    assert act("kv.release", [2, 3], session="s")[0]["outcome"] == "accepted"
+    prefill.until(
+        lambda it: it.value("kvtier_hint_actions", action="kv.release", outcome="accepted") == 1, "it is told"
+    )
+    assert prefill.served(asked)[0] == reference(asked)
+
+
 def test_uncomputed_prompt_misses(decode: Engine, reference: Ask) -> None:
     """A hint that is wrong or stale costs its own request that time. Others are answered meanwhile."""
     stale, others, counts = prompt(3), [prompt(4), prompt(5)], Counts(decode)

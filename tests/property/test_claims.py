@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from kvtier._core.claims import AT_ONCE, LEAD_S, MOST_PER_SLOT
+from kvtier._core.claims import AT_ONCE, LEAD_S, MOST_PER_SLOT, REMEMBERED_S
 from kvtier._core.messages import Get, GetEnded, Put, Reset
 from kvtier._core.requests import Request, Terms
 from kvtier._core.states import ChunkState
@@ -135,7 +135,7 @@ class World:
         acts = [self.begin, self.use, self.use, self.use, self.end, self.settle, self.settle, self.evict]
         for _ in range(steps):
             if self.chance.random() < 0.15:
-                self.chance.choice((self.release, self.store_ends, self.lose, self.reset))()
+                self.chance.choice((self.release, self.promote, self.store_ends, self.lose, self.reset))()
             else:
                 self.chance.choice(acts)()
             self.compare()
@@ -146,8 +146,10 @@ class World:
             if number and count[0] in ("keep_refused", "prefetched"):
                 self.counts[count] += int(number)
         assert self.counts == +self.reference.counts
-        named = self.reference.names.values()
-        assert self.core.claims.is_empty is not any(it.keys or it.ahead or it.requests for it in named)
+        names = self.reference.names
+        for name in [name for name, it in names.items() if not (it.keys or it.ahead or it.requests)]:
+            del names[name]
+        assert self.core.claims.is_empty is not bool(names)
         invariants.check(self.core)
 
     @property
@@ -165,8 +167,8 @@ class World:
         terms = Terms(
             self.chance.choice("abc"),
             self.chance.choice((0.0, 5.0, 50.0)),
-            self.chance.choice((0.0, 4.0, 40.0)),
-            self.chance.choice(("", "", "", "a", "b")),
+            self.chance.choice((0.0, 4.0, 40.0, inf)),
+            self.chance.choice(((), (), (), ("a",), ("a", "b"))),
         )
         self.requests.append(Request())
         self.core.claims.begin(self.requests[-1], terms)
@@ -208,19 +210,31 @@ class World:
         terms = request.terms
         assert terms is not None
         self.core.close(request, self.now_s)
-        self._released(terms.releases)
+        for name in terms.releases:
+            self._released(name)
         named = self._named(terms.name)
         if terms.kept_s:
             named.requests -= 1
             named.until_s = inf if named.requests else self.now_s + terms.kept_s
         if after_s := terms.next_use_s:
-            named.ahead, named.over_s = self.used.pop(request, []), self.now_s + 2 * after_s
+            kept = [*named.keys] if after_s == inf else []
+            named.ahead = [*dict.fromkeys(kept + self.used.pop(request, []))]
+            named.over_s = self.now_s + min(2 * after_s, REMEMBERED_S)
             named.from_s = self.now_s + max(after_s / 2, after_s - LEAD_S)
+            self.reference.drop(named, kept)
 
     def release(self) -> None:
         name = self.chance.choice("abc")
         self.core.claims.release(name)
         self._released(name)
+
+    def promote(self) -> None:
+        name, kept_s = self.chance.choice("abc"), self.chance.choice((3.0, 30.0))
+        is_known = self.core.claims.promote(name, kept_s, self.now_s, None)
+        named = self.reference.names.get(name, Named())
+        assert is_known is bool(named.keys or named.ahead or named.requests)
+        if named.ahead:
+            named.from_s, named.over_s = self.now_s, self.now_s + kept_s
 
     def _released(self, name: str) -> None:
         named = self.reference.names.get(name, Named())

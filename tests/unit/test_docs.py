@@ -183,7 +183,7 @@ def test_error_page_is_complete() -> None:
 _CODE = re.compile(r"`([^`\n]+)`")
 _VLLM_KEYS = {"enable_kv_cache_events", "publisher", "medium", "locality", "kv_connector_extra_config",
               "kv_connector_module_path", "kv_load_failure_policy", "kv_transfer_params", "kvtier",
-              "explain"}  # fmt: skip
+              "explain", "session"}  # fmt: skip
 _OWN_TO_VLLM = {"vllm:kv_offload_config_info"}
 _SOURCES = {"kvtier": ROOT / "kvtier"} | {
     folder.name: folder for folder in (ROOT / "plugins").glob("*/src/kvtier_*") if folder.suffix == ""

@@ -53,7 +53,7 @@ class Gets:
             )
             self.expected[allowed_tiers(waiters)].update(dict.fromkeys(keys, transfer))
         slots = [chunk.slot for chunk in chunks]
-        addresses = () if located else _addresses(waiters)
+        addresses = () if located else _addresses(waiters, keys[0])
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located, addresses))
         return transfer
 
@@ -179,9 +179,9 @@ class Gets:
         counts["absent", name] += max(0, missing - sum(event.reasons.values()))
 
 
-def _addresses(waiters: Waiters) -> tuple[str, ...]:
-    """Return the addresses that hints give for the keys, if all waiting clients give the same ones."""
-    said = {request.addresses for request in waiters}
+def _addresses(waiters: Waiters, first: OffloadKey) -> tuple[str, ...]:
+    """Return the addresses that hints give for the first key, if all waiting clients give the same ones."""
+    said = {request.addresses_for(first) for request in waiters}
     return said.pop() if len(said) == 1 else ()
 
 

@@ -29,7 +29,6 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvtier._core.awaited import Wait
 from kvtier._core.chunks import LOW
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
@@ -41,8 +40,9 @@ from kvtier._log import GuardedLogger
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._memory.worker_status import Unfilled
 from kvtier._telemetry.dropped_puts import DroppedPuts
+from kvtier.adapters.vllm._actions import Actions
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, TRACKS_BLOCKS, CacheHitSource, places_of
-from kvtier.adapters.vllm._hints import EXPLAINED, FROM, PARAMS, HintReader, is_prefill
+from kvtier.adapters.vllm._hints import EXPLAINED, FROM, OUTCOMES, PARAMS, HintReader, is_prefill
 from kvtier.adapters.vllm._telemetry.events import allowed_tiers
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
@@ -75,6 +75,8 @@ _OF_NEW_CHUNKS = RequestOffloadingContext()
 _OF_ALL_CHUNKS = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 """vLLM offers chunks to be stored that the request did not compute, too."""
 
+_TOLD = ("action_id", "outcome", "reason")
+
 _COPY_S = 1.0
 """From a response to the puts of its prompt's last chunks: a step, and a copy from the device."""
 
@@ -96,6 +98,7 @@ class KVTierManager(OffloadingManager):
         executor: runs its commands; started already.
         sources: the name of each secondary tier in vLLM's cache-hit metrics.
         addresses: where other engines read from a tier, by its index.
+        peers: addresses of engines that the tiers may ask.
         steps_ahead: the most scheduled steps in flight, the current one included.
         on_reset: waits for the copies of workers in this process.
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
@@ -112,6 +115,7 @@ class KVTierManager(OffloadingManager):
         *,
         sources: Sequence[CacheHitSource] = (),
         addresses: Mapping[int, str] = MappingProxyType({}),
+        peers: Collection[str] = (),
         steps_ahead: int = 2,
         on_reset: Callable[[], None] = lambda: None,
         on_shutdown: Callable[[], None] = lambda: None,
@@ -148,6 +152,9 @@ class KVTierManager(OffloadingManager):
         self._explainer = explainer or Explainer(self._published.names, clock=clock)
         self._explainer.traces = self._driver.traces
         self._hints = HintReader(clock)
+        self._actions = Actions(core, peers, clock)
+        self._published.tell_capabilities(self._actions.capabilities)
+        self.session = ""  # of the request that arrives next
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
@@ -170,27 +177,22 @@ class KVTierManager(OffloadingManager):
             self.on_request_finished(req_context)
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
-        params = req_context.kv_transfer_params
-        hints = self._hints.read(req_context.req_id, params)
-        if (terms := hints.terms(req_context.req_id)) is not None:
-            self._core.claims.begin(request, terms)
-        if wait_s := min(hints.wait_s, self._core.shared.limits.max_wait_s):
-            request.wait = Wait(wait_s)
-        request.addresses = hints.addresses
+        params, session, self.session = req_context.kv_transfer_params, self.session, ""
+        is_asked, hints = self._hints.read(req_context.req_id, params, req_context.kv_hints)
+        needs_all = self._actions.begin(request, hints, session)
         request.no_store = "neighbour" if self._is_blind else None
         request.places = places_of(req_context)
-        request.releases = hints.release is True
-        request.priority = LOW if request.releases else hints.priority
-        if hints.explain or self._explainer.is_on:
-            self._explainer.follow(req_context, request, is_asked=hints.explain)
+        if is_asked or self._explainer.is_on:
+            self._explainer.follow(req_context, request, hints, is_asked=is_asked)
         is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
-        needs_all = hints.needs_all or is_selective or is_prefill(params) or len(self._core.table.orders[LOW])
+        needs_all = needs_all or is_selective or is_prefill(params) or bool(self._core.table.orders[LOW])
         return _OF_ALL_CHUNKS if needs_all else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be in flight."""
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
+            self._actions.end(request)
             self._core.close(request, self._clock())
             self._explainer.forget(request.name)
         if self._steps is not None:
@@ -199,12 +201,16 @@ class KVTierManager(OffloadingManager):
     def response_params(self, req_id: str, params: object) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of the response to a request that had ``params``, if any.
 
-        They explain its prefix if its client asked for that. They have hints for the decode engine if another
-        engine is to decode its prompt.
+        They explain its prefix if its client asked for that, and have the outcomes of its actions. They have
+        hints for the decode engine if another engine is to decode its prompt.
         """
         ours: dict[str, Any] = {}
         if (explained := self._explainer.answer(req_id)) is not None:
             ours[EXPLAINED] = msgspec.to_builtins(explained)
+        if (request := self._requests.get(req_id)) is not None:
+            hints = self._actions.outcomes(request)
+            named = [{key: getattr(hint, key) for key in _TOLD} for hint in hints if hint.action_id]
+            ours.update({OUTCOMES: named} if named else {})
         if is_prefill(params):
             ours.update(self._hints_for_decode())
         return {PARAMS: ours} if ours else None
@@ -374,8 +380,8 @@ class KVTierManager(OffloadingManager):
             self._stop_copying("device_lost", "a worker's device is lost")
 
     def has_pending_work(self) -> bool:
-        """See vLLM. Puts need no steps; slots that a reset has cut off are given back by steps."""
-        return bool(self._flushing)
+        """See vLLM. Puts need no steps. Steps give back slots that a reset cut off, and prefetch chunks."""
+        return bool(self._flushing) or self._core.claims.is_promoting
 
     def reset_cache(self) -> None:
         """See vLLM, which drops its record of running copies; the workers still finish them.

@@ -98,6 +98,8 @@ class KVTierConnector(OffloadingConnector):
         params = request.kv_transfer_params
         if self._outer is not None and params and params.get("do_remote_prefill"):
             params.setdefault("kv_load_tiers", [])
+        if self._manager is not None:
+            self._manager.session = getattr(request, "session_id", None) or ""  # vLLM 0.33
         super().on_new_request(request)
 
     def update_state_after_alloc(

@@ -78,7 +78,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
         """See vLLM 0.33."""
-        return ("kvtier_version", "eviction_policy", "secondary_tiers")
+        return ("kvtier_version", "eviction_policy", "secondary_tiers", "kv_hints")
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = engine_context()
@@ -143,6 +143,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self._published(core, executor, tiers, status_table),
             sources=[_source(tier) for tier in tiers],
             addresses=_addresses(tiers),
+            peers={address for tier in tiers for address in tier.tier.config.peer_addresses()},
             steps_ahead=self._engine.steps_ahead,
             slot_checksums=slot_checksums,
             steps=self._step_meter(core, chunk_tokens, windowed),

@@ -19,6 +19,7 @@ from kvtier._core.tiers.backoff import RandomSource
 from kvtier._telemetry import explanation
 from kvtier._telemetry.explanation import Explanation
 from kvtier._telemetry.traces import REQUEST, Traces
+from kvtier.adapters.vllm._hints import Hint
 from kvtier.adapters.vllm._telemetry.steps import end_of
 from kvtier.keys import OffloadKey, group_index
 
@@ -30,6 +31,7 @@ class _Tracked:
     context: ReqContext
     request: Request
     record: LookupRecord
+    hints: Sequence[Hint]
     is_explained: bool
     is_asked: bool = False  # whether its client asked for it
     tokens: dict[str, int] = field(default_factory=dict)
@@ -81,14 +83,17 @@ class Explainer:
         """Whether it also follows requests that do not ask for it."""
         return self._rate > 0 or self.traces is not None
 
-    def follow(self, context: ReqContext, request: Request, *, is_asked: bool) -> None:
+    def follow(
+        self, context: ReqContext, request: Request, hints: Sequence[Hint] = (), *, is_asked: bool
+    ) -> None:
         """Follow a request that has arrived, if it is to be explained or traced."""
         is_explained = is_asked or (self._rate > 0 and self._chance() < self._rate)
         if is_explained:
             explanation.enable()
         if is_explained or self.traces is not None:
             request.record = LookupRecord(context.req_id, self._asked)
-            self.tracked[context.req_id] = _Tracked(context, request, request.record, is_explained, is_asked)
+            tracked = _Tracked(context, request, request.record, hints, is_explained, is_asked)
+            self.tracked[context.req_id] = tracked
 
     def loaded(self, req_id: str, keys: Collection[OffloadKey], origins: Sequence[int | None]) -> None:
         """Note the chunks that a request loads, and their tiers."""
@@ -156,6 +161,7 @@ class Explainer:
             reason=None if gap is None else tracked.record.misses[gap],
             tiers={} if gap is None else tracked.record.refusals.get(gap, {}),
             waited_s=round(tracked.waited_s, 6),
+            hints=[f"{hint.type} {hint.outcome}: {hint.reason}" for hint in tracked.hints],
         )
 
     def _loaded(

@@ -78,11 +78,17 @@ class Published:
         self._reports = WorkerReports(self.workers)
         self.locations = locations
         self.names = [status.name for status in core.shared.tiers]
-        self.info = info or {}
+        self.info = dict(info or {})
         self.stream = EventStream(self.names, locations, self_describing=self_describing)
         self._chunk_bytes = chunk_bytes
         self._gauges: Gauges = {}  # as last published
+        self._capabilities: dict[tuple[str, tuple[str, ...]], float | None] = {}
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
+
+    def tell_capabilities(self, actions: Sequence[tuple[str, str]]) -> None:
+        """Publish which actions of clients are executed, by type and version."""
+        self.info["kv_hints"] = ",".join(map("/".join, actions))
+        self._capabilities = {("kvtier_hint_capability", action): 1.0 for action in actions}
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return and clear the announcements since the last call."""
@@ -92,6 +98,7 @@ class Published:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""
         counts = {**self._take_counts(), **self._reports.take_counts()}
         gauges = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._reports.gauges}
+        gauges |= self._capabilities
         last = self._gauges
         if not counts and gauges == last:
             return None

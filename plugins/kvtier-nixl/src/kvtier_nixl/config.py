@@ -109,6 +109,10 @@ class NixlConfig(TierConfig):
         is_wildcard = host in _WILDCARDS or not port
         return self.advertise or (None if is_wildcard else self.listen)
 
+    def peer_addresses(self) -> tuple[str, ...]:
+        """See ``TierConfig.peer_addresses``."""
+        return self.peers
+
 
 def parse_address(text: str, least_port: int = 1) -> tuple[str, int]:
     """Parse ``host:port`` or ``[v6]:port``. Raises ValueError."""

@@ -1,0 +1,327 @@
+"""Actions of clients in the manager: what they do, what becomes of them, and what hostile ones cannot do.
+
+The manager is asked as vLLM's scheduler asks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvtier._core.claims import MOST_PER_SLOT
+from kvtier._core.tiers.admission import Limits
+from kvtier.adapters.vllm._hints import TYPES
+from kvtier.keys import OffloadKey
+from tests.effort import effort
+from tests.integration.test_bridge import Clock, World, content, dummy, prompt
+from tests.unit.test_hints import action, envelope
+
+pytestmark = pytest.mark.releases
+
+PEER = "10.0.0.1:18570"
+SLOTS = 32
+
+
+class Engine(World):
+    """A manager, and requests whose clients send actions."""
+
+    def begin(self, name: str, *actions: dict[str, Any], **params: Any) -> ReqContext:
+        sent = {"kv_hint": envelope(*actions)} if actions else {}
+        context = ReqContext(req_id=name, kv_transfer_params={**sent, **params})
+        self.manager.on_new_request(context)
+        return context
+
+    def end(self, context: ReqContext) -> list[tuple[str, str]]:
+        """End a request; return the outcomes that its response has."""
+        told = self.manager.response_params(context.req_id, context.kv_transfer_params) or {"kvtier": {}}
+        self.step([context.req_id])
+        self.manager.on_request_finished(context)
+        self.step()
+        return [(one["outcome"], one["reason"]) for one in told["kvtier"].get("outcomes", [])]
+
+    def turn(self, name: str, keys: list[OffloadKey], *actions: dict[str, Any]) -> list[tuple[str, str]]:
+        """Serve a request from its lookups to its end."""
+        context = self.begin(name, *actions)
+        for place, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (place + 1))
+        found = keys[: self.find(keys, context)]
+        if found:
+            self.manager.prepare_load(found, context)
+            self.step([name])
+            self.manager.complete_load(set(found), context)
+        self.store(keys, context)
+        self.step()
+        outcomes = self.end(context)
+        self.settle()
+        return outcomes
+
+    def in_memory(self, keys: list[OffloadKey]) -> int:
+        return sum(key in self.core.table.visible for key in keys)
+
+    def flood(self) -> None:
+        """Others' requests take all slots that they can get."""
+        for number in range(100, 108):
+            self.turn(f"other {number}", prompt(number, 8))
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Engine] = []
+
+    def make(*tiers: Any, **more: Any) -> Engine:
+        made.append(Engine(*tiers, slots=SLOTS, **more))
+        return made[-1]
+
+    yield make
+    for it in made:
+        it.manager.shutdown()
+
+
+def test_pin_keeps_until_release(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    assert it.turn("a", keys, action("kv.pin", session="s", ttl_s=600)) == [("accepted", "new")]
+    it.flood()
+    assert it.in_memory(keys) == 4
+    assert it.turn("b", keys, action("kv.pin", session="s", ttl_s=600)) == [("accepted", "ok")]
+    assert it.turn("c", [], action("kv.release", session="s")) == [("accepted", "ok")]
+    assert it.core.claims.is_empty
+    assert it.turn("d", [], action("kv.release", session="s")) == [("missing", "session")]
+
+
+def test_pin_beyond_budget_is_clipped(make: Make) -> None:
+    it = make(dummy(), limits=Limits(pin_budget=0.25))
+    assert it.turn("a", prompt(1, 12), action("kv.pin")) == [("clipped", "budget")]
+    assert len(it.core.claims.pinned) == SLOTS // 4
+
+
+def test_demoted_session_returns_by_prefetch(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    assert it.turn("a", keys, action("kv.pin", session="s")) == [("accepted", "new")]
+    assert it.turn("b", [], action("kv.demote", session="s")) == [("accepted", "ok")]
+    assert not it.core.claims.pinned
+    it.flood()
+    assert it.in_memory(keys) == 0
+    assert it.turn("c", [], action("kv.prefetch", session="s")) == [("accepted", "ok")]
+    while it.manager.has_pending_work():  # the engine goes on with its steps
+        it.step()
+    it.flood()
+    assert it.in_memory(keys) == 4
+    assert it.turn("d", [], action("kv.prefetch", session="t")) == [("missing", "session")]
+    assert it.turn("e", [], action("kv.demote", session="t")) == [("missing", "session")]
+
+
+def test_demoted_prompt_leaves_memory(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    assert it.turn("a", keys, action("kv.demote")) == [("accepted", "ok")]
+    it.step()
+    assert it.in_memory(keys) == 0
+    assert it.find(keys, it.begin("b")) == 4
+
+
+def test_announced_use_is_deferred(make: Make) -> None:
+    clock = Clock()
+    it, keys = make(dummy(), clock=clock), prompt(1, 4)
+    assert it.turn("a", keys, action("kv.prefetch", next_use_s=60)) == [("deferred", "next_use")]
+    it.flood()
+    clock.now += 55
+    it.step()
+    while it.manager.has_pending_work():
+        it.step()
+    assert it.in_memory(keys) == 4
+
+
+def test_retained_prompt_outlives_others(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    assert it.turn("a", keys, action("kv.retain", priority=2, ttl_s=9)) == [("clipped", "no_expiry")]
+    it.flood()
+    assert it.in_memory(keys) == 4
+
+
+@pytest.mark.parametrize("endpoint", [PEER, f"tcp://{PEER}"])
+def test_fetch_names_the_peer(make: Make, endpoint: str) -> None:
+    it, keys = make(dummy(), peers=[PEER]), prompt(1, 4)
+    named = [int.from_bytes(key[-12:-4], "big") for key in keys[:2]]
+    fetch = action("kv.fetch", "1.0", source_control_endpoint=endpoint, block_hashes=named, mode="copy")
+    context = it.begin("a", fetch)
+    request = it.manager._requests["a"]
+    assert [request.addresses_for(key) for key in keys] == [(PEER,)] * 2 + [()] * 2
+    assert it.end(context) == [("accepted", "ok")]
+    elsewhere = {**fetch, "payload": {**fetch["payload"], "block_hashes": [999]}}
+    assert it.turn("b", keys, elsewhere) == [("missing", "blocks")]
+    assert it.turn("c", keys, fetch) == [("accepted", "ok")]
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (action("kv.fetch", "1.0", source_control_endpoint="evil:1", block_hashes=[1]), "peer"),
+        (action("kv.fetch", "1.0", block_hashes=[1]), "peer"),
+        (action("kv.fetch", "1.0", source_control_endpoint=PEER, block_hashes=[1], mode="move"), "target"),
+        (action("kv.fetch", "1.0", source_control_endpoint=PEER, block_hashes=[1], no_retain=1), "target"),
+        (action("kv.pin", block_hashes=[1]), "target"),
+        (action("kv.retain", session="s", priority=2), "target"),
+        (action("kv.pin", session=True), "session"),
+        (action("kv.pin", tier="dummy0"), "target"),
+        (action("kv.prefetch", tier="nowhere"), "target"),
+        (action("kv.teleport"), "unknown"),
+        (action("kv.pin", ttl_s=-1), "malformed"),
+    ],
+)
+def test_refused_action_has_reason(make: Make, refused: dict[str, Any], reason: str) -> None:
+    it = make(dummy(), peers=[PEER])
+    assert it.turn("a", prompt(1, 2), refused) == [("rejected", reason)]
+    kind = refused["action_type"] if reason != "unknown" else "other"
+    assert it.core.shared.counts["hint_actions", kind, "rejected", reason] == 1
+    assert it.core.claims.is_empty
+
+
+def test_capabilities_follow_the_tiers(make: Make) -> None:
+    (info,) = make(dummy()).manager.config_info()
+    assert info["kv_hints"] == (
+        "kv.fetch/1.0,kv.prefetch/0.1,kv.demote/0.1,kv.pin/0.1,kv.retain/0.1,kv.release/0.1"
+    )
+    it = make(limits=Limits(pin_budget=0.0))
+    assert it.manager.config_info()[0]["kv_hints"] == "kv.retain/0.1,kv.release/0.1"
+    assert it.turn("a", prompt(1, 2), action("kv.pin"), action("kv.prefetch")) == [
+        ("rejected", "budget"),
+        ("rejected", "no_tier"),
+    ]
+    stats = it.manager.get_stats()
+    assert stats is not None
+    assert ("kv.retain", "0.1") in stats.data["data"]["kvtier_hint_capability"]
+
+
+def test_session_of_the_engine_is_a_name(make: Make) -> None:
+    it = make(dummy())
+    it.manager.session = "conversation 7"
+    it.begin("a", action("kv.pin", session=True))
+    assert it.core.claims.has("session conversation 7")
+    assert it.end(it.begin("b", action("kv.pin", session=True))) == [("rejected", "session")]
+
+
+# --- hostile clients -------------------------------------------------------------------------------
+
+odd_words = st.sampled_from(["", "0.1", "1.0", "s", "t", "kv.pin", "\ud800", "a\nERROR forged", "x" * 200])
+words = odd_words | st.text(max_size=9)
+numbers = st.integers() | st.floats() | st.sampled_from([2**64 - 1, 2**64, 10**400, 1e-9, 5, 600])
+junk = st.recursive(
+    st.none() | st.booleans() | numbers | words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=12,
+)
+good = {
+    "session": st.sampled_from("stuv"),
+    "block_hashes": st.lists(st.integers(0, 2**64 - 1), max_size=40),
+    "source_control_endpoint": st.sampled_from([PEER, "evil:1"]),
+    "ttl_s": st.sampled_from([0.001, 5, 600, 1e9]),
+    "wait_s": st.sampled_from([0.01, 1e9]),
+    "next_use_s": st.sampled_from([0.001, 60, 1e9]),
+    "priority": st.integers(0, 3),
+}
+payloads = st.fixed_dictionaries({}, optional=good) | st.dictionaries(
+    st.sampled_from([*good, "tier", "mode", "no_retain"]), junk, max_size=4
+)
+actions = st.fixed_dictionaries(
+    {
+        "action_type": st.sampled_from([*TYPES, "kv.teleport"]) | words,
+        "action_version": st.sampled_from(["0.1", "1.0"]) | words,
+    },
+    optional={"action_id": words, "payload": payloads | junk},
+)
+envelopes = st.fixed_dictionaries(
+    {"protocol_version": st.just("0.1") | words, "actions": st.lists(actions | junk, max_size=20) | junk}
+)
+short = st.dictionaries(
+    st.sampled_from(["ttl_s", "pin", "release", "wait_s", "from", "next_use_s", "priority", "hints"]),
+    junk | envelopes | st.sampled_from([0.001, 5, 1, "s", True, [PEER]]),
+    max_size=5,
+)
+hostile = st.fixed_dictionaries({}, optional={"kv_hint": envelopes | junk, "kvtier": short | junk})
+
+
+def _as_records(found: Any) -> KvHintsEnvelope | None:
+    """Return an envelope as vLLM's own records, which check nothing."""
+    if not isinstance(found, dict) or not isinstance(found.get("actions"), list):
+        return None
+    fields = ("action_id", "action_type", "action_version", "payload")
+    records = [KvHintAction(*map(it.get, fields)) for it in found["actions"] if isinstance(it, dict)]
+    return KvHintsEnvelope(found.get("protocol_version"), "m", records)
+
+
+class Hostile:
+    """An engine that goes through any envelopes, and is compared with itself without them."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        limits = Limits(max_wait_s=0.02)
+        self.it = Engine(dummy(), slots=SLOTS, limits=limits, clock=self.clock, peers=[PEER])
+        self.turns = 0
+
+    def serve(self, params: Any, number: int, length: int) -> None:
+        """Serve a request with hints, and check what it found and what is left of it."""
+        self.turns += 1
+        name, keys = f"turn {self.turns}", prompt(number, length)
+        found = params.get("kv_hint") if isinstance(params, dict) else None
+        context = ReqContext(req_id=name, kv_transfer_params=params, kv_hints=_as_records(found))
+        self.it.manager.on_new_request(context)
+        for place, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (place + 1))
+        self.load(keys, context)
+        self.it.store(keys, context)
+        self.it.step([name])
+        told = self.it.manager.response_params(name, params)
+        json.dumps(told).encode()
+        self.it.manager.on_request_finished(context)
+        self.clock.now += 0.5
+        self.it.step()
+        core = self.it.core
+        assert len(core.claims.pinned) <= core.shared.pin_budget
+        assert core.claims._size <= MOST_PER_SLOT * SLOTS
+        assert not self.it.manager._actions._hints
+
+    def load(self, keys: list[OffloadKey], context: ReqContext) -> None:
+        """Wait for answers, no longer than the bounds; load what is found, and compare the bytes."""
+        steps = 0
+        while (scanned := self.it.scan(keys, context))[1]:
+            self.it.step()
+            self.clock.now += 0.01
+            steps += 1
+            assert steps < 2000
+        found, _ = scanned
+        if found:
+            loaded = self.it.manager.prepare_load(keys[:found], context)
+            assert self.it.read(loaded) == [content(key) for key in keys[:found]]
+            self.it.step()
+            self.it.manager.complete_load(set(keys[:found]), context)
+
+
+def test_hostile_hints_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    it = Hostile()
+
+    @settings(max_examples=effort(100, 10_000), deadline=None)
+    @given(hostile, st.integers(1, 6), st.integers(0, 6))
+    def run(params: Any, number: int, length: int) -> None:
+        it.serve(params, number, length)
+
+    try:
+        run()
+        hinted = [line for line in caplog.messages if "hints ignored" in line]
+        assert len(hinted) <= 2 + it.turns * 0.6 / 30, "at most one in 30 seconds"
+        assert not any("\nERROR" in line for line in caplog.messages)
+        for number in range(1, 7):  # requests without hints have the engine for themselves afterwards
+            it.serve(None, number, 6)
+        it.it.manager.reset_cache()
+        it.it.check_idle()
+        assert it.it.core.claims.is_empty
+    finally:
+        it.it.manager.shutdown()
