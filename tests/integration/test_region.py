@@ -43,7 +43,7 @@ def _open(config: VllmConfig) -> tuple[Region, str]:
     engine = engine_of(config)
     with providing_engine(engine):
         spec = KVTierOffloadingSpec(build_offloading_config(config, engine.kv_cache_config))
-    region = spec._open_region()
+    region = spec._open_region(is_first=True)
     return region, f"{region.slots} slots: {spec._shape}"
 
 

@@ -239,10 +239,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
 
     def _owner(self) -> str:
-        """Return a word for this engine among others on the machine, the same after a restart."""
+        """Return a word and a space for this engine among others on the machine, the same after a restart."""
         rank = self._engine.vllm_config.parallel_config.data_parallel_rank
         name = f"{self.config.model.name}\0{self._settings.namespace}\0{rank}"
-        return hashlib.sha256(name.encode()).hexdigest()[:16]
+        return hashlib.sha256(name.encode()).hexdigest()[:16] + " "
 
     def _reports(self, region: Region) -> memoryview:
         """Return the bytes of the table of workers' reports, and what follows."""
@@ -263,7 +263,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             slots,
             self._shape.chunk_bytes,
             metadata_bytes=metadata_bytes,
-            contents=f"{self._owner()} {slots} slots: {self._shape}",
+            contents=f"{self._owner() if keep_s else ''}{slots} slots: {self._shape}",
             keep_s=keep_s,
             is_first=is_first,
         )
