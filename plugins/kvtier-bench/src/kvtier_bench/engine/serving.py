@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier import HeapMemory, Identity
 from kvtier.errors import ConfigError
@@ -31,6 +31,10 @@ from kvtier_bench.engine.fleet import CHUNK_TOKENS, NIXL, PROMPT_TOKENS
 from kvtier_bench.engine.server import free_port
 from kvtier_bench.machine import Machine, open_folder
 from kvtier_bench.storage.movers import require_ok
+
+if TYPE_CHECKING:
+    from kvtier._isolation.process import ExecutorProcess
+    from kvtier.adapters.vllm._manager import KVTierManager
 
 CONTROL, OF_ENGINE, OF_READER, OWN = "nothing is read", "engine's core", "reader's core", "core of its own"
 _PROMPTS = 16  # those whose chunks are read
@@ -233,12 +237,12 @@ def _processor_s(pid: int) -> float:
 def served(llm: Any) -> dict[str, Any]:
     """Return what a peer needs to read from this engine, and the process id of its tier process."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    manager = scheduler.connector.connector_scheduler.manager
-    executor, core = manager._driver._executor, manager._core
+    manager: KVTierManager = scheduler.connector.connector_scheduler.manager
+    executor: ExecutorProcess = manager._driver._submit.__self__  # type: ignore[attr-defined]
     return {
         "pid": executor.pid,
         "model": executor._identity.model,
         "manifest": executor._identity.manifest,
         "chunk_bytes": executor._region.chunk_bytes,
-        "keys": [key.hex() for key in core.table.visible],
+        "keys": [key.hex() for key in manager._core.table.visible],
     }
