@@ -174,7 +174,7 @@ def _take_over(fd: int, found: Path, path: Path, nbytes: int, note: bytes, clear
         theirs = os.pread(fd, len(note), max(status.st_size - len(note), 0))
         if (status.st_size, theirs) != (nbytes + len(note), note):
             if is_kept and theirs.split()[:1] == note.split()[:1]:
-                found.unlink()
+                _remove_kept(fd, found)
                 logger.info("removed %s (%s): this engine needs %s", found, _words(theirs), _words(note))
             return False
         if is_kept:
@@ -189,6 +189,30 @@ def _take_over(fd: int, found: Path, path: Path, nbytes: int, note: bytes, clear
             return False
         undo.pop_all()
         return True
+
+
+def _remove_all_kept(directory: Path) -> int:
+    """Remove the kept files that no engine has claimed; return how many."""
+    removed = 0
+    for path in directory.glob(f"{PREFIX}*{KEPT}"):
+        with ExitStack() as undo, suppress(OSError):
+            if (fd := _open_existing(path)) is not None:
+                undo.callback(os.close, fd)
+                removed += _remove_kept(fd, path)
+                logger.warning("removed %s, kept for its engine: there is no room for another", path)
+    return removed
+
+
+def _remove_kept(fd: int, path: Path) -> bool:
+    """Remove a kept file, and free its memory at once although its guard has it open.
+
+    BlockingIOError if an engine has claimed it.
+    """
+    _set_claim(fd, fcntl.F_WRLCK)
+    if not _unlink_if_named(fd, path):
+        return False
+    os.ftruncate(fd, 0)
+    return True
 
 
 def _lock_within(fd: int, patience_s: float) -> bool:
@@ -269,10 +293,7 @@ def _has_room(path: Path, nbytes: int) -> bool:
         return True
     if path.exists():
         return False
-    if kept := [*path.parent.glob(f"{PREFIX}*{KEPT}")]:
-        for file in kept:
-            file.unlink(missing_ok=True)
-            logger.warning("removed %s, which was kept for its engine: there is no room for this one", file)
+    if _remove_all_kept(path.parent):
         return _has_room(path, nbytes)
     raise RegionError(
         f"the primary tier needs {nbytes} bytes, but only {free} bytes are free in {path.parent}: "
@@ -331,7 +352,7 @@ def _is_named(fd: int, path: Path) -> bool:
 
 
 def _unlink_if_named(fd: int, path: Path) -> bool:
-    """Remove the name if it means this file. The caller has the exclusive lock."""
+    """Remove the name if it means this file. The caller has the exclusive lock, or claims a kept file."""
     if not _is_named(fd, path):
         return False
     path.unlink()

@@ -67,19 +67,11 @@ def main(path: str, keep_s: float, device: int, inode: int, pid: int, given_back
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != (device, inode):
             return  # another engine's by now
-        if not keep_s:
-            _remove(fd, path)
-        elif _lock(fd, keep_s):
-            _keep(fd, path, time.monotonic() + keep_s)
-
-
-def _remove(fd: int, path: str) -> None:
-    """Remove the file when no process uses it any more, or after ``_GRACE_S`` seconds.
-
-    Processes that have mapped a removed file keep its memory, and their end frees it.
-    """
-    _lock(fd, _GRACE_S)
-    _unlink(fd, path)
+        until_s = time.monotonic() + keep_s
+        if _lock(fd, max(keep_s, _GRACE_S)) and time.monotonic() < until_s:
+            _keep(fd, path, until_s)
+        else:  # processes that have mapped a removed file keep its memory, and their end frees it
+            _unlink(fd, path)
 
 
 def _keep(fd: int, path: str, until_s: float) -> None:

@@ -54,8 +54,12 @@ class Population:
         self._address = address
         self._path = file.path if file else None
         self._fd = os.dup(file.fd) if file else None
+        self._there_bytes = 0  # of the slots, from slot 0 on: an earlier engine has allocated them
         if self._fd is not None:
             weakref.finalize(self, os.close, self._fd).atexit = False  # threads may still use it
+            status = os.fstat(self._fd)
+            behind = status.st_size - slots * chunk_bytes  # allocated already
+            self._there_bytes = status.st_blocks * _BLOCK_BYTES - behind
         self._on_ready = on_ready
         self._parts = parts or (Part(0, chunk_bytes, None),)
         self._start_s = time.monotonic()
@@ -109,7 +113,8 @@ class Population:
     def _back(self, piece: range) -> str:
         """Allocate memory for the slots of a piece, each part on its node; return the shortage, if any."""
         nbytes = len(piece) * self._chunk_bytes * len(self._threads)  # each thread may take as much
-        if not self._is_there(piece) and (limit := memory_limits.exceeded_by(nbytes)):
+        is_there = piece.stop * self._chunk_bytes <= self._there_bytes
+        if not is_there and (limit := memory_limits.exceeded_by(nbytes)):
             return str(limit)
         for part in self._parts:
             with numa.preferring(part.node):
@@ -119,11 +124,6 @@ class Population:
                     if code:
                         return errno.errorcode.get(code, str(code))
         return ""
-
-    def _is_there(self, piece: range) -> bool:
-        """Return whether an earlier process allocated the memory of a piece, from slot 0 on."""
-        end = piece.stop * self._chunk_bytes
-        return self._fd is not None and os.fstat(self._fd).st_blocks * _BLOCK_BYTES >= end
 
     def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the part in each slot; slots that it fills are joined."""

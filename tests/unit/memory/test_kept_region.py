@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from kvtier._memory.region import Region
 from kvtier._memory.slot_trailers import slot_trailers_bytes
 from tests.common import wait_until
-from tests.unit.memory.conftest import PAGE, Holder, Holding
+from tests.unit.memory.conftest import PAGE, Holder, Holding, Mounted
 from tests.unit.memory.test_guard import guards
 
 LONG_S = 600.0
@@ -106,3 +107,19 @@ def test_engine_that_keeps_nothing_takes_nothing(shm: Path, holding: Holding) ->
     wait_until(lambda: os.listdir(shm) == ["kvtier_engine.kept"])
     with Region.open("next", 4, PAGE, shm) as region:
         assert bytes(region.view(1)[:4]) != b"abcd"
+
+
+def test_kept_memory_makes_room_at_once(mounted: Mounted) -> None:
+    """Its guard, here this test, may have it open for a while longer."""
+    with mounted("size=32m") as folder, (folder / "kvtier_other.kept").open("wb") as guarded:
+        os.posix_fallocate(guarded.fileno(), 0, 24 * 2**20)
+        fcntl.flock(guarded, fcntl.LOCK_SH)
+        with Region.open("next", 4096, PAGE, folder) as region:
+            assert region.path == folder / "kvtier_next"
+            assert os.listdir(folder) == ["kvtier_next"]
+
+
+def test_region_of_a_stuck_worker_is_removed_after_its_time(shm: Path, holding: Holding) -> None:
+    with engine(holding, keep_s=0.1) as holder, open_region(shm, "engine", is_first=False):
+        holder.kill()
+        wait_until(lambda: os.listdir(shm) == [])
