@@ -129,14 +129,14 @@ class Session:
         return call.results
 
     async def _put(self, epoch: OpenEpoch, batch: Batch) -> FileCall:
-        call = self._new_call(epoch, batch)
+        call, removals = self._new_call(epoch, batch), self.quota.accounts.removals
         if self.quota.reserve_ahead(len(call)):
             await self._write(epoch, call)
         else:
             await self._put_missing(epoch, call, batch)
         epoch.learn(call)
         if full := chunks_with(call.results, _FULL):
-            note = partial(self.maintenance.note_full, -call.results[full[0]])
+            note = partial(self.maintenance.note_full, -call.results[full[0]], removals)
             await run(self._ledger_worker, note)
         if self.quota.excess:
             self.maintenance.make_room_soon()

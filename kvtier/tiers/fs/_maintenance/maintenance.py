@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Final
@@ -212,9 +213,16 @@ class Maintenance:
                 raise
             self.note_full(error.errno)
 
-    def note_full(self, number: int) -> None:
-        """Note a write that failed for want of room, maybe because of a quota. Blocks."""
-        if self._quota.lower_limit():
+    def note_full(self, number: int, removals: tuple[str, int] | None = None) -> None:
+        """Note a write that failed for want of room, maybe because of a quota. Blocks.
+
+        Args:
+            removals: the ledger's ``removals`` before the write; None if unknown.
+        """
+        is_new = False
+        with suppress(OSError), ledger.elected(self._namespace.root_fd, ledger.EVICTING) as lock:
+            is_new = lock is not None and self._quota.lower_limit(removals)
+        if is_new:
             what = "%s: a write was refused (%s) at %d bytes, and statvfs shows free space: this is a quota; "
             remedy = "chunks are evicted to stay below it: set max_bytes below the quota, or raise it"
             _log.warning(what + remedy, self._config.root_dir, errno_name(number), self._quota.limit)

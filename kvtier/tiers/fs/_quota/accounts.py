@@ -64,6 +64,11 @@ class Accounts(msgspec.Struct):
     def leased(self) -> int:
         return sum(self.leases.values())
 
+    @property
+    def removals(self) -> tuple[str, int]:
+        """A value that changes with each removal."""
+        return self.mark, self.removed
+
     def add(self, nbytes: int) -> None:
         """Add written bytes."""
         self.used += nbytes

@@ -168,14 +168,22 @@ class Quota:
         with self._change() as change:
             self._ledger.expire_dead_leases(change.accounts)
 
-    def lower_limit(self) -> bool:
+    def lower_limit(self, removals: tuple[str, int] | None = None) -> bool:
         """Note that the file system refused a write for want of room. Return whether it is the first time.
 
+        If chunks were removed since the write began, they made the room that the file system shows now. So
+        nothing is lowered; and no eviction may run meanwhile.
         Raises nothing: the assumed limit is this process's own, so it does not matter if the ledger fails.
+
+        Args:
+            removals: the ledger's ``removals`` before the write; None if unknown.
         """
         was_known, is_lower = self._bounds.hidden is not None, False
         with suppress(OSError), self._change() as change:
-            is_lower = self._bounds.lower(change.accounts, change.disk, self._file_bytes, time.monotonic())
+            if removals in (None, change.accounts.removals):
+                is_lower = self._bounds.lower(
+                    change.accounts, change.disk, self._file_bytes, time.monotonic()
+                )
             self._assess(change)
         return is_lower and not was_known
 
