@@ -34,7 +34,6 @@ PAGES = [
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("plugins/*/README.md")),
 ]
-OWN_TIERS = ("fs", "dummy")
 
 _GENERATED = re.compile(
     r"^<!-- generated: (?P<kind>\w+) ?(?P<rest>[^\n]*?) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL
@@ -113,8 +112,7 @@ def reasons(_rest: str) -> str:
     for _, group in itertools.groupby(sorted(with_reasons, key=_words), key=_words):
         found = list(group)
         parts.append(_reason_table(" and ".join(f"`{one.name}`" for one in found), found[0].reasons))
-    for name in OWN_TIERS:
-        parts.append(_reason_table(f"Transfers of tier `{name}`, besides", registry.load(name).reasons))
+    parts.append(_reason_table("Transfers of tier `fs`, besides", registry.load("fs").reasons))
     return "\n".join(parts)
 
 

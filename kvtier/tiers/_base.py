@@ -1,4 +1,4 @@
-"""The contract of a secondary tier, for fs, dummy and every third party's tier.
+"""The contract of a secondary tier, for fs and every third party's tier.
 
 An author writes only the transport; kvtier adds deadlines, concurrency limits, checksums and metrics. A tier
 is used from one event loop, from ``open`` to ``aclose``; several puts and gets can be in flight.

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier._core.states import BreakerState
 from kvtier.tiers._base import Batch, Outcome
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import PATIENCE_S
 from tests.unit.test_manager import World, opened, prompt
 

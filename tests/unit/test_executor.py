@@ -28,8 +28,8 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
 from kvtier.tiers._seal import TRAILER_BYTES
-from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import failing_log_handler
 from tests.unit.isolation.conftest import (
     CHUNK_BYTES,
@@ -758,7 +758,7 @@ from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
 from kvtier._memory.heap import HeapMemory
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 begun = threading.Event()
 

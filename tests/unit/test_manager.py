@@ -35,9 +35,9 @@ from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._lru import LRU
 from kvtier.tiers._base import Batch, Outcome, SecondaryTier
 from kvtier.tiers._waiting import until_done
-from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import PATIENCE_S
 from tests.unit.test_executor import SlowReset
 

@@ -19,7 +19,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._faults import require_answers
 from kvtier.tiers._waiting import until_done
-from kvtier.tiers.dummy import DummyConfig
+from kvtier_testing.dummy import DummyConfig
 from tests.unit.isolation.conftest import content, key
 from tests.unit.tiers import world as worlds
 from tests.unit.tiers.world import Act, Scripted, now_s, raises

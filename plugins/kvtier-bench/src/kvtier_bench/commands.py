@@ -190,7 +190,7 @@ def gate(
     model: ModelOption = engines.Size.TINY,
     requests: Annotated[int, typer.Option(min=2, help="Requests that count in each phase.")] = 40,
     tier: Annotated[
-        str, typer.Option(metavar="JSON", help="Settings of the tier.")
+        str, typer.Option(metavar="JSON", help="Settings of the tier; the default needs kvtier-testing.")
     ] = '{"type": "dummy", "capacity_bytes": "1GiB"}',
     as_json: JsonFlag = False,
 ) -> None:
