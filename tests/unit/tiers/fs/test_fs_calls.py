@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier._native import build
+import hatch_build as build
 
 pytestmark = pytest.mark.timeout(200)
 
