@@ -87,12 +87,6 @@ def test_json_is_one_document(kvtier, cache, words: tuple[str, ...]) -> None:
     assert isinstance(said.json, dict)
 
 
-def test_tables_exclude_json(kvtier) -> None:
-    said = kvtier("schema", "--table", "--json")
-    assert said.status == 2
-    assert "exclude each other" in said.err
-
-
 @pytest.mark.parametrize("words", ["ls", "verify"])
 @pytest.mark.parametrize("columns", ["", "0"])
 def test_pipes_fold_no_row(kvtier, cache, monkeypatch: pytest.MonkeyPatch, words: str, columns: str) -> None:
