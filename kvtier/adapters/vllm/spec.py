@@ -17,7 +17,6 @@ from kvtier._log import GuardedLogger
 from kvtier.adapters.vllm._compat import (
     SCHEDULE_ENDS_LAST,
     CacheHitSource,
-    EngineContext,
     engine_context,
     limit_refusals,
     outer_connector,
@@ -121,8 +120,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         region = self._open_region(is_first=False)
         region.claim()
         region.start_guard()
-        windowed = _windowed_groups(self.config, self._engine)
-        chunk_tokens = _chunk_tokens(self.config)
+        groups, width = self.config.groups, self.config.cache.blocks_per_chunk
+        windowed = frozenset(it.group_id for it in groups if self._engine.is_windowed(it.group_id))
+        chunk_tokens = {it.group_id: it.tokens_per_block * width for it in groups}
         core = make_core(
             self._settings,
             self._shape.chunk_bytes,
@@ -307,15 +307,6 @@ def _has_neighbours() -> bool:
             "keep one, and list all tiers in its secondary_tiers"
         )
     return len(children) != 1
-
-
-def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozenset[int]:
-    return frozenset(group.group_id for group in config.groups if engine.is_windowed(group.group_id))
-
-
-def _chunk_tokens(config: OffloadingConfig) -> dict[int, int]:
-    """Return the tokens of a chunk, by KV cache group."""
-    return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
