@@ -309,7 +309,8 @@ class KVTierManager(OffloadingManager):
         refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
         if refusal := refusal or (None if request is None else request.no_store):
             self._core.shared.counts["store_refused", refusal] += len(keys)
-            return _nothing_stored()
+            # An empty answer: vLLM does not offer the chunks again.
+            return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
         keys = list(keys)
         reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
@@ -492,8 +493,3 @@ def _count_by_group(keys: Sequence[OffloadKey]) -> list[int]:
     groups = range(group_index(keys[-1]) + 1 if keys else 0)
     ends = [0, *(bisect_right(keys, group, key=group_index) for group in groups)]
     return [end - start for start, end in pairwise(ends)]
-
-
-def _nothing_stored() -> PrepareStoreOutput:
-    """Return the answer that stores nothing, after which vLLM does not offer the chunks again."""
-    return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])

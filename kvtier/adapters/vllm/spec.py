@@ -141,7 +141,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             self._published(core, executor, tiers, status_table),
-            sources=[_source(tier) for tier in tiers],
+            sources=[
+                CacheHitSource.DISK if it.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
+                for it in tiers
+            ],
             addresses=_addresses(tiers),
             peers={address for tier in tiers for address in tier.tier.config.peer_addresses()},
             steps_ahead=self._engine.steps_ahead,
@@ -180,7 +183,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             locations=[location_of(tier.tier) for tier in tiers],
             chunk_bytes=self._shape.chunk_bytes,
             self_describing=self.kv_events_config.self_describing_kv_events,
-            info=self._info(),
+            info={
+                "kvtier_version": metadata.version("kvtier"),
+                "eviction_policy": self._settings.eviction_policy,
+                "secondary_tiers": ",".join(self._settings.tier_names),
+            },
         )
 
     def _step_meter(
@@ -287,13 +294,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
         formats = [row[StatusField.PAGES] for row in status_table.rows]
         return engine_identity(self.config, self._engine, self._shape, self._settings, formats)
 
-    def _info(self) -> dict[str, str]:
-        return {
-            "kvtier_version": metadata.version("kvtier"),
-            "eviction_policy": self._settings.eviction_policy,
-            "secondary_tiers": ",".join(self._settings.tier_names),
-        }
-
 
 def _has_neighbours() -> bool:
     """Return whether the engine has other connectors; raise ConfigError if one of them is kvtier's."""
@@ -361,10 +361,6 @@ def _adopted(region: Region, identity: Identity) -> dict[OffloadKey, int]:
     if found:
         logger.info("the primary tier has %d chunks of an engine that has ended", len(found))
     return found
-
-
-def _source(tier: NamedTier) -> CacheHitSource:
-    return CacheHitSource.DISK if tier.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def _addresses(tiers: Sequence[NamedTier]) -> dict[int, str]:
