@@ -178,7 +178,8 @@ def open_manager(
         engine.begin_audits(slot_checksums)
     tiers = make_tiers(config)
     make_process = partial(
-        *(ExecutorProcess, tiers, identity, region),
+        ExecutorProcess,
+        *(tiers, identity, region),
         slot_checksums=slot_checksums,
         memory_limit_bytes=config.isolation_memory_limit,
     )

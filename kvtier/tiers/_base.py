@@ -207,9 +207,7 @@ class TierConfig(Settings):
         "latency and bandwidth to spare.",
     )
     breaker_failures: int = Field(
-        default=5,
-        ge=1,
-        description="Consecutive failures that open a breaker. Puts and gets have one each.",
+        default=5, ge=1, description="Consecutive failures that open a breaker. Puts and gets have one each."
     )
     breaker_pause_s: float = Field(
         default=1.0,

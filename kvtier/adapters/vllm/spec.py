@@ -229,11 +229,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank, stages)
         region = self._open_region(is_first=parallel.rank == 0)
         engine = open_transfer_engine(
-            caches,
-            layout,
-            region,
-            deadline_s=self._settings.copy_deadline_s,
-            batched_copy=batched_copy(),
+            caches, layout, region, deadline_s=self._settings.copy_deadline_s, batched_copy=batched_copy()
         )
         if (slot_checksums := self._slot_checksums(region)) is not None:
             engine.begin_audits(slot_checksums)
@@ -281,11 +277,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             return None
         workers, shape = self.config.parallel.world_size, self._shape
         return SlotChecksums.shared(
-            region,
-            self._settings.audit_rate,
-            shape.areas,
-            shape.area_bytes,
-            is_shared=workers > shape.areas,
+            region, self._settings.audit_rate, shape.areas, shape.area_bytes, is_shared=workers > shape.areas
         )
 
     def _identity(self, tiers: list[NamedTier], status_table: StatusTable) -> Identity:
