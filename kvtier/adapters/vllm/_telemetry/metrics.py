@@ -106,7 +106,7 @@ class Published:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""
-        counts = {**self._take_counts(), **self._take_worker_counts()}
+        counts = {**self._take_counts(), **self.take_worker_counts()}
         gauges = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._worker_gauges}
         gauges |= self._capabilities
         last = self._gauges
@@ -137,7 +137,7 @@ class Published:
                 self._not_put[labels[0], labels[1]] += int(count)
         return counts
 
-    def _take_worker_counts(self) -> dict[Count, float]:
+    def take_worker_counts(self) -> dict[Count, float]:
         """Return and clear the workers' counts since the last call, and update their gauges."""
         if not self.workers.notice_change():
             return {}
