@@ -248,13 +248,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return hashlib.sha256(name.encode()).hexdigest()[:16] + " "
 
     def _reports(self, region: Region) -> memoryview:
-        """Return the bytes of the table of workers' reports, and what follows."""
+        """Return the metadata from the table of workers' reports on."""
         return region.metadata[
             slot_trailers_bytes(region.slots) if self._settings.keep_host_memory_s else 0 :
         ]
 
     def _open_region(self, *, is_first: bool) -> Region:
-        """Open the region. Of an engine's processes its first worker ``is_first``."""
+        """Open the region. ``is_first``: this is the engine's first worker."""
         slots, keep_s = slots_for(self._settings, self._shape.chunk_bytes), self._settings.keep_host_memory_s
         metadata_bytes = status_table_bytes(slots, self.config.parallel.world_size)
         metadata_bytes += slot_trailers_bytes(slots) if keep_s else 0
