@@ -345,7 +345,7 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
 def _adopted(region: Region, identity: Identity) -> dict[OffloadKey, int]:
     """Return the slots of chunks that an earlier engine left, by key, the least recently used first."""
     found: dict[OffloadKey, int] = {}
-    for slot, trailer in region.trailers.complete():
+    for slot, trailer in region.trailers.adopt():
         sealed = seals.read(trailer)
         if sealed is not None and sealed.digest == identity.short_digest:
             found.pop(sealed.key, None)
