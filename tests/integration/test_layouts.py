@@ -112,7 +112,7 @@ CASES = {
 class Cache:
     """A KV cache made and registered as vLLM does it."""
 
-    def __init__(self, case: Case, blocks_per_chunk: int) -> None:
+    def __init__(self, case: Case, blocks_per_chunk: int, *, sees_blocks: bool = True) -> None:
         groups = [
             KVCacheGroupSpec([*_names(spec, number, layers)], spec)
             for number, (spec, layers) in enumerate(case.groups)
@@ -123,7 +123,7 @@ class Cache:
         self.memory = torch.randint(-128, 128, (self.nbytes,), dtype=torch.int8)
         self.caches = self._views(self.memory, case)
         self._case = case
-        with providing_engine(EngineContext(self.vllm_config, self.config)):
+        with providing_engine(EngineContext(self.vllm_config, self.config, sees_blocks=sees_blocks)):
             self.spec = KVTierOffloadingSpec(build_offloading_config(self.vllm_config, self.config))
         self.connector = OffloadingConnectorWorker(self.spec, self.vllm_config, self.config)
 
@@ -350,6 +350,19 @@ def test_groups_beside_one_without_prefixes(ring: int) -> None:
         manager.shutdown()
     assert hits == [LookupResult.HIT] * len(keys)
     assert all(_same(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_plain_connector_stores_nothing_beside_such_a_group() -> None:
+    """It is not told when that group gets blocks that a store still reads."""
+    cache = Cache(Case([(FULL, 2), (RING, 2)]), blocks_per_chunk=1, sees_blocks=False)
+    cache.register()
+    manager, request = cache.spec.get_manager(), ReqContext(req_id="a")
+    manager.on_new_request(request)
+    output = manager.prepare_store([OffloadKey(pack_key(b"1" * 32))], request)
+    manager.shutdown()
+    cache.connector.shutdown()
+    assert output is not None
+    assert not output.keys_to_store
 
 
 def _when_there_are_slots(

@@ -103,7 +103,7 @@ class KVTierManager(OffloadingManager):
         on_reset: waits for the copies of workers in this process.
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
         names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
-        is_blind: whether other connectors may write to blocks without a word to vLLM's connector.
+        is_blind: whether vLLM's connector is not told of all new owners of blocks.
         has_blocks: whether requests, or the prefix cache, have blocks on the device.
     """
 
@@ -235,6 +235,11 @@ class KVTierManager(OffloadingManager):
             return {}
         addresses = [self._addresses[index] for index in tiers if index in self._addresses]
         return {"wait_s": wait_s, FROM: addresses} if addresses else {"wait_s": wait_s}
+
+    def restart(self, req_id: str) -> None:
+        """Note that a request gets new blocks, also if no chunk of it is looked up."""
+        if (request := self._requests.get(req_id)) is not None and request.no_store == "preempted":
+            request.no_store = None
 
     # --- lookups and loads -----------------------------------------------------------------------
 

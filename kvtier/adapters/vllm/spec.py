@@ -81,7 +81,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = engine_context()
-        self._is_blind = _has_neighbours() and not self._engine.sees_blocks
+        groups = self._engine.kv_cache_config.kv_cache_groups
+        is_alone = not _has_neighbours() and len(config.groups) == len(groups)
+        self._is_blind = not is_alone and not self._engine.sees_blocks
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
@@ -164,8 +166,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _warn_of_plain_connector(self) -> None:
         if self._is_blind:
             logger.warning(
-                "nothing is stored: OffloadingConnector does not know the blocks that the other connectors "
-                "write to; use KVTierConnector in its place"
+                "nothing is stored: OffloadingConnector does not know the blocks that other connectors, or "
+                "KV cache groups without prefixes, write to; use KVTierConnector in its place"
             )
         if self._settings.self_describing_kv_events and not self._engine.sees_blocks:
             logger.warning(
