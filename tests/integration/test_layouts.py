@@ -17,7 +17,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -51,6 +51,11 @@ from kvtier.errors import ConfigError, RegionError
 from kvtier.keys import pack_key
 from tests.common import PATIENCE_S
 from tests.integration.conftest import from_vllm
+
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:  # before vLLM 0.33
+    kv_cache_planning = kv_cache_utils
 
 NUM_BLOCKS = 24
 BLOCK_TOKENS = 16
@@ -118,7 +123,9 @@ class Cache:
             for number, (spec, layers) in enumerate(case.groups)
         ]
         self.vllm_config = _vllm_config(case, blocks_per_chunk)
-        self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, groups, 1 << 20)
+        self.config: KVCacheConfig = kv_cache_planning.get_kv_cache_config_from_groups(
+            self.vllm_config, groups, 1 << 20
+        )
         self.nbytes = self.config.kv_cache_tensors[0].size
         self.memory = torch.randint(-128, 128, (self.nbytes,), dtype=torch.int8)
         self.caches = self._views(self.memory, case)
@@ -202,7 +209,11 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
             nnodes_within_dp=1,
         ),
         model_config=SimpleNamespace(
-            model="layouts", dtype="bfloat16", use_mla=False, get_total_num_kv_heads=lambda: 2
+            model="layouts",
+            dtype="bfloat16",
+            use_mla=False,
+            get_total_num_kv_heads=lambda: 2,
+            max_model_len=8192,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto",
