@@ -694,6 +694,25 @@ async def test_moving_bytes_hold_slots(verb: str, kind: str) -> None:
         await it.check_idle()
 
 
+async def test_load_keeps_chunks_after_block() -> None:
+    """As with ``gather``, which leaves the block when another task fails, and the load in flight."""
+    gate = Gate()
+    gate.opened.set()
+    async with opened(copy=gate, slots=4) as it:
+        await it.store(prompt(1, 4))
+        gate.close()
+        async with it.manager.acquire(prompt(1, 4)) as acquired:
+            load = asyncio.ensure_future(acquired.load(range(40, 44)))
+            await gate.begun()
+        assert await it.manager.lookup(prompt(1, 4)) == 4
+        assert await it.store(prompt(2, 4), 20) == 0
+        gate.opened.set()
+        await load
+        assert it.device.holds(prompt(1, 4), range(40, 44))
+        assert await it.store(prompt(2, 4), 20) == 4
+        await it.check_idle()
+
+
 async def test_repeated_cancel_still_waits() -> None:
     gate = Gate()
     async with opened(copy=gate) as it:
