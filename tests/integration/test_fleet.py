@@ -1,4 +1,4 @@
-"""Engines that share a tier reuse each other's chunks, except when they must not; a router may name the source."""
+"""Engines that share a tier reuse each other's chunks, except when they must not. A router names a source."""
 
 from __future__ import annotations
 
