@@ -1,6 +1,6 @@
 """The native library: one foreign call does a whole job of copies, checksums or file I/O.
 
-``hatch_build.py`` builds the shared library next to this file. If it is missing, of another version,
+``kvtier/_native/build.py`` builds the shared library next to this file. If it is missing, of another version,
 or refused by ``KVTIER_NATIVE=0`` in the environment, the functions of this module work in Python, and the
 file tier refuses to be configured. ``KVTIER_NATIVE`` may also be the path of another build, such as one with
 sanitizers. ``library`` is the loaded library or None, and ``holding`` the same for the few functions that are

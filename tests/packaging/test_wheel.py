@@ -118,5 +118,5 @@ def test_sdist_has_only_sources(wheel: Path) -> None:
     with tarfile.open(sdists[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {f"kvtier/_native/kvtier_native.{suffix}" for suffix in "ch"}
-    assert names >= {*sources, "hatch_build.py", "noxfile.py", ".ci/lanes.py"}
+    assert names >= {*sources, "noxfile.py", ".ci/lanes.py"}
     assert not [name for name in names if name.endswith((".so", ".pyc"))]

@@ -13,8 +13,8 @@ from typing import Any
 import crc32c as reference
 import pytest
 
-import hatch_build as build
 from kvtier import _native as native
+from kvtier._native import build
 from tests.common import load_file
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine compiles for minutes

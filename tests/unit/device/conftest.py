@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-import hatch_build as build
 from kvtier._device._engine import TransferEngine
 from kvtier._device._runtime import Runtime
 from kvtier._device.plan import CopyPlan
+from kvtier._native import build
 from kvtier_testing.device import EngineFactory, Gate, Shape
 from tests.common import wait_until
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import hatch_build as build
 from kvtier import _native as native
 from kvtier._device.backends._cuda_runtime import (
     CopyMethod,
@@ -29,6 +28,7 @@ from kvtier._device.backends._cuda_runtime import (
 from kvtier._device.backends.cuda import Cudart
 from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
+from kvtier._native import build
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
 from tests.unit.device.conftest import engine_on, gate_copies

@@ -20,8 +20,8 @@ from kvtier.tiers.fs._files.native_call import Failures, FileCall, Place, StopFl
 
 _LISTED_AT_ONCE: Final = 1024
 _BUILD_IT: Final = (
-    "install a kvtier wheel for this platform, or install a C compiler and then kvtier again, with pip's "
-    "options --force-reinstall --no-cache-dir"
+    "install a kvtier wheel for this platform, or install a C compiler and build the library with "
+    "'python -m kvtier._native.build'"
 )
 
 

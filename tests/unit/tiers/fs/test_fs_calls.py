@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-import hatch_build as build
+from kvtier._native import build
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -79,7 +79,7 @@ def test_missing_library_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "library", None)
     monkeypatch.setattr(native, "missing_because", "there is none")
     monkeypatch.delenv("KVTIER_NATIVE", raising=False)  # a library under a sanitizer
-    with pytest.raises(TierError, match=r"not loaded \(there is none\): install .* --force-reinstall"):
+    with pytest.raises(TierError, match=r"not loaded \(there is none\): install .* kvtier._native.build"):
         registry.validate({"type": "fs", "root_dir": str(tmp_path)})
 
 

@@ -1,4 +1,4 @@
-"""Build of the native library: a hatchling build hook, and ``python hatch_build.py`` in place.
+"""Build of the native library: a hatchling build hook, and ``python -m kvtier._native.build`` in place.
 
 The library depends neither on Python's version nor on its ABI, so one wheel for each platform is
 enough. Without a compiler the wheel is pure: it has no file tier.
@@ -25,7 +25,6 @@ else:
     except ImportError:  # building in place needs no hatchling
         _Hook = object
 
-HOME = Path("kvtier/_native")
 SOURCE = "kvtier_native.c"
 SOURCES = (SOURCE, "index.c", "pool.c", "scan.c")
 HEADERS = ("kvtier_native.h",)
@@ -76,8 +75,9 @@ class CustomBuildHook(_Hook):
         del version
         if self.target_name != "wheel":
             return
+        folder = Path(self.root) / "kvtier" / "_native"
         try:
-            library = compile_library(Path(self.root) / HOME)
+            library = compile_library(folder)
         except BuildError as error:
             self.app.display_warning(f"the native library, which the file tier needs, is not built: {error}")
             return
@@ -91,7 +91,7 @@ class CustomBuildHook(_Hook):
 def main() -> int:
     """Build in place, strictly: warnings of the compiler are errors."""
     try:
-        print(compile_library(Path(__file__).parent / HOME, ("-Werror",)))
+        print(compile_library(Path(__file__).parent, ("-Werror",)))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
