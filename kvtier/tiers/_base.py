@@ -373,7 +373,8 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         """Hide everything put so far, puts in flight included, permanently and also after reopening.
 
         Only this instance may see chunks put afterwards: a reset follows new weights, and an instance that
-        opens later may have the old ones. If it raises, the tier is unused until a later reset succeeds.
+        opens later may have the old ones. If it raises, kvtier closes this object, opens another and resets
+        that one; until it succeeds, the tier is unused.
         """
 
     async def aclose(self) -> None:

@@ -139,7 +139,7 @@ class TierSupervisor:
 
     def request_restart(self, reason: str) -> None:
         """Close the tier and open a new object, which finds durable chunks again."""
-        if self.is_open and self._restart_reason is None:
+        if self._restart_reason is None:
             self._restart_reason = reason
             self._wake_up()
 

@@ -250,6 +250,22 @@ async def test_lost_tier_reopens_once_idle() -> None:
     assert it.bytes_in(11) == content(1)
 
 
+async def test_loss_while_opening_reopens() -> None:
+    class LosesAtOnce(Losing):
+        async def open(self, context: TierContext) -> None:
+            await super().open(context)
+            if len(self.begun) == 1:
+                context.lost("the share was unmounted")
+                await anyio.wait_all_tasks_blocked()
+
+    tier = LosesAtOnce()
+    tier.open_all()
+    async with world(tier) as it:
+        await tier.until_opened(2)
+        await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
+    assert tier.begun == ["open", "close", "open", "close"]
+
+
 async def test_down_precedes_close() -> None:
     sent: list[Event] = []
     at_close: list[Event] = []
@@ -521,6 +537,28 @@ async def test_sound_reread_is_a_hit(caplog: pytest.LogCaptureFixture) -> None:
         assert (list(event.answers), event.reasons) == ([COPIED, COPIED], {})
         assert (it.bytes_in(10), it.bytes_in(11)) == (content(1), content(2))
     assert "sound when read again, so others keep it; check this host" in caplog.text
+
+
+class DiscardedByOther(ReadsBadly):
+    """Another engine has found the damage too, and discards the chunk first."""
+
+    async def reread(self, batch: Batch) -> Outcome:
+        await self.discard(batch.keys)
+        return await super().reread(batch)
+
+
+async def test_chunk_discarded_elsewhere_returns(caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiscardedByOther(DummyConfig())
+    async with world(tier) as it:
+        await it.hold([1])
+        event = await it.ended(it.fetch([1], [10]))
+        assert (list(event.answers), event.reasons) == ([MISSING], {"checksum": 1})
+        await it.hold([1])
+        tier.get = super(ReadsBadly, tier).get  # type: ignore[method-assign]
+        assert list((await it.ended(it.fetch([1], [11]))).answers) == [COPIED]
+        assert it.bytes_in(11) == content(1)
+    assert "discarded meanwhile by another engine" in caplog.text
+    assert "check this host" not in caplog.text
 
 
 async def test_bad_reader_discards_nothing() -> None:
