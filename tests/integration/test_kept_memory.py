@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from kvtier.tiers._seal import seal
 from kvtier_bench.engine.compared import EngineError
 from tests.common import wait_until
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.harness import PROMPT_CHUNKS, TWO_RANKS, Engine, Launcher, prompt
 
 SHM = Path("/dev/shm")
 SETTINGS = {"cpu_bytes_to_use": "64MiB", "keep_host_memory_s": 600}
@@ -95,15 +94,8 @@ def test_engine_killed_at_any_moment(launcher: Launcher, llama: Path, reference:
 
 @pytest.mark.full
 def test_both_ranks_find_their_parts(launcher: Launcher, llama: Path, reference: Ask) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    two: dict[str, Any] = {
-        "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "start_s": 200.0,  # both workers repeat all imports
-    }
     for expected in ({}, {"adopted": PROMPT_CHUNKS}):
-        with launcher.start(llama, SETTINGS, **two) as engine:
+        with launcher.start(llama, SETTINGS, **TWO_RANKS) as engine:
             engine.until_up("adopted")
             assert engine.served(prompt(1)) == (reference(prompt(1)), expected)
             killed(engine)
