@@ -62,9 +62,10 @@ class _Claim:
 class Claims:
     """Pins claimed chunks within a budget. Promotes announced ones, a few in each round.
 
-    A chunk has one pin however many claims keep it. Chunks beyond the budget are refused for good.
-    A promotion starts when no request waits, and takes at most half of the budget for that. A waiting request
-    gets the slots that it holds. With sliding windows nothing is promoted: most of their chunks are useless.
+    A chunk has one pin however many claims keep it. Chunks that are used beyond the budget are refused for
+    good; those to promote wait for room in it, until their time is over. A promotion starts when no request
+    waits, and takes at most half of the budget for that. A waiting request gets the slots that it holds. With
+    sliding windows nothing is promoted: most of their chunks are useless.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class Claims:
 
     @property
     def is_promoting(self) -> bool:
-        """Whether chunks are due to be promoted."""
-        return bool(self._due)
+        """Whether chunks are being promoted, or could be: they are due, and there is room to keep them."""
+        return bool(self._due) and (self._request is not None or self._pin_room > 0)
 
     def has(self, name: str) -> bool:
         """Return whether chunks are claimed under a name."""
@@ -167,9 +168,10 @@ class Claims:
         while self._times and self._times[0][0] <= now_s:
             if (claim := self._claims.get(heappop(self._times)[1])) is None:
                 continue
-            if claim.from_s <= now_s:
+            if claim.from_s <= now_s and claim.ahead:
                 self._due[claim] = None
             if claim.over_s <= now_s:
+                self._shared.counts["keep_refused", "budget"] += len(claim.ahead)
                 self._stop(claim)
             self._remove(claim, [*claim.keys] if claim.until_s <= now_s else ())
         if self._request is not None or self._begin_lookup():
@@ -204,6 +206,11 @@ class Claims:
             self.release(name)
 
     # --- the table -------------------------------------------------------------------------------
+
+    @property
+    def _pin_room(self) -> int:
+        """How many more chunks the budget allows to pin."""
+        return max(0, self._shared.pin_budget - len(self.pinned) - len(self._arriving))
 
     @property
     def _room(self) -> int:
@@ -283,22 +290,19 @@ class Claims:
         claim.from_s = claim.over_s = inf
 
     def _begin_lookup(self) -> bool:
-        """Start to look up the next chunks; return whether there are any and no request waits."""
-        while self._due and self._holds.first is None:
-            claim = next(iter(self._due))
-            self._asked = self._take(claim)
-            if self._asked:
-                self._request = Request(f"prefetch for {claim.name}", claim.tiers, is_prefetch=True)
-                return True
-            self._shared.counts["keep_refused", "budget"] += len(claim.ahead)
-            self._stop(claim)
-            self._remove(claim)
-        return False
+        """Start to look up the next chunks; return whether there is room for any and no request waits."""
+        if not self._due or self._holds.first is not None:
+            return False
+        claim = next(iter(self._due))
+        self._asked = self._take(claim)
+        if self._asked:
+            self._request = Request(f"prefetch for {claim.name}", claim.tiers, is_prefetch=True)
+        return bool(self._asked)
 
     def _take(self, claim: _Claim) -> list[OffloadKey]:
         """Take the next chunks that may be kept, up to the number for one round."""
         most = max(1, min(AT_ONCE, self._holds.budget // 2))
-        room = max(0, self._shared.pin_budget - len(self.pinned) - len(self._arriving))
+        room = self._pin_room
         taken: list[OffloadKey] = []
         while claim.ahead and len(taken) < most:
             room -= claim.ahead[0] not in self.pinned

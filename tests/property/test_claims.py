@@ -85,14 +85,18 @@ class Reference:
         due = sorted((it.from_s, name) for name, it in self.names.items() if it.from_s <= now_s)
         for named in self.names.values():
             if named.over_s <= now_s:
+                self.counts["keep_refused", "budget"] += len(named.ahead)
                 self.stop(named)
             if named.until_s <= now_s:
                 self.drop(named, named.keys)
-        for _, name in due:
-            self.promote(self.names[name], visible, in_tier)
-        self.pin(visible)
+        for _ in range(1 + len(self.arriving)):  # each that does not arrive may make room
+            for _, name in due:
+                if not self.promote(self.names[name], visible, in_tier):
+                    break  # the next ones wait for room, too
+            self.pin(visible)
 
-    def promote(self, named: Named, visible: dict[OffloadKey, bool], in_tier: set[OffloadKey]) -> None:
+    def promote(self, named: Named, visible: dict[OffloadKey, bool], in_tier: set[OffloadKey]) -> bool:
+        """Promote what is due, as far as there is room; return whether that was all."""
         while named.ahead:
             room, taken = max(0, self.budget - len(self.pinned) - len(self.arriving)), list[OffloadKey]()
             for key in named.ahead[: self.at_once]:
@@ -101,8 +105,7 @@ class Reference:
                     break
                 taken.append(key)
             if not taken:
-                self.counts["keep_refused", "budget"] += len(named.ahead)
-                break
+                return False
             found = [key for key in taken if key in visible or key in in_tier]
             found = found if found == taken else taken[: [key in found for key in taken].index(False)]
             self.pin(visible)
@@ -113,6 +116,7 @@ class Reference:
             self.keep(named, found)
             self.pin(visible)
         self.stop(named)
+        return True
 
 
 class World:
@@ -234,7 +238,7 @@ class World:
         named = self.reference.names.get(name, Named())
         assert is_known is bool(named.keys or named.ahead or named.requests)
         if named.ahead:
-            named.from_s, named.over_s = self.now_s, self.now_s + kept_s
+            named.from_s, named.over_s = min(named.from_s, self.now_s), self.now_s + kept_s
 
     def _released(self, name: str) -> None:
         named = self.reference.names.get(name, Named())

@@ -80,6 +80,19 @@ def test_needed_chunks_return_on_time() -> None:
     assert core.claims.is_empty
 
 
+def test_promotion_waits_for_room() -> None:
+    core = evicted_core()
+    core.claims.use(begin(core, "other", kept_s=9.0), keys("other3/", 4))
+    core.claims.use(begin(core, "other", kept_s=9.0), keys("other2/", 4))
+    announce(core)
+    run(core)
+    assert set(core.claims.pinned) == {*keys("other3/", 4), *keys("other2/", 4)}, "all of the budget"
+    assert not core.claims.is_promoting, "an engine need not step for it"
+    core.claims.release("other")
+    run(core)
+    assert set(core.claims.pinned) == set(PROMPT)
+
+
 def test_slots_bound_claims() -> None:
     core = world.make(16, 0, pin_budget=0.25)
     world.store(core, PROMPT[:4])
