@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import ClassVar
 
 from kvtier._core.awaited import Wait
@@ -80,6 +81,7 @@ class Request(Stateful):
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     terms: Terms | None = None  # of its claim, if it has one
     priority: int = DEFAULT  # of the chunks it uses, unless another request has given them a higher one
+    priority_s: float = inf  # how long after its end the priority lasts
     releases: bool = False  # chunks that it alone has used leave the primary tier when it has ended
     own: dict[OffloadKey, bool] = field(default_factory=dict)
     is_placed: bool = False

@@ -138,6 +138,7 @@ class Tiering:
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         self.claims.start_round(now_s)
+        self.priorities.expire(now_s)
         asked, self._asked = self._asked, []
         self.shared.gate.begin_round()
         self.promotions.start_round(now_s)
@@ -231,6 +232,7 @@ class Tiering:
             self._use_prompt(request)
         if request.releases:
             self.priorities.due += request.own
+        self.priorities.end(request, now_s)
         self.shared.gate.running.discard(request)
         self.holds.unhold(request)
         request.forget_answers()

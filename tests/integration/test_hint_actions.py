@@ -141,10 +141,15 @@ def test_announced_use_is_deferred(make: Make) -> None:
 
 
 def test_retained_prompt_outlives_others(make: Make) -> None:
-    it, keys = make(dummy()), prompt(1, 4)
-    assert it.turn("a", keys, action("kv.retain", priority=2, ttl_s=9)) == [("clipped", "no_expiry")]
+    clock = Clock()
+    it, keys = make(dummy(), clock=clock), prompt(1, 4)
+    assert it.turn("a", keys, action("kv.retain", priority=2, ttl_s=9)) == [("accepted", "ok")]
     it.flood()
     assert it.in_memory(keys) == 4
+    clock.now += 9
+    it.step()
+    it.flood()
+    assert it.in_memory(keys) == 0
 
 
 @pytest.mark.parametrize("endpoint", [PEER, f"tcp://{PEER}"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import TypeVar
 
@@ -229,6 +230,7 @@ class CoreMachine(RuleBasedStateMachine):
         allowed=filters,
         wait_s=st.sampled_from([0.0, 0.0, 1.0, 8.0]),
         priority=st.sampled_from([1, 1, 0, 0, 2, 3]),
+        priority_s=st.sampled_from([inf, 0.0, 1.0, 8.0]),
         releases=st.booleans(),
         terms=st.none() | st.builds(Terms, names, kept_s, next_use_s, st.lists(names, max_size=2)),
     )
@@ -240,11 +242,13 @@ class CoreMachine(RuleBasedStateMachine):
         allowed: frozenset[int] | None,
         wait_s: float,
         priority: int,
+        priority_s: float,
         releases: bool,
         terms: Terms | None,
     ) -> None:
         request = Request(tiers=allowed, wait=Wait(wait_s) if wait_s else None, priority=priority)
         request.releases = releases and priority == 0
+        request.priority_s = priority_s
         if terms is not None:
             self.core.claims.begin(request, terms)
         is_windowed = group_index(prompt[0]) in self.windowed
@@ -595,7 +599,7 @@ class CoreMachine(RuleBasedStateMachine):
     def _require_wanted(self, command: Get) -> None:
         """A tier is asked for a request only where that may be served from it."""
         transfer = self.core.shared.transfers[command.id]
-        assert transfer.waiters
+        assert transfer.waiters or transfer.is_probe, "a probe of the load gate only measures"
         assert all(request.tiers is None or command.tier in request.tiers for request in transfer.waiters)
 
     # --- the slots -------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ class Actions:
         if isinstance(action, hints.Fetch):
             return self._fetch(action, request)
         if isinstance(action, hints.Retain):
-            request.priority = action.priority
-            return ("clipped", "no_expiry") if action.ttl_s else _DONE
+            request.priority, request.priority_s = action.priority, action.ttl_s or inf
+            return _DONE
         if kind == RELEASE and name:
             terms.releases = [*terms.releases, name]
             return ("missing", "session") if is_new else _DONE

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from kvtier._core.messages import Put, SlotsReady
+from kvtier._core.priorities import SPARE_ENTRIES
 from kvtier._core.requests import Request, Terms
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
@@ -110,6 +111,30 @@ def test_high_survives_flood(policy: type[EvictionPolicy]) -> None:
     flood(core)
     assert there(core, A) == A
     assert there(core, B) == []
+
+
+def test_priority_ends_with_its_time() -> None:
+    core = make()
+    short, longer = Request(priority=2, priority_s=5.0), Request(priority=2, priority_s=9.0)
+    store(core, A, request=short)
+    core.close(short, 0.0)
+    core.settle(4.9)
+    assert core.table.priority(A[0]) == 2
+    load(core, A[:2], longer)
+    core.close(longer, 4.9)
+    core.settle(5.0)
+    assert [core.table.priority(key) for key in A] == [2, 2, 1, 1]
+    core.settle(13.9)
+    assert not core.table.users
+
+
+def test_ended_priorities_are_bounded() -> None:
+    core = make()
+    for number in range(1000):
+        request = Request(priority=2, priority_s=1e6)
+        store(core, keys(f"{number}/", 1), request=request)
+        core.close(request, 0.0)
+    assert len(core.priorities._ending) <= 2 * 16 + SPARE_ENTRIES + 1
 
 
 def test_highest_leaves_last() -> None:

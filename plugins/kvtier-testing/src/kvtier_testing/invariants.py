@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from math import inf
 
 from kvtier._core.chunks import DEFAULT, HIGHEST, LOW, NO_RUN, Chunk, ChunkTable
-from kvtier._core.states import BreakerState, ChunkState
+from kvtier._core.states import BreakerState, ChunkState, RequestState
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
 from kvtier.policies import EvictionPolicy, Run
@@ -64,9 +65,12 @@ def check(core: Tiering) -> None:
     _require(all(table.visible.get(key) is it for key, it in kept.items()), "kept chunks can be found")
     most = int(len(table.all) * core.shared.limits.pin_budget)
     _require(len(kept) <= most, "no more is kept than the budget")
+    ending = {request for _, _, request in core.priorities._ending}
     for key, user in table.users.items():
         _require(key in table.visible and key in user.own, "{} has a priority, and is there", key)
         _require(user.priority != DEFAULT, "{} has another priority than others", key)
+        has_end = user.state is not RequestState.CLOSED or user.priority_s == inf or user in ending
+        _require(has_end, "the priority of {} ends", key)
     _check_gates(core)
 
 

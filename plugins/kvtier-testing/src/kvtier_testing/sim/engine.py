@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from kvtier._core.awaited import Wait
 from kvtier._core.messages import SlotsReady
@@ -249,6 +250,7 @@ class EngineProcess(Process):
             self._places.choices(self._addresses, k=self._places.choice((0, 0, 1, 2)))
         )
         job.request.priority = self._priorities.choice((1, 1, 1, 0, 0, 2, 3))
+        job.request.priority_s = self._priorities.choice((inf, inf, 0.0, 0.5))
         job.request.releases = job.request.priority == 0 and self._priorities.random() < 0.7
         job.patience_s = wait_s + self._scenario.limits.request_deadline_s
         self._jobs.append(job)
