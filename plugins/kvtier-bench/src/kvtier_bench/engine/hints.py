@@ -259,7 +259,9 @@ def _action(kind: str, session: str | None) -> dict[str, Any]:
 
 
 def _fetched(engine: Engine) -> float:
-    return sum(_counters(engine, "kvtier_fetched_chunks").values())
+    """Return how many chunks requests have fetched: those of prefetches, which may run beside, not counted."""
+    fetched, ahead = (_counters(engine, f"kvtier_{name}_chunks") for name in ("fetched", "prefetched"))
+    return sum(fetched.values()) - sum(ahead.values())
 
 
 def _counters(engine: Engine, name: str, *labels: str) -> dict[str, float]:
