@@ -259,7 +259,7 @@ def _action(kind: str, session: str | None) -> dict[str, Any]:
 
 
 def _fetched(engine: Engine) -> float:
-    """Return how many chunks requests have fetched: those of prefetches, which may run beside, not counted."""
+    """Return how many chunks requests have fetched, without prefetches, which may run beside."""
     fetched, ahead = (_counters(engine, f"kvtier_{name}_chunks") for name in ("fetched", "prefetched"))
     return sum(fetched.values()) - sum(ahead.values())
 
