@@ -43,7 +43,7 @@ class Chunk(Stateful):
 
 
 class Trailers(Protocol):
-    """The entries of slots in shared memory, by which the next engine adopts their chunks."""
+    """The entries of slots in shared memory. The next engine adopts chunks with them."""
 
     def fill(self, slots: Collection[int]) -> None:
         """Void the entries of slots that are about to be filled."""
@@ -57,6 +57,9 @@ class Trailers(Protocol):
     def reset(self) -> None:
         """Void all entries."""
 
+    def is_verified(self, slot: int) -> bool:
+        """Return whether the bytes of an adopted chunk were verified."""
+
 
 class ChunkTable:
     """Owns the slots. Visible chunks are found by key; one that is being promoted is not visible.
@@ -66,8 +69,8 @@ class ChunkTable:
     policy. That is a plug-in: its choices are checked here.
 
     Attributes:
-        adopted: chunks of the engine before, the least recently used first. Their slots hold bytes that a get
-            has yet to verify in place. Until then the slots may be filled, as free ones.
+        adopted: chunks of the engine before, the least recently used first. Their bytes are to be verified in
+            place, by a get or in the background. Until they are used the slots may be filled, as free ones.
         trailers: entries of the slots; None if no engine is to adopt the chunks.
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
             reads it clears it.
@@ -274,7 +277,7 @@ class ChunkTable:
     ) -> list[Chunk]:
         """Assign a slot to each key, for a run: FILLING, with the pin of the copy that will fill it.
 
-        With ``in_place`` these are the slots of adopted chunks, otherwise free ones, or those of the adopted
+        With ``in_place`` these are the slots of adopted chunks. Otherwise they are free, or hold the adopted
         chunks that were not used for the longest time.
         """
         if in_place:
@@ -298,13 +301,20 @@ class ChunkTable:
             self.visible.update(zip(keys, chunks, strict=True))
         return chunks
 
+    def take_verified(self, key: OffloadKey, run: Run, places: Mapping[OffloadKey, int]) -> list[Chunk]:
+        """Make an adopted chunk READY if its bytes were verified in the background; return it if so."""
+        adopted = self.adopted.get(key)
+        if adopted is None or self.trailers is None or not self.trailers.is_verified(adopted.slot):
+            return []
+        return self.filled(self.take([key], run, places, visible=True, in_place=True))
+
     def split_adopted(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Return the keys of adopted chunks, and the others."""
         found = [key for key in keys if key in self.adopted]
         return found, [key for key in keys if key not in self.adopted] if found else list(keys)
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
-        """Free slots of adopted chunks: those of ``keys``, and as many more as they need."""
+        """Free the slots of adopted chunks among ``keys``, and as many more as all keys need."""
         adopted = self.adopted
         given_up = [key for key in keys if key in adopted]
         for key in given_up:
@@ -374,9 +384,13 @@ class ChunkTable:
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
+        self.give_up_adopted()
+        self._call(DEFAULT, lambda policy: policy.clear())
+
+    def give_up_adopted(self) -> None:
+        """Free the slots of all adopted chunks."""
         while self.adopted:
             self._free_adopted(self.adopted.popitem()[1])
-        self._call(DEFAULT, lambda policy: policy.clear())
 
     def _free(self, chunk: Chunk) -> None:
         chunk.move(ChunkEvent.FREED)

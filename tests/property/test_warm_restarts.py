@@ -46,7 +46,7 @@ class World:
         tiers = [TierStatus("adopted", in_place=True)]
         tiers += [TierStatus("files")] if self.random.random() < 0.7 else []
         self.core = Tiering(LRU(), tiers, Limits(promotion_reserve=0.0, promotion_budget=1.0))
-        found = {read(trailer).key: slot for slot, trailer in self.trailers.complete()}  # type: ignore[union-attr]
+        found = {read(trailer).key: slot for slot, trailer in self.trailers.take_over()}  # type: ignore[union-attr]
         self.core.adopt(self.trailers, found)
         self.core.on_event(SlotsReady(range(SLOTS)), 0.0)
         self.stores: list[tuple[Reservation, int]] = []
@@ -56,7 +56,7 @@ class World:
         return random.Random(f"{key.hex()} {resets}").randbytes(CHUNK_BYTES)
 
     def step(self) -> None:
-        acts = [self.offer, self.copy, self.carry_out, self.carry_out, self.ask, self.ask]
+        acts = [self.offer, self.copy, self.carry_out, self.carry_out, self.ask, self.ask, self.verify]
         rare = self.random.random()
         (self.die if rare < 0.02 else self.reset if rare < 0.03 else self.random.choice(acts))()
         self.commands += [(command, self.resets) for command in self.core.take_commands()]
@@ -142,6 +142,19 @@ class World:
                 self.core.release(pinned)
         self.core.close(request, 0.0)
 
+    def verify(self) -> None:
+        """Verify a chunk in the background; the engine goes on before the mark is set."""
+
+        def is_whole(trailer: bytes) -> bool:
+            payload = memoryview(bytes(self.memory[slot]))
+            for _ in range(self.random.randrange(4)):
+                self.random.choice([self.offer, self.copy, self.carry_out, self.reset])()
+            sealed = read(trailer)
+            return sealed is not None and not check(trailer, sealed.key, payload, DIGEST).is_corrupt
+
+        for slot in self.trailers.unverified()[:1]:
+            self.counts["verified"] += self.trailers.verify(slot, is_whole)
+
     def reset(self) -> None:
         self.core.reset()
         self.files.clear()
@@ -161,19 +174,20 @@ class World:
         self.start()
 
 
-def live(runs: int) -> int:
-    """Return how many adopted chunks were loaded in so many lives."""
-    adopted = 0
+def live(runs: int) -> Counter[str]:
+    """Return how many adopted chunks were loaded, and verified in the background, in so many lives."""
+    counts: Counter[str] = Counter()
     for seed in range(runs):
         world = World(seed)
         for _ in range(STEPS):
             world.step()
-        adopted += world.counts["adopted"]
-    return adopted
+        counts += world.counts
+    return counts
 
 
 def test_no_restart_brings_wrong_bytes() -> None:
-    assert live(effort(30, 2000)) > 50
+    counts = live(effort(30, 2000))
+    assert min(counts["adopted"], counts["verified"]) > 50
 
 
 _fill = SlotTrailers.fill

@@ -245,13 +245,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return hashlib.sha256(name.encode()).hexdigest()[:16] + " "
 
     def _reports(self, region: Region) -> memoryview:
-        """Return the bytes of the table of workers' reports, and what follows."""
+        """Return the metadata from the table of workers' reports on."""
         return region.metadata[
             slot_trailers_bytes(region.slots) if self._settings.keep_host_memory_s else 0 :
         ]
 
     def _open_region(self, *, is_first: bool) -> Region:
-        """Open the region. Of an engine's processes its first worker ``is_first``."""
+        """Open the region. The first worker of an engine ``is_first`` among its processes."""
         slots, keep_s = slots_for(self._settings, self._shape.chunk_bytes), self._settings.keep_host_memory_s
         metadata_bytes = status_table_bytes(slots, self.config.parallel.world_size)
         metadata_bytes += slot_trailers_bytes(slots) if keep_s else 0
@@ -362,7 +362,7 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
 def _adopted(region: Region, identity: Identity) -> dict[OffloadKey, int]:
     """Return the slots of chunks that an earlier engine left, by key, the least recently used first."""
     found: dict[OffloadKey, int] = {}
-    for slot, trailer in region.trailers.complete():
+    for slot, trailer in region.trailers.take_over():
         sealed = seals.read(trailer)
         if sealed is not None and sealed.digest == identity.short_digest:
             found.pop(sealed.key, None)
