@@ -44,6 +44,7 @@ NOTE_BYTES = 256
 PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start
 RETRY_S = 0.001
 HANDOVER_S = 2.0  # a guard looks ten times a second whether its file was claimed
+PASSES = 2  # a guard may rename a file during the first one
 RENAME_S = 0.05  # a guard that begins to keep a file holds the exclusive lock for microseconds
 _NOBODY = 0
 
@@ -114,14 +115,15 @@ def adopt(path: Path, nbytes: int, note: bytes, cleared: range) -> LockedFile | 
     The bytes in ``cleared`` are zeros then. A file that is kept for the same engine is removed if its size or
     note differs. Files of running engines are left alone.
     """
-    before: list[Path] = []
-    while (names := sorted(path.parent.glob(PREFIX + "*"))) != before:  # guards may rename files meanwhile
-        before = names
-        for found in names:
+    tried: set[Path] = set()
+    for _ in range(PASSES):
+        names = set(path.parent.glob(PREFIX + "*")) - tried
+        for found in sorted(names):
             with suppress(OSError):
                 fd = _open_existing(found)
                 if fd is not None and _take_over(fd, found, path, nbytes, note, cleared):
                     return LockedFile(fd, path, os.getpid())
+        tried |= names
     return None
 
 

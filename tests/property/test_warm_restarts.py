@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
@@ -162,10 +163,7 @@ class World:
 
     def die(self) -> None:
         """End in the midst of copies and commands, some of which have happened, and start again."""
-        for reservation, resets in self.stores:
-            for key, slot in zip(reservation.keys, reservation.slots, strict=True):
-                part = self.random.randrange(CHUNK_BYTES + 1)
-                self.memory[slot][:part] = self.content(key, resets)[:part]
+        self.end_copies()
         for command, resets in self.commands:
             if self.random.random() < 0.5 and isinstance(command, Put):
                 self.put(command, resets)
@@ -173,12 +171,39 @@ class World:
                 self.get(command)
         self.start()
 
+    def end_copies(self) -> None:
+        """Copy parts of the chunks that are being stored."""
+        for reservation, resets in self.stores:
+            for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+                part = self.random.randrange(CHUNK_BYTES + 1)
+                self.memory[slot][:part] = self.content(key, resets)[:part]
 
-def live(runs: int) -> Counter[str]:
+
+class LateWriter(World):
+    """A worker outlives its engine: it ends its copies when the next engine has filled the slots already."""
+
+    late: Sequence[Callable[[], None]] = ()
+
+    def die(self) -> None:
+        stores, self.stores = self.stores, []
+        super().die()
+        self.late = [partial(self.write, reservation, resets) for reservation, resets in stores]
+
+    def copy(self) -> None:
+        super().copy()
+        for end_copy in self.late if self.random.random() < 0.5 else ():
+            end_copy()
+
+    def write(self, reservation: Reservation, resets: int) -> None:
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            self.memory[slot][:] = self.content(key, resets)
+
+
+def live(runs: int, world_type: type[World] = World) -> Counter[str]:
     """Return how many adopted chunks were loaded, and verified in the background, in so many lives."""
     counts: Counter[str] = Counter()
     for seed in range(runs):
-        world = World(seed)
+        world = world_type(seed)
         for _ in range(STEPS):
             world.step()
         counts += world.counts
@@ -190,6 +215,11 @@ def test_no_restart_brings_wrong_bytes() -> None:
     assert min(counts["adopted"], counts["verified"]) > 50
 
 
+def test_late_writer_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"wrong bytes|whole"):
+        live(200, LateWriter)
+
+
 _fill = SlotTrailers.fill
 
 
@@ -197,10 +227,22 @@ def _fill_once(self: SlotTrailers, slots: Sequence[int]) -> None:
     _fill(self, [slot for slot in slots if not self.read(slot).strip(b"\0")])
 
 
+def _fill_as_written(self: SlotTrailers, slots: Sequence[int]) -> None:
+    """Have entries before the bytes are there."""
+    _fill(self, slots)
+    for slot in slots:
+        self.write(slot, self.read(slot))
+
+
 @pytest.mark.parametrize(
     ("method", "planted"),
-    [("fill", _fill_once), ("drop", lambda self, slots: None), ("reset", lambda self: None)],
-    ids=["filled again", "dropped", "reset"],
+    [
+        ("fill", _fill_once),
+        ("fill", _fill_as_written),
+        ("drop", lambda self, slots: None),
+        ("reset", lambda self: None),
+    ],
+    ids=["filled again", "entry before its bytes", "dropped", "reset"],
 )
 def test_entries_that_are_not_voided_are_found(
     method: str, planted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
