@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -105,9 +105,12 @@ def start_executor(
     if config.isolation == "thread" or (config.isolation == "auto" and not tiers):
         thread.start()
         return thread
-    make_process = _process_maker(config, tiers, identity, region, slot_checksums)
     try:
-        process = make_process()
+        process = ExecutorProcess(
+            *(tiers, identity, region),
+            slot_checksums=slot_checksums,
+            memory_limit_bytes=config.isolation_memory_limit,
+        )
         process.start()
     except (ConfigError, IsolationError) as error:
         if config.isolation == "process":
@@ -116,24 +119,6 @@ def start_executor(
         thread.start()
         return thread
     return process
-
-
-def _process_maker(
-    config: TieringConfig,
-    tiers: Sequence[NamedTier],
-    identity: Identity,
-    region: Region,
-    slot_checksums: SlotChecksums | None,
-) -> Callable[..., ExecutorProcess]:
-    """Return a function that makes the tier process; it may be given ``notify``."""
-    return partial(
-        ExecutorProcess,
-        tiers,
-        identity,
-        region,
-        slot_checksums=slot_checksums,
-        memory_limit_bytes=config.isolation_memory_limit,
-    )
 
 
 def slots_for(config: TieringConfig, chunk_bytes: int) -> int:
@@ -192,7 +177,12 @@ def open_manager(
     if slot_checksums is not None:
         engine.begin_audits(slot_checksums)
     tiers = make_tiers(config)
-    make_process = _process_maker(config, tiers, identity, region, slot_checksums)
+    make_process = partial(
+        ExecutorProcess,
+        *(tiers, identity, region),
+        slot_checksums=slot_checksums,
+        memory_limit_bytes=config.isolation_memory_limit,
+    )
     return TieringManager(
         core=make_core(config, layout.chunk_bytes, windowed_groups=frozenset(windowed_groups)),
         tiers=tiers,

@@ -30,7 +30,7 @@ class Group:
 
 TIERS = Group("kvtier.tiers", "tier", TierError)
 POLICIES = Group("kvtier.policies", "eviction policy", ConfigError)
-_OWN_TIERS = ("mooncake", "nixl", "redis", "s3")
+_OWN_TIERS = {"dummy": "testing"} | {name: name for name in ("mooncake", "nixl", "redis", "s3")}
 COMMANDS = Group("kvtier.commands", "command", KVTierError)
 
 IS_PUBLISHED = False
@@ -75,7 +75,7 @@ def require(group: Group, name: str, field: str) -> list[EntryPoint]:
         listed = ", ".join(sorted(found.names)) or "none"
         hint = did_you_mean(name, found.names) or "; install the distribution that brings it"
         if group is TIERS and name in _OWN_TIERS:
-            hint = f": {install_command(f'kvtier-{name}')}"
+            hint = f": {install_command(f'kvtier-{_OWN_TIERS[name]}')}"
         raise ConfigError(f"{field} = {name!r}: no such {group.noun}; installed are: {listed}{hint}")
     return list(found.select(name=name))
 

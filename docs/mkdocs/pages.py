@@ -22,11 +22,11 @@ from typing import Any
 import typer.main
 
 from kvtier import _plugins as plugins
-from kvtier import _schema as schema
 from kvtier._cli.main import app
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
 from kvtier.tiers import _registry as registry
 from kvtier_bench.size import command as size
+from kvtier_testing import settings_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -34,7 +34,6 @@ PAGES = [
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("plugins/*/README.md")),
 ]
-OWN_TIERS = ("fs", "dummy")
 
 _GENERATED = re.compile(
     r"^<!-- generated: (?P<kind>\w+) ?(?P<rest>[^\n]*?) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL
@@ -86,7 +85,7 @@ def checkout(_: str) -> str:
 def settings(rest: str) -> str:
     """Return a table of the named settings: kvtier's own, or a tier's after a first word such as ``fs:``."""
     kind, _, names = rest.rpartition(":")
-    rows = {_name_of(row): row for row in schema.tables()[kind].splitlines()[2:]}
+    rows = {_name_of(row): row for row in settings_tables.tables()[kind].splitlines()[2:]}
     chosen = names.split() or rows
     return "\n".join(
         ["| Setting | Type | Default | Meaning |", "|---|---|---|---|", *(rows[n] for n in chosen)]
@@ -113,8 +112,7 @@ def reasons(_rest: str) -> str:
     for _, group in itertools.groupby(sorted(with_reasons, key=_words), key=_words):
         found = list(group)
         parts.append(_reason_table(" and ".join(f"`{one.name}`" for one in found), found[0].reasons))
-    for name in OWN_TIERS:
-        parts.append(_reason_table(f"Transfers of tier `{name}`, besides", registry.load(name).reasons))
+    parts.append(_reason_table("Transfers of tier `fs`, besides", registry.load("fs").reasons))
     return "\n".join(parts)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated
 
 import typer
 
 from kvtier import _plugins as plugins
-from kvtier import _schema as schema
 from kvtier._cli import report
 from kvtier._plugins import Group
+from kvtier._schema import json_schema
 from kvtier.errors import KVTierError
 from kvtier.policies._base import EvictionPolicy
 from kvtier.tiers import _registry as registry
@@ -47,19 +46,12 @@ def command(as_json: report.JsonFlag = False) -> None:
     report.finish(found, _show, as_json=as_json, is_healthy=is_healthy)
 
 
-def schema_command(
-    table: Annotated[
-        bool, typer.Option("--table", help="Print Markdown tables instead of a JSON schema.")
-    ] = False,
-    as_json: report.JsonFlag = False,
-) -> None:
-    """Print all settings, installed tiers included, as a JSON schema or as tables.
+def schema_command(as_json: report.JsonFlag = False) -> None:  # noqa: ARG001 (every command has it)
+    """Print all settings, installed tiers included, as a JSON schema.
 
     Example: kvtier schema > kvtier.schema.json
     """
-    if table and as_json:
-        raise typer.BadParameter("--table and --json exclude each other: give at most one")
-    typer.echo(schema.table() if table else json.dumps(schema.json_schema(), indent=2))
+    typer.echo(json.dumps(json_schema(), indent=2))
 
 
 def _show(found: Installed) -> None:

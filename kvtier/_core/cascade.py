@@ -93,13 +93,7 @@ class Cascades:
         return transfer.chunks
 
     def _admit(
-        self,
-        ready: Sequence[Chunk],
-        tiers: Iterable[int],
-        now_s: float,
-        *,
-        reused: bool,
-        is_new: bool = True,
+        self, ready: Sequence[Chunk], tiers: Iterable[int], now_s: float, *, reused: bool, is_new: bool = True
     ) -> list[tuple[int, Sequence[Chunk]]]:
         """Return the chunks to put, per tier; count the new chunks that a tier does not get."""
         admitted = []

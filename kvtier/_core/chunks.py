@@ -43,7 +43,7 @@ class Chunk(Stateful):
 
 
 class Trailers(Protocol):
-    """The entries of slots in shared memory. The next engine adopts chunks with them."""
+    """The entries of slots in shared memory. The next engine adopts their chunks with them."""
 
     def fill(self, slots: Collection[int]) -> None:
         """Void the entries of slots that are about to be filled."""
@@ -55,7 +55,7 @@ class Trailers(Protocol):
         """Note that the chunks of slots are used now."""
 
     def reset(self) -> None:
-        """Void all entries."""
+        """Void all entries, also those that are still to be written."""
 
     def is_verified(self, slot: int) -> bool:
         """Return whether the bytes of an adopted chunk were verified."""
@@ -277,8 +277,8 @@ class ChunkTable:
     ) -> list[Chunk]:
         """Assign a slot to each key, for a run: FILLING, with the pin of the copy that will fill it.
 
-        With ``in_place`` these are the slots of adopted chunks. Otherwise they are free, or hold the adopted
-        chunks that were not used for the longest time.
+        With ``in_place`` each key gets the slot that has its adopted chunk already. Otherwise free slots come
+        first, then slots of adopted chunks, the least recently used first.
         """
         if in_place:
             chunks = [self.adopted.pop(key) for key in keys]
@@ -314,7 +314,7 @@ class ChunkTable:
         return found, [key for key in keys if key not in self.adopted] if found else list(keys)
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
-        """Free the slots of adopted chunks among ``keys``, and as many more as all keys need."""
+        """Free the slots of adopted chunks that ``keys`` name, and as many more as they need."""
         adopted = self.adopted
         given_up = [key for key in keys if key in adopted]
         for key in given_up:

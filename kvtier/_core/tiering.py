@@ -523,8 +523,8 @@ class Tiering:
         which chunk it was, and when the damage was noticed.
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
-        if tier is None and self.table.trailers is not None:
-            self.table.trailers.reset()  # of evicted chunks, too
+        if self.table.trailers is not None:
+            self.table.trailers.reset()  # of evicted and loaded chunks, too
         self._counts["audit_failed", name] += 1
         self.is_disabled = self.is_disabled or tier is None
         for index, status in enumerate(self._tiers):

@@ -15,16 +15,7 @@ from kvtier._device._audit import Auditor, Check
 from kvtier._device._pinning import PIECE_BYTES, PinnedSlots
 from kvtier._device._queues import CHECKS_PER_DEADLINE, DeviceHealth, QueueThread
 from kvtier._device._runtime import Runtime, Stream
-from kvtier._device.base import (
-    DEADLINE_S,
-    Attempt,
-    Audits,
-    Blocks,
-    CopyQueue,
-    Finished,
-    KVCaches,
-    Pinning,
-)
+from kvtier._device.base import DEADLINE_S, Attempt, Audits, Blocks, CopyQueue, Finished, KVCaches, Pinning
 from kvtier._device.plan import CopyPlan, CopyPlanner
 from kvtier._log import GuardedLogger
 from kvtier._memory.layout import SlotLayout

@@ -82,11 +82,7 @@ class QueueThread:
     """A thread that makes transfers in order and reports each; it starts with the first one."""
 
     def __init__(
-        self,
-        queue: CopyQueue,
-        runtime: Runtime,
-        health: DeviceHealth,
-        report: Callable[[Finished], None],
+        self, queue: CopyQueue, runtime: Runtime, health: DeviceHealth, report: Callable[[Finished], None]
     ) -> None:
         self.is_stuck = False  # a transfer was abandoned: the thread reports no more, and may never end
         self._queue = queue

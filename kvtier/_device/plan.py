@@ -159,12 +159,7 @@ class _Pages:
     """
 
     def __init__(
-        self,
-        caches: KVCaches,
-        refs: Sequence[PageRef],
-        layout: SlotLayout,
-        address: int,
-        joined_blocks: int,
+        self, caches: KVCaches, refs: Sequence[PageRef], layout: SlotLayout, address: int, joined_blocks: int
     ) -> None:
         pieces = [_pieces(ref) for ref in refs]
         tensors = [caches.tensors[ref.tensor] for ref in refs]

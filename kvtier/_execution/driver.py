@@ -6,6 +6,7 @@ scheduler's thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,8 +18,10 @@ from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._log import GuardedLogger
 from kvtier._memory.slot_checksums import Damage, SlotChecksums
-from kvtier._telemetry.log_limit import NoticeLog
+from kvtier._telemetry.log_limit import LogLimit
 from kvtier._telemetry.traces import open_traces
+
+_CHANGES_EVERY_S = 30.0
 
 
 class Driver:
@@ -43,7 +46,8 @@ class Driver:
         self._slot_checksums = slot_checksums
         self._has_damage = has_damage
         self._clock = clock or time.monotonic
-        self._log = NoticeLog(logger)
+        self._logger = logger
+        self._log_limit = LogLimit(_CHANGES_EVERY_S)
         self.traces = open_traces(core.shared)
 
     # --- events and commands ---------------------------------------------------------------------
@@ -84,8 +88,11 @@ class Driver:
             if self._slot_checksums is not None:
                 self._slot_checksums.forget_promoted(commands)
             self._submit(commands)
-        if notices := self._core.take_notices():
-            self._log.write(notices, self._clock())
+        for notice in self._core.take_notices():
+            line = f"{notice.subject}: {notice.text}"
+            if (added := self._log_limit.allow(line, self._clock())) is not None:
+                level = logging.INFO if notice.is_good else logging.WARNING
+                self._logger.log(level, "%s%s", line, added)
 
     # --- the ends of loads and stores ------------------------------------------------------------
 

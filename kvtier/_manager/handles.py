@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from kvtier._core.transfers import Pinned
 from kvtier._manager.device_copies import DeviceCopies
 from kvtier._memory.region import Region
 from kvtier.errors import StateError
@@ -41,10 +42,18 @@ class Acquired(_Lent):
     _ENDED = "the chunks were given back: use them inside of the acquire block"
 
     def __init__(
-        self, keys: Sequence[OffloadKey], slots: Sequence[int], region: Region, copies: DeviceCopies
+        self,
+        keys: Sequence[OffloadKey],
+        pinned: Pinned,
+        region: Region,
+        copies: DeviceCopies,
+        unpin: Callable[[Pinned], object],
     ) -> None:
-        super().__init__(keys, slots, region)
+        super().__init__(keys, pinned.slots, region)
         self._copies = copies
+        self._pinned = pinned
+        self._unpin = unpin
+        self._users = 1  # the block, and loads in flight: a load may outlast the block
 
     @property
     def views(self) -> tuple[memoryview, ...]:
@@ -62,7 +71,21 @@ class Acquired(_Lent):
             TransferError: the device copy failed.
             TypeError, ValueError: ``blocks`` is wrong, or does not fit ``keys``.
         """
-        await self._copies.load(self.keys, self._slots, blocks)
+        slots = self._slots
+        self._users += 1
+        try:
+            await self._copies.load(self.keys, slots, blocks)
+        finally:
+            self._end_use()
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        self._end_use()
+
+    def _end_use(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._unpin(self._pinned)
 
 
 class Written(_Lent):

@@ -21,7 +21,7 @@ from kvtier._core.messages import Event, SlotsReady, TierDown, TierUp
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.transfers import Reservation
+from kvtier._core.transfers import Pinned, Reservation
 from kvtier._device._engine import TransferEngine
 from kvtier._execution.driver import Driver
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, Executor, NamedTier, Post
@@ -157,18 +157,20 @@ class TieringManager:
 
     @asynccontextmanager
     async def acquire(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Acquired]:
-        """Yield the leading chunks that are found, pinned in the primary tier until the block ends."""
+        """Yield the leading chunks that are found, pinned in the primary tier until the block ends.
+
+        Chunks of a load that is still running then stay pinned until it ends.
+        """
         keys = self._checks.keys(keys)
         with self._request() as request:
             count = await self._find(keys, request)
             pinned = self._core.acquire(keys[:count], request)
-            acquired = Acquired(keys[:count], pinned.slots, self._region, self._copies)
+            acquired = Acquired(keys[:count], pinned, self._region, self._copies, self._end_load)
             self._driver.settle()
             try:
                 yield acquired
             finally:
                 acquired._give_back()
-                self._driver.end_load(pinned)
 
     async def load(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> int:
         """Copy the leading chunks that are found to the device.
@@ -347,6 +349,10 @@ class TieringManager:
                 dropped.warn()
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _end_load(self, pinned: Pinned) -> None:
+        self._driver.end_load(pinned)
+        self._notify()
 
     @contextmanager
     def _request(self) -> Iterator[Request]:

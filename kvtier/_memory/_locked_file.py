@@ -159,17 +159,19 @@ def borrow(fd: int, nbytes: int) -> LockedFile:
 
 
 def release(file: LockedFile, *, keeps: bool = False) -> None:
-    """Release the file; the last holder removes it, unless the guard ``keeps`` it. Call it once."""
-    if file.pid != os.getpid():  # borrowed, or a forked child: the lock is another process's
-        os.close(file.fd)
-        return
+    """Release the file; the last holder removes it. Call it once.
+
+    A file that a guard ``keeps`` stays locked until it has no mapping and no descriptor. Copies that hang,
+    and a tier process that does not exit, may write to it until then.
+    """
+    has_lock = file.pid == os.getpid() and not keeps  # else it is borrowed, or this is a forked child
     try:
-        if file.path is not None and not keeps and _try_lock(file.fd, fcntl.LOCK_EX):
+        if has_lock and file.path is not None and _try_lock(file.fd, fcntl.LOCK_EX):
             _unlink_if_named(file.fd, file.path)
     finally:
-        # A mapping duplicates the descriptor and can outlive it: locks do not end with close alone.
-        _set_claim(file.fd, fcntl.F_UNLCK)
-        fcntl.flock(file.fd, fcntl.LOCK_UN)
+        if has_lock:  # a mapping duplicates the descriptor and can outlive it: close alone ends no lock
+            _set_claim(file.fd, fcntl.F_UNLCK)
+            fcntl.flock(file.fd, fcntl.LOCK_UN)
         os.close(file.fd)
 
 

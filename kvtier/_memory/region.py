@@ -212,10 +212,7 @@ class Region:
         self._guard = weakref.finalize(self, os.close, fd)
 
     def populate(
-        self,
-        on_ready: Callable[[range], None],
-        parts: Sequence[Part] = (),
-        threads: int | None = None,
+        self, on_ready: Callable[[range], None], parts: Sequence[Part] = (), threads: int | None = None
     ) -> None:
         """Start allocating memory for the slots, in daemon threads, in pieces from slot 0 on.
 

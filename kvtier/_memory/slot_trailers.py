@@ -3,7 +3,8 @@
 The entry of a slot has the trailer of its chunk, which proves key, identity and bytes, and numbers from one
 clock. The scheduler numbers each filling of a slot before it begins. The tier process writes the trailer
 while the chunk is pinned, and then the number of the filling that it is about. So an entry is valid if both
-numbers agree, and no reset came since. The tier process marks a chunk as verified with that number, too.
+numbers agree. After a reset no entry of the engine is valid any more, because its weights may differ from
+those that the next engine loads. The tier process marks a chunk as verified with that number, too.
 
 Each number is eight aligned bytes, written at once by one process. A process that is killed leaves an entry
 valid or void.
@@ -16,7 +17,8 @@ from collections.abc import Callable, Collection
 _WORD_BYTES = 8
 _TRAILER_BYTES = 128
 _HEADER_WORDS = 2
-_CLOCK, _RESET = 0, 1  # words of the header
+_CLOCK, _VOID = 0, 1  # words of the header: the clock, and the last number whose entries are void
+_ALL = 2**64 - 1
 _FILLED, _WRITTEN, _USED, _VERIFIED = 0, 1, 2, 3  # words of an entry, before its trailer
 _TRAILER = 4
 _ENTRY_WORDS = _TRAILER + _TRAILER_BYTES // _WORD_BYTES
@@ -59,26 +61,29 @@ class SlotTrailers:
             self._words[_HEADER_WORDS + slot * _ENTRY_WORDS + _FILLED] = 0
 
     def reset(self) -> None:
-        """Void all entries, also of chunks whose trailers are still to come."""
-        self._words[_RESET] = self._tick()
+        """Void all entries, also those that this engine is still to write."""
+        self._words[_VOID] = _ALL
 
-    def take_over(self) -> list[tuple[int, bytes]]:
+    def adopt(self) -> list[tuple[int, bytes]]:
         """Return what ``complete`` does, for a new engine, which has verified none of the chunks."""
         marks = self._words[_HEADER_WORDS + _VERIFIED :: _ENTRY_WORDS]
         marks[:] = memoryview(bytes(marks.nbytes)).cast("Q")
-        return self.complete()
+        found = self.complete()
+        if self._words[_VOID] == _ALL:
+            self._words[_VOID] = self._words[_CLOCK]
+        return found
 
     def is_verified(self, slot: int) -> bool:
-        """Return whether the bytes of a slot were verified since it was filled and since the last reset."""
+        """Return whether the bytes of a slot were verified since it was filled, and no reset came since."""
         at = _HEADER_WORDS + slot * _ENTRY_WORDS
-        return self._words[at + _VERIFIED] == self._words[at + _FILLED] > self._words[_RESET]
+        return self._words[at + _VERIFIED] == self._words[at + _FILLED] > self._words[_VOID]
 
     def complete(self) -> list[tuple[int, bytes]]:
         """Return slots and trailers of the valid entries, the least recently used first."""
-        words, reset = self._words, self._words[_RESET]
+        words, void = self._words, self._words[_VOID]
         found: list[tuple[int, int]] = []
         for slot, at in enumerate(range(_HEADER_WORDS, len(words), _ENTRY_WORDS)):
-            if words[at + _FILLED] == words[at + _WRITTEN] > reset:
+            if words[at + _FILLED] == words[at + _WRITTEN] > void:
                 found.append((words[at + _USED], slot))
         return [(slot, self.read(slot)) for _, slot in sorted(found)]
 

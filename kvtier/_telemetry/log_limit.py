@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-
-from kvtier._core.shared import Notice
-from kvtier._log import GuardedLogger
-
-_CHANGES_EVERY_S = 30.0
-
 
 class LogLimit:
     """Limits log lines to one per subject and interval.
@@ -37,18 +29,3 @@ class LogLimit:
             return None
         self._last[subject] = now_s, 0
         return f" (and {held_back} times since the line before)" if held_back else ""
-
-
-class NoticeLog:
-    """Logs the core's notices, at most one of a kind per interval."""
-
-    def __init__(self, logger: GuardedLogger) -> None:
-        self._logger = logger
-        self._limit = LogLimit(_CHANGES_EVERY_S)
-
-    def write(self, notices: Iterable[Notice], now_s: float) -> None:
-        for notice in notices:
-            added = self._limit.allow(f"{notice.subject}: {notice.text}", now_s)
-            if added is not None:
-                level = logging.INFO if notice.is_good else logging.WARNING
-                self._logger.log(level, "%s: %s%s", notice.subject, notice.text, added)

@@ -1,6 +1,6 @@
 """Secondary tiers: the interface of a tier, and helpers for authors. Tiers are found through entry points.
 
-The file tier is in ``kvtier.tiers.fs``; ``kvtier.tiers.dummy`` keeps chunks in a dictionary.
+The file tier is in ``kvtier.tiers.fs``.
 """
 
 from kvtier._log import GuardedLogger

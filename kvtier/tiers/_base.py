@@ -1,4 +1,4 @@
-"""The contract of a secondary tier, for fs, dummy and every third party's tier.
+"""The contract of a secondary tier, for fs and every third party's tier.
 
 An author writes only the transport; kvtier adds deadlines, concurrency limits, checksums and metrics. A tier
 is used from one event loop, from ``open`` to ``aclose``; several puts and gets can be in flight.
@@ -207,9 +207,7 @@ class TierConfig(Settings):
         "latency and bandwidth to spare.",
     )
     breaker_failures: int = Field(
-        default=5,
-        ge=1,
-        description="Consecutive failures that open a breaker. Puts and gets have one each.",
+        default=5, ge=1, description="Consecutive failures that open a breaker. Puts and gets have one each."
     )
     breaker_pause_s: float = Field(
         default=1.0,
@@ -375,7 +373,8 @@ class SecondaryTier(ABC, Generic[ConfigT]):
         """Hide everything put so far, puts in flight included, permanently and also after reopening.
 
         Only this instance may see chunks put afterwards: a reset follows new weights, and an instance that
-        opens later may have the old ones. If it raises, the tier is unused until a later reset succeeds.
+        opens later may have the old ones. If it raises, kvtier closes this object, opens another and resets
+        that one; until it succeeds, the tier is unused.
         """
 
     async def aclose(self) -> None:

@@ -259,9 +259,11 @@ class TierRunner:
             statuses[index] = Status.OK if second is Status.OK else Status.CORRUPT
             if second is not Status.OK:
                 counts[found] += outcome.statuses[index] == Status.OK  # else the tier counted it
+            if second not in (Status.OK, Status.ABSENT):
                 why = self._suspects.discard_or_skip(key, is_confirmed=first == second, now_s=self._now_s())
-            discarded += [] if why else [key]
+                discarded += [] if why else [key]
             text = f"{why}, so others keep it; check this host's memory and network" if why else "discarded"
+            text = text if second is not Status.ABSENT else "discarded meanwhile by another engine"
             text = f"chunk {key.hex()} failed its integrity check here ({found}): {text}"
             self._log(logging.WARNING if why else logging.ERROR, found, text)
         if discarded:

@@ -56,7 +56,8 @@ class TierSupervisor:
 
     A tier that could not be opened or reset is down and gets no commands; the supervisor retries with growing
     pauses. Chunks from before a missed reset look valid, so the tier stays down until a reset succeeds that
-    started after the last request.
+    started after the last request. After a failed reset it is opened again first, because a tier that is down
+    gets no command that would notice another primary, new credentials or a new mount.
 
     Args:
         recreate: see ``NamedTier``.
@@ -138,7 +139,7 @@ class TierSupervisor:
 
     def request_restart(self, reason: str) -> None:
         """Close the tier and open a new object, which finds durable chunks again."""
-        if self.is_open and self._restart_reason is None:
+        if self._restart_reason is None:
             self._restart_reason = reason
             self._wake_up()
 
@@ -152,12 +153,16 @@ class TierSupervisor:
             await self._close_lost(self._restart_reason)
         self._restart_reason = None
         if not self.is_open:
-            await self._step(self._open(context), "cannot be opened", "is not opened yet")
+            await self._step(partial(self._open, context), "cannot be opened", "is not opened yet")
             self.is_open = True
         while not self._is_reset:
             epoch = self.epoch
             failure = f"cannot be reset to epoch {epoch.number}"
-            await self._step(self.tier.reset(), failure, "is not reset yet")
+            try:
+                await self._step(self.tier.reset, failure, "is not reset yet")
+            except _StepError as error:
+                self._restart_reason = str(error)
+                raise
             self._is_reset = self.epoch is epoch  # else another reset was requested meanwhile
         self.epoch.settled.set()
 
@@ -176,14 +181,14 @@ class TierSupervisor:
         await self.close(self._deadline_s)
         self._is_reset = not self.epoch.number  # a new object must not see chunks that a reset hid
 
-    async def _step(self, work: Awaitable[None], failure: str, slow: str) -> None:
+    async def _step(self, work: Callable[[], Awaitable[None]], failure: str, slow: str) -> None:
         """Run one step; after ``deadline_s`` the tier is down. _StepError if it fails or takes too long."""
         reason = f"{slow} after {self._deadline_s:g} s"
         began_s = self._clock.now()
         unwatch = self._clock.call_at(began_s + self._deadline_s, partial(self._go_down, reason))
         try:
             async with self._clock.timeout_at(began_s + max(_STEP_LIMIT_S, self._deadline_s)):
-                await work
+                await work()
         except BaseException as error:
             require_fault(error)
             raise _StepError(f"{failure}: {words_of(error, self.tier.config)}") from None

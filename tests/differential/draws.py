@@ -94,7 +94,10 @@ def draw_case(chance: Random, model: Model) -> Case:
     )
     if case.lacks_parts and chance.random() < 0.8:
         # Such a case stores little: it proves no more than that nothing is stored in part.
-        return replace(case, arguments={**arguments, "max_num_batched_tokens": 2048})
+        case = replace(case, arguments={**arguments, "max_num_batched_tokens": 2048})
+    # A transport of the tests lives in one process; drafts take a process each, and minutes to start.
+    if not has_transport and not model.draft and chance.random() < 0.15:
+        return replace(case, ranks=2, settings={**settings, "canonical_layout": chance.random() < 0.5})
     return case
 
 
@@ -138,7 +141,9 @@ def features(case: Case) -> Mapping[str, Any]:
         "no prefix caching": not given.get("enable_prefix_caching", True),
         "prompts in several steps": case.longest > given.get("max_num_batched_tokens", 2048),
         "store_threshold": given.get("store_threshold"),
-        **dict.fromkeys(("MLA", "states (Mamba)", "tensor parallelism"), False),  # not drawn
+        "two ranks": case.ranks == 2,
+        # Not drawn: on the CPU their answers depend on how vLLM cuts a prompt into steps.
+        **dict.fromkeys(("MLA", "states (Mamba)"), False),
     }
 
 

@@ -29,6 +29,7 @@ class Case:
         tiers: settings of each secondary tier.
         copy_s: seconds that each copy between device and host waits before it begins.
         publishes: whether its KV events are followed.
+        ranks: workers of tensor parallelism.
     """
 
     model: Model = field(default_factory=Model)
@@ -40,6 +41,7 @@ class Case:
     tiers: tuple[Mapping[str, Any], ...] = ()
     copy_s: float = 0
     publishes: bool = False
+    ranks: int = 1
 
     @property
     def block_tokens(self) -> int:

@@ -15,7 +15,7 @@ from tests.differential.judges import wrong_counters, wrong_events
 from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece, Probe, Round
 from tests.differential.models import Model, adapter
 from tests.differential.plan import ENOUGH, Plan
-from tests.integration.harness import Engine, Launcher, Tokens, misplace_chunks, patient
+from tests.integration.harness import TWO_RANKS, Engine, Launcher, Tokens, misplace_chunks, patient
 from tests.integration.router import Router
 
 TOLERANCE = 2e-3
@@ -340,9 +340,11 @@ class Run:
     def _start(self) -> Engine:
         case, stage = self.case, self._stage
         arguments = {**stage.more, **case.arguments}
+        if case.ranks == 2:
+            arguments |= TWO_RANKS
         if not self._connector:
             return stage.start(**arguments)
-        slot = case.chunk_tokens * stage.bytes_per_token
+        slot = case.chunk_tokens * stage.bytes_per_token * case.ranks  # at most: heads can be shared
         settings = patient(
             {
                 "cpu_bytes_to_use": int(case.host_chunks * slot),

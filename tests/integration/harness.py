@@ -50,6 +50,14 @@ UNTIL_S = 60.0
 PATIENCE_S = 30.0
 STACKS_S = 1.0
 TRAFFIC, FAULTS = "tests.integration.traffic", "tests.integration.faults"
+_CORES = sorted(os.sched_getaffinity(0))
+TWO_WORKERS: Mapping[str, Any] = {
+    "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{_CORES[0]}|{_CORES[-1]}"},
+    "distributed_executor_backend": "mp",
+    "start_s": 300.0,  # both repeat all imports
+}
+TWO_RANKS: Mapping[str, Any] = {**TWO_WORKERS, "tensor_parallel_size": 2}
+
 SIZES: Mapping[str, int] = {"num_gpu_blocks_override": 80, "max_model_len": 2048, "max_num_seqs": 16}
 
 Tokens = list[int]

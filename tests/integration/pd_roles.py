@@ -120,11 +120,11 @@ def computed(llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str
     return {"answers": answers, "computed": tokens}
 
 
-def respond(llm: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-    """Answer a prompt; return the ``kv_transfer_params`` of the response as ``params``."""
-    _add(llm, prompt, 1, params)
-    outputs = list(_outputs(llm))
-    return {"params": outputs[-1].kv_transfer_params}
+def respond(llm: Any, prompt: list[int], params: dict[str, Any], output_tokens: int = 1) -> dict[str, Any]:
+    """Answer a prompt; return ``answer``, and ``params``: the ``kv_transfer_params`` of the response."""
+    _add(llm, prompt, output_tokens, params)
+    last = list(_outputs(llm))[-1]
+    return {"answer": list(last.outputs[0].token_ids), "params": last.kv_transfer_params}
 
 
 def beside(

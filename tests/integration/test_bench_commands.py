@@ -106,6 +106,16 @@ def test_losses_while_reading() -> None:
     assert all(0 < row["gb_s"] < 0.3 and row["tier_s_per_gb"] > 0 for row in read)
 
 
+def test_hints(tmp_path: Path) -> None:
+    report = run(tmp_path, "hints", "--conversations", "4", "--agents", "4", "--tokens-per-chunk", "16")
+    returning = {(row["way"], row["of"]): row for row in report["Returning"]}
+    assert len(returning) == 12
+    assert all(row["ratio"] > 0 for row in returning.values())
+    assert {row["wrong"].partition(" ")[0] for row in report["Moved"]} == {"0"}
+    found = {row["way"]: row for row in report["Moved"]}
+    assert found["no hints"]["prefetched_chunks"] == 0 < found["oracle"]["prefetched_chunks"]
+
+
 def test_versus_without_lmcache(tmp_path: Path) -> None:
     """A system that cannot be run is named, and the others are measured."""
     report = run(tmp_path, "versus", "--model", "tiny", "--rounds", "1", "--only", "speed")

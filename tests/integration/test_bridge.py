@@ -49,9 +49,9 @@ from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU
 from kvtier.tiers._base import SecondaryTier
-from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import wait_until
 from tests.integration.harness import PATIENCE_S
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import Ask
-from tests.integration.harness import FAULTS, PROMPT_CHUNKS, Engine, Launcher, prompt
+from tests.integration.harness import FAULTS, PROMPT_CHUNKS, TWO_RANKS, Engine, Launcher, prompt
 
 SETTINGS = {"cpu_bytes_to_use": "64MiB"}
 RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
@@ -181,18 +180,10 @@ def test_connector_survives_lost_device(recomputing: Engine, reference: Ask) -> 
 
 @pytest.mark.full
 def test_one_failed_worker_fails_all(launcher: Launcher, llama: Path, reference: Ask) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    two: dict[str, Any] = {
-        "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"},
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "start_s": 200.0,  # both workers repeat all imports
-        "kv_transfer_config": {
-            **RECOMPUTING,
-            "kv_connector_module_path": "tests.integration.faulty_connector",
-        },
-    }
-    with launcher.start(llama, SETTINGS, faulty_copies=True, **two) as engine:
+    faulty = {**RECOMPUTING, "kv_connector_module_path": "tests.integration.faulty_connector"}
+    with launcher.start(
+        llama, SETTINGS, faulty_copies=True, kv_transfer_config=faulty, **TWO_RANKS
+    ) as engine:
         counted = Counted(engine)
         engine.fail_copies(stores=ATTEMPTS, rank=1)
         cold, _ = engine.served(prompt(1))

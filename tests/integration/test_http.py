@@ -8,12 +8,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES, Metric
@@ -22,6 +28,7 @@ from kvtier_bench.engine.compared import BLOCK_TOKENS
 from kvtier_bench.engine.server import ANSWER_S, add_tokenizer
 from kvtier_bench.engine.server import Server as ApiServer
 from kvtier_testing.tiers._servers import free_port
+from tests.effort import effort
 from tests.integration.conftest import ENVIRONMENT, Ask
 from tests.integration.harness import (
     OUTPUT_TOKENS,
@@ -34,6 +41,7 @@ from tests.integration.harness import (
     vllm_release,
 )
 from tests.integration.prometheus import Prometheus, panels
+from tests.integration.test_hint_actions import hostile as any_params
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,6 +54,7 @@ OTHERS = [prompt(seed) for seed in range(10, 16)]  # more than the device cache 
 STORED = (1 + len(OTHERS)) * PROMPT_CHUNKS
 STUCK_S = 5.0  # until a put that hangs is given up; its gets, which do not hang, are never so late
 UNTIL_S = 60.0
+AT_ONCE = 10
 UNHEALTHY = ("KvtierTierUnhealthy", "stuck", "pending")
 
 
@@ -90,6 +99,26 @@ class Server(ApiServer):
                         pieces.append(choice.get("token_ids") or [])
         return [piece for piece in pieces if piece]
 
+    def answer(self, tokens: Sequence[int], **more: Any) -> Tokens:
+        """Send a prompt, and perhaps more fields of a request; return the tokens of the answer."""
+        order = {"model": "tiny", "prompt": list(tokens), "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+        with self.open(
+            "/v1/completions", order | {"ignore_eos": True, "return_token_ids": True} | more
+        ) as it:
+            return list(json.load(it)["choices"][0]["token_ids"])
+
+    def memory_bytes(self) -> int:
+        """Return the memory that its processes have for themselves."""
+        found = 0
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdecimal():
+                with suppress(OSError):
+                    fields = (folder / "stat").read_text().rpartition(") ")[2].split()
+                    if int(fields[2]) == self._process.pid:
+                        status = (folder / "status").read_text()
+                        found += 1024 * int(status.partition("RssAnon:")[2].split()[0])
+        return found
+
     def metrics(self) -> Metrics:
         with self.open("/metrics") as answer:
             text = answer.read().decode()
@@ -123,6 +152,27 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@dataclass
+class Hostile:
+    """Requests with hostile hints.
+
+    Attributes:
+        answers: the received answers with the number of each prompt, and their hints.
+        failed: requests by HTTP status; vLLM cannot pass on some numbers and strings.
+        seconds: how long all took.
+        lines: lines of the log that tell of hints.
+        grown_bytes: memory that the server's processes have gained since the first tenth.
+        kept_bytes: host memory that is pinned at the end.
+    """
+
+    answers: list[tuple[int, Tokens, Any]] = field(default_factory=list)
+    failed: Counter[int] = field(default_factory=Counter)
+    seconds: float = 0.0
+    lines: Sequence[str] = ()
+    grown_bytes: int = 0
+    kept_bytes: float = 0.0
+
+
 @dataclass(frozen=True)
 class FirstRun:
     """Results of the first server.
@@ -134,6 +184,7 @@ class FirstRun:
         alerts: name, tier and state of the alerts, once each panel that can has data.
         top: output of ``kvtier top`` for the metrics.
         replayed: later measurements of ``kvtier bench replay``.
+        hostile: what became of later requests with hostile hints.
     """
 
     root: Path
@@ -142,6 +193,7 @@ class FirstRun:
     alerts: set[tuple[str, str, str]]
     top: dict[str, Any]
     replayed: dict[str, list[dict[str, Any]]]
+    hostile: Hostile
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +223,41 @@ def first_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun
         alerts = prometheus.alerts()
         top = _top(server)
         replayed = _replayed(server, folder / "trace.jsonl")
-    return FirstRun(root, (cold, again), metrics, alerts, top, replayed)
+        hostile = _send_hostile(server, folder / "server.log")
+    return FirstRun(root, (cold, again), metrics, alerts, top, replayed, hostile)
+
+
+def _send_hostile(server: Server, log: Path) -> Hostile:
+    """Send requests with hostile hints, some at once, and requests without hints afterwards."""
+    found, started = Hostile(), time.monotonic()
+    rounds = effort(30, 1_000)
+    memory: list[int] = []
+
+    def ask(number: int, params: Any) -> None:
+        try:
+            answer = server.answer(OTHERS[number], kv_transfer_params=params)
+            found.answers.append((number, answer, params))
+        except HTTPError as error:
+            found.failed[error.code] += 1
+
+    each = st.tuples(st.integers(0, len(OTHERS) - 1), any_params)
+
+    @hypothesis.settings(max_examples=rounds, deadline=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(st.lists(each, min_size=AT_ONCE, max_size=AT_ONCE))
+    def run(requests: list[tuple[int, Any]]) -> None:
+        list(threads.map(ask, *zip(*requests, strict=True)))
+        memory.append(server.memory_bytes())
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        run()
+    for number in range(len(OTHERS)):
+        ask(number, {})
+    server.require_alive()
+    found.seconds = time.monotonic() - started
+    found.lines = [line for line in log.read_text(errors="replace").splitlines() if "hints ignored" in line]
+    found.grown_bytes = memory[-1] - memory[len(memory) // 10]
+    found.kept_bytes = server.metrics().value("kvtier_kept_bytes")
+    return found
 
 
 def _top(server: Server) -> dict[str, Any]:
@@ -323,6 +409,17 @@ def test_top_shows_every_tier(first_run: FirstRun) -> None:
         "full": "closed",
     }
     assert tiers["fs"]["read_per_written"] == 0.0
+
+
+def test_hostile_hints_change_nothing(first_run: FirstRun, reference: Ask) -> None:
+    found = first_run.hostile
+    answers = reference(*OTHERS)
+    assert [one for one in found.answers if one[1] != answers[one[0]]] == []
+    assert len(found.answers) > sum(found.failed.values())
+    assert set(found.failed) <= {400, 500}
+    assert 1 <= len(found.lines) <= 1 + found.seconds / 30, "one in 30 seconds"
+    assert found.grown_bytes < 100 * 2**20
+    assert found.kept_bytes <= SLOTS * CHUNK_BYTES / 2
 
 
 def test_replay_finds_lost_chunks(first_run: FirstRun) -> None:

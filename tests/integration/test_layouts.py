@@ -17,7 +17,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -51,6 +51,11 @@ from kvtier.errors import ConfigError, RegionError
 from kvtier.keys import pack_key
 from tests.common import PATIENCE_S
 from tests.integration.conftest import from_vllm
+
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:  # before vLLM 0.33
+    kv_cache_planning = kv_cache_utils
 
 NUM_BLOCKS = 24
 BLOCK_TOKENS = 16
@@ -112,18 +117,20 @@ CASES = {
 class Cache:
     """A KV cache made and registered as vLLM does it."""
 
-    def __init__(self, case: Case, blocks_per_chunk: int) -> None:
+    def __init__(self, case: Case, blocks_per_chunk: int, *, sees_blocks: bool = True) -> None:
         groups = [
             KVCacheGroupSpec([*_names(spec, number, layers)], spec)
             for number, (spec, layers) in enumerate(case.groups)
         ]
         self.vllm_config = _vllm_config(case, blocks_per_chunk)
-        self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, groups, 1 << 20)
+        self.config: KVCacheConfig = kv_cache_planning.get_kv_cache_config_from_groups(
+            self.vllm_config, groups, 1 << 20
+        )
         self.nbytes = self.config.kv_cache_tensors[0].size
         self.memory = torch.randint(-128, 128, (self.nbytes,), dtype=torch.int8)
         self.caches = self._views(self.memory, case)
         self._case = case
-        with providing_engine(EngineContext(self.vllm_config, self.config)):
+        with providing_engine(EngineContext(self.vllm_config, self.config, sees_blocks=sees_blocks)):
             self.spec = KVTierOffloadingSpec(build_offloading_config(self.vllm_config, self.config))
         self.connector = OffloadingConnectorWorker(self.spec, self.vllm_config, self.config)
 
@@ -202,7 +209,11 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
             nnodes_within_dp=1,
         ),
         model_config=SimpleNamespace(
-            model="layouts", dtype="bfloat16", use_mla=False, get_total_num_kv_heads=lambda: 2
+            model="layouts",
+            dtype="bfloat16",
+            use_mla=False,
+            get_total_num_kv_heads=lambda: 2,
+            max_model_len=8192,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto",
@@ -350,6 +361,19 @@ def test_groups_beside_one_without_prefixes(ring: int) -> None:
         manager.shutdown()
     assert hits == [LookupResult.HIT] * len(keys)
     assert all(_same(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_plain_connector_stores_nothing_beside_such_a_group() -> None:
+    """It is not told when that group gets blocks that a store still reads."""
+    cache = Cache(Case([(FULL, 2), (RING, 2)]), blocks_per_chunk=1, sees_blocks=False)
+    cache.register()
+    manager, request = cache.spec.get_manager(), ReqContext(req_id="a")
+    manager.on_new_request(request)
+    output = manager.prepare_store([OffloadKey(pack_key(b"1" * 32))], request)
+    manager.shutdown()
+    cache.connector.shutdown()
+    assert output is not None
+    assert not output.keys_to_store
 
 
 def _when_there_are_slots(

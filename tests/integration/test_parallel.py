@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,23 @@ import numpy as np
 import pytest
 
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, namespaces, primary_tier, prompt
+from tests.integration.harness import (
+    PROMPT_CHUNKS,
+    TWO_RANKS,
+    TWO_WORKERS,
+    Engine,
+    Launcher,
+    namespaces,
+    primary_tier,
+    prompt,
+)
 
 FIRST, SECOND = [prompt(1), prompt(2)], [prompt(3), prompt(4)]
 CHUNKS = len(FIRST) * PROMPT_CHUNKS
 # A layer's canonical shape: tokens, heads, keys and values, numbers, their bytes.
 PAGE_BYTES = 32 * 2 * 2 * 64 * 4
-ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200, "start_s": 300}
-
-CORES = sorted(os.sched_getaffinity(0))
-WORKERS: dict[str, Any] = {
-    "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"},
-    "distributed_executor_backend": "mp",
-    **ROOM,
-}
-TWO_RANKS = {**WORKERS, "tensor_parallel_size": 2}
-TWO_STAGES = {**WORKERS, "pipeline_parallel_size": 2}
+ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200}
+TWO_STAGES: dict[str, Any] = {**ROOM, **TWO_WORKERS, "pipeline_parallel_size": 2}
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -60,7 +60,7 @@ def test_ranks_share_canonical_chunks(
     settings["canonical_layout"] = True
     with launcher.start(llama, settings, **ROOM) as engine:
         engine.served(*FIRST)
-    with launcher.start(llama, settings, **TWO_RANKS) as engine:
+    with launcher.start(llama, settings, **ROOM, **TWO_RANKS) as engine:
         assert len(engine.regions) == 1  # which both ranks share
         by_two, loaded_by_two = engine.served(*FIRST, *SECOND)
         engine.reset(connector=False)
@@ -85,13 +85,13 @@ def test_ranks_share_canonical_chunks(
 def test_noncanonical_needs_equal_split(
     launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with launcher.start(llama, settings, **TWO_RANKS) as engine:
+    with launcher.start(llama, settings, **ROOM, **TWO_RANKS) as engine:
         assert len(engine.regions) == 1
         cold, _ = engine.served(*FIRST)
         engine.reset(connector=False)
         again, loaded_again = engine.served(*FIRST)
         slots = engine.metrics().value("kvtier_slots")
-    with launcher.start(llama, settings, **TWO_RANKS) as engine:
+    with launcher.start(llama, settings, **ROOM, **TWO_RANKS) as engine:
         restarted, loaded_restarted = engine.served(*FIRST)
     others = []
     for canonical in (False, True):  # neither another layout nor the canonical one is the same cache

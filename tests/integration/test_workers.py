@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
+from kvtier._core.tiering import Tiering
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
 from kvtier._device.base import KVCaches, PageRef
@@ -26,10 +27,11 @@ from kvtier._memory.worker_status import (
     status_table_bytes,
 )
 from kvtier.adapters.vllm._manager import Slots
-from kvtier.adapters.vllm._telemetry.metrics import WorkerReports
+from kvtier.adapters.vllm._telemetry.metrics import Published
 from kvtier.adapters.vllm._worker import KVTierWorker, end_copies
 from kvtier.adapters.vllm.spec import _shut_down
 from kvtier.errors import TransferError
+from kvtier.policies import LRU
 
 SLOTS = 8
 PAGE = 4096
@@ -56,7 +58,7 @@ class Bench:
         row = WorkerStatus(status_table, SLOTS, 0)
         self.worker = KVTierWorker(engine, region, row, flushes_late=flushes_late)
         self.status_table = StatusTable(status_table, SLOTS, 1)
-        self.workers = WorkerReports(self.status_table)
+        self.published = Published(Tiering(LRU()), (), self.status_table)
         self._last_job = 0
 
     def store(self, *slots: int) -> None:
@@ -82,7 +84,7 @@ class Bench:
         self._go_on.set()
 
     def counts(self) -> dict[Any, float]:
-        return self.workers.take_counts()
+        return self.published.take_worker_counts()
 
     def _copy(self, plan: CopyPlan) -> None:
         if self.hold:

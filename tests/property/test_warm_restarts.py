@@ -30,7 +30,8 @@ DIGEST = bytes(16)
 class World:
     """Host memory and files that outlive engines, and the engine that runs now.
 
-    The bytes of a chunk depend on its key and on the number of resets: each reset follows new weights.
+    The bytes of a chunk depend on its key and the weights. New ones come before each reset; an engine starts
+    with those of its model's files.
     """
 
     def __init__(self, seed: int) -> None:
@@ -39,7 +40,7 @@ class World:
         self.memory = [bytearray(CHUNK_BYTES) for _ in range(SLOTS)]
         self.trailers = SlotTrailers(memoryview(bytearray(slot_trailers_bytes(SLOTS))), SLOTS)
         self.files: dict[OffloadKey, bytes] = {}
-        self.resets = 0
+        self.resets = self.weights = 0
         self.start()
 
     def start(self) -> None:
@@ -47,20 +48,23 @@ class World:
         tiers = [TierStatus("adopted", in_place=True)]
         tiers += [TierStatus("files")] if self.random.random() < 0.7 else []
         self.core = Tiering(LRU(), tiers, Limits(promotion_reserve=0.0, promotion_budget=1.0))
-        found = {read(trailer).key: slot for slot, trailer in self.trailers.take_over()}  # type: ignore[union-attr]
+        found = {read(trailer).key: slot for slot, trailer in self.trailers.adopt()}  # type: ignore[union-attr]
         self.core.adopt(self.trailers, found)
         self.core.on_event(SlotsReady(range(SLOTS)), 0.0)
         self.stores: list[tuple[Reservation, int]] = []
         self.commands: list[tuple[Command, int]] = []
+        if self.weights:
+            self.files.clear()  # they are of the engine that was reset
+        self.weights = 0
 
-    def content(self, key: OffloadKey, resets: int) -> bytes:
-        return random.Random(f"{key.hex()} {resets}").randbytes(CHUNK_BYTES)
+    def content(self, key: OffloadKey, weights: int) -> bytes:
+        return random.Random(f"{key.hex()} {weights}").randbytes(CHUNK_BYTES)
 
     def step(self) -> None:
         acts = [self.offer, self.copy, self.carry_out, self.carry_out, self.ask, self.ask, self.verify]
         rare = self.random.random()
         (self.die if rare < 0.02 else self.reset if rare < 0.03 else self.random.choice(acts))()
-        self.commands += [(command, self.resets) for command in self.core.take_commands()]
+        self.commands += [(command, self.weights) for command in self.core.take_commands()]
         invariants.check(self.core)
 
     def some_keys(self) -> list[OffloadKey]:
@@ -69,38 +73,38 @@ class World:
     def offer(self) -> None:
         """Begin a store."""
         if reservation := self.core.reserve(self.some_keys()):
-            self.stores.append((reservation, self.resets))
+            self.stores.append((reservation, self.weights))
 
     def copy(self) -> None:
         """End a store: it succeeds, fails, or brings parts of some chunks."""
         if not self.stores:
             return
-        reservation, resets = self.stores.pop(self.random.randrange(len(self.stores)))
+        reservation, weights = self.stores.pop(self.random.randrange(len(self.stores)))
         bad = {slot: "failed" for slot in reservation.slots if self.random.random() < 0.1}
         for key, slot in zip(reservation.keys, reservation.slots, strict=True):
             whole = CHUNK_BYTES // 2 if slot in bad else CHUNK_BYTES
-            self.memory[slot][:whole] = self.content(key, resets)[:whole]
+            self.memory[slot][:whole] = self.content(key, weights)[:whole]
         self.core.drop_unfilled(reservation, bad)
-        end = self.core.abort if resets < self.resets or self.random.random() < 0.1 else None
+        end = self.core.abort if weights != self.weights or self.random.random() < 0.1 else None
         end(reservation) if end else self.core.commit(reservation, 0.0)
 
     def carry_out(self) -> None:
         """Carry out a command."""
         if self.commands:
-            command, resets = self.commands.pop(self.random.randrange(len(self.commands)))
+            command, weights = self.commands.pop(self.random.randrange(len(self.commands)))
             if isinstance(command, Put):
-                self.core.on_event(PutEnded(command.id, self.put(command, resets)), 0.0)
+                self.core.on_event(PutEnded(command.id, self.put(command, weights)), 0.0)
             elif isinstance(command, Get):
                 self.core.on_event(GetEnded(command.id, self.get(command)), 0.0)
 
-    def put(self, command: Put, resets: int) -> Sequence[bool]:
+    def put(self, command: Put, weights: int) -> Sequence[bool]:
         """Put chunks; the tier of adopted chunks may carry out those that a reset has overtaken, too."""
         for key, slot in zip(command.keys, command.slots, strict=True):
             if command.tier == 0:
                 self.trailers.write(slot, seal(key, memoryview(self.memory[slot]), DIGEST))
-            elif resets == self.resets and self.memory[slot] == self.content(key, resets):  # audited
+            elif weights == self.weights and self.memory[slot] == self.content(key, weights):  # audited
                 self.files[key] = bytes(self.memory[slot])
-        return [resets == self.resets] * len(command.keys)
+        return [weights == self.weights] * len(command.keys)
 
     def get(self, command: Get) -> Sequence[Answer]:
         answers = [self.find(command.tier, key) for key in command.keys]
@@ -127,13 +131,13 @@ class World:
             if len(hits) == len(keys) or self.random.random() < 0.3:
                 break
             self.core.settle(0.0)
-            self.commands += [(command, self.resets) for command in self.core.take_commands()]
+            self.commands += [(command, self.weights) for command in self.core.take_commands()]
             self.carry_out()
             hits = []
         if hits:
             pinned = self.core.acquire(hits, request)
             for key, slot, origin in zip(hits, pinned.slots, pinned.origins, strict=True):
-                assert self.memory[slot] == self.content(key, self.resets), "a load brings wrong bytes"
+                assert self.memory[slot] == self.content(key, self.weights), "a load brings wrong bytes"
                 self.counts["adopted"] += origin == 0
             if self.random.random() < 0.05:
                 for slot in pinned.slots:  # an audit of the load has found this
@@ -160,23 +164,24 @@ class World:
         self.core.reset()
         self.files.clear()
         self.resets += 1
+        self.weights = self.resets
 
     def die(self) -> None:
         """End in the midst of copies and commands, some of which have happened, and start again."""
         self.end_copies()
-        for command, resets in self.commands:
+        for command, weights in self.commands:
             if self.random.random() < 0.5 and isinstance(command, Put):
-                self.put(command, resets)
+                self.put(command, weights)
             elif self.random.random() < 0.5 and isinstance(command, Get) and command.tier:
                 self.get(command)
         self.start()
 
     def end_copies(self) -> None:
         """Copy parts of the chunks that are being stored."""
-        for reservation, resets in self.stores:
+        for reservation, weights in self.stores:
             for key, slot in zip(reservation.keys, reservation.slots, strict=True):
                 part = self.random.randrange(CHUNK_BYTES + 1)
-                self.memory[slot][:part] = self.content(key, resets)[:part]
+                self.memory[slot][:part] = self.content(key, weights)[:part]
 
 
 class LateWriter(World):
@@ -187,16 +192,16 @@ class LateWriter(World):
     def die(self) -> None:
         stores, self.stores = self.stores, []
         super().die()
-        self.late = [partial(self.write, reservation, resets) for reservation, resets in stores]
+        self.late = [partial(self.write, reservation, weights) for reservation, weights in stores]
 
     def copy(self) -> None:
         super().copy()
         for end_copy in self.late if self.random.random() < 0.5 else ():
             end_copy()
 
-    def write(self, reservation: Reservation, resets: int) -> None:
+    def write(self, reservation: Reservation, weights: int) -> None:
         for key, slot in zip(reservation.keys, reservation.slots, strict=True):
-            self.memory[slot][:] = self.content(key, resets)
+            self.memory[slot][:] = self.content(key, weights)
 
 
 def live(runs: int, world_type: type[World] = World) -> Counter[str]:

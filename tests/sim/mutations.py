@@ -46,6 +46,7 @@ MUTATIONS = (
         (
             ("    epoch = self.epoch", "    epoch, self._is_reset = self.epoch, True"),
             ("self._is_reset = self.epoch is epoch", "pass"),
+            ("self._restart_reason = str(error)", "pass"),
         ),
     ),
     Mutation(

@@ -58,7 +58,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from kvtier.tiers.dummy import DummyTier
+from kvtier_testing.dummy import DummyTier
 from kvtier.tiers._base import TierConfig
 
 

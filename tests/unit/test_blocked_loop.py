@@ -10,7 +10,7 @@ import pytest
 
 from kvtier._core.states import BreakerState
 from kvtier.tiers._base import Batch, Outcome
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import PATIENCE_S
 from tests.unit.test_manager import World, opened, prompt
 
@@ -20,20 +20,28 @@ BLOCKED_S = 1.2
 
 
 class TimesOut(DummyTier):
-    """A client with a time limit of its own, on the event loop. Its first puts begin together."""
+    """A client with a time limit of its own. Its first puts begin together, in one turn of a blocked loop."""
 
-    left = 6
-    """Puts that have yet to begin; five failures in a row would open the breaker."""
+    PUTS = 6
+    """Five failures in a row would open the breaker."""
+
     begun: anyio.Event
+    entered = 0
+    waiting = 0
 
     async def put(self, batch: Batch) -> Outcome:
-        self.left -= 1
-        if not self.left:
+        self.entered += 1
+        if self.entered > self.PUTS:  # a retry
+            return await super().put(batch)
+        if self.entered == self.PUTS:
             self.begun.set()
         await self.begun.wait()
         async with asyncio.timeout(DEADLINE_S / 2):
-            await anyio.sleep(DEADLINE_S / 4)
-            return await super().put(batch)
+            self.waiting += 1
+            if self.waiting == self.PUTS:
+                time.sleep(BLOCKED_S)  # noqa: ASYNC251
+            await anyio.sleep_forever()
+        raise AssertionError("no client waits for ever")
 
 
 class Begun(DummyTier):
@@ -96,11 +104,8 @@ async def test_client_timeout_is_excused() -> None:
     tier = TimesOut(DummyConfig(deadline_s=PATIENCE_S, max_concurrency=12))
     async with opened(tier) as it:
         tier.begun = anyio.Event()
-        for number in range(tier.left):
+        for number in range(tier.PUTS):
             await it.store(prompt(number, 2))
-        await tier.begun.wait()
-        await anyio.wait_all_tasks_blocked()
-        time.sleep(BLOCKED_S)  # noqa: ASYNC251
         await it.check_idle()
         assert it.manager.statistics().counts["put_failed", "dummy0", "timeout"] >= 10  # one may be retried
         (state,) = it.manager.statistics().tiers

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier._config import TieringConfig
 from kvtier.errors import ConfigError
-from kvtier.tiers.dummy import DummyConfig
+from kvtier_testing.dummy import DummyConfig
 
 GIB = 2**30
 

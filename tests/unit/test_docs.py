@@ -19,7 +19,6 @@ import typer.main
 
 from kvtier import _plugins as plugins
 from kvtier import _reasons as reasons
-from kvtier import _schema as schema
 from kvtier import errors
 from kvtier._cli.main import app
 from kvtier._config import ENGINE_KEYS, TieringConfig
@@ -27,6 +26,7 @@ from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 from kvtier.errors import KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers.fs import FsTier
+from kvtier_testing import settings_tables
 from tests.common import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -251,7 +251,9 @@ def test_page_names_exist(page: Path) -> None:
     assert set(re.findall(r'reason="(\w+)"', code)) - words == set()
 
     settings = {
-        name for table in schema.tables().values() for name in re.findall(r"^\| `(\w+)`", table, re.M)
+        name
+        for table in settings_tables.tables().values()
+        for name in re.findall(r"^\| `(\w+)`", table, re.M)
     }
     used = set(re.findall(r'"(\w+)": ', "\n".join(_CODE.findall(_FENCE.sub("", page.read_text())))))
     assert used - settings - ENGINE_KEYS - _VLLM_KEYS == set()

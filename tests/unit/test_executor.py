@@ -28,8 +28,8 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
 from kvtier.tiers._seal import TRAILER_BYTES
-from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import failing_log_handler
 from tests.unit.isolation.conftest import (
     CHUNK_BYTES,
@@ -248,6 +248,22 @@ async def test_lost_tier_reopens_once_idle() -> None:
         await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
         assert list((await it.ended(it.fetch([1], [11]))).answers) == [COPIED]
     assert it.bytes_in(11) == content(1)
+
+
+async def test_loss_while_opening_reopens() -> None:
+    class LosesAtOnce(Losing):
+        async def open(self, context: TierContext) -> None:
+            await super().open(context)
+            if len(self.begun) == 1:
+                context.lost("the share was unmounted")
+                await anyio.wait_all_tasks_blocked()
+
+    tier = LosesAtOnce()
+    tier.open_all()
+    async with world(tier) as it:
+        await tier.until_opened(2)
+        await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
+    assert tier.begun == ["open", "close", "open", "close"]
 
 
 async def test_down_precedes_close() -> None:
@@ -523,6 +539,28 @@ async def test_sound_reread_is_a_hit(caplog: pytest.LogCaptureFixture) -> None:
     assert "sound when read again, so others keep it; check this host" in caplog.text
 
 
+class DiscardedByOther(ReadsBadly):
+    """Another engine has found the damage too, and discards the chunk first."""
+
+    async def reread(self, batch: Batch) -> Outcome:
+        await self.discard(batch.keys)
+        return await super().reread(batch)
+
+
+async def test_chunk_discarded_elsewhere_returns(caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiscardedByOther(DummyConfig())
+    async with world(tier) as it:
+        await it.hold([1])
+        event = await it.ended(it.fetch([1], [10]))
+        assert (list(event.answers), event.reasons) == ([MISSING], {"checksum": 1})
+        await it.hold([1])
+        tier.get = super(ReadsBadly, tier).get  # type: ignore[method-assign]
+        assert list((await it.ended(it.fetch([1], [11]))).answers) == [COPIED]
+        assert it.bytes_in(11) == content(1)
+    assert "discarded meanwhile by another engine" in caplog.text
+    assert "check this host" not in caplog.text
+
+
 async def test_bad_reader_discards_nothing() -> None:
     tier = ReadsBadly(DummyConfig())
     tier.bad_rereads = True
@@ -758,7 +796,7 @@ from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
 from kvtier._memory.heap import HeapMemory
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 begun = threading.Event()
 

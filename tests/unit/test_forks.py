@@ -26,7 +26,7 @@ from kvtier._identity import Identity
 from kvtier._isolation.process import ExecutorProcess
 from kvtier._memory.region import Region
 from kvtier.tiers._base import Batch, Status, TierContext
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 
 root, shm = map(Path, sys.argv[1:])

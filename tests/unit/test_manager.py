@@ -35,9 +35,9 @@ from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._lru import LRU
 from kvtier.tiers._base import Batch, Outcome, SecondaryTier
 from kvtier.tiers._waiting import until_done
-from kvtier.tiers.dummy import DummyConfig, DummyTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import PATIENCE_S
 from tests.unit.test_executor import SlowReset
 
@@ -691,6 +691,25 @@ async def test_moving_bytes_hold_slots(verb: str, kind: str) -> None:
             assert await it.load(prompt(2, 4), 60) == 4
         else:
             assert it.device.holds(prompt(1, 4), range(40, 44))  # and the blocks are no longer written
+        await it.check_idle()
+
+
+async def test_load_keeps_chunks_after_block() -> None:
+    """As with ``gather``, which leaves the block when another task fails, and the load in flight."""
+    gate = Gate()
+    gate.opened.set()
+    async with opened(copy=gate, slots=4) as it:
+        await it.store(prompt(1, 4))
+        gate.close()
+        async with it.manager.acquire(prompt(1, 4)) as acquired:
+            load = asyncio.ensure_future(acquired.load(range(40, 44)))
+            await gate.begun()
+        assert await it.manager.lookup(prompt(1, 4)) == 4
+        assert await it.store(prompt(2, 4), 20) == 0
+        gate.opened.set()
+        await load
+        assert it.device.holds(prompt(1, 4), range(40, 44))
+        assert await it.store(prompt(2, 4), 20) == 4
         await it.check_idle()
 
 

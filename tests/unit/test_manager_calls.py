@@ -232,7 +232,8 @@ def test_roomless_tier_is_refused(tmp_path: Path) -> None:
         open_manager(config, IDENTITY, Device().caches)
 
 
-def test_missing_tier_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tier", "package"), [("s3", "kvtier-s3"), ("dummy", "kvtier-testing")])
+def test_missing_tier_names_package(monkeypatch: pytest.MonkeyPatch, tier: str, package: str) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([]))
-    with pytest.raises(ConfigError, match=r"no such tier.*: pip install ./plugins/kvtier-s3 in a checkout"):
-        plugins.require(plugins.TIERS, "s3", "type")
+    with pytest.raises(ConfigError, match=rf"no such tier.*: pip install ./plugins/{package} in a checkout"):
+        plugins.require(plugins.TIERS, tier, "type")

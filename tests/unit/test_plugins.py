@@ -81,7 +81,7 @@ def test_unmakable_policy_is_named(install_policy):
 
 def test_unmakable_tier_is_named(install_distribution):
     source = """
-from kvtier.tiers.dummy import DummyTier
+from kvtier_testing.dummy import DummyTier
 class Tier(DummyTier):
     def __init__(self, config): raise OSError("no tape in the drive")
 """

@@ -67,12 +67,3 @@ def test_broken_tier_is_named(install_distribution):
     assert "tier-broken" not in document["$defs"]
     assert "acme-broken 1.2" in document["$comment"]
     assert "ZeroDivisionError" in document["$comment"]
-
-
-def test_table_shows_defaults(acme):
-    lines = schema.table().splitlines()
-    assert any(line.startswith("| `cpu_bytes_to_use` | size | required | ") for line in lines)
-    assert any(line.startswith("| `offload_prompt_only` | boolean | `true` | ") for line in lines)
-    assert any(line.startswith("| `block_size` | integer | none | ") for line in lines)
-    assert any(line.startswith("| `mode` | `fast` or `safe` | `safe` | ") for line in lines)
-    assert any(line.startswith("| `secondary_tiers` | array | `[]` | ") for line in lines)

@@ -12,7 +12,7 @@ import pytest
 from kvtier._core.tiers.admission import Limits
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.unit.test_manager import Deaf, World, dummy, files, opened, prompt
 
 

@@ -36,8 +36,7 @@ class ChunkState:
 
 
 def command(
-    chunk: Annotated[Path, typer.Argument(metavar="CHUNK", help="A chunk's file.")],
-    as_json: JsonFlag = False,
+    chunk: Annotated[Path, typer.Argument(metavar="CHUNK", help="A chunk's file.")], as_json: JsonFlag = False
 ) -> None:
     """Show the state of one chunk's file, in its place, in the quarantine or copied.
 

@@ -80,8 +80,7 @@ class RootVerification:
 def command(
     root: RootArgument,
     repair: Annotated[
-        bool,
-        typer.Option("--repair", help="Move damaged files of chunks to the quarantine."),
+        bool, typer.Option("--repair", help="Move damaged files of chunks to the quarantine.")
     ] = False,
     namespace: NamespaceOption = None,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Number of files to read concurrently.")] = min(

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from kvtier._core.promotion.gets import Gets
 from kvtier._core.promotion.holds import Holds
-from kvtier._core.promotion.wanted import Waiters, allowed_tiers, in_line, loading, locating, of_use
+from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, of_use
 from kvtier._core.requests import Request
 from kvtier._core.shared import Keys, SharedState
 from kvtier._core.transfers import SlotUse
@@ -55,7 +55,8 @@ class TierOrder:
             if closed == "gate":
                 if slot_use or group_index(keys[0]) in shared.windowed:
                     self._probe(tier, keys, now_s)
-                self.ask(keys, locating(waiters), now_s, tier, SlotUse.NONE)
+                locating = dict.fromkeys(request for request in waiters if request.locates)
+                self.ask(keys, locating, now_s, tier, SlotUse.NONE)
                 waiters = loading(waiters)
         for request in waiters:
             request.mark_nowhere(keys, now_s)
@@ -137,7 +138,8 @@ class TierOrder:
             gets: number of gets that this takes, one after the other.
             may_wait: whether "wait" may be returned, which leaves the decision to the next round.
         """
-        gate, waiters = self._shared.gate, in_line(waiters)
+        gate = self._shared.gate
+        waiters = {it: None for it in waiters if not (it.locates or it.is_prefetch)}
         request = next(iter(waiters), None)
         if not gate.is_active or request is None:
             return None

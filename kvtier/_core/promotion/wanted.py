@@ -51,16 +51,6 @@ def waiting(transfer: Transfer) -> dict[Request, None]:
     return {request: None for request in transfer.waiters if request.is_waiting}
 
 
-def in_line(waiters: Waiters) -> dict[Request, None]:
-    """Return the waiters that take a turn: they load found chunks at once."""
-    return {request: None for request in waiters if not (request.locates or request.is_prefetch)}
-
-
 def loading(waiters: Waiters) -> dict[Request, None]:
     """Return the waiters that load found chunks."""
     return {request: None for request in waiters if not request.locates}
-
-
-def locating(waiters: Waiters) -> dict[Request, None]:
-    """Return the waiters that load nothing."""
-    return {request: None for request in waiters if request.locates}

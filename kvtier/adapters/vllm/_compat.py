@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 
@@ -240,15 +240,10 @@ def engine_context() -> EngineContext:
     """
     if (engine := _provided.get()) is not None:
         return engine
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        vllm_config = frame.f_locals.get("vllm_config")
-        kv_cache_config = frame.f_locals.get("kv_cache_config")
+    for maker, vllm_config, kv_cache_config in _callers():
         if isinstance(vllm_config, VllmConfig) and isinstance(kv_cache_config, KVCacheConfig):
-            maker = frame.f_locals.get("self")
             connector = maker if isinstance(maker, KVConnectorBase_V1) else None
             return EngineContext(vllm_config, kv_cache_config, connector)
-        frame = frame.f_back
     raise ConfigError(
         f"vLLM {vllm.__version__} hides the engine's configuration from kvtier, so caches could not be told "
         "apart: use KVTierConnector (kv_connector), which receives it"
@@ -257,13 +252,18 @@ def engine_context() -> EngineContext:
 
 def outer_connector() -> KVTransferConfig | None:
     """Return the configuration of the ``MultiConnector`` that is making this connector, if one is."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        maker, config = frame.f_locals.get("self"), frame.f_locals.get("vllm_config")
+    for maker, config, _ in _callers():
         if isinstance(maker, KVConnectorBase_V1) and not isinstance(maker, OffloadingConnector):
             return config.kv_transfer_config if isinstance(config, VllmConfig) else KVTransferConfig()
-        frame = frame.f_back
     return None
+
+
+def _callers() -> Iterator[tuple[Any, ...]]:
+    """Yield ``self``, ``vllm_config`` and ``kv_cache_config`` of each caller, the nearest first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield tuple(map(frame.f_locals.get, ("self", "vllm_config", "kv_cache_config")))
+        frame = frame.f_back
 
 
 def hash_seed(algorithm: str) -> str | None:

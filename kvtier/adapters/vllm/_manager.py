@@ -103,7 +103,7 @@ class KVTierManager(OffloadingManager):
         on_reset: waits for the copies of workers in this process.
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
         names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
-        is_blind: whether other connectors may write to blocks without a word to vLLM's connector.
+        is_blind: whether vLLM's connector is not told of all new owners of blocks.
         has_blocks: whether requests, or the prefix cache, have blocks on the device.
     """
 
@@ -236,6 +236,11 @@ class KVTierManager(OffloadingManager):
         addresses = [self._addresses[index] for index in tiers if index in self._addresses]
         return {"wait_s": wait_s, FROM: addresses} if addresses else {"wait_s": wait_s}
 
+    def restart(self, req_id: str) -> None:
+        """Note that a request gets new blocks, also if no chunk of it is looked up."""
+        if (request := self._requests.get(req_id)) is not None and request.no_store == "preempted":
+            request.no_store = None
+
     # --- lookups and loads -----------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -309,7 +314,8 @@ class KVTierManager(OffloadingManager):
         refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
         if refusal := refusal or (None if request is None else request.no_store):
             self._core.shared.counts["store_refused", refusal] += len(keys)
-            return _nothing_stored()
+            # An empty answer: vLLM does not offer the chunks again.
+            return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
         keys = list(keys)
         reservation = self._core.reserve(keys, request)
         if self._steps is not None and request is not None:
@@ -492,8 +498,3 @@ def _count_by_group(keys: Sequence[OffloadKey]) -> list[int]:
     groups = range(group_index(keys[-1]) + 1 if keys else 0)
     ends = [0, *(bisect_right(keys, group, key=group_index) for group in groups)]
     return [end - start for start, end in pairwise(ends)]
-
-
-def _nothing_stored() -> PrepareStoreOutput:
-    """Return the answer that stores nothing, after which vLLM does not offer the chunks again."""
-    return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])

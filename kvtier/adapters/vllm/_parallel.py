@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier._memory.layout import SlotLayout, default_blocks_per_chunk, whole_pages

@@ -18,6 +18,7 @@ from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext, outer_con
 # isort: split
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -102,6 +103,15 @@ class KVTierConnector(OffloadingConnector):
             self._manager.session = getattr(request, "session_id", None) or ""  # vLLM 0.33
         super().on_new_request(request)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See vLLM: the scheduler's process. vLLM's connector forgets blocks from before a preemption."""
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._manager is not None:
+            self._manager.restart(request.request_id)
+        return found
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -112,7 +122,14 @@ class KVTierConnector(OffloadingConnector):
             self.scheduler._current_batch_allocated_block_ids |= got
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """See vLLM: called in the scheduler's process in each step. Stores of wrong blocks copy nothing."""
+        """See vLLM: called in the scheduler's process in each step. Stores of wrong blocks copy nothing.
+
+        All KV cache groups share a pool of blocks. vLLM does not note blocks of groups that it does not
+        offload, so their new owners would not wait for a store that still reads them.
+        """
+        for _, groups, _ in yield_req_data(scheduler_output):
+            got = {block_id for group in groups or () for block_id in group if block_id}
+            self.scheduler._current_batch_allocated_block_ids |= got
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         state = scheduler_output.kv_connector_block_state

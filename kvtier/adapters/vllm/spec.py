@@ -18,7 +18,6 @@ from kvtier._log import GuardedLogger
 from kvtier.adapters.vllm._compat import (
     SCHEDULE_ENDS_LAST,
     CacheHitSource,
-    EngineContext,
     engine_context,
     limit_refusals,
     outer_connector,
@@ -83,7 +82,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = engine_context()
-        self._is_blind = _has_neighbours() and not self._engine.sees_blocks
+        groups = self._engine.kv_cache_config.kv_cache_groups
+        is_alone = not _has_neighbours() and len(config.groups) == len(groups)
+        self._is_blind = not is_alone and not self._engine.sees_blocks
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
@@ -122,8 +123,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         region = self._open_region(is_first=False)
         region.claim()
         region.start_guard()
-        windowed = _windowed_groups(self.config, self._engine)
-        chunk_tokens = _chunk_tokens(self.config)
+        groups, width = self.config.groups, self.config.cache.blocks_per_chunk
+        windowed = frozenset(it.group_id for it in groups if self._engine.is_windowed(it.group_id))
+        chunk_tokens = {it.group_id: it.tokens_per_block * width for it in groups}
         core = make_core(
             self._settings,
             self._shape.chunk_bytes,
@@ -142,7 +144,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             self._published(core, executor, tiers, status_table),
-            sources=[_source(tier) for tier in tiers],
+            sources=[
+                CacheHitSource.DISK if it.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
+                for it in tiers
+            ],
             addresses=_addresses(tiers),
             peers={address for tier in tiers for address in tier.tier.config.peer_addresses()},
             steps_ahead=self._engine.steps_ahead,
@@ -162,8 +167,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _warn_of_plain_connector(self) -> None:
         if self._is_blind:
             logger.warning(
-                "nothing is stored: OffloadingConnector does not know the blocks that the other connectors "
-                "write to; use KVTierConnector in its place"
+                "nothing is stored: OffloadingConnector does not know the blocks that other connectors, or "
+                "KV cache groups without prefixes, write to; use KVTierConnector in its place"
             )
         if self._settings.self_describing_kv_events and not self._engine.sees_blocks:
             logger.warning(
@@ -181,7 +186,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             locations=[location_of(tier.tier) for tier in tiers],
             chunk_bytes=self._shape.chunk_bytes,
             self_describing=self.kv_events_config.self_describing_kv_events,
-            info=self._info(),
+            info={
+                "kvtier_version": metadata.version("kvtier"),
+                "eviction_policy": self._settings.eviction_policy,
+                "secondary_tiers": ",".join(self._settings.tier_names),
+            },
         )
 
     def _step_meter(
@@ -223,11 +232,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank, stages)
         region = self._open_region(is_first=parallel.rank == 0)
         engine = open_transfer_engine(
-            caches,
-            layout,
-            region,
-            deadline_s=self._settings.copy_deadline_s,
-            batched_copy=batched_copy(),
+            caches, layout, region, deadline_s=self._settings.copy_deadline_s, batched_copy=batched_copy()
         )
         if (slot_checksums := self._slot_checksums(region)) is not None:
             engine.begin_audits(slot_checksums)
@@ -253,7 +258,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         ]
 
     def _open_region(self, *, is_first: bool) -> Region:
-        """Open the region. The first worker of an engine ``is_first`` among its processes."""
+        """Open the region. ``is_first``: this is the engine's first worker."""
         slots, keep_s = slots_for(self._settings, self._shape.chunk_bytes), self._settings.keep_host_memory_s
         metadata_bytes = status_table_bytes(slots, self.config.parallel.world_size)
         metadata_bytes += slot_trailers_bytes(slots) if keep_s else 0
@@ -276,11 +281,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             return None
         workers, shape = self.config.parallel.world_size, self._shape
         return SlotChecksums.shared(
-            region,
-            self._settings.audit_rate,
-            shape.areas,
-            shape.area_bytes,
-            is_shared=workers > shape.areas,
+            region, self._settings.audit_rate, shape.areas, shape.area_bytes, is_shared=workers > shape.areas
         )
 
     def _identity(self, tiers: list[NamedTier], status_table: StatusTable) -> Identity:
@@ -288,13 +289,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
             return Identity.make(self.config.model.name, {})
         formats = [row[StatusField.PAGES] for row in status_table.rows]
         return engine_identity(self.config, self._engine, self._shape, self._settings, formats)
-
-    def _info(self) -> dict[str, str]:
-        return {
-            "kvtier_version": metadata.version("kvtier"),
-            "eviction_policy": self._settings.eviction_policy,
-            "secondary_tiers": ",".join(self._settings.tier_names),
-        }
 
 
 def _has_neighbours() -> bool:
@@ -309,15 +303,6 @@ def _has_neighbours() -> bool:
             "keep one, and list all tiers in its secondary_tiers"
         )
     return len(children) != 1
-
-
-def _windowed_groups(config: OffloadingConfig, engine: EngineContext) -> frozenset[int]:
-    return frozenset(group.group_id for group in config.groups if engine.is_windowed(group.group_id))
-
-
-def _chunk_tokens(config: OffloadingConfig) -> dict[int, int]:
-    """Return the tokens of a chunk, by KV cache group."""
-    return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
@@ -364,7 +349,7 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
 def _adopted(region: Region, identity: Identity) -> dict[OffloadKey, int]:
     """Return the slots of chunks that an earlier engine left, by key, the least recently used first."""
     found: dict[OffloadKey, int] = {}
-    for slot, trailer in region.trailers.take_over():
+    for slot, trailer in region.trailers.adopt():
         sealed = seals.read(trailer)
         if sealed is not None and sealed.digest == identity.short_digest:
             found.pop(sealed.key, None)
@@ -372,10 +357,6 @@ def _adopted(region: Region, identity: Identity) -> dict[OffloadKey, int]:
     if found:
         logger.info("the primary tier has %d chunks of an engine that has ended", len(found))
     return found
-
-
-def _source(tier: NamedTier) -> CacheHitSource:
-    return CacheHitSource.DISK if tier.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def _addresses(tiers: Sequence[NamedTier]) -> dict[int, str]:

@@ -25,7 +25,7 @@ class FsConfig(TierConfig):
     )
     root_dir: Path = Field(
         description="Directory for the chunks; created if missing. To use several disks, name a directory on "
-        "a striped volume (RAID 0, LVM).",
+        "a striped volume (RAID 0, LVM)."
     )
     n_threads: int = Field(
         default=8,
@@ -61,16 +61,10 @@ class FsConfig(TierConfig):
         "when `root_dir` is full.",
     )
     high_watermark: float = Field(
-        default=0.97,
-        gt=0,
-        le=1,
-        description="Share of the size limit at which background eviction starts.",
+        default=0.97, gt=0, le=1, description="Share of the size limit at which background eviction starts."
     )
     low_watermark: float = Field(
-        default=0.93,
-        ge=0,
-        lt=1,
-        description="Share of the size limit at which background eviction stops.",
+        default=0.93, ge=0, lt=1, description="Share of the size limit at which background eviction stops."
     )
     ttl_s: float | None = Field(
         default=None,

@@ -36,11 +36,7 @@ from kvtier.tiers.fs._quota import ledger
 _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
-_DURABILITY: Final = {
-    "none": Flag.NONE,
-    "data": Flag.SYNC_DATA,
-    "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY,
-}
+_DURABILITY: Final = {"none": Flag.NONE, "data": Flag.SYNC_DATA, "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY}
 _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
 _LINES_EVERY_S: Final = 30.0

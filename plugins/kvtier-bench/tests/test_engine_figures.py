@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engine import demo, fleet, serving
+from kvtier_bench.engine import demo, fleet, hints, serving
 from kvtier_bench.engine.compared import PLAIN, Sample
 from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
@@ -104,3 +105,34 @@ def test_flipped_bit_gives_huge_number(tmp_path: Path) -> None:
     numbers = struct.unpack("<101f", path.read_bytes())
     assert len([number for number in numbers if number > 1e30]) == 1
     assert len([number for number in numbers if number == pytest.approx(0.1)]) == 100
+
+
+def test_agents_come_back_after_pauses() -> None:
+    work = hints.Agents("generated", 6, 4, 16, 10.0, 0.5, "tiny")
+    chosen = list(hints.conversations_of(None, work, 1))
+    turns = list(hints.schedule(chosen, work, 1))
+    for number, ids in enumerate(chosen):
+        own = [turn for turn in turns if turn.session == f"agent {number}"]
+        assert [turn.is_first for turn in own] == [True, *[False] * (len(ids) - 1)]
+        assert [turn.is_last for turn in own] == [*[False] * (len(ids) - 1), True]
+        assert all(one.tokens[:-2] == two.tokens[: len(one.tokens) - 2] for one, two in pairwise(own))
+    begun = [turn.is_first - turn.is_last for turn in turns]
+    assert max(accumulate(begun)) <= 4, "four at a time"
+
+
+def test_returning_turns_compare_with_themselves() -> None:
+    def one(ttft_s: float, fetched: int) -> Sample:
+        return Sample(ttft_s, [ttft_s], [[1]], {"cached": 64, "fetched": fetched})
+
+    turns = [hints.Turn("a", True, at == 0, at == 3, [2] * 128) for at in range(4)]
+    plain = [one(ttft_s, 1) for ttft_s in (9.0, 1.0, 2.0, 4.0)]
+    samples = {"no hints": plain, "pin": [one(sample.wall_s / 2, 0) for sample in plain]}
+    none, pin = hints.table(turns, samples)
+    assert (none.turns, none.ttft_p50, none.ratio, none.memory_percent, none.files_percent) == (
+        3,
+        2e3,
+        1,
+        25,
+        25,
+    )
+    assert (pin.ttft_p50, pin.ratio, pin.memory_percent, pin.files_percent) == (1e3, 0.5, 50, 0)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any, Protocol
@@ -225,6 +225,7 @@ def sentinels(directory: Path, primary: Server) -> Iterator[list[int]]:
                 command = [program(), str(folder / "sentinel.conf"), "--sentinel"]
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log))
             ports.append(port)
+        wait_for(lambda: all(map(hurry, ports)), "the sentinels answer")
         wait_for(lambda: all(others_known(port) == 2 for port in ports), "the sentinels know each other")
         yield ports
     finally:
@@ -233,11 +234,38 @@ def sentinels(directory: Path, primary: Server) -> Iterator[list[int]]:
             process.wait()
 
 
+def hurry(port: int) -> bool:
+    """Have a sentinel look at its servers several times a second; return whether it answers."""
+    with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client, suppress(redis.ConnectionError):
+        with suppress(redis.ResponseError):  # an old one is slower
+            client.execute_command("SENTINEL", "DEBUG", "info-period", 200, "publish-period", 200)
+        return True
+    return False
+
+
 def mark_down_soon(ports: Sequence[int]) -> None:
     """Let sentinels mark their primary as down after a moment of silence."""
     for port in ports:
         with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
             client.execute_command("SENTINEL", "SET", "kv", "down-after-milliseconds", 500)
+
+
+def fail_over(ports: Sequence[int], primary: Server) -> None:
+    """Have sentinels promote the replica, and wait until the primary is its replica."""
+
+    def is_accepted() -> bool:
+        with redis.Redis(port=ports[0], retry=Retry(NoBackoff(), 0)) as client, suppress(redis.ResponseError):
+            client.execute_command("SENTINEL", "FAILOVER", "kv")
+            return True
+        return False
+
+    def is_replica() -> bool:
+        with primary.client() as client, suppress(redis.RedisError):  # it cuts its clients off
+            return bool(client.role()[0] == b"slave")
+        return False
+
+    wait_for(is_accepted, "a sentinel finds the replica fit")
+    wait_for(is_replica, "the primary is a replica")
 
 
 def others_known(port: int) -> int:

@@ -315,3 +315,21 @@ async def test_follows_failover(tmp_path: Path) -> None:
             assert await all_ok(it, range(8))  # the replica has them
             with two.client() as client:
                 assert client.role()[0] == b"master"
+
+
+async def test_reset_reaches_new_primary(tmp_path: Path) -> None:
+    """The former primary answers all but writes, and nothing is put while the reset is missing."""
+    with (
+        Server(tmp_path / "one") as one,
+        Server(tmp_path / "two", f"--replicaof 127.0.0.1 {one.port}") as two,
+        redis_servers.sentinels(tmp_path, one) as ports,
+    ):
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
+            assert set(await it.put(range(4))) == {Status.OK}
+            await anyio.to_thread.run_sync(redis_servers.fail_over, ports, one)
+            await it.tier.reset()
+            assert not any(await it.tier.contains(keys(range(4))))
+            assert set(await it.put(range(4))) == {Status.OK}
+        with two.client() as client:
+            assert client.role()[0] == b"master"

@@ -14,13 +14,13 @@ import redis
 import redis_servers
 from redis_servers import README, Server, TlsServer, opened
 
-from kvtier import _schema as schema
 from kvtier._settings import validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import Status, TierContext
 from kvtier.tiers import _registry as registry
 from kvtier_redis import RedisConfig, RedisTier
 from kvtier_redis._reasons import REASONS
+from kvtier_testing.settings_tables import own_table
 from kvtier_testing.tiers import TierRig
 
 pytestmark = pytest.mark.anyio
@@ -278,7 +278,7 @@ def test_invalid_settings_are_named(settings: dict[str, object], words: str) -> 
 
 
 def test_readme_lists_settings_and_reasons() -> None:
-    table = schema.own_table("redis")
+    table = own_table("redis")
     assert table in README, f"copy this table:\n{table}"
     for reason in REASONS:
         assert f"| `{reason}` |" in README

@@ -13,13 +13,13 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from proxy import Faults, Proxy
 
 from kvtier import TieringConfig
-from kvtier import _schema as schema
 from kvtier._reasons import TRANSFER
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import _registry as registry
 from kvtier_s3 import S3Config
 from kvtier_s3._errors import REASONS, classify
 from kvtier_s3._store import make_store
+from kvtier_testing.settings_tables import own_table
 
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 S3 = {"type": "s3", "bucket": "b"}
@@ -78,7 +78,7 @@ def test_secrets_stay_hidden() -> None:
 
 
 def test_readme_lists_settings_and_reasons() -> None:
-    table = schema.own_table("s3")
+    table = own_table("s3")
     assert table in README, f"copy this table:\n{table}"
     for reason in REASONS:
         assert f"`{reason}`" in README, f"README.md does not say what {reason} means"

@@ -160,7 +160,7 @@ def has_renewed(tier: Any) -> bool:
 async def test_forgotten_connections_cost_one_timeout(place: Place, server: ceph.Ceph) -> None:
     with ForgetfulProxy(int(server.endpoint.rpartition(":")[2])) as passing:
         endpoint = f"http://127.0.0.1:{passing.port}"
-        async with place.opened(endpoint=endpoint, **{**TIMES, "timeout_s": 1.0}) as it:
+        async with place.opened(endpoint=endpoint, **{**TIMES, "timeout_s": 3.0}) as it:
             await put(it)
             await get(it)
             passing.forget()

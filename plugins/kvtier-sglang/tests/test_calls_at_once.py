@@ -21,9 +21,9 @@ from test_storage import files, hashes, load, store
 from kvtier import Acquired, OffloadKey, StateError, Statistics, TieringManager
 from kvtier.tiers import SecondaryTier
 from kvtier.tiers._waiting import until_done
-from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsTier
 from kvtier_sglang._pages import HostPages
+from kvtier_testing.dummy import DummyTier
 
 WAIT_S = 60.0
 

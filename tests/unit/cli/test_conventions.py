@@ -34,6 +34,7 @@ def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 ALL = dict(commands())
 OWN = [words for words in ALL if words[0] not in ("bench", "demo", "simulate", "size")]
+LOCAL = [words for words in OWN if words != ("hint",)]  # hint needs a server
 
 
 @pytest.mark.parametrize("words", [(), *ALL], ids=lambda words: " ".join(words) or "kvtier")
@@ -79,18 +80,12 @@ def _saved_log(root: Path) -> Path:
     return log
 
 
-@pytest.mark.parametrize("words", [words for words in OWN if words != ("hint",)], ids=" ".join)
+@pytest.mark.parametrize("words", LOCAL, ids=" ".join)
 def test_json_is_one_document(kvtier, cache, words: tuple[str, ...]) -> None:
     cache.put(range(3))
     said = kvtier(*words, *arguments(words, cache.root), "--json")
     assert said.status == 0
     assert isinstance(said.json, dict)
-
-
-def test_tables_exclude_json(kvtier) -> None:
-    said = kvtier("schema", "--table", "--json")
-    assert said.status == 2
-    assert "exclude each other" in said.err
 
 
 @pytest.mark.parametrize("words", ["ls", "verify"])
@@ -172,7 +167,7 @@ def test_interrupted_work_is_quiet(cache, tmp_path: Path, words: str) -> None:
 
 @pytest.mark.parametrize(
     "words",  # one that prints text, and one that prints a table and shows its progress
-    [pytest.param(it, marks=() if it[0] in ("schema", "verify") else pytest.mark.full) for it in OWN],
+    [pytest.param(it, marks=() if it[0] in ("schema", "verify") else pytest.mark.full) for it in LOCAL],
     ids=" ".join,
 )
 @pytest.mark.parametrize("redirect", ["| true", "2>&1 | true", "> /dev/full", ">&-"])

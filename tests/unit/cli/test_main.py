@@ -36,7 +36,7 @@ def test_tiers_lists_what_loads(run, acme, install_distribution):
         cells = [cell.strip() for cell in line.strip("│").split("│")]
         rows[cells[0]] = cells[1:]
     assert rows["acme"] == ["acme-tiers", "1.2", "yes"]
-    assert rows["dummy"] == ["kvtier", importlib_metadata.version("kvtier"), "yes"]
+    assert rows["fs"] == ["kvtier", importlib_metadata.version("kvtier"), "yes"]
     assert rows["broken"][:2] == ["acme-broken", "0.3"]
     assert rows["broken"][2].startswith("no: ")
     assert "RuntimeError: [red]no luck[/red]" in rows["broken"][2]

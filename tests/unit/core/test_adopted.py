@@ -157,6 +157,14 @@ def test_whatever_fills_drops_or_resets_slots_voids_entries() -> None:
     assert voided[-2:] == [None, None]
 
 
+@pytest.mark.parametrize("tier", [None, 1])
+def test_nothing_is_adopted_after_a_failed_audit(tier: int | None) -> None:
+    core = make("files")
+    core.table.trailers = voided = Voided()
+    core.disable_after_audit(tier, "in a test")
+    assert voided == [None]
+
+
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_reset_gives_them_up(is_running: bool) -> None:
     core = make()

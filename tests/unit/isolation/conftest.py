@@ -47,7 +47,7 @@ from pydantic import SecretStr
 
 from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._waiting import in_thread
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 IS_CHILD = "kvtier._isolation.child" in getattr(sys.modules["__main__"].__spec__, "name", "")
 CRASH = os.environ.get("KVTIER_TEST_CRASH") if IS_CHILD else None

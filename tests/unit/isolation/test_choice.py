@@ -23,7 +23,7 @@ from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._manager.manager import TieringManager
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError, IsolationError
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 from .conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, SWIFT, Harness, Launch, key, make_tier
 from .test_managed import processes_of_tiers

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ByteSize, SecretStr
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 class Login(BaseModel):
     user: str
@@ -81,7 +81,7 @@ def test_settings_are_rebuilt(install_distribution: Any) -> None:
 
 ODD_TIER = """
 from pydantic import Field, field_validator
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 class Config(DummyConfig):
     type: str = "acme-odd"

@@ -31,7 +31,7 @@ from kvtier._isolation import wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.wire import Frames, WireError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 numbers = st.integers(0, 2**63 - 1)
 keys = st.lists(st.binary(min_size=1, max_size=68).map(OffloadKey), max_size=5)

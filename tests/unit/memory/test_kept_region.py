@@ -81,6 +81,24 @@ def test_region_that_a_worker_uses_is_not_taken(shm: Path, holding: Holding) -> 
         assert bytes(worker.view(1)[:4]) == b"abcd"
 
 
+@pytest.mark.parametrize("writer", ["hung tier process", "stuck copy"])
+def test_region_that_may_still_be_written_is_not_taken(shm: Path, writer: str) -> None:
+    """An engine that ends properly leaves both behind."""
+    region, nbytes = open_region(shm, "engine"), slot_trailers_bytes(4)
+    region.view(1)[:4] = b"abcd"
+    tiers = Region.borrowed(os.dup(region.fileno()), 4, PAGE, nbytes)
+    copy = region.view(1)
+    (copy.release if writer == "hung tier process" else tiers.close)()
+    region.close()
+    with open_region(shm) as other:
+        assert bytes(other.view(1)[:4]) != b"abcd"
+    copy.release()
+    tiers.close()
+    del region
+    with open_region(shm, "last") as other:
+        assert bytes(other.view(1)[:4]) == b"abcd"
+
+
 @pytest.mark.parametrize(
     ("owner", "left"), [("same", ["kvtier_next"]), ("other", ["kvtier_engine.kept", "kvtier_next"])]
 )

@@ -1,4 +1,4 @@
-"""Entries of slots: valid from the trailer on until the slot is filled anew or a reset."""
+"""Entries of slots: valid from the trailer on until the slot is filled anew, or the engine is reset."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def fill(table: SlotTrailers, slot: int, trailer: bytes = TRAILER) -> None:
 
 
 def test_new_table_has_no_entries(table: SlotTrailers) -> None:
-    assert table.complete() == []
+    assert table.adopt() == []
 
 
 def test_entry_is_valid_once_its_trailer_is_there(table: SlotTrailers) -> None:
     table.fill([2])
-    assert table.complete() == []
+    assert table.adopt() == []
     table.write(2, TRAILER)
-    assert table.complete() == [(2, TRAILER)]
+    assert table.adopt() == [(2, TRAILER)]
 
 
 @pytest.mark.parametrize("voids", [SlotTrailers.fill, SlotTrailers.drop])
@@ -39,24 +39,31 @@ def test_filling_or_dropping_a_slot_voids_its_entry(
     fill(table, 2)
     fill(table, 3, OTHER)
     voids(table, [2])
-    assert table.complete() == [(3, OTHER)]
+    assert table.adopt() == [(3, OTHER)]
 
 
 def test_trailer_of_a_dropped_chunk_is_void(table: SlotTrailers) -> None:
     table.fill([2])
     table.drop([2])
     table.write(2, TRAILER)
-    assert table.complete() == []
+    assert table.adopt() == []
 
 
-def test_reset_voids_also_trailers_that_come_later(table: SlotTrailers) -> None:
+def test_reset_voids_also_entries_that_come_later(table: SlotTrailers) -> None:
     fill(table, 1)
     table.fill([2])
     table.reset()
     table.write(2, TRAILER)
-    assert table.complete() == []
+    fill(table, 3)
+    assert table.adopt() == []
+
+
+def test_entries_of_the_engine_after_a_reset_count(table: SlotTrailers) -> None:
+    fill(table, 1)
+    table.reset()
+    assert table.adopt() == []
     fill(table, 2, OTHER)
-    assert table.complete() == [(2, OTHER)]
+    assert table.adopt() == [(2, OTHER)]
 
 
 def whole(trailer: bytes) -> bool:
@@ -66,14 +73,14 @@ def whole(trailer: bytes) -> bool:
 def test_new_engine_has_verified_nothing(table: SlotTrailers) -> None:
     fill(table, 1)
     assert table.is_verified(1)
-    assert table.take_over() == [(1, TRAILER)]
+    assert table.adopt() == [(1, TRAILER)]
     assert not table.is_verified(1)
 
 
 def test_sound_chunks_are_verified_by_last_use(table: SlotTrailers) -> None:
     for slot, trailer in ((0, TRAILER), (1, OTHER), (2, TRAILER)):
         fill(table, slot, trailer)
-    table.take_over()
+    table.adopt()
     assert table.unverified() == [2, 1, 0]
     assert [table.verify(slot, whole) for slot in (0, 1, 2, 3)] == [True, False, True, False]
     assert [table.is_verified(slot) for slot in (0, 1, 2, 3)] == [True, False, True, False]
@@ -89,7 +96,7 @@ def test_nothing_that_is_voided_meanwhile_is_verified(
         return trailer == TRAILER
 
     fill(table, 1)
-    table.take_over()
+    table.adopt()
     table.verify(1, is_whole)
     assert not table.is_verified(1)
 
@@ -99,4 +106,4 @@ def test_entries_come_by_last_use(table: SlotTrailers) -> None:
         fill(table, slot)
         table.use([slot])
     table.use([0])
-    assert [slot for slot, _ in table.complete()] == [1, 2, 0]
+    assert [slot for slot, _ in table.adopt()] == [1, 2, 0]

@@ -7,8 +7,11 @@ import logging
 import pytest
 
 from kvtier._core.shared import Notice
+from kvtier._core.tiering import Tiering
+from kvtier._execution.driver import Driver
 from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit, NoticeLog
+from kvtier._telemetry.log_limit import LogLimit
+from kvtier.policies import LRU
 
 
 def test_next_line_counts_suppressed() -> None:
@@ -21,11 +24,12 @@ def test_next_line_counts_suppressed() -> None:
 
 
 def test_flapping_tier_spares_log(caplog: pytest.LogCaptureFixture) -> None:
-    logger = GuardedLogger("kvtier.test_log_limit")
-    log = NoticeLog(logger)
+    logger, times, core = GuardedLogger("kvtier.test_log_limit"), iter(range(10**6)), Tiering(LRU())
+    driver = Driver(core, lambda commands: None, logger, clock=lambda: next(times) / 2)
     with caplog.at_level(logging.INFO, logger.name):
-        for second in range(60):
-            log.write([Notice("tier s3", "bad", False), Notice("tier s3", "good", True)], float(second))
+        for _ in range(60):
+            core.shared.notices += [Notice("tier s3", "bad", False), Notice("tier s3", "good", True)]
+            driver.dispatch()
     lines = [(record.levelname, record.message) for record in caplog.records]
     assert lines[:2] == [("WARNING", "tier s3: bad"), ("INFO", "tier s3: good")]
     assert len(lines) == 4

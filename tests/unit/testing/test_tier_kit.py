@@ -895,7 +895,7 @@ A_RUN = """
 import sys, threading
 from contextlib import nullcontext
 from kvtier.tiers._waiting import in_thread
-from kvtier.tiers.dummy import DummyTier
+from kvtier_testing.dummy import DummyTier
 from kvtier_testing import limits
 from kvtier_testing.tiers import TierConformance
 

@@ -30,7 +30,7 @@ def region() -> Iterator[Region]:
         found.trailers.fill(range(SLOTS))
         for slot in range(SLOTS):
             found.trailers.write(slot, seal(pack_key(bytes([slot])), found.view(slot), IDENTITY.short_digest))
-        found.trailers.take_over()
+        found.trailers.adopt()
         found.view(1)[0] ^= 1
         yield found
 

@@ -9,9 +9,9 @@ import pytest
 from kvtier import _plugins as plugins
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import _registry as registry
-from kvtier.tiers.dummy import DummyTier
+from kvtier_testing.dummy import DummyTier
 
-DUMMY = "from kvtier.tiers.dummy import DummyConfig, DummyTier\n"
+DUMMY = "from kvtier_testing.dummy import DummyConfig, DummyTier\n"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Outcome, Status
 from kvtier.tiers._faults import require_answers
 from kvtier.tiers._waiting import until_done
-from kvtier.tiers.dummy import DummyConfig
+from kvtier_testing.dummy import DummyConfig
 from tests.unit.isolation.conftest import content, key
 from tests.unit.tiers import world as worlds
 from tests.unit.tiers.world import Act, Scripted, now_s, raises
@@ -354,10 +354,24 @@ async def test_missed_reset_precedes_use() -> None:
             await it.executor.drained()
         await anyio.sleep(20.0)
         verbs = [verb for verb, _ in tier.calls]
-        assert verbs == ["open", "open", "open", "reset", "reset"], "one reset is enough for both"
+        assert verbs == [*["open"] * 3, "reset", "aclose", "open", "reset"], "one reset is enough for both"
         assert [kind for _, kind in it.conditions()] == [TierDown, TierUp]
         assert it.conditions()[1][0] >= tier.of("reset")[-1]
         assert (await it.ended(it.put([1]))).kept == [True]
+
+
+async def test_failed_reset_opens_new_object() -> None:
+    """Only a new object finds another primary, or reads new credentials."""
+    made = [Scripted(reset=[raises(OSError("a replica"))]), Scripted()]
+    first = Scripted(reset=[raises(OSError("a replica"))] * 1000)
+    async with world(NamedTier("tier", first, lambda: made.pop(0))) as it:
+        await it.ended(it.put([1]))
+        it.reset()
+        await anyio.sleep(20.0)
+        assert made == []
+        assert len(first.of("reset")) == len(first.of("aclose")) == 1
+        assert [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp]
+        assert (await it.ended(it.put([2]))).kept == [True]
 
 
 async def test_endless_reset_delays_nothing() -> None:

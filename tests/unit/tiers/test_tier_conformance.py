@@ -15,8 +15,8 @@ import pytest
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import SecondaryTier
-from kvtier.tiers.dummy import DummyTier
 from kvtier.tiers.fs import FsTier
+from kvtier_testing.dummy import DummyTier
 from kvtier_testing.tiers import Damage, TierConformance
 from tests.effort import effort
 from tests.unit.tiers.fs.conftest import MEMORY

@@ -15,7 +15,7 @@ from kvtier._execution.executor import Executor, NamedTier
 from kvtier._memory.heap import HeapMemory
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Batch, Knowledge, SecondaryTier, TierContext, Usage
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.unit.isolation.conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, content, keys
 
 AnyTier = SecondaryTier[Any]

@@ -27,6 +27,15 @@ from kvtier.adapters.vllm._telemetry.events import EventStream, Location
 
 logger = GuardedLogger("kvtier.vllm")
 
+_COUNTED: Mapping[StatusField, Count] = {
+    StatusField.STORES_REPEATED: ("copy_failed", "store", "repeated"),
+    StatusField.STORES_DROPPED: ("copy_failed", "store", "dropped"),
+    StatusField.LOADS_REPEATED: ("copy_failed", "load", "repeated"),
+    StatusField.LOADS_STAGED: ("copy_failed", "load", "staged"),
+    StatusField.LOADS_RECOMPUTED: ("copy_failed", "load", "recomputed"),
+    StatusField.AUDITED: ("audited",),
+}
+
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare every metric: vLLM asserts that sent metrics were declared.
@@ -75,13 +84,14 @@ class Published:
         self._core = core
         self._activity = activity
         self.workers = workers or StatusTable(memoryview(b""), 0, 0)
-        self._reports = WorkerReports(self.workers)
         self.locations = locations
         self.names = [status.name for status in core.shared.tiers]
         self.info = dict(info or {})
         self.stream = EventStream(self.names, locations, self_describing=self_describing)
         self._chunk_bytes = chunk_bytes
         self._gauges: Gauges = {}  # as last published
+        self._worker_gauges: Gauges = {}
+        self._worker_counts: dict[Count, int] = {}  # since the start
         self._capabilities: dict[tuple[str, tuple[str, ...]], float | None] = {}
         self._not_put: Counter[tuple[str, str]] = Counter()  # chunks, by tier and reason
 
@@ -96,8 +106,8 @@ class Published:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return and clear the counts since the last call, and changed gauges; None if there are none."""
-        counts = {**self._take_counts(), **self._reports.take_counts()}
-        gauges = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._reports.gauges}
+        counts = {**self._take_counts(), **self.take_worker_counts()}
+        gauges = {**read_gauges(self._core, self._activity, self._chunk_bytes), **self._worker_gauges}
         gauges |= self._capabilities
         last = self._gauges
         if not counts and gauges == last:
@@ -127,31 +137,12 @@ class Published:
                 self._not_put[labels[0], labels[1]] += int(count)
         return counts
 
-
-_COUNTED: Mapping[StatusField, Count] = {
-    StatusField.STORES_REPEATED: ("copy_failed", "store", "repeated"),
-    StatusField.STORES_DROPPED: ("copy_failed", "store", "dropped"),
-    StatusField.LOADS_REPEATED: ("copy_failed", "load", "repeated"),
-    StatusField.LOADS_STAGED: ("copy_failed", "load", "staged"),
-    StatusField.LOADS_RECOMPUTED: ("copy_failed", "load", "recomputed"),
-    StatusField.AUDITED: ("audited",),
-}
-
-
-class WorkerReports:
-    """Reads the workers' counts and gauges in the scheduler's thread. Nothing here waits."""
-
-    def __init__(self, status_table: StatusTable) -> None:
-        self._status_table = status_table
-        self._counted: dict[Count, int] = {}
-        self.gauges: Gauges = {}
-
-    def take_counts(self) -> dict[Count, float]:
-        """Return and clear the counts since the last call, and update the gauges."""
-        if not self._status_table.notice_change():
+    def take_worker_counts(self) -> dict[Count, float]:
+        """Return and clear the workers' counts since the last call, and update their gauges."""
+        if not self.workers.notice_change():
             return {}
-        rows = self._status_table.rows
-        self.gauges = {
+        rows = self.workers.rows
+        self._worker_gauges = {
             key: value
             for rank, row in enumerate(rows)
             for key, value in {
@@ -161,6 +152,6 @@ class WorkerReports:
             }.items()
         }
         totals = {count: sum(row[word] for row in rows) for word, count in _COUNTED.items()}
-        new = {count: total - self._counted.get(count, 0) for count, total in totals.items()}
-        self._counted = totals
+        before, self._worker_counts = self._worker_counts, totals
+        new = {count: total - before.get(count, 0) for count, total in totals.items()}
         return {count: number for count, number in new.items() if number}

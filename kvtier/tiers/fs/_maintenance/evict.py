@@ -38,14 +38,6 @@ Approve = Callable[[int], bool]
 """Callback before an eviction, for the estimated bytes of all chunks. Returns whether it may proceed."""
 
 
-def _approve(_found_bytes: int) -> bool:
-    return True
-
-
-def _unlearned() -> ages.Worth:
-    return ages.worth_of(ages.new_model())
-
-
 @dataclass(frozen=True, slots=True)
 class Evicted:
     """The result of an eviction or sweep."""
@@ -83,7 +75,7 @@ class Evictor:
         gone: Gone = ignore,
         ours: frozenset[str] = frozenset(),
         only: Container[str] | None = None,
-        worth: Callable[[], ages.Worth] = _unlearned,
+        worth: Callable[[], ages.Worth] = lambda: ages.worth_of(ages.new_model()),
     ) -> None:
         self._only = only
         self._worth = worth
@@ -102,7 +94,7 @@ class Evictor:
         return Evicted(sweeper.bytes, failures=sweeper.failures, problems=sweeper.problems)
 
     def make_room(
-        self, need_bytes: int, freed: Freed = ignore, approve: Approve = _approve
+        self, need_bytes: int, freed: Freed = ignore, approve: Approve = lambda _: True
     ) -> Evicted | None:
         """Remove ``need_bytes``, or everything if there is less, and report to ``freed``."""
         with self._elected() as now_ns, Root(self._root_fd, self._only) as root:

@@ -82,11 +82,7 @@ class Maintenance:
         self._slow = slow
         self._quick = quick
         self._evictor = Evictor(
-            namespace.root_fd,
-            closing,
-            self._gone,
-            ours=frozenset({namespace.writer}),
-            worth=self.uses.worth,
+            namespace.root_fd, closing, self._gone, ours=frozenset({namespace.writer}), worth=self.uses.worth
         )
         self._timers: dict[Workers, asyncio.TimerHandle] = {}
         self._requested: set[str] = set()  # work that waits or runs

@@ -190,7 +190,7 @@ def gate(
     model: ModelOption = engines.Size.TINY,
     requests: Annotated[int, typer.Option(min=2, help="Requests that count in each phase.")] = 40,
     tier: Annotated[
-        str, typer.Option(metavar="JSON", help="Settings of the tier.")
+        str, typer.Option(metavar="JSON", help="Settings of the tier; the default needs kvtier-testing.")
     ] = '{"type": "dummy", "capacity_bytes": "1GiB"}',
     as_json: JsonFlag = False,
 ) -> None:
@@ -255,6 +255,37 @@ def restart(
     """
     sizes = chunk_bytes or [524288, 2097152]
     figures.report(_lazy("storage.restart").run(gib or [1.0], sizes, rounds), as_json)
+
+
+@bench.command()
+def hints(
+    trace: Annotated[
+        Path | None, typer.Argument(help="File in Mooncake's format. Default: generated conversations.")
+    ] = None,
+    conversations: Annotated[int, typer.Option(min=4, help="Conversations of 3 to 8 turns.")] = 40,
+    agents: Annotated[
+        int, typer.Option(min=2, help="Conversations at a time; half of them send hints.")
+    ] = 12,
+    tokens_per_chunk: Annotated[
+        int, typer.Option(min=16, max=512, help="Tokens that replace 512 tokens of the trace.")
+    ] = 32,
+    host: Annotated[
+        float, typer.Option(min=1, max=100, help="Host memory, in percent of the different chunks.")
+    ] = 10.0,
+    pin_budget: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of it for pinned chunks.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed of the conversations, their pauses and tokens.")] = 0,
+    model: ModelOption = engines.Size.TINY,
+    root: RootOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Agents that return from tools, by the KV hints they send: TTFT, hits and bytes, beside an oracle.
+
+    Example: kvtier bench hints trace.jsonl
+    """
+    measure = _lazy("engine.hints")
+    name = "generated" if trace is None else trace.name
+    work = measure.Agents(name, conversations, agents, tokens_per_chunk, host, pin_budget, model.value)
+    figures.report(measure.run(trace, work, seed, root), as_json)
 
 
 @bench.command()

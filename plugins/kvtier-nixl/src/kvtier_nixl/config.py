@@ -34,6 +34,18 @@ class NixlConfig(TierConfig):
         description="Addresses of the engines to read from. An engine ignores its own, so the list "
         "can be the same everywhere.",
     )
+    router_capabilities: tuple[str, ...] = Field(
+        default=(),
+        description="What Dynamo's worker tells its router of this tier, such as `kv_hint.transfer.v1` "
+        "(`router_hint` in older releases). Without it the router sends no `kv.fetch`.",
+    )
+    control_advertise_host: str | None = Field(
+        default=None,
+        description="Host of this engine's address among the `peers` of others, for Dynamo's worker.",
+    )
+    control_ports: tuple[int, ...] = Field(
+        default=(), description="The port of that address, for Dynamo's worker: a list of one."
+    )
     secret_file: Path | None = Field(
         default=None,
         description="File with the secret that all engines share, at least 16 bytes; read again for each new "
@@ -89,6 +101,16 @@ class NixlConfig(TierConfig):
             raise ValueError(
                 f"secret_file is missing: {public[0]} is no loopback address, and without a secret anybody "
                 "could read and serve chunks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tells_its_address(self) -> NixlConfig:
+        told = [f"{self.control_advertise_host}:{port}" for port in self.control_ports]
+        if self.router_capabilities and told != [self.peer_address()]:
+            raise ValueError(
+                f"control_advertise_host and control_ports give {told}, and peers reach this engine at "
+                f"{self.peer_address()}: with router_capabilities they must be that one address"
             )
         return self
 

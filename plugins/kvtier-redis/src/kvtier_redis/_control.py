@@ -138,17 +138,24 @@ class ControlClient:
         """Return what the keys of an epoch's chunks begin with."""
         return f"{self._cache}:{epoch}:"
 
-    def reset(self, topology: Topology) -> str:
-        """Store a new epoch for tiers that open later; return a private one for this tier.
+    def reset(self, before: Topology) -> tuple[Topology, str]:
+        """Store a new epoch for tiers that open later, on the server where they will look for it.
+
+        Args:
+            before: the servers so far.
+
+        Returns:
+            The servers that store chunks now, and a private epoch for this tier.
 
         Raises:
             TierError: the epoch could not be stored.
         """
         try:
+            topology = self.discover(before.addresses)
             self._on_key(topology, "epoch", self._advance)
         except (RedisError, OSError) as error:
             raise TierError(f"the reset could not be stored: {self._explain(error)}") from None
-        return PRIVATE + _token()
+        return topology, PRIVATE + _token()
 
     def memory_usage(self, topology: Topology) -> MemoryUsage:
         """Return the memory usage. Also reads the cache's own keys, so that they are not evicted first."""

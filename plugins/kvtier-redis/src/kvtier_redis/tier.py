@@ -216,7 +216,9 @@ class RedisTier(SecondaryTier[RedisConfig]):
         self._epoch = None
 
     async def _advance(self) -> None:
-        self._epoch = await self._threads.start(partial(self._opened.reset, self._topology))
+        topology, epoch = await self._threads.start(partial(self._opened.reset, self._topology))
+        self._use(topology)
+        self._epoch = epoch
 
     @property
     def _opened(self) -> ControlClient:
@@ -335,10 +337,14 @@ class RedisTier(SecondaryTier[RedisConfig]):
 
     async def _rediscover(self, control: ControlClient) -> None:
         self._topology_doubted.clear()
-        self._topology = await self._threads.start(partial(control.discover, self._topology.addresses))
-        for address in self._servers.keys() - set(self._topology.addresses):
-            self._servers.pop(address).close()
+        self._use(await self._threads.start(partial(control.discover, self._topology.addresses)))
         await asyncio.sleep(_DISCOVERY_PAUSE_S)
+
+    def _use(self, topology: Topology) -> None:
+        """Use the servers of ``topology``, and close the connections to others."""
+        self._topology = topology
+        for address in self._servers.keys() - set(topology.addresses):
+            self._servers.pop(address).close()
 
     async def _remove_abandoned(self, control: ControlClient, timeout_s: float) -> None:
         while self._abandoned:

@@ -282,8 +282,7 @@ def _open_kvtier(case: Case, stack: ExitStack) -> ManagerDriver:
 
 
 def _open_parts(case: Case, stack: ExitStack) -> tuple[Tiering, MemoryTier | ExecutorThread]:
-    tiers = [files_below(stack.enter_context(open_folder(None)))] if case.tier == "fs" else []
-    tiers = [{"type": "dummy"}] if case.tier == "memory" else tiers
+    tiers = [] if case.tier == "none" else [files_below(stack.enter_context(open_folder(None)))]
     config = TieringConfig.from_mapping(
         {
             "cpu_bytes_to_use": case.slots * CHUNK_BYTES,

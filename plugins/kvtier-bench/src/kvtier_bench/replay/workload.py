@@ -62,6 +62,17 @@ class Workload:
     seed: int
 
 
+def conversations(lines: Sequence[TimedLine]) -> list[list[int]]:
+    """Return the indices of each conversation's lines."""
+    used = Counter(id_ for line in lines for id_ in set(line.hash_ids))
+    most = max(_SHARED_BY, len(lines) * _SHARED_BY_PERCENT / 100)
+    found: dict[object, list[int]] = defaultdict(list)
+    for index, line in enumerate(lines):
+        own = (id_ for id_ in line.hash_ids if used[id_] <= most)
+        found[next(own, ("alone", index))].append(index)
+    return list(found.values())
+
+
 class Scale:
     """Chooses requests and scales them.
 
@@ -132,13 +143,7 @@ class Scale:
 
     def _choose(self, lines: Sequence[TimedLine], count: int) -> list[int]:
         """Return indices of the lines of whole conversations; of the last one perhaps not all turns."""
-        used = Counter(id_ for line in lines for id_ in set(line.hash_ids))
-        most = max(_SHARED_BY, len(lines) * _SHARED_BY_PERCENT / 100)
-        conversations: dict[object, list[int]] = defaultdict(list)
-        for index, line in enumerate(lines):
-            own = (id_ for id_ in line.hash_ids if used[id_] <= most)
-            conversations[next(own, ("alone", index))].append(index)
-        groups = list(conversations.values())
+        groups = conversations(lines)
         random.Random(self.seed).shuffle(groups)
         return [index for group in groups for index in group][:count]
 

@@ -75,7 +75,7 @@ def _measure(slots: int, chunk_bytes: int) -> Restart:
     with _opened("after", slots, chunk_bytes) as region:
         assert region.path is not None
         region.path.unlink()  # it is not kept again
-        keys = [read(trailer) for _, trailer in region.trailers.take_over()]
+        keys = [read(trailer) for _, trailer in region.trailers.adopt()]
         if None in keys or len(keys) != slots:
             raise KVTierError(f"{len(keys)} of {slots} chunks were taken over")
         adopted_s = time.perf_counter() - began_s

@@ -7,7 +7,7 @@ from kvtier._memory.heap import HeapMemory
 from kvtier.keys import pack_key
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext
 from kvtier.tiers._seal import TRAILER_BYTES, Integrity, check, seal
-from kvtier.tiers.dummy import DummyConfig, DummyTier
+from kvtier_testing.dummy import DummyConfig, DummyTier
 
 CHUNK_BYTES = 1024
 KEYS = [pack_key(bytes([number]) * 32) for number in range(20)]

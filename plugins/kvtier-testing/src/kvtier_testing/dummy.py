@@ -14,18 +14,17 @@ from types import MappingProxyType
 import anyio
 from pydantic import Field
 
-from kvtier._settings.quantities import Size
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import (
+from kvtier.tiers import (
     Batch,
     Knowledge,
     Outcome,
     SecondaryTier,
+    Size,
     Status,
     TierConfig,
     TierContext,
     Usage,
-    ignore,
 )
 
 
@@ -74,7 +73,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
         self._held_bytes = 0
         self._resets = 0
         self._random = random.Random(config.seed)
-        self._report_removed: Callable[[Sequence[OffloadKey]], None] = ignore
+        self._report_removed: Callable[[Sequence[OffloadKey]], None] = lambda keys: None  # noqa: ARG005
 
     async def open(self, context: TierContext) -> None:
         """Keep the callback that reports evictions."""
