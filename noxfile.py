@@ -310,7 +310,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """What is it good for? A real engine keeps its cache over a restart; ``-- --json`` for figures."""
+    """What is it good for? A real engine keeps its cache over restarts; ``-- --json`` for figures."""
     if has_nvidia_gpu():
         session.install(f"vllm=={VLLM}")
         env = {}

@@ -168,11 +168,12 @@ def _prefill(result: dict[str, float]) -> list[str]:
 
 def _engine(result: dict[str, Any]) -> list[str]:
     """Return the table of ``kvtier demo``."""
+    sources = (("computed",), ("from_cpu", "from_adopted"), ("from_fs",))
     rows = (
         [
             it["phase"],
             f"{it['ttft_ms']:.0f}",
-            *(f"{it[name]:,}" for name in ("computed", "from_cpu", "from_fs")),
+            *(f"{sum(it[name] for name in names):,}" for names in sources),
             f"{it['speed_up']:.1f}",
             "yes" if it["identical"] else "**no**",
         ]

@@ -25,12 +25,15 @@ from kvtier import _build as build
 from kvtier import _reasons as reasons
 from kvtier._cli import report, top
 from kvtier._cli.limits import Need, chunks_need, disk_need, memory_needs
+from kvtier._cli.root.memory import summary
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import PRIMARY
 from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger
+from kvtier._memory._locked_file import KeptFile, kept_files
 from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import SHARED_MEMORY
 from kvtier._settings.validation import did_you_mean
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import pack_key
@@ -91,6 +94,7 @@ class Diagnosis:
     not_well: list[str]
     checks: list[Check]
     returns: list[top.Return]
+    kept: list[KeptFile]  # host memory of engines that have ended
 
 
 class _StepError(Exception):
@@ -140,7 +144,8 @@ def command(
     returns = [found for source in metrics or [] for found in top.returns(source)]
     checks = run(config, tier or [], chunk_bytes)
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
-    report.finish(Diagnosis(failed, checks, returns), _show, as_json=as_json, is_healthy=not failed)
+    found = Diagnosis(failed, checks, returns, kept_files(SHARED_MEMORY))
+    report.finish(found, _show, as_json=as_json, is_healthy=not failed)
 
 
 def _show(found: Diagnosis) -> None:
@@ -148,6 +153,8 @@ def _show(found: Diagnosis) -> None:
     report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
     for one in found.returns:
         report.print_line(str(one))
+    if found.kept:
+        report.print_line(f"{summary(found.kept)}: see kvtier ls --memory")
     report.print_line(f"failing: {', '.join(found.not_well)}" if found.not_well else "all tiers work")
 
 

@@ -57,6 +57,9 @@ class Trailers(Protocol):
     def reset(self) -> None:
         """Void all entries, also those that are still to be written."""
 
+    def is_verified(self, slot: int) -> bool:
+        """Return whether the bytes of an adopted chunk were verified."""
+
 
 class ChunkTable:
     """Owns the slots. Visible chunks are found by key; one that is being promoted is not visible.
@@ -66,8 +69,8 @@ class ChunkTable:
     policy. That is a plug-in: its choices are checked here.
 
     Attributes:
-        adopted: chunks of the engine before, the least recently used first. Their slots hold bytes that a get
-            has yet to verify in place. Until then the slots may be filled, as free ones.
+        adopted: chunks of the engine before, the least recently used first. Their bytes are to be verified in
+            place, by a get or in the background. Until they are used the slots may be filled, as free ones.
         trailers: entries of the slots; None if no engine is to adopt the chunks.
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
             reads it clears it.
@@ -298,6 +301,13 @@ class ChunkTable:
             self.visible.update(zip(keys, chunks, strict=True))
         return chunks
 
+    def take_verified(self, key: OffloadKey, run: Run, places: Mapping[OffloadKey, int]) -> list[Chunk]:
+        """Make an adopted chunk READY if its bytes were verified in the background; return it if so."""
+        adopted = self.adopted.get(key)
+        if adopted is None or self.trailers is None or not self.trailers.is_verified(adopted.slot):
+            return []
+        return self.filled(self.take([key], run, places, visible=True, in_place=True))
+
     def split_adopted(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Return the keys of adopted chunks, and the others."""
         found = [key for key in keys if key in self.adopted]
@@ -374,9 +384,13 @@ class ChunkTable:
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
+        self.give_up_adopted()
+        self._call(DEFAULT, lambda policy: policy.clear())
+
+    def give_up_adopted(self) -> None:
+        """Free the slots of all adopted chunks."""
         while self.adopted:
             self._free_adopted(self.adopted.popitem()[1])
-        self._call(DEFAULT, lambda policy: policy.clear())
 
     def _free(self, chunk: Chunk) -> None:
         chunk.move(ChunkEvent.FREED)

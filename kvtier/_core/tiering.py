@@ -116,6 +116,9 @@ class Tiering:
         return _MISS if group_index(key) == group_index(request.first) else _RETRY
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
+        if key in self.table.adopted and self.promotions.land_verified(key, request):
+            request.hits.append(key)
+            return _HIT
         if chunk is None and (key in request.absent or not self._may_be_in_tier(key)):
             return self._miss(key, request, request.reason_for_absence(key))
         if chunk is None and request.tiers is not None and not request.tiers:
@@ -530,6 +533,8 @@ class Tiering:
             if tier in (None, index) and not status.failed_audit:
                 status.failed_audit = True
                 self.shared.kv_events.clear(index)
+                if status.in_place:
+                    self.table.give_up_adopted()
         given = [chunk for chunk in self.table.all if chunk.state is _READY and tier in (None, chunk.origin)]
         self.table.pin(given)
         self._drop(given)

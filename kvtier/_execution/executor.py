@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -23,6 +24,7 @@ from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger
 from kvtier.tiers._activity import TierActivity as TierActivity
+from kvtier.tiers._adopted import ADOPTED, verify_adopted
 from kvtier.tiers._base import SlotAuditor, SlotMemory
 from kvtier.tiers._loop_clock import LoopClock
 from kvtier.tiers._runner import Post as Post
@@ -34,7 +36,7 @@ logger = GuardedLogger("kvtier.executor")
 
 _SEAL_THREADS = 4
 CLOSE_S = 1.5
-"""Seconds after the drain by which a shutdown ends, even if a tier hangs: vLLM kills an engine after 5."""
+"""A shutdown ends so many seconds after the drain, even if a tier hangs: vLLM kills an engine after 5."""
 
 LAST_STEP_S = 0.2
 """Seconds of a shutdown that remain after the tiers are closed."""
@@ -75,6 +77,8 @@ class Executor:
             for index, named in enumerate(tiers)
         ]
         self.activity = tuple(runner.activity for runner in self._runners)
+        has_adopted = any(named.tier.config.type == ADOPTED for named in tiers)
+        self._verify = partial(verify_adopted, memory, identity.short_digest) if has_adopted else None
         self._post = post
         self.end_by_s: float | None = None  # by when the tiers have to be closed, in place of ``close_s``
         self._close_s = close_s
@@ -86,6 +90,8 @@ class Executor:
         for runner in self._runners:
             self._tasks.start_soon(runner.supervise)
             self._tasks.start_soon(runner.watch_usage)
+        if self._verify is not None:
+            self._tasks.start_soon(self._verify, self._is_busy)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -119,6 +125,9 @@ class Executor:
             else:
                 runner.supervisor.request_reset(command.epoch)
 
+    def _is_busy(self) -> bool:
+        return any(tier.puts.submitted or tier.gets.submitted for tier in self.activity)
+
     async def settled(self) -> None:
         """Wait until every tier is open, and through with the resets submitted so far, or given up."""
         for runner in self._runners:
@@ -126,7 +135,7 @@ class Executor:
 
     async def drained(self) -> None:
         """Wait until no put, get or reset is in flight."""
-        while any(tier.puts.submitted or tier.gets.submitted for tier in self.activity):
+        while self._is_busy():
             await self._progress.wait()
         for runner in self._runners:
             await runner.supervisor.resets_ended()

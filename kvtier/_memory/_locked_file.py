@@ -12,6 +12,8 @@ belongs to a process that is still starting;
 
 A guard can keep a file for the next start of its engine, under a name that ends with ``KEPT``. It had the
 exclusive lock then, so no process of the engine can still write to it. The guard lets go when it is claimed.
+The file's time of modification is when the guard removes it. Its last ``NOTE_BYTES`` bytes are a note, which
+begins with ``KEPT_FOR`` and a word for the engine.
 
 Each holder has its own open file description, so that two holders in one process count twice.
 """
@@ -24,6 +26,7 @@ import secrets
 import stat
 import struct
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +39,13 @@ logger = GuardedLogger("kvtier.memory")
 
 PREFIX = "kvtier_"
 KEPT = ".kept"
+KEPT_FOR = "kept for "
+NOTE_BYTES = 256
 PATIENCE_S = 10.0  # exclusive locks last microseconds; a stopped process must not hang a start
 RETRY_S = 0.001
 HANDOVER_S = 2.0  # a guard looks ten times a second whether its file was claimed
+PASSES = 2  # a guard may rename a file during the first one
+RENAME_S = 0.05  # a guard that begins to keep a file holds the exclusive lock for microseconds
 _NOBODY = 0
 
 
@@ -49,6 +56,37 @@ class LockedFile:
     fd: int  # the open file description that has the lock
     path: Path | None  # None if it has no name and ends with its last descriptor
     pid: int  # process that took the lock; children forked from it do not have the file
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A file that is kept for the next start of an engine."""
+
+    path: Path
+    owner: str  # the engine
+    contents: str
+    bytes: int
+    until: float  # Unix time of its removal
+
+
+def kept_files(directory: Path) -> list[KeptFile]:
+    """Return the files that are kept in a directory, as far as this user may read them."""
+    found = []
+    for path in sorted(directory.glob(f"{PREFIX}*{KEPT}")):
+        with suppress(OSError), path.open("rb") as file:
+            note, status = _note_of(file.fileno()), os.fstat(file.fileno())
+            contents = _words(note).removeprefix(KEPT_FOR).partition(" ")[2]
+            found.append(KeptFile(path, _owner_of(note), contents, status.st_size, status.st_mtime))
+    return found
+
+
+def remove_kept(path: Path) -> bool:
+    """Remove a kept file; return whether that was possible: its engine may have claimed it."""
+    with ExitStack() as undo, suppress(OSError):
+        if (fd := _open_existing(path)) is not None:
+            undo.callback(os.close, fd)
+            return _remove_kept(fd, path)
+    return False
 
 
 def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
@@ -74,14 +112,18 @@ def create_or_join(path: Path, nbytes: int, note: bytes = b"") -> LockedFile:
 def adopt(path: Path, nbytes: int, note: bytes, cleared: range) -> LockedFile | None:
     """Give a file of this size and note, which no process uses any more, the name ``path``; None without one.
 
-    The bytes in ``cleared`` are zeros then. The note's first word is the owner: a kept file of the same owner
-    with another size or note is removed. Files of running engines are left alone.
+    The bytes in ``cleared`` are zeros then. A file that is kept for the same engine is removed if its size or
+    note differs. Files of running engines are left alone.
     """
-    for found in sorted(path.parent.glob(PREFIX + "*")):
-        with suppress(OSError):
-            fd = _open_existing(found)
-            if fd is not None and _take_over(fd, found, path, nbytes, note, cleared):
-                return LockedFile(fd, path, os.getpid())
+    tried: set[Path] = set()
+    for _ in range(PASSES):
+        names = set(path.parent.glob(PREFIX + "*")) - tried
+        for found in sorted(names):
+            with suppress(OSError):
+                fd = _open_existing(found)
+                if fd is not None and _take_over(fd, found, path, nbytes, note, cleared):
+                    return LockedFile(fd, path, os.getpid())
+        tried |= names
     return None
 
 
@@ -142,21 +184,30 @@ def claim(file: LockedFile) -> bool:
     return True
 
 
-def remove_stale_files(directory: Path) -> list[Path]:
-    """Remove and return the ``kvtier_*`` files that no living process holds and this user may remove."""
+def remove_stale_files(
+    directory: Path, owner: str = "", keep: Callable[[Path, int], object] | None = None
+) -> list[Path]:
+    """Remove and return the ``kvtier_*`` files that no living process holds and this user may remove.
+
+    With an ``owner`` those stay that were kept for other engines by guards that died; ``keep`` gets each.
+    """
     removed = []
     for path in sorted(directory.glob(PREFIX + "*")):
         with suppress(OSError):
             fd = _open_existing(path)
-            if fd is not None and _remove_if_stale(fd, path):
+            if fd is not None and _remove_if_stale(fd, path, owner, keep):
                 removed.append(path)
     return removed
 
 
-def _remove_if_stale(fd: int, path: Path) -> bool:
+def _remove_if_stale(fd: int, path: Path, owner: str, keep: Callable[[Path, int], object] | None) -> bool:
     """Remove the file if no process holds it, and close ``fd``."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode) or not _try_lock(fd, fcntl.LOCK_EX):
+            return False
+        if owner and _owner_of(_note_of(fd)) not in (owner, ""):
+            if keep is not None:
+                keep(path, fd)
             return False
         if not _unlink_if_named(fd, path):
             return False
@@ -173,15 +224,15 @@ def _take_over(fd: int, found: Path, path: Path, nbytes: int, note: bytes, clear
         status, is_kept = os.fstat(fd), found.name.endswith(KEPT)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             return False
-        theirs = os.pread(fd, len(note), max(status.st_size - len(note), 0))
+        theirs = _note_of(fd)
         if (status.st_size, theirs) != (nbytes + len(note), note):
-            if is_kept and theirs.split()[:1] == note.split()[:1]:
+            if is_kept and _owner_of(theirs) == _owner_of(note):
                 _remove_kept(fd, found)
                 logger.info("removed %s (%s): this engine needs %s", found, _words(theirs), _words(note))
             return False
         if is_kept:
             _set_claim(fd, fcntl.F_WRLCK)  # its guard lets go then
-        if not _lock_within(fd, HANDOVER_S if is_kept else 0.0) or not _is_named(fd, found):
+        if not _lock_within(fd, HANDOVER_S if is_kept else RENAME_S) or not _is_named(fd, found):
             return False
         os.pwrite(fd, bytes(len(cleared)), cleared.start)
         os.link(found, path)  # fails if another process was first
@@ -195,14 +246,10 @@ def _take_over(fd: int, found: Path, path: Path, nbytes: int, note: bytes, clear
 
 def _remove_all_kept(directory: Path) -> int:
     """Remove the kept files that no engine has claimed; return how many."""
-    removed = 0
-    for path in directory.glob(f"{PREFIX}*{KEPT}"):
-        with ExitStack() as undo, suppress(OSError):
-            if (fd := _open_existing(path)) is not None:
-                undo.callback(os.close, fd)
-                removed += _remove_kept(fd, path)
-                logger.warning("removed %s, kept for its engine: there is no room for another", path)
-    return removed
+    removed = [found.path for found in kept_files(directory) if remove_kept(found.path)]
+    for path in removed:
+        logger.warning("removed %s, kept for its engine: there is no room for another", path)
+    return len(removed)
 
 
 def _remove_kept(fd: int, path: Path) -> bool:
@@ -319,6 +366,16 @@ def _require_same(fd: int, path: Path, nbytes: int, note: bytes) -> None:
         f"{path} is in use with {found} bytes, this process needs {asked}{notes}: all processes of an engine "
         "need the same settings, and each engine a different engine_id"
     )
+
+
+def _note_of(fd: int) -> bytes:
+    return os.pread(fd, NOTE_BYTES, max(os.fstat(fd).st_size - NOTE_BYTES, 0))
+
+
+def _owner_of(note: bytes) -> str:
+    """Return the engine that a file with this note is kept for; "" if it is not to be kept."""
+    text = _words(note)
+    return text.removeprefix(KEPT_FOR).split(" ")[0] if text.startswith(KEPT_FOR) else ""
 
 
 def _words(note: bytes) -> str:

@@ -76,14 +76,17 @@ def main(path: str, keep_s: float, device: int, inode: int, pid: int, given_back
 
 def _keep(fd: int, path: str, until_s: float) -> None:
     """Keep the file, which no process uses, until then, or until it is claimed or removed."""
-    os.rename(path, path + _KEPT)
+    kept = path.removesuffix(_KEPT) + _KEPT
+    os.rename(path, kept)
     fcntl.flock(fd, fcntl.LOCK_SH)
+    end = time.time() + until_s - time.monotonic()
+    os.utime(fd, (end, end))  # for operators
     while time.monotonic() < until_s:
         if _is_claimed(fd) or not os.fstat(fd).st_nlink:
             return
         time.sleep(_LOOK_EVERY_S)
     if _lock(fd, 0.0):
-        _unlink(fd, path + _KEPT)
+        _unlink(fd, kept)
 
 
 def _lock(fd: int, patience_s: float) -> bool:

@@ -14,12 +14,13 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
 from kvtier._log import GuardedLogger
 from kvtier._memory import _locked_file, guard, memory_limits, pages
-from kvtier._memory._locked_file import PREFIX, LockedFile, remove_stale_files
+from kvtier._memory._locked_file import KEPT_FOR, NOTE_BYTES, PREFIX, LockedFile, remove_stale_files
 from kvtier._memory.population import Part, Population
 from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier.errors import RegionError, StateError
@@ -29,7 +30,6 @@ logger = GuardedLogger("kvtier.memory")
 SHARED_MEMORY = Path("/dev/shm")
 _JOIN_S = 10.0
 _MAX_NAME = 160
-_NOTE_BYTES = 256
 
 
 class Region:
@@ -89,19 +89,22 @@ class Region:
         exist, or ``chunk_bytes`` is not a multiple of the page size.
 
         If ``keep_s`` is above 0, the region of an engine that has ended is taken over if it has this size and
-        contents, and this one is kept for so many seconds after its end. Its metadata begins with the
-        trailers of its slots; the rest is zeros. One process of an engine ``is_first``: others wait for it.
+        contents, and this one is kept for so many seconds after its end. ``contents`` begins with a word for
+        the engine. Regions kept for other engines stay, even if their guards were killed. The metadata begins
+        with the trailers of the slots; the rest is zeros. One process of an engine ``is_first``: others wait
+        for it.
         """
         _require_shape(slots, chunk_bytes)
         path, nbytes = directory / _file_name(name), slots * chunk_bytes + metadata_bytes
+        owner, note = contents.split(" ")[0] if keep_s else "", _note(contents, kept=keep_s > 0)
         file = None
         if keep_s and is_first and not path.exists():
             cleared = range(slots * chunk_bytes + slot_trailers_bytes(slots), nbytes)
-            file = _locked_file.adopt(path, nbytes, _note(contents), cleared)
+            file = _locked_file.adopt(path, nbytes, note, cleared)
         elif keep_s:
             _locked_file.wait_for(path)
-        remove_stale_files(directory)
-        file = file or _locked_file.create_or_join(path, nbytes, _note(contents))
+        remove_stale_files(directory, owner, partial(_guard_orphan, keep_s) if is_first else None)
+        file = file or _locked_file.create_or_join(path, nbytes, note)
         return Region._over(file, slots, chunk_bytes, metadata_bytes, keep_s)
 
     @staticmethod
@@ -272,10 +275,16 @@ class Region:
         return mapping
 
 
-def _note(contents: str) -> bytes:
-    if len(contents) > _NOTE_BYTES:
-        raise ValueError(f"contents has {len(contents)} characters; at most {_NOTE_BYTES} are allowed")
-    return contents.encode("ascii").ljust(_NOTE_BYTES, b"\0") if contents else b""
+def _note(contents: str, *, kept: bool) -> bytes:
+    contents = KEPT_FOR + contents if kept else contents
+    if len(contents) > NOTE_BYTES:
+        raise ValueError(f"contents has {len(contents)} characters; at most {NOTE_BYTES} are allowed")
+    return contents.encode("ascii").ljust(NOTE_BYTES, b"\0") if contents else b""
+
+
+def _guard_orphan(keep_s: float, path: Path, fd: int) -> None:
+    """Start a guard for another engine's file. Its own was killed, as when a container restarts."""
+    os.close(guard.start(str(path), fd, keep_s))
 
 
 def _allocate(file: LockedFile, offset: int, nbytes: int) -> None:

@@ -4,7 +4,7 @@ The entry of a slot has the trailer of its chunk, which proves key, identity and
 clock. The scheduler numbers each filling of a slot before it begins. The tier process writes the trailer
 while the chunk is pinned, and then the number of the filling that it is about. So an entry is valid if both
 numbers agree. After a reset no entry of the engine is valid any more, because its weights may differ from
-those that the next engine loads.
+those that the next engine loads. The tier process marks a chunk as verified with that number, too.
 
 Each number is eight aligned bytes, written at once by one process. A process that is killed leaves an entry
 valid or void.
@@ -12,15 +12,15 @@ valid or void.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 _WORD_BYTES = 8
 _TRAILER_BYTES = 128
 _HEADER_WORDS = 2
 _CLOCK, _VOID = 0, 1  # words of the header: the clock, and the last number whose entries are void
 _ALL = 2**64 - 1
-_FILLED, _WRITTEN, _USED = 0, 1, 2  # words of an entry, before its trailer
-_TRAILER = 3
+_FILLED, _WRITTEN, _USED, _VERIFIED = 0, 1, 2, 3  # words of an entry, before its trailer
+_TRAILER = 4
 _ENTRY_WORDS = _TRAILER + _TRAILER_BYTES // _WORD_BYTES
 
 
@@ -65,14 +65,26 @@ class SlotTrailers:
         self._words[_VOID] = _ALL
 
     def adopt(self) -> list[tuple[int, bytes]]:
-        """Return slots and trailers of the valid entries, the least recently used first, for a new engine."""
-        words = self._words
+        """Return what ``complete`` does, for a new engine, which has verified none of the chunks."""
+        marks = self._words[_HEADER_WORDS + _VERIFIED :: _ENTRY_WORDS]
+        marks[:] = memoryview(bytes(marks.nbytes)).cast("Q")
+        found = self.complete()
+        if self._words[_VOID] == _ALL:
+            self._words[_VOID] = self._words[_CLOCK]
+        return found
+
+    def is_verified(self, slot: int) -> bool:
+        """Return whether the bytes of a slot were verified since it was filled, and no reset came since."""
+        at = _HEADER_WORDS + slot * _ENTRY_WORDS
+        return self._words[at + _VERIFIED] == self._words[at + _FILLED] > self._words[_VOID]
+
+    def complete(self) -> list[tuple[int, bytes]]:
+        """Return slots and trailers of the valid entries, the least recently used first."""
+        words, void = self._words, self._words[_VOID]
         found: list[tuple[int, int]] = []
         for slot, at in enumerate(range(_HEADER_WORDS, len(words), _ENTRY_WORDS)):
-            if words[at + _FILLED] == words[at + _WRITTEN] > words[_VOID]:
+            if words[at + _FILLED] == words[at + _WRITTEN] > void:
                 found.append((words[at + _USED], slot))
-        if words[_VOID] == _ALL:
-            words[_VOID] = words[_CLOCK]
         return [(slot, self.read(slot)) for _, slot in sorted(found)]
 
     def _tick(self) -> int:
@@ -86,7 +98,23 @@ class SlotTrailers:
         at = _HEADER_WORDS + slot * _ENTRY_WORDS
         filled, start = self._words[at + _FILLED], (at + _TRAILER) * _WORD_BYTES
         self._bytes[start : start + _TRAILER_BYTES] = trailer
-        self._words[at + _WRITTEN] = filled
+        self._words[at + _WRITTEN] = self._words[at + _VERIFIED] = filled
+
+    def unverified(self) -> list[int]:
+        """Return the slots of valid entries whose chunks are not verified, the most recently used first."""
+        return [slot for slot, _ in reversed(self.complete()) if not self.is_verified(slot)]
+
+    def verify(self, slot: int, is_whole: Callable[[bytes], bool]) -> bool:
+        """Mark the chunk of a valid entry as verified if ``is_whole`` returns so of its trailer.
+
+        Returns whether it is marked. The slot need not be pinned: a filling in between voids the mark.
+        """
+        at = _HEADER_WORDS + slot * _ENTRY_WORDS
+        filled = self._words[at + _FILLED]
+        if filled != self._words[at + _WRITTEN] or not is_whole(self.read(slot)):
+            return False
+        self._words[at + _VERIFIED] = filled
+        return True
 
     def read(self, slot: int) -> bytes:
         """Return the trailer of a slot."""

@@ -2,17 +2,30 @@
 
 A put writes the trailer of a chunk next to the slots. A get verifies the bytes that a slot already holds.
 Nothing is copied. No other tier knows the primary tier's memory.
+
+Meanwhile ``verify_adopted`` verifies the chunks in the background. The scheduler uses those without a get.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
+import anyio
 from pydantic import Field
 
+from kvtier._log import GuardedLogger
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig
+from kvtier.tiers import _seal as seals
+from kvtier.tiers._base import Batch, Knowledge, Outcome, SecondaryTier, SlotMemory, Status, TierConfig
+from kvtier.tiers._faults import require_fault
+from kvtier.tiers._waiting import in_thread
+
+logger = GuardedLogger("kvtier.executor")
+
+_BURST_BYTES = 32 * 2**20  # a few milliseconds of one core
+_REST, _REST_IF_BUSY = 1, 7  # times as long as the burst: half of a core, and an eighth
 
 ADOPTED = "adopted"
 """The tier's name and type. ``keep_host_memory_s`` makes it; no user names it."""
@@ -26,6 +39,12 @@ class Trailers(Protocol):
 
     def read(self, slot: int) -> bytes:
         """Return the trailer of a slot."""
+
+    def unverified(self) -> list[int]:
+        """Return the slots of chunks to verify, in that order."""
+
+    def verify(self, slot: int, is_whole: Callable[[bytes], bool]) -> bool:
+        """Mark a slot as verified if ``is_whole`` returns so of its trailer; return whether it is."""
 
 
 class AdoptedConfig(TierConfig):
@@ -70,3 +89,32 @@ class AdoptedTier(SecondaryTier[AdoptedConfig]):
 
     async def reset(self) -> None:
         """Do nothing: the scheduler has voided all trailers before."""
+
+
+async def verify_adopted(memory: SlotMemory, digest: bytes, is_busy: Callable[[], bool]) -> None:
+    """Verify adopted chunks within a share of one core, which is smaller while tiers are busy."""
+    alone = anyio.CapacityLimiter(1)  # other work of the tiers never waits for this thread
+    count, burst = 0, max(1, _BURST_BYTES // memory.chunk_bytes)
+    try:
+        trailers: Trailers = memory.trailers  # type: ignore[attr-defined]
+        slots = await in_thread(trailers.unverified, limiter=alone)
+        for first in range(0, len(slots), burst):
+            begun_s, some = anyio.current_time(), slots[first : first + burst]
+            count += await in_thread(_verify, memory, trailers, digest, some, limiter=alone)
+            rest = _REST_IF_BUSY if is_busy() else _REST
+            await anyio.sleep((anyio.current_time() - begun_s) * rest)
+    except BaseException as error:
+        require_fault(error)
+        logger.exception("the background verification failed: adopted chunks are verified at their first hit")
+        return
+    if slots:
+        logger.info("verified %d of %d chunks of the engine that has ended", count, len(slots))
+
+
+def _verify(memory: SlotMemory, trailers: Trailers, digest: bytes, slots: Sequence[int]) -> int:
+    return sum(trailers.verify(slot, partial(_is_whole, memory.view(slot), digest)) for slot in slots)
+
+
+def _is_whole(payload: memoryview, digest: bytes, trailer: bytes) -> bool:
+    sealed = seals.read(trailer)
+    return sealed is not None and seals.check(trailer, sealed.key, payload, digest) is seals.Integrity.SOUND

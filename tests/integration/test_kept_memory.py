@@ -25,6 +25,7 @@ from tests.integration.conftest import Ask
 from tests.integration.harness import PROMPT_CHUNKS, TWO_RANKS, Engine, Launcher, prompt
 
 SHM = Path("/dev/shm")
+PROCESS = "kvtier_bench.engine.process"
 SETTINGS = {"cpu_bytes_to_use": "64MiB", "keep_host_memory_s": 600}
 
 
@@ -68,7 +69,9 @@ def test_chunks_survive_a_killed_engine(launcher: Launcher, llama: Path, referen
     assert again == (reference(*prompts), {"adopted": 2 * PROMPT_CHUNKS})
     assert once_more == (reference(*prompts), {"cpu": 3 * PROMPT_CHUNKS})
     with started(launcher, llama) as engine:  # the chunks of two engines
+        wait_until(lambda: not engine.call("unverified", module=PROCESS)["chunks"])
         assert engine.served(*prompts) == (reference(*prompts), {"adopted": 3 * PROMPT_CHUNKS})
+        assert not engine.last.value("vllm:kv_offload_tiering_chunk_queries", tier="adopted")
 
 
 @pytest.mark.full

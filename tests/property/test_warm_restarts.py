@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
@@ -60,7 +61,7 @@ class World:
         return random.Random(f"{key.hex()} {weights}").randbytes(CHUNK_BYTES)
 
     def step(self) -> None:
-        acts = [self.offer, self.copy, self.carry_out, self.carry_out, self.ask, self.ask]
+        acts = [self.offer, self.copy, self.carry_out, self.carry_out, self.ask, self.ask, self.verify]
         rare = self.random.random()
         (self.die if rare < 0.02 else self.reset if rare < 0.03 else self.random.choice(acts))()
         self.commands += [(command, self.weights) for command in self.core.take_commands()]
@@ -146,6 +147,19 @@ class World:
                 self.core.release(pinned)
         self.core.close(request, 0.0)
 
+    def verify(self) -> None:
+        """Verify a chunk in the background; the engine goes on before the mark is set."""
+
+        def is_whole(trailer: bytes) -> bool:
+            payload = memoryview(bytes(self.memory[slot]))
+            for _ in range(self.random.randrange(4)):
+                self.random.choice([self.offer, self.copy, self.carry_out, self.reset])()
+            sealed = read(trailer)
+            return sealed is not None and not check(trailer, sealed.key, payload, DIGEST).is_corrupt
+
+        for slot in self.trailers.unverified()[:1]:
+            self.counts["verified"] += self.trailers.verify(slot, is_whole)
+
     def reset(self) -> None:
         self.core.reset()
         self.files.clear()
@@ -154,10 +168,7 @@ class World:
 
     def die(self) -> None:
         """End in the midst of copies and commands, some of which have happened, and start again."""
-        for reservation, weights in self.stores:
-            for key, slot in zip(reservation.keys, reservation.slots, strict=True):
-                part = self.random.randrange(CHUNK_BYTES + 1)
-                self.memory[slot][:part] = self.content(key, weights)[:part]
+        self.end_copies()
         for command, weights in self.commands:
             if self.random.random() < 0.5 and isinstance(command, Put):
                 self.put(command, weights)
@@ -165,20 +176,53 @@ class World:
                 self.get(command)
         self.start()
 
+    def end_copies(self) -> None:
+        """Copy parts of the chunks that are being stored."""
+        for reservation, weights in self.stores:
+            for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+                part = self.random.randrange(CHUNK_BYTES + 1)
+                self.memory[slot][:part] = self.content(key, weights)[:part]
 
-def live(runs: int) -> int:
-    """Return how many adopted chunks were loaded in so many lives."""
-    adopted = 0
+
+class LateWriter(World):
+    """A worker outlives its engine: it ends its copies when the next engine has filled the slots already."""
+
+    late: Sequence[Callable[[], None]] = ()
+
+    def die(self) -> None:
+        stores, self.stores = self.stores, []
+        super().die()
+        self.late = [partial(self.write, reservation, weights) for reservation, weights in stores]
+
+    def copy(self) -> None:
+        super().copy()
+        for end_copy in self.late if self.random.random() < 0.5 else ():
+            end_copy()
+
+    def write(self, reservation: Reservation, weights: int) -> None:
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            self.memory[slot][:] = self.content(key, weights)
+
+
+def live(runs: int, world_type: type[World] = World) -> Counter[str]:
+    """Return how many adopted chunks were loaded, and verified in the background, in so many lives."""
+    counts: Counter[str] = Counter()
     for seed in range(runs):
-        world = World(seed)
+        world = world_type(seed)
         for _ in range(STEPS):
             world.step()
-        adopted += world.counts["adopted"]
-    return adopted
+        counts += world.counts
+    return counts
 
 
 def test_no_restart_brings_wrong_bytes() -> None:
-    assert live(effort(30, 2000)) > 50
+    counts = live(effort(30, 2000))
+    assert min(counts["adopted"], counts["verified"]) > 50
+
+
+def test_late_writer_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"wrong bytes|whole"):
+        live(200, LateWriter)
 
 
 _fill = SlotTrailers.fill
@@ -188,10 +232,22 @@ def _fill_once(self: SlotTrailers, slots: Sequence[int]) -> None:
     _fill(self, [slot for slot in slots if not self.read(slot).strip(b"\0")])
 
 
+def _fill_as_written(self: SlotTrailers, slots: Sequence[int]) -> None:
+    """Have entries before the bytes are there."""
+    _fill(self, slots)
+    for slot in slots:
+        self.write(slot, self.read(slot))
+
+
 @pytest.mark.parametrize(
     ("method", "planted"),
-    [("fill", _fill_once), ("drop", lambda self, slots: None), ("reset", lambda self: None)],
-    ids=["filled again", "dropped", "reset"],
+    [
+        ("fill", _fill_once),
+        ("fill", _fill_as_written),
+        ("drop", lambda self, slots: None),
+        ("reset", lambda self: None),
+    ],
+    ids=["filled again", "entry before its bytes", "dropped", "reset"],
 )
 def test_entries_that_are_not_voided_are_found(
     method: str, planted: Callable[..., None], monkeypatch: pytest.MonkeyPatch

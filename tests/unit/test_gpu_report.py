@@ -10,6 +10,7 @@ PHASE = {
     "ttft_ms": 41.2,
     "computed": 72,
     "from_cpu": 8928,
+    "from_adopted": 0,
     "from_fs": 0,
     "speed_up": 39.0,
 }

@@ -18,7 +18,8 @@ import typer
 
 from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress
 from kvtier._cli.root.du import Measure
-from kvtier._cli.root.roots import NamespaceOption, RootArgument, require_root
+from kvtier._cli.root.memory import MemoryFlag, RootOrMemory, remove_memory, require_root_argument
+from kvtier._cli.root.roots import NamespaceOption, require_root
 from kvtier._settings.quantities import duration, size
 from kvtier.errors import TierError
 from kvtier.tiers._base import ignore
@@ -60,7 +61,7 @@ class CollectionResult:
 
 
 def command(
-    root: RootArgument,
+    root: RootOrMemory = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
@@ -73,6 +74,7 @@ def command(
         typer.Option(metavar="TIME", help="Remove chunks not used for this long, such as 12h or 30d."),
     ] = None,
     namespace: NamespaceOption = None,
+    memory: MemoryFlag = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate what would be removed, and remove nothing.")
     ] = False,
@@ -84,9 +86,12 @@ def command(
 
     Example: kvtier gc /var/cache/kvtier --max-bytes 200GiB --dry-run
     """
-    require_root(root)
+    if memory:
+        remove_memory(root, dry_run=dry_run, as_json=as_json)
+    path = require_root_argument(root)
+    require_root(path)
     done = _collect(
-        root,
+        path,
         max_bytes=_parsed(size, max_bytes, "--max-bytes"),
         older_than_s=_parsed(duration, older_than, "--older-than"),
         namespace=namespace,

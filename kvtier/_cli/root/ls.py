@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvtier._cli.report import Bytes, JsonFlag, ago, finish, print_line, progress, table, yes_no
-from kvtier._cli.root.roots import RootArgument
+from kvtier._cli.root.memory import MemoryFlag, RootOrMemory, list_memory, require_root_argument
 from kvtier.tiers.fs._root import Namespace, Root, Tick, UnknownEntry
 
 
@@ -36,7 +36,7 @@ class RootListing:
     others: list[str]  # names directly below the root that are not kvtier's
 
 
-def command(root: RootArgument, as_json: JsonFlag = False) -> None:
+def command(root: RootOrMemory = None, memory: MemoryFlag = False, as_json: JsonFlag = False) -> None:
     """List the caches of a root: model, epoch, chunks, bytes, and whether an engine uses it.
 
     Exit status 1 if a cache has a manifest that does not belong to it, its epoch is not readable, or
@@ -44,7 +44,9 @@ def command(root: RootArgument, as_json: JsonFlag = False) -> None:
 
     Example: kvtier ls /var/cache/kvtier
     """
-    with Root(root) as opened, progress("files") as tick:
+    if memory:
+        list_memory(root, as_json=as_json)
+    with Root(require_root_argument(root)) as opened, progress("files") as tick:
         listed = [_listed(opened, one, tick) for one in opened.namespaces()]
         found = RootListing(str(root), listed, opened.others())
     finish(found, _show, as_json=as_json, is_healthy=not any(one.problem for one in listed))

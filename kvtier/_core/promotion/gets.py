@@ -57,6 +57,18 @@ class Gets:
         self._shared.commands.append(Get(transfer.id, tier, keys, slots, located, addresses))
         return transfer
 
+    def land_verified(self, key: OffloadKey, request: Request) -> bool:
+        """Make an adopted chunk READY if its bytes were verified in the background; return whether it is."""
+        shared = self._shared
+        tier = next(index for index, status in enumerate(shared.tiers) if status.in_place)
+        chunks = shared.table.take_verified(key, request.run, request.places)
+        for chunk in chunks:
+            chunk.origin = tier
+            shared.counts["fetched", shared.tiers[tier].name] += 1
+            shared.tiers[tier].writes.note_loaded([key])
+            shared.kv_events.stored([key], found=True)
+        return bool(chunks)
+
     def end_get(
         self, event: GetEnded, now_s: float
     ) -> tuple[Transfer, Sequence[Answer], Waiters, list[Chunk]]:

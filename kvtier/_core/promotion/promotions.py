@@ -26,6 +26,7 @@ class Promotions:
         self._shared = shared
         self._windowed = shared.windowed
         self._gets = Gets(shared, self.holds)
+        self.land_verified = self._gets.land_verified
         self._tiers = TierOrder(shared, self.holds, self._gets)
         self.waits = Waits(shared, self.holds, self._gets, self._tiers)
         self._refusals: list[str | None] = []  # of the tiers, in the last round

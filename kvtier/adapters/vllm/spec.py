@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections import deque
@@ -245,9 +246,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _owner(self) -> str:
         """Return a word and a space for this engine among others on the machine, the same after a restart."""
-        rank = self._engine.vllm_config.parallel_config.data_parallel_rank
-        name = f"{self.config.model.name}\0{self._settings.namespace}\0{rank}"
-        return hashlib.sha256(name.encode()).hexdigest()[:16] + " "
+        rank, model = self._engine.vllm_config.parallel_config.data_parallel_rank, self.config.model.name
+        digest = hashlib.sha256(f"{model}\0{self._settings.namespace}\0{rank}".encode()).hexdigest()[:16]
+        shown = re.sub(r"[^A-Za-z0-9._-]", "-", model.rsplit("/", 1)[-1])[:40]
+        return f"{shown}.{rank}.{digest} "
 
     def _reports(self, region: Region) -> memoryview:
         """Return the metadata from the table of workers' reports on."""

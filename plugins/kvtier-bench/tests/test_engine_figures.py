@@ -53,10 +53,12 @@ def test_phases_have_matching_controls() -> None:
         return demo.Round([0.1], [tokens], Counter(loaded))
 
     rounds = {"computed": answered([1]), "device_hit": answered([2]), "cold": answered([1])}
-    rounds |= {"cpu_hit": answered([2], cpu=8928), "restart_fs_hit": answered([1], fs=8928)}
-    assert [phase.identical for phase in demo.compare(rounds)] == [True, True, False]
+    rounds |= {"cpu_hit": answered([2], cpu=8928), "restart_host_hit": answered([2])}
+    rounds |= {"restart_fs_hit": answered([1], fs=8928)}
+    assert [phase.identical for phase in demo.compare(rounds)] == [True, True, True, False]
     assert demo.find_problems(demo.compare(rounds)) == [
-        "restart_fs_hit: answers differ from the engine's without a connector"
+        "restart_host_hit: tier adopted gave nothing",
+        "restart_fs_hit: answers differ from the engine's without a connector",
     ]
 
 

@@ -28,7 +28,9 @@ from tests.unit.core.world import (
 
 
 class Voided(list[object]):
-    """The slots whose entries were voided, and None for each reset."""
+    """The slots whose entries were voided, and None for each reset; the slots that are ``verified``."""
+
+    verified: Collection[int] = ()
 
     def fill(self, slots: Collection[int]) -> None:
         self.extend(slots)
@@ -41,6 +43,9 @@ class Voided(list[object]):
 
     def reset(self) -> None:
         self.append(None)
+
+    def is_verified(self, slot: int) -> bool:
+        return slot in self.verified
 
 
 OLD, NEW = keys("old", 4), keys("new", 8)
@@ -64,6 +69,38 @@ def test_chunks_are_verified_in_their_slots() -> None:
     assert ask(core, request, OLD[:3]) == [HIT, HIT, MISS]
     assert core.acquire(OLD[:2], request).slots == [6, 2]
     assert core.table.room == 6
+
+
+def test_verified_chunks_are_hits_without_a_get() -> None:
+    core, request, entries = make(), Request(), Voided()
+    core.table.trailers, entries.verified = entries, (6, 0)
+    assert ask(core, request, OLD[:3]) == [HIT, RETRY, HIT]
+    core.settle(0.0)
+    (get,) = fetches(core)
+    assert get.slots == [2]
+    answer(core, get, [COPIED])
+    assert ask(core, request, OLD[:3]) == [HIT, HIT, HIT]
+    assert core.acquire(OLD[:3], request).origins == [0, 0, 0]
+    assert entries == []
+
+
+def test_verified_chunks_can_be_evicted() -> None:
+    core, request = make(), Request()
+    core.table.trailers = entries = Voided()
+    entries.verified = SLOTS.values()
+    assert ask(core, request, OLD) == [HIT] * 4
+    core.close(request)
+    assert core.table.evictable == 4
+    assert reserve(core, NEW).evicted == OLD[::-1]  # the tail of a prompt first
+
+
+@pytest.mark.parametrize("tier", [None, 0])
+def test_no_chunk_is_a_hit_after_damage(tier: int | None) -> None:
+    core = make()
+    core.table.trailers = entries = Voided()
+    entries.verified = SLOTS.values()
+    core.disable_after_audit(tier, "in a test")
+    assert [core.lookup(key, request) for request in [Request()] for key in OLD] == [MISS] * 4
 
 
 def test_others_are_missed_at_once() -> None:

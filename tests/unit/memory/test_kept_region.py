@@ -113,6 +113,37 @@ def test_kept_region_of_another_size_goes_with_its_owner(
         assert sorted(os.listdir(shm)) == left
 
 
+@pytest.mark.parametrize("was_kept", [False, True])
+def test_engine_spares_memory_of_another_without_a_guard(shm: Path, holding: Holding, was_kept: bool) -> None:
+    """As after a restart of their container, when the other one starts first."""
+    with engine(holding) as holder:
+        if not was_kept:
+            kill_guards(shm)
+        holder.kill()
+    if was_kept:
+        wait_until(lambda: os.listdir(shm) == ["kvtier_engine.kept"])
+        kill_guards(shm)
+    with open_region(shm, "other", contents="other 4 slots"), open_region(shm) as region:
+        assert bytes(region.view(1)[:4]) == b"abcd"
+        assert sorted(os.listdir(shm)) == ["kvtier_next", "kvtier_other"]
+
+
+def test_memory_that_is_not_to_be_kept_goes(shm: Path, holding: Holding) -> None:
+    with holding("engine") as holder:
+        assert holder.answer() == "open"
+        holder.kill()
+    with open_region(shm):
+        assert os.listdir(shm) == ["kvtier_next"]
+
+
+def test_memory_without_a_guard_gets_one(shm: Path, holding: Holding) -> None:
+    with engine(holding) as holder:
+        kill_guards(shm)
+        holder.kill()
+    with Region.open("other", 4, PAGE, shm, slot_trailers_bytes(4), "other 4 slots", keep_s=0.2):
+        wait_until(lambda: os.listdir(shm) == ["kvtier_other"])
+
+
 def test_region_is_removed_after_its_time(shm: Path, holding: Holding) -> None:
     with engine(holding, keep_s=0.1) as holder:
         holder.kill()

@@ -66,6 +66,41 @@ def test_entries_of_the_engine_after_a_reset_count(table: SlotTrailers) -> None:
     assert table.adopt() == [(2, OTHER)]
 
 
+def whole(trailer: bytes) -> bool:
+    return trailer == TRAILER
+
+
+def test_new_engine_has_verified_nothing(table: SlotTrailers) -> None:
+    fill(table, 1)
+    assert table.is_verified(1)
+    assert table.adopt() == [(1, TRAILER)]
+    assert not table.is_verified(1)
+
+
+def test_sound_chunks_are_verified_by_last_use(table: SlotTrailers) -> None:
+    for slot, trailer in ((0, TRAILER), (1, OTHER), (2, TRAILER)):
+        fill(table, slot, trailer)
+    table.adopt()
+    assert table.unverified() == [2, 1, 0]
+    assert [table.verify(slot, whole) for slot in (0, 1, 2, 3)] == [True, False, True, False]
+    assert [table.is_verified(slot) for slot in (0, 1, 2, 3)] == [True, False, True, False]
+    assert table.unverified() == [1]
+
+
+@pytest.mark.parametrize("voids", [fill, lambda table, _: table.reset(), lambda table, _: table.drop([1])])
+def test_nothing_that_is_voided_meanwhile_is_verified(
+    table: SlotTrailers, voids: Callable[[SlotTrailers, int], None]
+) -> None:
+    def is_whole(trailer: bytes) -> bool:
+        voids(table, 1)
+        return trailer == TRAILER
+
+    fill(table, 1)
+    table.adopt()
+    table.verify(1, is_whole)
+    assert not table.is_verified(1)
+
+
 def test_entries_come_by_last_use(table: SlotTrailers) -> None:
     for slot in (0, 1, 2):
         fill(table, slot)

@@ -37,7 +37,7 @@ RoundsOption = Annotated[int, typer.Option(min=1, help="Number of repetitions.")
 
 
 def demo(as_json: JsonFlag = False) -> None:
-    """Run vLLM with kvtier, restart it on the same files, and compare every token."""
+    """Run vLLM with kvtier, restart it with its host memory and on its files, and compare every token."""
     raise typer.Exit(_lazy("engine.demo").main(as_json))
 
 
@@ -237,6 +237,24 @@ def replay(
     measure = _lazy("replay.run")
     scale = measure.Scale(speed, tokens_per_chunk, seed)
     figures.report(measure.run(trace, scale, requests, url, config or (), root, model.value), as_json)
+
+
+@bench.command()
+def restart(
+    gib: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, help="GiB of host memory, which has to be free; repeatable. [1]"),
+    ] = None,
+    chunk_bytes: ChunkBytesOption = None,
+    rounds: RoundsOption = 3,
+    as_json: JsonFlag = False,
+) -> None:
+    """How soon host memory kept by `keep_host_memory_s` serves again, and what keeping it costs per chunk.
+
+    Example: kvtier bench restart --gib 4 --gib 12 --chunk-bytes 524288
+    """
+    sizes = chunk_bytes or [524288, 2097152]
+    figures.report(_lazy("storage.restart").run(gib or [1.0], sizes, rounds), as_json)
 
 
 @bench.command()

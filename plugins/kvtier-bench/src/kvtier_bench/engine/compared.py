@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ START_S = 300.0
 ANSWER_S = 600.0
 END_LINES = 150
 RESAMPLES = 2000
+_POLL_S = 0.05
 
 PLAIN = "none"
 FS = "kvtier cpu+fs"
@@ -275,13 +277,21 @@ class Engine(Channel):
         """The engine's process."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process as ``kill -9`` does."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.hang_up()
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        self.kill()
 
 
 def end_of(log: Path) -> str:
@@ -318,7 +328,14 @@ def open_engines(
             engine.ask("start", START_S, arguments=started, on_gpu=dict(on_gpu or {}))
         yield engines
         for engine in engines.values():
-            engine.ask("stop")
+            if engine.is_alive:
+                engine.ask("stop")
+
+
+def wait_until_verified(engine: Engine) -> None:
+    """Wait until an engine's tier process has verified the chunks of the engine before."""
+    while engine.ask("call", module=SERVER, function="unverified", arguments={})["chunks"]:
+        time.sleep(_POLL_S)
 
 
 def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:

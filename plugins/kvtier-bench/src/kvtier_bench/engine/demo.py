@@ -1,10 +1,11 @@
-"""The demo: a real engine keeps its KV cache over a restart, and every token is compared.
+"""The demo: a real engine keeps its KV cache over restarts, and every token is compared.
 
-Each engine runs in its own process, so the restart is real. The engines of this run measured every figure:
-time to the first token, and the tokens that each tier gave.
+Each engine runs in its own process, so the restarts are real: one is killed, and the next one has its host
+memory. The last one has files alone. The engines of this run measured every figure: time to the first token,
+and the tokens that each tier gave.
 
-The answers must equal those of an engine without a connector that got the same prompt in the same way. That
-engine answers each prompt twice: once computed, once from its device cache. In bfloat16 the two may differ,
+The answers must equal the control's: an engine without a connector that got the same prompt in the same way.
+It answers each prompt twice: once computed, once from its device cache. In bfloat16 the two may differ,
 because the batches have other shapes.
 """
 
@@ -28,6 +29,7 @@ from kvtier_bench.engine.compared import (
     open_engines,
     over_files,
     say,
+    wait_until_verified,
 )
 from kvtier_bench.machine import Machine, open_folder
 
@@ -40,8 +42,10 @@ OUTPUT_TOKENS = 16
 DEVICE_BLOCKS = 225  # the engine's own cache: two prompts of 94 blocks, and not three
 PRIMARY_BYTES = 2**30
 ON_GPU = {"dtype": "bfloat16"}  # with float32 vLLM leaves FlashAttention
-HITS = {"cpu_hit": "cpu", "restart_fs_hit": "fs"}
-CONTROLS = {"cold": "computed", "cpu_hit": "device_hit", "restart_fs_hit": "device_hit"}
+HITS = {"cpu_hit": "cpu", "restart_host_hit": "adopted", "restart_fs_hit": "fs"}
+CONTROLS = {"cold": "computed", **dict.fromkeys(HITS, "device_hit")}
+KEPT, NO_MORE = {"keep_host_memory_s": 300}, {"keep_host_memory_s": 0.1}  # seconds
+KILLED = "engine over kvtier"
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,10 @@ class Phase:
     """Median time to first token, and prompt tokens by source.
 
     Attributes:
-        phase: nothing cached, hits in the primary tier, hits in files after a restart.
+        phase: nothing cached; hits in host memory, in a killed engine's host memory, and in files.
         ttft_ms: median time to the first token.
         computed: prompt tokens that the engine computed.
-        from_cpu, from_fs: prompt tokens that a tier gave.
+        from_cpu, from_adopted, from_fs: prompt tokens that a tier gave.
         speed_up: how many times faster the first token came than in the first phase.
         identical: whether every answer equals the control's.
     """
@@ -61,6 +65,7 @@ class Phase:
     ttft_ms: float
     computed: int
     from_cpu: int
+    from_adopted: int
     from_fs: int
     speed_up: float
     identical: bool
@@ -98,6 +103,7 @@ def compare(rounds: Mapping[str, Round]) -> list[Phase]:
             median(row.ttft_s) * 1e3,
             tokens - row.loaded.total(),
             row.loaded["cpu"],
+            row.loaded["adopted"],
             row.loaded["fs"],
             cold_s / median(row.ttft_s),
             row.answers == rounds[control].answers,
@@ -123,18 +129,24 @@ def _run_engines(folder: Path) -> dict[str, Round]:
     rounds: dict[str, Round] = {}
     plan: Sequence[tuple[str, Settings | None, Sequence[tuple[Sequence[str], Sequence[int]]]]] = (
         ("engine without a connector", None, [(("computed", "device_hit"), PROMPTS)]),
-        ("engine over kvtier", kvtier, [(("cold",), PROMPTS), (("fill",), FILLERS), (("cpu_hit",), PROMPTS)]),
+        (KILLED, {**kvtier, **KEPT}, [(("cold",), PROMPTS), (("fill",), FILLERS), (("cpu_hit",), PROMPTS)]),
+        ("new engine with its host memory", {**kvtier, **NO_MORE}, [(("restart_host_hit",), PROMPTS)]),
         ("new engine on the same root", kvtier, [(("restart_fs_hit",), PROMPTS)]),
     )
     for warm_up, (title, settings, prompts) in enumerate(plan, WARM_UP):
         arguments = {"num_gpu_blocks_override": DEVICE_BLOCKS, "max_model_len": 4096}
         with open_engines(folder, MODEL, {title: settings}, ON_GPU, **arguments) as engines:
+            if "restart_host_hit" in prompts[0][0]:
+                wait_until_verified(engines[title])
             _ask(engines[title], warm_up, PROMPT_TOKENS, Round())
             for names, seeds in prompts:
                 for seed, name in product(seeds, names):
                     into = rounds.setdefault(name, Round())
                     _ask(engines[title], seed, PROMPT_TOKENS, into)
                     say(f"{name}: TTFT {into.ttft_s[-1]:.3f} s")
+            if title == KILLED:
+                engines[title].ask("settle")
+                engines[title].kill()
     return rounds
 
 

@@ -213,6 +213,12 @@ def forget(llm: Any) -> Answer:
     return {}
 
 
+def unverified(llm: Any) -> Answer:
+    """Return how many chunks of the engine before are to be verified yet. For the order ``call``."""
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+    return {"chunks": len(manager._core.table.trailers.unverified())}
+
+
 def _logprobs(answer: Any) -> list[float]:
     found = zip(answer.token_ids, answer.logprobs or (), strict=False)
     return [of_step[token].logprob for token, of_step in found]
