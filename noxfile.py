@@ -225,7 +225,7 @@ def generations(session: nox.Session) -> None:
 def differential(session: nox.Session) -> None:
     """Does any combination of the engine's features give a wrong token? ``-- --minutes 30 --seed 1``."""
     install_engine_tests(session, VLLM)
-    arguments = session.posargs or ["--seed", "1", "--lives", "8"]
+    arguments = session.posargs or ["--seeds", "1", "2", "3", "76", "77"]
     session.run("python", "-m", "tests.differential", *arguments, env=CPU_ENGINE_ENV)
 
 
@@ -495,7 +495,7 @@ def run_in_engine(session: nox.Session, marks: str, env: Mapping[str, str] | Non
     files = sorted(Path("tests/integration").glob("test_*.py"))
     chosen = [str(file) for file in files if marks == "integration" or f"mark.{marks}" in file.read_text()]
     # The engine itself warns of much: here a warning is no error.
-    options = ["-W", "default", "--durations=25", *chosen]
+    options = ["-W", "default", *chosen]
     run_pytest(session, *options, marks=marks, processes=0, env={**CPU_ENGINE_ENV, **(env or {})})
 
 
@@ -517,6 +517,7 @@ def run_pytest(
     """
     wanted = " and ".join(filter(None, [marks, "" if FULL else "not full"]))
     pytest = ["python", "-m", "pytest", "-m", wanted, "-n", str(processes), "--dist", "worksteal"]
+    pytest.append("--durations=25")
     session.run(*pytest, *(session.posargs or chosen), env=env)
 
 

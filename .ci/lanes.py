@@ -33,6 +33,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 FAST = {
     "demo": "engine",
     "integration": "engine",
+    "differential": "engine",
     "contract": "engine",
     "lint": "checks",
     "types": "checks",

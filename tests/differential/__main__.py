@@ -48,12 +48,7 @@ class Search:
 
     def run(self) -> None:
         """Run lives from the first seed on."""
-        options = self._options
-        seeds = (
-            itertools.count(options.seed)
-            if options.lives is None
-            else range(options.seed, options.seed + options.lives)
-        )
+        seeds = self._options.seeds or itertools.count(self._options.seed)
         for _, group in itertools.groupby(seeds, lambda seed: seed // LIVES_OF_A_MODEL):
             lives = ((seed, self._life(seed)) for seed in group)
             self._run_model(lives)
@@ -146,7 +141,7 @@ def parsed(arguments: list[str]) -> Any:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0, help="the first; each life has the next one")
-    parser.add_argument("--lives", type=int, help="so many rather than until time is over")
+    parser.add_argument("--seeds", type=int, nargs="*", help="these lives only")
     parser.add_argument("--config", help="JSON of your own engine: model, arguments, settings")
     parser.add_argument("--without", nargs="*", default=(), help="fields of Ask and Case that stay plain")
     parser.add_argument("--first", action="store_true", help="end when something has been found")

@@ -95,7 +95,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     if case.lacks_parts and chance.random() < 0.8:
         # Such a case stores little: it proves no more than that nothing is stored in part.
         case = replace(case, arguments={**arguments, "max_num_batched_tokens": 2048})
-    # A transport of the tests lives in one process, and two ranks with adapters fail without a connector, too.
+    # A transport of the tests lives in one process; two ranks with adapters fail without a connector, too.
     if not has_transport and not model.draft and not model.adapters and chance.random() < 0.15:
         return replace(case, ranks=2, settings={**settings, "canonical_layout": chance.random() < 0.5})
     return case
