@@ -255,12 +255,14 @@ def _remove_all_kept(directory: Path) -> int:
 def _remove_kept(fd: int, path: Path) -> bool:
     """Remove a kept file, and free its memory at once although its guard has it open.
 
-    BlockingIOError if an engine has claimed it.
+    An engine that is killed while it takes the file over can leave it two names: the next one may use it by
+    the other. BlockingIOError if an engine has claimed it.
     """
     _set_claim(fd, fcntl.F_WRLCK)
     if not _unlink_if_named(fd, path):
         return False
-    os.ftruncate(fd, 0)
+    if not os.fstat(fd).st_nlink:
+        os.ftruncate(fd, 0)
     return True
 
 

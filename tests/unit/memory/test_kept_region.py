@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier._memory._locked_file import remove_kept
 from kvtier._memory.region import Region
 from kvtier._memory.slot_trailers import slot_trailers_bytes
 from tests.common import wait_until
@@ -142,6 +143,19 @@ def test_memory_without_a_guard_gets_one(shm: Path, holding: Holding) -> None:
         holder.kill()
     with Region.open("other", 4, PAGE, shm, slot_trailers_bytes(4), "other 4 slots", keep_s=0.2):
         wait_until(lambda: os.listdir(shm) == ["kvtier_other"])
+
+
+def test_memory_with_another_name_is_left(shm: Path, holding: Holding) -> None:
+    """An engine was killed between the two calls that rename the file."""
+    with engine(holding) as holder:
+        holder.kill()
+    kept, other = shm / "kvtier_engine.kept", shm / "kvtier_next"
+    wait_until(kept.exists)
+    os.link(kept, other)
+    nbytes = other.stat().st_size
+    assert remove_kept(kept)
+    assert not kept.exists()
+    assert other.stat().st_size == nbytes
 
 
 def test_region_is_removed_after_its_time(shm: Path, holding: Holding) -> None:
