@@ -46,8 +46,8 @@ NOT_DEFINED = {
     "OffloadingManager.touch": "a lookup touches",
 }
 OWN = {
-    *("fail_loads", "fail_stores", "report_failed_loads", "response_params", "resume", "suspend"),
-    "take_failed_requests",
+    *("fail_loads", "fail_stores", "report_failed_loads", "response_params", "restart", "resume"),
+    *("suspend", "take_failed_requests"),
 }
 """Methods for ``KVTierConnector``."""
 
