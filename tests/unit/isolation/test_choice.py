@@ -24,6 +24,7 @@ from kvtier._manager.manager import TieringManager
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError, IsolationError
 from kvtier_testing.dummy import DummyConfig, DummyTier
+from tests.common import wait_until
 
 from .conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, SWIFT, Harness, Launch, key, make_tier
 from .test_managed import processes_of_tiers
@@ -184,4 +185,5 @@ async def test_manager_starts_no_process() -> None:
     async with await make_manager(isolation="auto"):
         assert not processes_of_tiers()
     async with await make_manager(isolation="process"):
-        assert len(processes_of_tiers()) == 1
+        # A process that has just started has no command line yet.
+        await anyio.to_thread.run_sync(wait_until, lambda: len(processes_of_tiers()) == 1)
