@@ -62,7 +62,7 @@ FULL = {
 """Everything."""
 
 LANES = 2
-LIMIT_S = {"fast": 2700, "full": 4000}
+LIMIT_S = {"fast": 3600, "full": 4500}
 GRACE_S = 30.0
 POLL_S = 0.2
 LAST_LINES = 25  # of a failed session, repeated at the end

@@ -193,7 +193,7 @@ def run_all(launcher: Launcher, model: Path, settings: dict[str, Any], **argumen
         in_full(LLAMA_MODEL, {"block_size": 64}),
         in_full(LLAMA_MODEL, {"blocks_per_chunk": 4}),
         in_full(GEMMA_MODEL, {}),
-        (GEMMA_MODEL, {"block_size": 64}),
+        in_full(GEMMA_MODEL, {"block_size": 64}),  # each commit: two random lives of such a model
         in_full(GEMMA_MODEL, {"blocks_per_chunk": 4}),
         in_full(GEMMA4_MODEL, {}),
         in_full(GPT_OSS_MODEL, {}),
