@@ -47,14 +47,14 @@ class Priorities:
         self._table.prioritize(others, self._several)
 
     def end(self, request: Request, now_s: float) -> None:
-        """Have the priority of an ended request be over after its time."""
+        """Schedule the end of an ended request's priority."""
         if request.own and request.priority_s < inf:
             if len(self._ending) > 2 * len(self._table.users) + SPARE_ENTRIES:
                 self._ending = sorted(entry for entry in self._ending if entry[2].own)
             heappush(self._ending, (now_s + request.priority_s, next(self._numbers), request))
 
     def expire(self, now_s: float) -> None:
-        """Give chunks the default priority if the time of theirs is over."""
+        """Give chunks back the default priority when their time is over."""
         while self._ending and self._ending[0][0] <= now_s:
             self._table.prioritize([*heappop(self._ending)[2].own], None)
 

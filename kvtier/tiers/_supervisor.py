@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,7 @@ class TierSupervisor:
         self._is_idle = is_idle
         self._clock = clock
         self._restart_reason: str | None = None
+        self._reopened_s = -math.inf  # when the tier was last closed after a loss
 
     async def run(self, context: TierContext) -> None:
         """Open, reset and restart the tier until this task is cancelled."""
@@ -173,11 +175,16 @@ class TierSupervisor:
         await self.tier.open(context)
 
     async def _close_lost(self, reason: str) -> None:
-        """Close a tier that lost its backend, when no command is in flight."""
+        """Close a tier that lost its backend, when no command is in flight.
+
+        A tier that is lost again and again is closed at most once in ``_FIRST_PAUSE_S``.
+        """
         self._go_down(f"is being reopened: {reason}")
         await asyncio.sleep(0)  # the loop posts the change first: a closing tier may block it
         while not self._is_idle():  # noqa: ASYNC110 (short, and rare in the life of a tier)
             await anyio.sleep(_IDLE_POLL_S)
+        await anyio.sleep(max(0.0, self._reopened_s + _FIRST_PAUSE_S - self._clock.now()))
+        self._reopened_s = self._clock.now()
         await self.close(self._deadline_s)
         self._is_reset = not self.epoch.number  # a new object must not see chunks that a reset hid
 

@@ -26,6 +26,7 @@ from kvtier._memory.heap import HeapMemory
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
+from kvtier.tiers import _supervisor
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
 from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.fs import FsConfig, FsTier
@@ -264,6 +265,21 @@ async def test_loss_while_opening_reopens() -> None:
         await tier.until_opened(2)
         await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown, TierUp])
     assert tier.begun == ["open", "close", "open", "close"]
+
+
+async def test_tier_lost_at_each_opening_is_reopened_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LosesAlways(Losing):
+        async def open(self, context: TierContext) -> None:
+            await super().open(context)
+            context.lost("the share was unmounted")
+
+    monkeypatch.setattr(_supervisor, "_FIRST_PAUSE_S", 1000.0)
+    tier = LosesAlways()
+    tier.open_all()
+    async with world(tier) as it:
+        await it.until(lambda: [kind for _, kind in it.conditions()] == [TierUp, TierDown] * 2)
+        await anyio.wait_all_tasks_blocked()
+        assert tier.begun == ["open", "close", "open"]
 
 
 async def test_down_precedes_close() -> None:

@@ -127,9 +127,9 @@ class KVTierConnector(OffloadingConnector):
         All KV cache groups share a pool of blocks. vLLM does not note blocks of groups that it does not
         offload, so their new owners would not wait for a store that still reads them.
         """
+        noted = self.scheduler._current_batch_allocated_block_ids
         for _, groups, _ in yield_req_data(scheduler_output):
-            got = {block_id for group in groups or () for block_id in group if block_id}
-            self.scheduler._current_batch_allocated_block_ids |= got
+            noted.update(block_id for group in groups or () for block_id in group if block_id)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         state = scheduler_output.kv_connector_block_state

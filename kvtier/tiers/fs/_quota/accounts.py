@@ -67,7 +67,7 @@ class Accounts(msgspec.Struct):
     @property
     def removals(self) -> tuple[str, int]:
         """A value that changes with each removal."""
-        return self.mark, self.removed
+        return self.mark, self.removed + self.unconfirmed
 
     def add(self, nbytes: int) -> None:
         """Add written bytes."""
