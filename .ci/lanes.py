@@ -66,6 +66,8 @@ LIMIT_S = {"fast": 3600, "full": 4500}
 GRACE_S = 30.0
 POLL_S = 0.2
 LAST_LINES = 25  # of a failed session, repeated at the end
+FIRST_RED = 8  # lines about a failed session's tests, the last of all: what shows a log may cut its middle
+LINE_CHARS = 300
 
 OF_UV = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -80,6 +82,7 @@ _printing = threading.Lock()
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SUMMARY = re.compile(r"^=+ (.* in [0-9.]+s.*?) =+$", re.MULTILINE)
 _RED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
+_ERROR = re.compile(r"^E  .*$", re.MULTILINE)
 
 
 _ended = threading.Event()  # set when this run is broken off
@@ -220,19 +223,25 @@ def _remove(folder: Path) -> None:
 
 
 def conclude(jobs: Sequence[Job], seconds: float) -> None:
-    """Print the ends of the failed logs, and the table."""
+    """Print the ends of the failed logs, the table, and the first failures of each session."""
     for job in jobs:
         if job.has_failed:
-            log = job.log()
             print(f"\n==== the end of nox -s {job.name} ====")
-            print(*log.splitlines()[-LAST_LINES:], *_RED.findall(log), sep="\n")
+            print(*job.log().splitlines()[-LAST_LINES:], sep="\n")
     print("\n==== sessions ====")
     width = max(len(job.name) for job in jobs)
     for job in jobs:
         print(f"{job.name:{width}} {job.seconds:5.0f} s  {job.result:9} {'; '.join(job.summaries)}".rstrip())
     print(f"{'all':{width}} {seconds:5.0f} s")
-    if failed := [job.name for job in jobs if job.has_failed]:
-        print(f"\nfailed: {' '.join(failed)}")
+    if failed := [job for job in jobs if job.has_failed]:
+        for job in failed:
+            log = job.log()
+            red, errors = _RED.findall(log), _ERROR.findall(log)
+            print(
+                f"\n{job.name}: {len(red)} failed tests; the first ones, and what the very first one raised:"
+            )
+            print(*(line[:LINE_CHARS] for line in (*red[:FIRST_RED], *errors[:FIRST_RED])), sep="\n")
+        print(f"\nfailed: {' '.join(job.name for job in failed)}")
 
 
 def uv_settings() -> dict[str, str]:

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -63,8 +64,13 @@ class Ceph:
         self.endpoint = f"http://127.0.0.1:{self._port}"
         self.access_key_id = secrets.token_hex(10)
         self.secret_access_key = secrets.token_hex(20)
+        self._buckets: set[str] = set()
 
     def __enter__(self) -> Ceph:
+        self._start_all()
+        return self
+
+    def _start_all(self) -> None:
         for name in ("mon", "osd", "run", "log"):
             (self._directory / name).mkdir(parents=True)
         self._write_settings()
@@ -79,7 +85,6 @@ class Ceph:
         except BaseException:
             self.stop()
             raise
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
@@ -98,10 +103,12 @@ class Ceph:
     def make_bucket(self, name: str) -> None:
         """Make a bucket. obstore has no call for that, but it can sign the request."""
         self._bucket(name, "PUT")
+        self._buckets.add(name)
 
     def remove_bucket(self, name: str) -> None:
         """Remove an empty bucket."""
         self._bucket(name, "DELETE")
+        self._buckets.discard(name)
 
     def add_key(self, file: Path) -> str:
         """Add a key of the user, and write it as the profile ``kv`` into a file of credentials; return it."""
@@ -126,11 +133,29 @@ class Ceph:
         self._wait("the gateway", self._answers)
 
     def restart_gateway(self) -> None:
-        """Kill the gateway and start it again. Objects stay."""
+        """Kill the gateway and start it again. Objects stay, unless the store had to be started, too."""
         gateway = self._running.pop("radosgw")
         gateway.kill()
         gateway.wait()
-        self._start_gateway()
+        try:
+            self._start_gateway()
+        except CephError as error:
+            self._start_anew(str(error))
+
+    def revive(self) -> None:
+        """If a process has ended, start all of them again: its end should cost one test. Objects are lost."""
+        if ended := self._ended():
+            self._start_anew(f"ended: {ended}\n{self._logs()}")
+
+    def _start_anew(self, why: str) -> None:
+        print(f"Ceph is started again with empty buckets, because: {why}", file=sys.stderr)
+        self.stop()
+        self._start_all()
+        for name in self._buckets:
+            self._bucket(name, "PUT")
+
+    def _ended(self) -> list[str]:
+        return [name for name, process in self._running.items() if process.poll() is not None]
 
     def stop(self) -> None:
         """End the processes, the gateway first: it hangs without the store."""
@@ -217,7 +242,7 @@ rgw dns name = localhost
     def _wait(self, what: str, is_up: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_S
         while not is_up():
-            ended = [name for name, process in self._running.items() if process.poll() is not None]
+            ended = self._ended()
             if ended or time.monotonic() > deadline:
                 raise CephError(
                     f"{what} did not come up within {START_S:g} s; ended: {ended}\n{self._logs()}"

@@ -46,6 +46,7 @@ def proxy(server: ceph.Ceph) -> Iterator[Proxy]:
 @pytest.fixture
 def place(server: ceph.Ceph, bucket: str, proxy: Proxy) -> Iterator[Place]:
     """An unused prefix. Afterwards the proxy injects no faults."""
+    server.revive()
     place = Place(server, bucket, uuid.uuid4().hex[:12], proxy)
     yield place
     proxy.be(Faults())

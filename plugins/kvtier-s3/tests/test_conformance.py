@@ -78,6 +78,7 @@ class TestS3(_OnObjectStore):
 
     @pytest.fixture(autouse=True)
     def _connect(self, server: ceph.Ceph, bucket: str, proxy: Proxy) -> None:
+        server.revive()
         self.server, self.store, self.proxy = server, server.store(bucket), proxy
         self.base = {
             **GENEROUS,
