@@ -196,11 +196,12 @@ def test_secrets_stay_out_of_manifest(models: Callable[[str], Path]) -> None:
         models("llama"),
         hf_token="hf_0123456789",
         model_loader_extra_config={"s3_secret_access_key": "hf_0123456789", "concurrency": 3},
-        additional_config={"nested": {"api_key": "hf_0123456789"}},
+        additional_config={"nested": {"api_key": "hf_0123456789", "mask_token": 7}},
     )
     manifest = identity_of(config).manifest
     assert "hf_0123456789" not in manifest
     assert '"concurrency": 3' in manifest
+    assert '"mask_token": 7' in manifest
 
 
 # --- every field -------------------------------------------------------------------------------------

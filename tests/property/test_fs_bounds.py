@@ -371,6 +371,10 @@ files = st.lists(
 lessons = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.integers(0, 47), st.integers(1, 500)))
 
 
+AGES = [youngest_of(bucket) for bucket in range(BUCKETS)]
+BINS = [new_model().bin_of(age_us / UNIT_US) for age_us in AGES]
+
+
 @settings(deadline=None)
 @given(files, lessons, st.integers(1, 10**8), st.sampled_from([0.0, 20.0, 300.0]))
 def test_plan_frees_least_dense(
@@ -389,18 +393,18 @@ def test_plan_frees_least_dense(
     gone = {cell: nbytes for cell, nbytes in cells.items() if leaving[cell]}
     assert sum(gone.values()) >= min(need, sum(cells.values()))
 
-    def rank(cell: int) -> tuple[float, int]:
-        age_us = youngest_of(cell % BUCKETS)
-        if cell % BUCKETS == BUCKETS - 1:
-            return -1.0, 0
-        return worth[cell // BUCKETS][model.bin_of(age_us / UNIT_US)], -age_us
-
+    ranks = [
+        (value[bin_], -age_us) for value in worth for bin_, age_us in zip(BINS[:-1], AGES[:-1], strict=True)
+    ]
+    for class_ in range(CLASSES):
+        ranks.insert((class_ + 1) * BUCKETS - 1, (-1.0, 0))  # older than the model can say
+    rank = ranks.__getitem__
     if gone:
         last = max(gone, key=rank)
         alike = sum(nbytes for cell, nbytes in gone.items() if rank(cell) == rank(last))
         assert sum(gone.values()) - alike < need  # cells of one rank leave together
         # A sample skips cells, whose chunks are evicted with the others.
-        wrong = [cell for cell in range(CLASSES * BUCKETS) if leaving[cell] != (rank(cell) <= rank(last))]
+        wrong = [cell for cell in range(CLASSES * BUCKETS) if leaving[cell] != (ranks[cell] <= ranks[last])]
         assert wrong == []
     else:
         assert not any(leaving)

@@ -115,7 +115,7 @@ class _Canonicalizer:
         for field in dataclasses.fields(config):
             path = f"{'KVCacheSpec' if isinstance(config, KVCacheSpec) else kind}.{field.name}"
             value = getattr(config, field.name, NO_DEFAULT)
-            if value is NO_DEFAULT or self._is_excluded(path, config):
+            if value is NO_DEFAULT or self._is_excluded(path, value, config):
                 continue
             result = self.value(value, path)
             if result != self._default(field, value, path):
@@ -133,12 +133,12 @@ class _Canonicalizer:
         except ConfigError:
             return NO_DEFAULT
 
-    def _is_excluded(self, path: str, config: object) -> bool:
+    def _is_excluded(self, path: str, value: object, config: object) -> bool:
         if path in excluded.SETTINGS:
             return True
         if path in excluded.LENGTH_SETTINGS and isinstance(config, ModelConfig):
             return self._is_reviewed and not computes_with_length(config)
-        return not isinstance(config, KVCacheSpec) and bool(_SECRET.search(path.rpartition(".")[2]))
+        return not isinstance(config, KVCacheSpec) and _is_secret(path.rpartition(".")[2], value)
 
     def value(self, value: object, name: str) -> object:
         """Return the canonical value of any object; ``name`` is its path."""
@@ -179,8 +179,7 @@ class _Canonicalizer:
     def _items(self, value: Mapping[Any, object], name: str) -> Iterator[tuple[str, object]]:
         for key, item in value.items():
             path = f"{name}.{key}"
-            is_secret = _SECRET.search(str(key)) and not isinstance(item, KVCacheSpec)
-            if path not in excluded.SETTINGS and not is_secret:
+            if path not in excluded.SETTINGS and not _is_secret(str(key), item):
                 yield str(key), self.value(item, path)
 
     def _of_transformers(self, config: PretrainedConfig) -> object:
@@ -217,6 +216,11 @@ class _Canonicalizer:
             f"{name} is a {kind}, which has no representation that is the same in every process, so caches "
             "in secondary tiers cannot be told apart: remove the setting, or secondary_tiers"
         )
+
+
+def _is_secret(name: str, value: object) -> bool:
+    """Return whether these are texts that no manifest may show. A number or a mapping can change the model."""
+    return isinstance(value, str | bytes | list | tuple | set) and bool(_SECRET.search(name))
 
 
 def computes_with_length(model: ModelConfig) -> bool:

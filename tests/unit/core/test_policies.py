@@ -198,10 +198,10 @@ def shifts() -> Iterator[int]:
             yield part * 10_000_000 + number
 
 
-_PARTS_OF_SHIFTS = [pytest.param(trace, marks=pytest.mark.full) for trace in (loops, windows)]
+_ALONE = [pytest.param(trace, marks=pytest.mark.full) for trace in (loops, windows, scans)]
 
 
-@pytest.mark.parametrize("trace", [*_PARTS_OF_SHIFTS, scans, shifts])
+@pytest.mark.parametrize("trace", [*_ALONE, shifts])
 def test_auto_is_near_the_best(trace: Callable[[], Iterator[int]]) -> None:
     names = {number: pack_key(blake2b(b"%d" % number, digest_size=16).digest()) for number in set(trace())}
 
