@@ -32,6 +32,7 @@ _VERBS = ("resize", "add", "add_run", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
 _MOST_TIMES_AS_LONG = 8  # a call that walks over all candidates takes about 16 times as long
 _ATTEMPTS = 10
+_HOPELESS = 2  # attempts at twice the limit
 
 
 def keys(first: int, count: int) -> list[OffloadKey]:
@@ -108,12 +109,12 @@ class PolicyConformance(LimitedSuite):
 
     def test_a_call_takes_no_longer_with_more_candidates(self) -> None:
         few = min(self._seconds_of_calls(_FEW) for _ in range(_ATTEMPTS))
-        many = math.inf
-        for _ in range(_ATTEMPTS):  # other processes may evict CPU caches: the best attempt counts
+        many, most = math.inf, _MOST_TIMES_AS_LONG * few
+        for attempt in range(_ATTEMPTS):  # other processes may evict CPU caches: the best attempt counts
             many = min(many, self._seconds_of_calls(_MANY))
-            if many < _MOST_TIMES_AS_LONG * few:
+            if many < most or (attempt >= _HOPELESS and many > 2 * most):
                 break
-        assert many < _MOST_TIMES_AS_LONG * few, (
+        assert many < most, (
             f"with {_MANY} candidates add(), pin() and evict() take {many / few:.0f} times as long "
             f"as with {_FEW}: their cost must not depend on the number of candidates"
         )
