@@ -6,7 +6,12 @@
 #include <string.h>
 
 #define API __attribute__((visibility("default")))
-extern int cudaDeviceGetAttribute(int *value, int attribute, int device); /* of the fake runtime, loaded before */
+/* Of the fake runtime, loaded before. */
+extern int cudaDeviceGetAttribute(int *value, int attribute, int device);
+extern void *fakegpu_reserve(size_t bytes);
+extern int fakegpu_back(void *at, size_t bytes);
+extern int fakegpu_release(void *at, size_t bytes);
+extern int fakegpu_forget(void *at, size_t bytes);
 
 API int cuInit(unsigned flags) { return 0; }
 API int cuDriverGetVersion(int *version) { return *version = 13000, 0; }
@@ -28,6 +33,13 @@ API int cuModuleGetFunction(void **function, void *module, const char *name) { r
 API int cuFuncGetAttribute(int *value, int attribute, void *function) { return *value = attribute == 0 ? 1024 : 0, 0; }
 API int cuMemGetAllocationGranularity(size_t *bytes, void *properties, int option) { return *bytes = 2 << 20, 0; }
 API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, void *function, int block, size_t bytes) { return *count = 1, 0; }
+
+/* Memory whose addresses outlive it: vLLM's sleep gives the memory back, and maps other memory at the wake. */
+API int cuMemAddressReserve(void **at, size_t bytes, size_t alignment, void *fixed, unsigned long long flags) { return (*at = fakegpu_reserve(bytes)) ? 0 : 2; }
+API int cuMemAddressFree(void *at, size_t bytes) { return fakegpu_forget(at, bytes); }
+API int cuMemCreate(unsigned long long *handle, size_t bytes, const void *properties, unsigned long long flags) { return *handle = bytes, 0; }
+API int cuMemMap(void *at, size_t bytes, size_t offset, unsigned long long handle, unsigned long long flags) { return fakegpu_back(at, bytes); }
+API int cuMemUnmap(void *at, size_t bytes) { return fakegpu_release(at, bytes); }
 
 API int cuPointerGetAttribute(void *value, int attribute, uintptr_t at) {
     if (attribute == 2) *(int *)value = 2; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE: device */

@@ -15,6 +15,8 @@ computes. KVTIER_FAKE_TRACE=1 names each one that came here all the same. */
 #define API __attribute__((visibility("default")))
 #define NAME "NVIDIA H100 80GB HBM3 (fake)"
 static const size_t TOTAL = 79ull << 30;
+/* A type of memory: addresses that have none now. */
+static const enum cudaMemoryType GONE = (enum cudaMemoryType)99;
 
 /* --- memory --- */
 
@@ -70,6 +72,32 @@ static cudaError_t unmap(void *at) {
     return it.at ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+/* For the driver: addresses without memory; memory for them, with nothing useful in it; and none again. */
+API void *fakegpu_reserve(size_t bytes) {
+    void *at = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return at == MAP_FAILED ? NULL : at;
+}
+
+API int fakegpu_back(void *at, size_t bytes) {
+    if (mprotect(at, bytes, PROT_READ | PROT_WRITE)) return cudaErrorMemoryAllocation;
+    take(at);
+    add(memset(at, 0xff, bytes), bytes, cudaMemoryTypeDevice);
+    return cudaSuccess;
+}
+
+API int fakegpu_release(void *at, size_t bytes) {
+    if (!take(at).at) return cudaErrorInvalidValue;
+    add(at, bytes, GONE);
+    lose_memory(at, bytes);
+    madvise(at, bytes, MADV_DONTNEED);
+    return mprotect(at, bytes, PROT_NONE);
+}
+
+API int fakegpu_forget(void *at, size_t bytes) {
+    take(at); /* other memory may get these addresses */
+    return munmap(at, bytes);
+}
+
 API cudaError_t cudaMalloc(void **p, size_t n) { return map(p, n, cudaMemoryTypeDevice); }
 API cudaError_t cudaMallocAsync(void **p, size_t n, cudaStream_t s) { return cudaMalloc(p, n); }
 API cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags) { return map(p, n, cudaMemoryTypeHost); }
@@ -114,9 +142,11 @@ API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 /* --- copies --- */
 
 API cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t n, enum cudaMemcpyKind kind, cudaStream_t s) {
-    int is_pageable = type_of(dst) == cudaMemoryTypeUnregistered || type_of(src) == cudaMemoryTypeUnregistered;
-    if (n) enqueue_copy(stream_of(s), dst, src, n, is_pageable);
-    return cudaSuccess;
+    enum cudaMemoryType to = type_of(dst), from = type_of(src);
+    int is_pageable = to == cudaMemoryTypeUnregistered || from == cudaMemoryTypeUnregistered;
+    if (to == GONE || from == GONE) break_device();
+    else if (n) enqueue_copy(stream_of(s), dst, src, n, is_pageable);
+    return device_error();
 }
 
 API cudaError_t cudaMemcpy(void *dst, const void *src, size_t n, enum cudaMemcpyKind kind) {
@@ -163,12 +193,12 @@ API cudaError_t cudaStreamCreate(cudaStream_t *s) { return cudaStreamCreateWithP
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     stream_synchronize(stream_of(s));
-    return cudaSuccess;
+    return device_error();
 }
 
 API cudaError_t cudaDeviceSynchronize(void) {
     device_synchronize();
-    return cudaSuccess;
+    return device_error();
 }
 
 API cudaError_t cudaStreamQuery(cudaStream_t s) { return stream_query(stream_of(s)) ? cudaSuccess : cudaErrorNotReady; }
@@ -211,7 +241,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     event_synchronize((Event *)e);
-    return cudaSuccess;
+    return device_error();
 }
 
 API cudaError_t cudaEventQuery(cudaEvent_t e) { return event_query((Event *)e) ? cudaSuccess : cudaErrorNotReady; }

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #define API __attribute__((visibility("default")))
 
@@ -39,12 +40,13 @@ struct Event {
     double ms;
 };
 
-enum { QUERIES = 3, IDLE_MS = 8, LATEST_MS = 300 };
+enum { QUERIES = 3, LOOK_MS = 8, IDLE_LOOKS = 40, MOST_LAUNCHES = 1000, ILLEGAL_ADDRESS = 700 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Stream *streams, *default_stream;
 static unsigned long launches;
-static pthread_t launcher;
+static int is_broken;
+static pid_t launcher; /* the thread that launched last */
 static enum { UNKNOWN, LATE, EARLY, RANDOM } order;
 static unsigned seed;
 
@@ -241,16 +243,28 @@ void enqueue_wait(Stream *stream, const Event *event) {
     maybe_run(stream);
 }
 
+/* Return whether a thread waits for something. One that a busy machine keeps from running does not. */
+static int is_asleep(pid_t thread) {
+    char path[64], state = 'S';
+    snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
+    FILE *file = fopen(path, "r");
+    if (file && fscanf(file, "%*d (%*[^)]) %c", &state) != 1) state = 'S';
+    if (file) fclose(file);
+    return state == 'S';
+}
+
 /* Late: while another thread launches kernels, the device has other things to do. Returns with the lock. */
 static void linger(const Stream *stream, uint64_t number) {
     hold();
-    double latest = now_ms() + rand_r(&seed) % LATEST_MS;
-    while (order != EARLY && stream->done < number && !pthread_equal(launcher, pthread_self()) && now_ms() < latest) {
+    unsigned long latest = launches + rand_r(&seed) % MOST_LAUNCHES;
+    int idle_looks = 0;
+    while (order != EARLY && stream->done < number && launcher != gettid() && launches < latest && idle_looks < IDLE_LOOKS) {
         unsigned long before = launches;
         let_go();
-        nanosleep(&(struct timespec){0, IDLE_MS * 1000000}, NULL);
+        nanosleep(&(struct timespec){0, LOOK_MS * 1000000}, NULL);
         hold();
-        if (launches == before) break;
+        if (launches == before && is_asleep(launcher)) break;
+        idle_looks = launches == before ? idle_looks + 1 : 0;
     }
 }
 
@@ -292,22 +306,36 @@ int stream_query(Stream *stream) { return query(stream, stream->issued, &stream-
 int event_query(Event *event) { return query(event->stream, event->number, &event->queries); }
 int event_is_done(const Event *event) { return !event->stream || event->stream->done >= event->number; }
 
-int is_in_use(const char *at, size_t bytes) {
+static int touches(const Work *work, const char *at, size_t bytes) {
     const char *start;
+    return work->kind == COPY && (overlap(at, bytes, work->dst, work->bytes, &start) || overlap(at, bytes, work->src, work->bytes, &start));
+}
+
+int is_in_use(const char *at, size_t bytes) {
     int found = 0;
     hold();
     for (Stream *s = streams; s; s = s->next_stream)
-        for (Work *w = s->waiting; w; w = w->newer)
-            found |= w->kind == COPY && (overlap(at, bytes, w->dst, w->bytes, &start) || overlap(at, bytes, w->src, w->bytes, &start));
+        for (Work *w = s->waiting; w; w = w->newer) found |= touches(w, at, bytes);
     pthread_mutex_unlock(&lock);
     return found;
 }
+
+void lose_memory(const char *at, size_t bytes) {
+    hold();
+    for (Stream *s = streams; s; s = s->next_stream)
+        for (Work *w = s->waiting; w; w = w->newer)
+            if (touches(w, at, bytes)) w->bytes = 0, break_device();
+    pthread_mutex_unlock(&lock);
+}
+
+void break_device(void) { is_broken = 1; }
+int device_error(void) { return is_broken ? ILLEGAL_ADDRESS : 0; }
 
 API void fakegpu_launch(void *handle, const Range *ranges, size_t count) {
     Stream *stream = stream_of(handle);
     hold();
     launches++;
-    launcher = pthread_self();
+    launcher = gettid();
     run_until(stream, stream->issued);
     int is_pending = stream->oldest != NULL; /* a kernel that is late makes those behind it late */
     if (order == EARLY || (order == RANDOM && (is_pending || is_early())))
@@ -327,6 +355,7 @@ API uint64_t fakegpu_done(void *handle) { return stream_of(handle)->done; }
 API void fakegpu_order(const char *word) {
     hold();
     for (Stream *s = streams; s; s = s->next_stream) finish(s, s->issued);
+    is_broken = 0;
     choose(word);
     let_go();
 }

@@ -39,11 +39,18 @@ int event_is_done(const Event *event);
 /* Return whether a copy is pending that touches this memory. */
 int is_in_use(const char *at, size_t bytes);
 
+/* This memory goes away: pending copies that touch it are not made, and break the device, as on a real one. */
+void lose_memory(const char *at, size_t bytes);
+
+/* Note an illegal access. From then on device_error returns CUDA's number for it, and not 0. */
+void break_device(void);
+int device_error(void);
+
 /* Called before a kernel computes in the calling thread: its stream's earlier work runs now. The ranges are what the
    kernel overwrites, as far as other streams may look at it. */
 void fakegpu_launch(void *stream, const Range *ranges, size_t count);
 
-/* Finish all work; then use this order instead of the one in the environment. */
+/* Finish all work, and repair the device; then use this order instead of the one in the environment. */
 void fakegpu_order(const char *word);
 
 /* Return how many pieces of work a stream was given, and how many are done. */

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvtier._device.backends import _cuda_runtime
 from kvtier._device.base import CopyQueue
 from kvtier_bench.engine import process
 from kvtier_bench.engine.compared import engine_arguments, environment, make_model, make_prompt, over_files
-from tests.fakegpu.test_orders import Plant, order, reported_at_once, without_wait
+from tests.fakegpu.test_orders import choose, order, reported_at_once
 
 __all__ = ["order"]  # a fixture
-pytest.importorskip("vllm")
+cumem = pytest.importorskip("vllm.device_allocator.cumem")
 pytestmark = [
     pytest.mark.device,
     pytest.mark.skipif("KVTIER_FAKE_ORDER" not in os.environ, reason="not on the fake GPU: nox -s fakegpu"),
     pytest.mark.timeout(1800),  # of a test that hangs: on a busy machine an engine starts in a minute
 ]
-CHUNK_TOKENS, OUTPUT_TOKENS, LONG_S = 32, 24, 600.0
+LOADED_WITHIN_STEPS = {"sync_load_budget_bytes": 4 << 16}  # four chunks; requests wait for others
+CHUNK_TOKENS, OUTPUT_TOKENS, LONG_S = 32, 12, 600.0
 SHARED = make_prompt("shared", 96)
 PROMPTS = [make_prompt(f"own {number}", 130 + 40 * number, SHARED) for number in range(4)]
 FOR_FOUR = {  # the blocks of the device hold two of these requests at their ends
@@ -37,8 +40,132 @@ FOR_FOUR = {  # the blocks of the device hold two of these requests at their end
     "num_gpu_blocks_override": 34,
     "gpu_memory_utilization": 0.05,
 }
+STEP_BY_STEP = {"async_scheduling": False}  # vLLM 0.33 refuses a reset beside a step that has not ended
+WHOLE = {
+    **STEP_BY_STEP,
+    "enable_sleep_mode": True,
+    "kv_transfer_config": {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"},
+}
+COUNTERS = {
+    "preempted": "vllm:num_preemptions_total",
+    "loaded": "kvtier_loaded_chunks_total",
+    "stored": "kvtier_stored_chunks_total",
+}
 
-Answers = list[list[int]]
+Answers = list[list[int] | None]
+Event = Callable[["Engine"], object]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What happens while all prompts are answered.
+
+    Attributes:
+        moves: counters that show it.
+        before: called before it.
+        events: called before the steps of these numbers, and before later ones while they return False.
+        aborted: prompts that get no answer.
+    """
+
+    moves: Collection[str]
+    before: Event = id
+    events: Mapping[int, Event] = field(default_factory=dict)
+    aborted: Collection[int] = ()
+
+
+FORGET = methodcaller("forget")
+RESET_DEVICE = methodcaller("reset", running=True)
+RESET_ALL = methodcaller("reset", running=True, connector=True)
+SLEEP, SLEEP_DEEPLY = methodcaller("sleep", 1), methodcaller("sleep", 2)
+FIRST = {"first": Chapter({"stored", "preempted"})}
+HOST_MEMORY = {"host memory": Chapter({"loaded"}, FORGET)}
+ABORTED = {"loads are aborted": Chapter({"loaded"}, FORGET, {1: methodcaller("abort", 0, 2)}, (0, 2))}
+CHAPTERS = {
+    "files": Chapter({"loaded"}),
+    "the device is reset beside requests": Chapter({"preempted"}, events={4: RESET_DEVICE, 9: RESET_DEVICE}),
+    **HOST_MEMORY,
+    "all is reset beside requests": Chapter({"stored"}, events={4: RESET_ALL, 5: RESET_ALL}),
+    **ABORTED,
+    "all is reset": Chapter({"stored"}, RESET_ALL),
+    "sleep": Chapter((), RESET_ALL, {1: SLEEP}, range(4)),
+    "awake": Chapter({"stored"}),
+    "sleep without weights": Chapter((), RESET_ALL, {1: SLEEP_DEEPLY}, range(4)),
+    "awake with new weights": Chapter({"stored"}),
+}
+
+
+class Engine(process.Engine):
+    """An engine in this process, with events between its steps."""
+
+    def __init__(self, model: Path, settings: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.load({})
+        gc.freeze()  # vLLM collects garbage many times in a start, which takes most of the start
+        self.start({"arguments": engine_arguments(model, settings, {**FOR_FOUR, **more})})
+        self._numbers = itertools.count()
+        self._names: list[str] = []
+
+    def serve(self, events: Mapping[int, Event]) -> Answers:
+        """Answer all prompts at once; None for one that is aborted. See ``Chapter`` for the events."""
+        engine, number = self._llm.llm_engine, next(self._numbers)
+        self._names = [f"{number}-{place}" for place in range(len(PROMPTS))]
+        for name, prompt in zip(self._names, PROMPTS, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, process.sampling(OUTPUT_TOKENS))
+        due, answers = dict(events), dict[str, list[int]]()
+        for step in itertools.count():
+            for at in [at for at in due if at <= step]:
+                if due[at](self) is not False:
+                    del due[at]
+            if not engine.has_unfinished_requests():
+                break
+            ended = [one for one in engine.step() if one.finished and one.outputs[0].finish_reason != "abort"]
+            answers.update((one.request_id, list(one.outputs[0].token_ids)) for one in ended)
+        assert not due, "all prompts were answered before"
+        return [answers.get(name) for name in self._names]
+
+    def reset(self, *, running: bool, connector: bool = False) -> bool:
+        """Reset the prefix cache; return False while a waiting request has blocks, for vLLM would refuse."""
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        waiting = [name for name, one in scheduler.requests.items() if one not in scheduler.running]
+        if any(any(scheduler.kv_cache_manager.get_block_ids(name)) for name in waiting):
+            return False
+        assert self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        return True
+
+    def forget(self) -> None:
+        """Reset the device's cache alone, while nothing runs."""
+        process.forget(self._llm)
+
+    def abort(self, *places: int) -> None:
+        """Abort requests while copies are in flight."""
+        assert not self._is_idle()
+        self._llm.llm_engine.abort_request([self._names[place] for place in places])
+
+    def sleep(self, level: int) -> None:
+        """Abort all requests amid copies, sleep and wake up; after level 2 load the weights anew."""
+        self.abort(*range(len(PROMPTS)))
+        self._llm.sleep(level)
+        self._llm.wake_up()
+        if level == 2:
+            self._llm.collective_rpc("reload_weights")
+
+    def counts(self) -> dict[str, float]:
+        samples = self.metrics({})["samples"]
+        return {
+            word: sum(value for found, _, value in samples if found == name)
+            for word, name in COUNTERS.items()
+        }
+
+    def tell(self, chapters: Mapping[str, Chapter], expected: Answers) -> None:
+        """Have it all happen; AssertionError at the first other token."""
+        for name, chapter in chapters.items():
+            chapter.before(self)
+            counts = self.counts()
+            answers = self.serve(chapter.events)
+            right = [None if place in chapter.aborted else one for place, one in enumerate(expected)]
+            assert answers == right, f"other tokens: {name}"
+            moved = {word for word, value in self.counts().items() if value > counts[word]}
+            assert moved.issuperset(chapter.moves), f"{name}: {moved}"
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +175,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "tiny")
 
 
+_allocators: list[object] = []  # vLLM wants an empty one for each engine that can sleep, and they never are
+
+
 @contextmanager
-def engine(model: Path, settings: Mapping[str, Any] | None) -> Iterator[process.Engine]:
+def engine(
+    order: str, model: Path, settings: Mapping[str, Any] | None, more: Mapping[str, Any] | None = None
+) -> Iterator[Engine]:
     """Start an engine in this process."""
-    it = process.Engine()
-    it.load({})
-    gc.freeze()  # vLLM collects garbage many times in a start, which takes most of the start
-    it.start({"arguments": engine_arguments(model, settings, FOR_FOUR)})
+    it = Engine(model, settings, more or {})
     try:
         yield it
     finally:
-        torch.cuda.synchronize()  # a planted fault leaves copies behind
+        choose(order)  # a planted fault leaves copies behind
         it.stop({})
-
-
-def answer(it: process.Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> Answers:
-    found: Answers = it.generate({"prompts": prompts, "output_tokens": OUTPUT_TOKENS})["answers"]
-    return found
-
-
-def count(it: process.Engine, name: str) -> float:
-    return float(sum(value for found, _, value in it.metrics({})["samples"] if found == name))
+        _allocators.append(cumem.CuMemAllocator.instance)
+        cumem.CuMemAllocator.instance = None
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Answers:
-    with engine(model, None) as it:
-        return answer(it)
+    with engine("late", model, None) as it:
+        return it.serve({})
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -83,51 +205,27 @@ def settings(folder: Path) -> dict[str, Any]:
     return {**found, "secondary_tiers": [{**tier, "deadline_s": LONG_S} for tier in found["secondary_tiers"]]}
 
 
-@dataclass
-class Story:
-    """Answers of engines with kvtier, and events on the way."""
-
-    answers: list[Answers] = field(default_factory=list)
-    counts: dict[str, float] = field(default_factory=dict)
-
-
-def tell_story(model: Path, folder: Path) -> Story:
-    """Preempt and evict, load what was evicted, and load everything in a second engine on the same files."""
-    story = Story()
-    with engine(model, settings(folder)) as it:
-        story.answers += [answer(it), answer(it, PROMPTS[::-1])[::-1]]
-        story.counts["preempted"] = count(it, "vllm:num_preemptions_total")
-        story.counts["loaded"] = count(it, "kvtier_loaded_chunks_total")
-        it.settle({})
-    with engine(model, settings(folder)) as it:
-        story.answers.append(answer(it))
-        story.counts["loaded again"] = count(it, "kvtier_loaded_chunks_total")
-    return story
-
-
 @pytest.fixture(autouse=True)
 def copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load small pages by copies too: kvtier's kernel is never late."""
     monkeypatch.setattr(_cuda_runtime, "_open_kernel", lambda device: None)
 
 
-@pytest.mark.parametrize("order", ["late", "early"], indirect=True)
+@pytest.mark.parametrize("order", ["late", "early", "random:1"], indirect=True)
 def test_tokens_survive_everything(order: str, model: Path, expected: Answers, tmp_path: Path) -> None:
-    story = tell_story(model, tmp_path)
-    assert story.answers == [expected] * 3
-    assert all(story.counts.values()), story.counts
+    with engine(order, model, settings(tmp_path) | LOADED_WITHIN_STEPS) as it:
+        it.tell({**FIRST, **HOST_MEMORY, **ABORTED}, expected)
+        assert CopyQueue.EXPEDITED in {thread.name for thread in threading.enumerate()}
+        it.settle({})
+    with engine(order, model, settings(tmp_path), WHOLE) as it:
+        it.tell(CHAPTERS, expected)
 
 
-@pytest.mark.parametrize(
-    ("order", "plant"),
-    [
-        pytest.param("early", without_wait(CopyQueue.STORE), id="store-without-wait"),
-        pytest.param("late", reported_at_once, id="end-without-wait"),
-    ],
-    indirect=["order"],
-)
-def test_missing_wait_changes_tokens(
-    order: str, plant: Plant, model: Path, expected: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("order", ["late"], indirect=True)
+def test_early_report_changes_tokens(
+    order: str, model: Path, expected: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch)
-    assert tell_story(model, tmp_path).answers != [expected] * 3
+    reported_at_once(monkeypatch)
+    found = pytest.raises(AssertionError, match=r"^other tokens")
+    with engine(order, model, settings(tmp_path)) as it, found:
+        it.tell({**FIRST, **HOST_MEMORY}, expected)

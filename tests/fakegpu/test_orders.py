@@ -25,12 +25,16 @@ ORDERS = ["late", "early", *(f"random:{seed}" for seed in range(4))]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+def choose(order: str) -> None:
+    """Finish all work and repair the device; then use this order."""
+    ctypes.CDLL("libcudart.so.13").fakegpu_order(order.encode())
+
+
 @pytest.fixture
 def order(request: pytest.FixtureRequest) -> Iterator[str]:
-    choose = ctypes.CDLL("libcudart.so.13").fakegpu_order
-    choose(request.param.encode())
+    choose(request.param)
     yield request.param
-    choose(os.environ["KVTIER_FAKE_ORDER"].encode())
+    choose(os.environ["KVTIER_FAKE_ORDER"])
 
 
 @pytest.fixture

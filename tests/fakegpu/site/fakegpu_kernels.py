@@ -341,7 +341,8 @@ def reshape_and_cache_flash(
 
 def flash_attention(q: Any, k: Any, v: Any, *rest: Any) -> list[torch.Tensor]:
     """Compute FlashAttention 3's ``fwd`` over a paged cache; its other arguments by their places there."""
-    out, first_tokens, lengths, table, scale, causal = rest[3], rest[4], rest[8], rest[11], rest[20], rest[21]
+    out, first_tokens, lengths, table = rest[3], rest[4], rest[8], rest[11]
+    scale, causal, window = rest[20:23]
     launch()
     result = out if out is not None else torch.empty_like(q)
     queries, keys, values, into = alias(q), alias(k), alias(v), alias(result)
@@ -356,7 +357,8 @@ def flash_attention(q: Any, k: Any, v: Any, *rest: Any) -> list[torch.Tensor]:
             cache[blocks].flatten(0, 1)[:length].float().repeat_interleave(heads_each, 1).transpose(0, 1)
             for cache in (keys, values)
         ]
-        mask = torch.arange(length)[None] <= torch.arange(count)[:, None] + length - count if causal else None
+        distance = torch.arange(count)[:, None] + length - count - torch.arange(length)[None]
+        mask = (distance >= 0) & ((distance <= window) | (window < 0)) if causal else None
         found = torch.nn.functional.scaled_dot_product_attention(
             queries[tokens].float().transpose(0, 1), *both, attn_mask=mask, scale=scale
         )
@@ -369,6 +371,12 @@ def use_vllm(module: ModuleType) -> None:
     for kernel in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding):
         implement("_C", kernel.__name__, kernel)
     implement("_C_cache_ops", "reshape_and_cache_flash", reshape_and_cache_flash)
+
+
+def use_loaded_libraries(module: Any) -> None:
+    """Have vLLM's sleep call the fake GPU's runtime: torchvision brings another one."""
+    find = module.find_loaded_library
+    module.find_loaded_library = lambda name: "libcudart.so.13" if name == "libcudart" else find(name)
 
 
 def use_flash_attention(module: ModuleType) -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 PATCHED = {
     "torch": "use_torch",
     "triton.runtime.interpreter": "use_interpreter",
+    "vllm.utils.system_utils": "use_loaded_libraries",
     "vllm._custom_ops": "use_vllm",
     "vllm.vllm_flash_attn.flash_attn_interface": "use_flash_attention",
     "vllm.v1.sample.ops.topk_topp_sampler": "use_sampler",
