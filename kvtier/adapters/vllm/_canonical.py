@@ -219,7 +219,7 @@ class _Canonicalizer:
 
 
 def _is_secret(name: str, value: object) -> bool:
-    """Return whether these are texts that no manifest may show. A number or a mapping can change the model."""
+    """Return whether these are texts that no manifest may show. Numbers and mappings can change the model."""
     return isinstance(value, str | bytes | list | tuple | set) and bool(_SECRET.search(name))
 
 
