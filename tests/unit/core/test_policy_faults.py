@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from kvtier._core.messages import SlotsReady
+from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
-from tests.unit.core.world import keys, reserve, store
+from tests.unit.core.world import COPIED, answer, keys, reserve, step, store
 from tests.unit.core.world import make as core_of
 
 
@@ -114,6 +115,16 @@ def test_raising_policy_is_replaced(where: str) -> None:
     core.settle(0.0)
     assert core.take_counts()["policy_replaced", "raised"] == 1
     assert type(core.table.orders[1]) is LRU
+
+
+def test_replacement_knows_promoted_chunks() -> None:
+    policy = Wild()
+    core, request = core_of(8, 1, policy), Request()
+    (get,) = step(core, request, keys("old", 3))
+    core.close(request)
+    policy.raises_in = "add"
+    answer(core, get, [COPIED] * 3)  # checks that each chunk is a candidate
+    assert core.table.evictable == 3
 
 
 def test_replacement_evicts_tail_first() -> None:
