@@ -180,7 +180,7 @@ def test_a_reset_gives_them_up(is_running: bool) -> None:
 
 
 def test_probe_spares_adopted_chunks() -> None:
-    """A window's chunk was given up. The next tier is probed with it, while another chunk is about to be got."""
+    """The next tier is probed with a chunk that was given up, while another one is about to be got."""
     windows, others = keys("old", 1, group=1), keys("other", 2)
     statuses = [TierStatus("adopted", in_place=True), TierStatus("files")]
     limits = Limits(promotion_reserve=0.0, promotion_budget=0.25, load_gate="latency")
