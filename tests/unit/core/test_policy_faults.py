@@ -127,6 +127,25 @@ def test_replacement_knows_promoted_chunks() -> None:
     assert core.table.evictable == 3
 
 
+class Forgetful(LRU):
+    """A policy that counts its candidates once."""
+
+    counts = 0
+
+    def __len__(self) -> int:
+        self.counts += 1
+        if self.counts > 1:
+            raise RuntimeError("len")
+        return super().__len__()
+
+
+def test_second_count_may_raise() -> None:
+    core = core_of(8, 0, Forgetful())
+    store(core, keys("old", 3))
+    assert core.table.evictable == 3
+    invariants.check(core)
+
+
 def test_replacement_evicts_tail_first() -> None:
     core, policy = make()
     policy.act = CHOICES["nothing"][0]
