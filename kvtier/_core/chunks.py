@@ -111,8 +111,11 @@ class ChunkTable:
     @property
     def evictable(self) -> int:
         """How many chunks may be evicted, as far as the policy knows."""
-        self._call(DEFAULT, len)
-        return sum(map(len, self.orders))
+        try:
+            return sum(map(len, self.orders))
+        except Exception:
+            self._replace_policy("raised")
+            return sum(map(len, self.orders))
 
     def priority(self, key: OffloadKey) -> int:
         """Return the priority of a chunk: 0 to 3."""
@@ -329,13 +332,14 @@ class ChunkTable:
     def filled(self, chunks: Sequence[Chunk], pins: int = 0) -> list[Chunk]:
         """End the copies into ``chunks``; those that are READY now get ``pins`` pins and are returned.
 
-        With no pins they are candidates at once. DOOMED ones are given back.
+        They are visible, and with no pins candidates at once. DOOMED ones are given back.
         """
         ready = []
         for chunk in chunks:
             if chunk.state is _FILLING:
                 chunk.state = _READY  # FILLING has no other move at this event
                 chunk.pins += pins
+                self.visible[chunk.key] = chunk  # an order of eviction asks for its place
                 ready.append(chunk)
         self.unpin(chunks)  # the copy's pin
         return ready

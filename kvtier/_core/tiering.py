@@ -200,7 +200,7 @@ class Tiering:
 
         A request whose deadline has passed stays EXPIRED until it is served: its scans wait no more.
         """
-        if request.held or request.state is not RequestState.IDLE:
+        if request in self.holds.pending or request.state is not RequestState.IDLE:
             self._end_wait(request)
             request.move(RequestEvent.SERVED)
             request.deadline_s = None

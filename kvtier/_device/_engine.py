@@ -198,10 +198,20 @@ class TransferEngine:
                 if transfer_id in self._in_flight:
                     raise ValueError(f"transfer {transfer_id} is in flight already")
                 self._in_flight.add(transfer_id)
-            if self._watchdog is None:  # an engine that was never used keeps nothing alive
-                self._watchdog = threading.Thread(target=self._watch, name="kvtier-watch", daemon=True)
-                self._watchdog.start()
-            self._queues[queue].submit(transfer_id, plan, attempts, check)
+            try:
+                self._start_threads(queue)
+            except RuntimeError as error:  # the process may have no more threads: the next one tries again
+                self._end(Finished(transfer_id, plan.nbytes, 0.0, error, None))
+            else:
+                self._queues[queue].submit(transfer_id, plan, attempts, check)
+
+    def _start_threads(self, queue: CopyQueue) -> None:
+        """Start the threads of a transfer. An engine that was never used keeps nothing alive."""
+        if self._watchdog is None:
+            watchdog = threading.Thread(target=self._watch, name="kvtier-watch", daemon=True)
+            watchdog.start()
+            self._watchdog = watchdog
+        self._queues[queue].start()
 
     def _end(self, result: Finished) -> None:
         """Record how a transfer ended, and wake the waiting threads."""

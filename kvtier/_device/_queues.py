@@ -79,7 +79,7 @@ class DeviceHealth:
 
 
 class QueueThread:
-    """A thread that makes transfers in order and reports each; it starts with the first one."""
+    """A thread that makes transfers in order and reports each, once it is started."""
 
     def __init__(
         self, queue: CopyQueue, runtime: Runtime, health: DeviceHealth, report: Callable[[Finished], None]
@@ -114,9 +114,13 @@ class QueueThread:
         if is_stuck:
             assert self._health.lost is not None
             self._report(transfer.failed(self._health.lost))
-        elif self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._queue, daemon=True)
-            self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread unless it runs. RuntimeError if the process may have no more threads."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name=self._queue, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """End the thread after its transfers. A stuck thread is left alone."""

@@ -264,7 +264,7 @@ class Finished:
     nbytes: int  # of its pages
     seconds: float  # of the copy, without the wait for its turn
     error: BaseException | None = None  # why it failed for good
-    attempt: Attempt | None = Attempt.FIRST  # the last one; None if none was made: the device was lost
+    attempt: Attempt | None = Attempt.FIRST  # the last one; None if none was made, as on a lost device
 
 
 @dataclass(frozen=True, slots=True)

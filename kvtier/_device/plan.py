@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,7 +128,8 @@ class _Group:
     ) -> None:
         used = _distinct(refs)
         self._blocks_per_chunk = layout.blocks_per_chunk
-        self._num_blocks = min((caches.tensors[ref.tensor].shape[0] for ref in used), default=0)
+        sizes = (caches.tensors[ref.tensor].shape[0] for ref in used)
+        self._num_blocks = min(sizes, default=sys.maxsize)  # another pipeline stage has all layers of a group
         # A tensor's pages in the next slot follow directly only if slots hold pages of that tensor alone.
         slots_join = layout.chunk_bytes == layout.worker_bytes and len(layout.page_bytes) == 1
         joined_blocks = layout.blocks_per_chunk * (piece_slots if slots_join else 1)

@@ -6,7 +6,7 @@ writers. After every step the core's answers are compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
@@ -41,6 +41,9 @@ from kvtier._core.transfers import Pinned, Reservation
 from kvtier._telemetry.catalogue import COUNTERS
 from kvtier.keys import OffloadKey, group_index, pack_key
 from kvtier.policies._arc import ARC
+from kvtier.policies._auto import Auto
+from kvtier.policies._base import EvictionPolicy, Run
+from kvtier.policies._lhd import LHD
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
 from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
@@ -66,6 +69,7 @@ PROMPTS = [
     _chain("shared", 4) + _chain("right", 6),
     _chain("alone", 12),
     _chain("window", 6, group=1),
+    _chain("shared", 4) + _chain("window", 6, group=1),
 ]
 KEYS = sorted({key for prompt in PROMPTS for key in prompt})
 
@@ -110,6 +114,52 @@ limits = st.builds(
     max_announced=st.sampled_from([1, 5, 100, 100]),
     load_gate=st.sampled_from(["latency", "throughput", "off"]),
 )
+
+
+class Raising(LRU):
+    """A policy that raises once, in one of its calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self._count()
+        super().add_run(run, keys, used=used)
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        self._count()
+        super().pin(keys)
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        self._count()
+        return super().evict(count)
+
+    def _count(self) -> None:
+        self.calls -= 1
+        if not self.calls:
+            raise RuntimeError("a fault of the policy")
+
+
+class Entries:
+    """The entries of slots that an engine before has left; the bytes of ``verified`` ones were verified."""
+
+    def __init__(self, verified: Iterable[int]) -> None:
+        self.verified = set(verified)
+
+    def fill(self, slots: Collection[int]) -> None:
+        self.verified.difference_update(slots)
+
+    drop = fill
+
+    def use(self, slots: Collection[int]) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.verified.clear()
+
+    def is_verified(self, slot: int) -> bool:
+        return slot in self.verified
 
 
 @dataclass(eq=False)
@@ -172,21 +222,23 @@ class CoreMachine(RuleBasedStateMachine):
         self.untold: list[set[OffloadKey]] = []  # chunks that have left a tier, which does not say so yet
 
     @initialize(
-        policy=st.sampled_from([LRU, ARC]),
-        tiers=st.integers(0, 3),
-        slots=st.integers(1, 24),
+        policy=st.sampled_from([LRU, ARC, LHD, Auto]) | st.integers(1, 30),
+        tiers=st.sampled_from([1, 2, 3, 1, 2, 0]),
+        slots=st.sampled_from([12, 24, 6, 3, 17, 1]),
         limits=limits,
         windowed=st.sampled_from([frozenset[int](), frozenset({1})]),
-        kept=st.lists(st.integers(0, 12), min_size=12, max_size=12),
+        kept=st.lists(st.sampled_from([12, 12, 5, 2, 0]), min_size=15, max_size=15),
+        adopted=st.just([]) | st.lists(st.sampled_from(KEYS), unique=True, max_size=12),
     )
     def start(
         self,
-        policy: type[LRU] | type[ARC],
+        policy: type[EvictionPolicy] | int,
         tiers: int,
         slots: int,
         limits: Limits,
         windowed: frozenset[int],
         kept: list[int],
+        adopted: list[OffloadKey],
     ) -> None:
         gates = [
             TierStatus(
@@ -194,16 +246,28 @@ class CoreMachine(RuleBasedStateMachine):
             )
             for index in range(tiers)
         ]
+        self.in_place = [TierStatus("adopted", TIER_DEADLINE_S, in_place=True)] if adopted else []
         self.windowed = windowed
         self.core = EfficiencyCheckedTiering(
-            policy(), gates, limits, windowed_groups=windowed, track_kv_events=True
+            Raising(policy) if isinstance(policy, int) else policy(),
+            [*self.in_place, *gates],
+            limits,
+            windowed_groups=windowed,
+            track_kv_events=True,
         )
         invariants.watch_evictions(self.core)
         self._watch_released()
+        self._watch_orders()
         for _ in range(tiers):  # another engine has been there before
             self.stored.append({key for prompt in PROMPTS for key in prompt[: kept.pop()]})
+        self.stored[:0] = [set()] * len(self.in_place)
+        for _ in self.stored:
             self.believed.append(set())
             self.untold.append(set())
+        slot_of = dict(zip(adopted, range(slots), strict=False))
+        self.contents.update((slot, (key, self.epoch)) for key, slot in slot_of.items())
+        if self.in_place:
+            self.core.adopt(Entries([slot for slot in slot_of.values() if slot % 3 == 0]), slot_of)
         self.core.on_event(SlotsReady(range(slots)), self.now_s)
 
     def _watch_released(self) -> None:
@@ -220,12 +284,22 @@ class CoreMachine(RuleBasedStateMachine):
 
         setattr(self.core.priorities, "released", checked)  # noqa: B010
 
+    def _watch_orders(self) -> None:
+        """A policy that raises is replaced by one over the visible chunks, and asks for their places."""
+        table, call = self.core.table, self.core.table._call_each
+
+        def checked(keys: list[OffloadKey], act: Callable[..., object]) -> None:
+            assert table.visible.keys() >= set(keys), "an order is told of visible chunks"
+            call(keys, act)
+
+        setattr(table, "_call_each", checked)  # noqa: B010
+
     # --- what an engine does ---------------------------------------------------------------------
 
     @precondition(lambda self: len(self.askers) < 4)
     @rule(
         prompt=prompts,
-        length=lengths,
+        length=st.sampled_from([12, 12, 7, 4, 1]),
         backwards=st.booleans(),
         allowed=filters,
         wait_s=st.sampled_from([0.0, 0.0, 1.0, 8.0]),
@@ -549,7 +623,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.jobs.remove(job)
         command, answers = job.command, []
         for index, key in enumerate(command.keys):
-            answer = wishes[index] if key in job.stored else Answer.MISSING
+            is_there = key in job.stored or self._is_in_place(command)
+            answer = wishes[index] if is_there else Answer.MISSING
             if index < len(command.slots):
                 landed = answer is Answer.COPIED
                 self._end_writing(command.slots[index], job, (key, job.epoch) if landed else GARBAGE)
@@ -583,8 +658,14 @@ class CoreMachine(RuleBasedStateMachine):
             else:
                 assert len(command.slots) <= len(command.keys)
                 self._require_wanted(command)
+                if self._is_in_place(command):
+                    for key, slot in zip(command.keys, command.slots, strict=False):
+                        self._require_bytes(slot, key)
                 for slot in command.slots:
                     self._write(slot, job)
+
+    def _is_in_place(self, command: Put | Get) -> bool:
+        return self.core.shared.tiers[command.tier].in_place
 
     def _require_given_work(self, command: Put | Get) -> None:
         """A tier that is down gets nothing, one that fails one transfer of a verb at a time."""
@@ -700,7 +781,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core.next_deadline_s() is None
         assert not self.core.holds.promoting
         assert sum(chunk.pins for chunk in table.all) == 0
-        assert len(table.free) + len(table.visible) == len(table.all)
+        assert table.room + len(table.visible) == len(table.all)
         assert table.evictable == len(table.visible)
 
 

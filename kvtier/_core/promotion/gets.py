@@ -156,7 +156,6 @@ class Gets:
         copied = table.filled(good, pins=len(waiters))
         for chunk in copied:
             chunk.origin = transfer.tier
-            table.visible[chunk.key] = chunk
         for request in waiters:
             request.held.update(dict.fromkeys(copied, request.round))
             self._holds.enter(request)

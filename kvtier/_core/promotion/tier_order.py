@@ -180,12 +180,16 @@ class TierOrder:
         return fetched, request.base + held + index, to_get[front]
 
     def _probe(self, tier: int, keys: Keys, now_s: float) -> None:
-        """Get a few of the keys although computing is quicker, if a probe is due, to learn if it still is."""
+        """Get a few of the keys although computing is quicker, if a probe is due, to learn if it still is.
+
+        It takes no adopted chunk's slot: the caller may be about to get that chunk.
+        """
         room = min(len(keys), self._holds.room)
         if not room or not (count := min(room, self._shared.gate.probe_size(tier, now_s))):
             return
-        self._shared.evict(count - self._shared.table.room)
-        if count := min(count, self._shared.table.room):
+        free = self._shared.table.free
+        self._shared.evict(count - len(free))
+        if count := min(count, len(free)):
             self._shared.gate.note_probe(tier, now_s)
             self._gets.start_get(tier, keys[:count], count, {}, now_s).is_probe = True
 

@@ -177,3 +177,28 @@ def test_a_reset_gives_them_up(is_running: bool) -> None:
         answer(core, get, [COPIED])
     assert ask(core, Request(), OLD[:1]) == [MISS]
     assert core.table.room == 8
+
+
+def test_probe_spares_adopted_chunks() -> None:
+    """The next tier is probed with a chunk that was given up, while another one is about to be got."""
+    windows, others = keys("old", 1, group=1), keys("other", 2)
+    statuses = [TierStatus("adopted", in_place=True), TierStatus("files")]
+    limits = Limits(promotion_reserve=0.0, promotion_budget=0.25, load_gate="latency")
+    core = Tiering(LRU(), statuses, limits, windowed_groups=frozenset({1}))
+    core.adopt(Voided(), {windows[0]: 0, OLD[0]: 1, others[0]: 2, others[1]: 3})
+    core.on_event(SlotsReady(range(8)), 0.0)
+    core.note_computed(0, 10, 0.01)
+    core.shared.gate.get_ended(1, 1, 9.0, 0.0)
+    assert core.shared.gate.decide_to_compute(1, 1, 1, 0, 1, 0.0)
+    (budget,) = step(core, holder := Request(), others)
+    located = step(core, request := Request(), [*OLD[:1], *windows])
+    for get in located:
+        answer(core, get, [LOCATED])
+    answer(core, budget, [COPIED, COPIED])
+    ask(core, holder, others)
+    core.release(core.acquire(others, holder))
+    core.commit(reserve(core, NEW[:5]), 0.0)  # four free slots, and the one of the window
+    core.take_commands()
+    probe, get = step(core, request, [*OLD[:1], *windows], 1.0)
+    assert (probe.tier, probe.keys) == (1, windows)
+    assert (get.tier, get.keys) == (0, OLD[:1])

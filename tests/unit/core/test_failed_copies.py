@@ -13,7 +13,20 @@ from kvtier._core.transfers import Pinned
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._arc import ARC
 from kvtier_testing import invariants
-from tests.unit.core.world import HIT, MISS, RETRY, ask_all, fetches, keys, make, reserve, store
+from tests.unit.core.world import (
+    HIT,
+    MISS,
+    MISSING,
+    RETRY,
+    answer,
+    ask_all,
+    fetches,
+    keys,
+    make,
+    reserve,
+    step,
+    store,
+)
 
 KEYS = keys("k", 4)
 
@@ -89,3 +102,18 @@ def test_lookup_beside_failed_load() -> None:
     core.settle(0.0)
     invariants.check(core)
     assert fetches(core) == []
+
+
+def test_void_hit_leaves_the_line() -> None:
+    """A load fails in the round in which another request was told of its chunks, and a tier answers."""
+    core = make(8, policy=ARC(), budget=1.0, put_backlog=1.0)
+    store(core, KEYS)
+    request = Request("b")
+    (get,) = step(core, Request("a"), keys("elsewhere", 2))
+    pinned = load(core, Request("c"))
+    assert ask_all(core, request, KEYS) == [HIT] * 4
+    core.fail_load(pinned)
+    answer(core, get, [MISSING] * 2)
+    core.settle(0.0)
+    invariants.check(core)
+    assert request not in core.holds.pending

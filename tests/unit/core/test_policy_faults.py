@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from kvtier._core.messages import SlotsReady
+from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants
-from tests.unit.core.world import keys, reserve, store
+from tests.unit.core.world import COPIED, answer, keys, reserve, step, store
 from tests.unit.core.world import make as core_of
 
 
@@ -114,6 +115,35 @@ def test_raising_policy_is_replaced(where: str) -> None:
     core.settle(0.0)
     assert core.take_counts()["policy_replaced", "raised"] == 1
     assert type(core.table.orders[1]) is LRU
+
+
+def test_replacement_knows_promoted_chunks() -> None:
+    policy = Wild()
+    core, request = core_of(8, 1, policy), Request()
+    (get,) = step(core, request, keys("old", 3))
+    core.close(request)
+    policy.raises_in = "add"
+    answer(core, get, [COPIED] * 3)  # checks that each chunk is a candidate
+    assert core.table.evictable == 3
+
+
+class Forgetful(LRU):
+    """A policy that counts its candidates once."""
+
+    counts = 0
+
+    def __len__(self) -> int:
+        self.counts += 1
+        if self.counts > 1:
+            raise RuntimeError("len")
+        return super().__len__()
+
+
+def test_second_count_may_raise() -> None:
+    core = core_of(8, 0, Forgetful())
+    store(core, keys("old", 3))
+    assert core.table.evictable == 3
+    invariants.check(core)
 
 
 def test_replacement_evicts_tail_first() -> None:

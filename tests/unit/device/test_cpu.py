@@ -127,6 +127,27 @@ def test_lost_device_is_believed() -> None:
         ]
 
 
+@pytest.mark.parametrize("name", ["kvtier-watch", "kvtier-store"])
+def test_missing_thread_fails_one_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, [name]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            refused.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with rig(open_transfer_engine) as it:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        it.engine.submit_store(1, one(3), [2])
+        it.store(2, one(3), [2])
+        it.check()
+        assert [(end.transfer_id, str(end.error)) for end in it.engine.finished()] == [
+            (1, "can't start new thread"),
+            (2, "None"),
+        ]
+
+
 def test_failing_wakeup_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def closed_loop() -> None:
         raise RuntimeError("Event loop is closed")

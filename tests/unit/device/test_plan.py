@@ -72,6 +72,17 @@ def test_doubled_tensor_copied_once() -> None:
     assert plan.sizes.tolist() == [64]
 
 
+def test_group_without_layers_copies_nothing() -> None:
+    """As of another stage of a pipeline; the other workers have its pages."""
+    caches = KVCaches((torch.zeros((4, 64), dtype=torch.int8),), ((), (PageRef(0, 64),)))
+    plans, both = (
+        CopyPlanner(caches, SlotLayout.make((64,), 2), HOST, 8),
+        Blocks.make([1, 2, 3], (2, 1), (0, 1)),
+    )
+    assert plans.load([6, 5], both).sizes.tolist() == [64]
+    assert plans.store(Blocks.make([1, 2], (2, 0), (0, 0)), [6]).nbytes == 0
+
+
 @pytest.mark.parametrize(
     ("ids", "sizes", "firsts", "message"),
     [

@@ -58,6 +58,10 @@ def check(core: Tiering) -> None:
         "nothing is held for a closed request",
     )
     _require(
+        all(request.is_waiting or request in core._asked for request in core.holds.pending),
+        "a request is in line only while it waits, and until the end of its round",
+    )
+    _require(
         all(request.is_waiting and request not in core.holds.pending for request in core.holds.awaiting),
         "a request that awaits chunks waits, and is not in line",
     )
