@@ -137,8 +137,8 @@ class PageStore:
 
         Nothing is read or written until every tier has answered, however long that takes.
         """
-        self._resets += 1
         self._reset = self._loop.start(self._reset_tiers())
+        self._resets += 1  # only now: a read that begins before sees it change
 
     def end_reset(self, end_s: float) -> None:
         """Wait, until ``end_s``, for the end of the reset that ``begin_reset`` started.
