@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+import vllm
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.model_executor.model_loader import LoadFormats
@@ -533,8 +535,30 @@ def test_dummy_seed_counts(models: Callable[[str], Path]) -> None:
         ("VLLM_PORT_8000_TCP_ADDR", False),
         ("VLLM_ROUTER_SERVICE_PORT", False),
         ("HOME_OF_SOMETHING", False),
+        ("XHS_VIDEO_JPEG_QUALITY", True),
     ],
 )
 def test_counted_environment_variables(monkeypatch: pytest.MonkeyPatch, name: str, counts: bool) -> None:
     monkeypatch.setenv(name, "1")
     assert (name in relevant_environment()) is counts
+
+
+READ = re.compile(r"""(?:environ(?:\.get|\.setdefault)?|getenv)\s*[\[(]\s*["'](\w+)["']""")
+OTHERS_OF_MODELS = """
+ARCH AWS_ENDPOINT_URL COMPILE_ONLY FLYDSL_RUNTIME_CACHE_DIR HF_XET_HIGH_PERFORMANCE LOCAL_RANK
+MODELSCOPE_API_TOKEN NCCL_LAUNCH_MODE PYTORCH_ROCM_ARCH RUNAI_STREAMER_S3_ENDPOINT
+AITER_BF16_FP8_MOE_BOUND CUBLASLT_WORKSPACE_SIZE INKLING_GFX950_GLUON INKLING_SPLIT_KV LAMPORT_RS_SCONV
+USE_FLAGOS
+"""
+"""Variables of builds, places and transfers, then of the choice of kernels, which round differently."""
+
+
+def test_variables_of_models_are_reviewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(vllm.__file__).parent
+    folders = ("models", "model_executor", "multimodal", "renderers", "transformers_utils")
+    sources = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    names = {name for path in sources for name in READ.findall(path.read_text())}
+    read = {name for name in names if not name.startswith("VLLM_")}
+    for name in read:
+        monkeypatch.setenv(name, "1")
+    assert read - relevant_environment().keys() - set(OTHERS_OF_MODELS.split()) == set()
