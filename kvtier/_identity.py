@@ -30,10 +30,11 @@ LIBRARY_VARIABLES: Final = frozenset(
         "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         "TORCH_BLAS_PREFER_CUBLASLT",
+        "XHS_VIDEO_JPEG_QUALITY",  # which engines read for models that see videos as JPEGs
     }
 )
-"""Variables of the libraries below engines that change how numbers are computed, and so count. The one
-open list: the libraries have too many variables to name them all."""
+"""Variables without an engine's prefix that count, because they change how numbers are computed. The one open
+list: the libraries below engines have too many variables to name them all."""
 
 _LINES, _LINE = 20, 400  # most that a message lists, and characters of each
 

@@ -1,4 +1,4 @@
-"""Tells the weights of models apart, by samples of their files."""
+"""Tells the weights of models apart, by samples of their files or the commit of a hub."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _SAMPLE_BYTES = 4096
 def weights_fingerprint(model: Path) -> str | None:
     """Return a digest of a model's files: their names, sizes and samples of their bytes.
 
-    A model that was replaced at the same path must not be given the old one's chunks. Up to 1,024 evenly
-    spread samples of 4 KiB are read from each file, some milliseconds of work. A change of less than about
-    half a percent of a file can go unseen: that is what the setting ``namespace`` is for. Files that say how
-    to use the weights count as well (settings of the quantisation, of image processors and of generation,
-    code), but not the tokenizer's, nor ``config.json``, which the caller adds as the engine has read it.
+    A model that was replaced at the same path must not get the old one's chunks. The digest has up to 1,024
+    evenly spread samples of 4 KiB from each file, which takes milliseconds. It can miss a change of less than
+    half a percent of a file: that is what the setting ``namespace`` is for. Files that say how to use the
+    weights count as well: settings of quantisation, image processors and generation, and code. Those of the
+    tokenizer do not, nor does ``config.json``, which the caller adds as the engine has read it. Encoders may
+    have folders of their own: all these files count there.
 
     Args:
         model: the directory that holds the files, or the one file that is all of the model.
@@ -31,23 +32,45 @@ def weights_fingerprint(model: Path) -> str | None:
     Returns:
         The digest, or None if there are no weights: then the revision names them.
     """
-    digest = hashlib.sha256()
-    if model.is_file():
-        _add_samples(digest, model)
-        return digest.hexdigest()[:32]
-    weights = [path for pattern in _WEIGHT_FILES for path in sorted(model.glob(pattern))]
-    if not weights:
+    files = [model] if model.is_file() else _files(model)
+    if not files:
         return None
-    beside = [path for pattern in _FILES_BESIDE for path in sorted(model.glob(pattern))]
-    for path in [*weights, *(path for path in beside if not _NOT_THE_WEIGHTS.match(path.name))]:
-        _add_samples(digest, path)
+    digest = hashlib.sha256()
+    for path in files:
+        _add_samples(digest, path, path.name if path == model else str(path.relative_to(model)))
     return digest.hexdigest()[:32]
 
 
-def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+def _files(model: Path) -> list[Path]:
+    """Return a model's files of weights, in its directory and its folders, then those beside them."""
+    weights, beside = (
+        [
+            path
+            for pattern in (*patterns, *(f"*/{pattern}" for pattern in patterns))
+            for path in sorted(model.glob(pattern))
+            if path.is_file() and os.access(path, os.R_OK)
+        ]
+        for patterns in (_WEIGHT_FILES, _FILES_BESIDE)
+    )
+    counted = (it for it in beside if it.parent != model or not _NOT_THE_WEIGHTS.match(it.name))
+    return [*weights, *counted] if weights else []
+
+
+def _add_samples(digest: hashlib._Hash, path: Path, name: str) -> None:
     size = path.stat().st_size
-    digest.update(f"{path.name}\0{size}\0".encode())
+    digest.update(f"{name}\0{size}\0".encode())
     step = max(_SAMPLE_BYTES, size // _SAMPLES)
     with path.open("rb", buffering=0) as file:
         for offset in range(0, size, step):
             digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+
+
+def hub_commit(name: str, revision: str | None, cache_dir: str | None) -> str | None:
+    """Return the commit of a model in a cache of Hugging Face's hub; None without one. Asks no network."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
+    except (OSError, ValueError):  # there is none, or the name is none of a repository
+        return None
+    return Path(folder).name

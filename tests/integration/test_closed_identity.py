@@ -6,23 +6,26 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
+import vllm
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.model_executor.model_loader import LoadFormats
 from vllm.platforms import current_platform
 
 from kvtier._weights import weights_fingerprint
-from kvtier.adapters.vllm import _excluded_settings
+from kvtier.adapters.vllm import _excluded_settings, _identity
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
 from kvtier.adapters.vllm._pages import device_kind, page_format
 from kvtier.errors import ConfigError
@@ -426,8 +429,62 @@ def test_single_file_has_fingerprint(tmp_path: Path) -> None:
     assert None is not weights_fingerprint(model) != before
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_fingerprint_covers_folders_of_encoders(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
+    (tmp_path / "config.json").write_text("{}")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (tmp_path / "encoder").symlink_to(elsewhere)  # as users share folders among models
+    alone = weights_fingerprint(tmp_path)
+    (elsewhere / name).write_bytes(WEIGHTS)
+    before = weights_fingerprint(tmp_path)
+    (elsewhere / name).write_bytes(WEIGHTS[::-1])
+    assert len({alone, before, weights_fingerprint(tmp_path)}) == 3
+
+
+def test_fingerprint_needs_no_weights_at_top(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "model.safetensors").write_bytes(WEIGHTS)
+    assert weights_fingerprint(tmp_path) is not None
+
+
+def test_unreadable_entries_have_no_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
+    before = weights_fingerprint(tmp_path)
+    (tmp_path / "broken.bin").symlink_to(tmp_path / "absent")
+    (tmp_path / "folder.bin").mkdir()
+    assert weights_fingerprint(tmp_path) == before
+
+
 def test_hub_name_has_no_fingerprint() -> None:
     assert weights_fingerprint(Path("organisation/model")) is None
+
+
+@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer", "of_a_plugin"])
+def test_weights_from_elsewhere_need_namespace(models: Callable[[str], Path], load_format: str) -> None:
+    config = configure(models("llama"))
+    config.load_config.load_format = load_format
+    with pytest.raises(ConfigError, match=f"load_format {load_format}.*namespace"):
+        identity_of(config)
+    assert identity_of(config, "one").digest != identity_of(config, "other").digest
+
+
+def test_load_formats_are_reviewed() -> None:
+    others = {"ipc_cache", "modelexpress", "tensorizer"}
+    assert set(get_args(LoadFormats)) == _identity._READS_FILES | others
+
+
+@pytest.mark.parametrize("field", ["audio_model_id", "text_model_id"])
+def test_weights_of_parts_count(models: Callable[[str], Path], tmp_path: Path, field: str) -> None:
+    config = configure(models("llama"))
+    setattr(config.model_config.hf_config, field, str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be identified"):
+        identity_of(config)
+    digests = set()
+    for weights in (WEIGHTS, WEIGHTS[::-1]):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 2
 
 
 def test_named_weights_need_namespace(
@@ -478,8 +535,30 @@ def test_dummy_seed_counts(models: Callable[[str], Path]) -> None:
         ("VLLM_PORT_8000_TCP_ADDR", False),
         ("VLLM_ROUTER_SERVICE_PORT", False),
         ("HOME_OF_SOMETHING", False),
+        ("XHS_VIDEO_JPEG_QUALITY", True),
     ],
 )
 def test_counted_environment_variables(monkeypatch: pytest.MonkeyPatch, name: str, counts: bool) -> None:
     monkeypatch.setenv(name, "1")
     assert (name in relevant_environment()) is counts
+
+
+READ = re.compile(r"""(?:environ(?:\.get|\.setdefault)?|getenv)\s*[\[(]\s*["'](\w+)["']""")
+OTHERS_OF_MODELS = """
+ARCH AWS_ENDPOINT_URL COMPILE_ONLY FLYDSL_RUNTIME_CACHE_DIR HF_XET_HIGH_PERFORMANCE LOCAL_RANK
+MODELSCOPE_API_TOKEN NCCL_LAUNCH_MODE PYTORCH_ROCM_ARCH RUNAI_STREAMER_S3_ENDPOINT
+AITER_BF16_FP8_MOE_BOUND CUBLASLT_WORKSPACE_SIZE INKLING_GFX950_GLUON INKLING_SPLIT_KV LAMPORT_RS_SCONV
+USE_FLAGOS
+"""
+"""Variables of builds, places and transfers, then of the choice of kernels, which round differently."""
+
+
+def test_variables_of_models_are_reviewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(vllm.__file__).parent
+    folders = ("models", "model_executor", "multimodal", "renderers", "transformers_utils")
+    sources = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    names = {name for path in sources for name in READ.findall(path.read_text())}
+    read = {name for name in names if not name.startswith("VLLM_")}
+    for name in read:
+        monkeypatch.setenv(name, "1")
+    assert read - relevant_environment().keys() - set(OTHERS_OF_MODELS.split()) == set()

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._config import TieringConfig
 from kvtier._identity import Identity, canonical_dtype
 from kvtier._log import GuardedLogger
-from kvtier._weights import weights_fingerprint
+from kvtier._weights import hub_commit, weights_fingerprint
 from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
 from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
 from kvtier.adapters.vllm._pages import device_kind
@@ -25,6 +25,14 @@ logger = GuardedLogger("kvtier.vllm")
 
 _OF_ONE_WORKER = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_READS_FILES = {
+    "auto", "dummy", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt", "runai_streamer",
+    "runai_streamer_sharded", "safetensors", "sharded_state",
+}  # fmt: skip
+"""Load formats that read all weights from the model's files. Others take them from another engine, an archive
+or a daemon, which may have older ones (``ipc_cache``)."""
+
+_OTHER_MODELS = ("audio_model_id", "text_model_id")  # of Ultravox
 
 
 def engine_identity(
@@ -91,15 +99,27 @@ def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping
     # A hub's revision, such as "main", can move; vLLM adds the commit.
     revision = getattr(model.revision, "resolved", model.revision)
     files = None if model.model_weights else weights_fingerprint(Path(model.model))
-    seed = model.seed if str(load.load_format) == "dummy" else None
+    is_dummy = load.load_format == "dummy"
+    seed = model.seed if is_dummy else None
     is_commit = revision is not None and _COMMIT.fullmatch(revision)
-    if not namespace and not is_commit and files is None and seed is None:
+    others = {} if is_dummy else _other_models(model, load)
+    unknown = [other for other, found in others.items() if found is None]
+    if load.load_format not in _READS_FILES or (not is_commit and files is None and seed is None):
+        unknown.append(name)
+    if unknown and not namespace:
         raise ConfigError(
-            f"the weights of {name} cannot be identified: they are not in a local directory, and no hub "
-            "commit is known. Set `namespace` in kv_connector_extra_config to a name that changes with the "
-            "weights, or remove secondary_tiers"
+            f"the weights of {', '.join(unknown)} cannot be identified: they are not in a local directory, "
+            f"no hub commit is known, or load_format {load.load_format} does not read the model's files. Set "
+            "`namespace` in kv_connector_extra_config to a name that changes with the weights, or remove "
+            "secondary_tiers"
         )
-    return {"name": name, "revision": revision, "files": files, "seed": seed}
+    return {"name": name, "revision": revision, "files": files, "seed": seed, **others}
+
+
+def _other_models(model: ModelConfig, load: LoadConfig) -> dict[str, str | None]:
+    """Return the weights of the models that this one is made of; vLLM loads their newest revision."""
+    named = filter(None, (getattr(model.hf_config, field, None) for field in _OTHER_MODELS))
+    return {it: weights_fingerprint(Path(it)) or hub_commit(it, None, load.download_dir) for it in named}
 
 
 def _kv_cache(config: OffloadingConfig, engine: EngineContext, shape: SlotShape) -> Mapping[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
@@ -23,6 +23,7 @@ from kvtier.tiers import SecondaryTier
 from kvtier.tiers._waiting import until_done
 from kvtier.tiers.fs import FsTier
 from kvtier_sglang._pages import HostPages
+from kvtier_sglang._store import PageStore
 from kvtier_testing.dummy import DummyTier
 
 WAIT_S = 60.0
@@ -98,6 +99,26 @@ def test_clear_during_read_misses(attach: Attach, copies: Copies, threads: Threa
     storage.clear()
     copies.let_through.set()
     assert reading.result(WAIT_S) == [False] * 8
+
+
+def test_read_begun_within_clear_misses(
+    attach: Attach, copies: Copies, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pools.mha()
+    storage = attach(pool)
+    store(storage, pool)
+    indices = pools.indices(pool, range(16, 24))
+    reading: list[Future[list[bool]]] = []
+    reset_tiers = PageStore._reset_tiers
+
+    def reset_after_read_has_begun(pages: PageStore) -> Coroutine[Any, Any, list[str]]:
+        reading.append(begun(copies, threads, storage.batch_get_v1, hashes(), indices))
+        return reset_tiers(pages)
+
+    monkeypatch.setattr(PageStore, "_reset_tiers", reset_after_read_has_begun)
+    storage.clear()
+    copies.let_through.set()
+    assert reading[0].result(WAIT_S) == [False] * 8
 
 
 def test_clear_during_write_stores_nothing(

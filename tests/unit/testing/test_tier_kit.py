@@ -536,6 +536,31 @@ async def shares_what_follows_a_reset(self: GoodTier) -> None:
     self.store.clear()
 
 
+@broken(("a_damaged_chunk_is_not_given_and_can_be_put_again", "so show that it finds damage"))
+class ClaimsToVerify(GoodTier):
+    verifies = True
+
+
+@broken(("a_reset_parts_tiers_that_share_a_place", "what another has put since"))
+class GivesWhatOthersPutAfterAReset(GoodTier):
+    """After a reset, looks where all tiers put, too: at its reset nothing old was left there."""
+
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        self.shared = self.store
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return [key in self.store or key in self.shared for key in keys]
+
+    def fill_one(self, batch: Batch, index: int) -> Status:
+        own, key = self.store, batch.keys[index]
+        self.store = own if key in own else self.shared
+        try:
+            return super().fill_one(batch, index)
+        finally:
+            self.store = own
+
+
 @bug("put", (PUT_AT_RESET, "the tier that was reset gives"))
 async def resets_what_is_stored_only(self: GoodTier, batch: Batch) -> Outcome:
     chunks = await in_thread(self.copies, batch)

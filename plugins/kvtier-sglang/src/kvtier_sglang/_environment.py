@@ -22,7 +22,7 @@ _KERNELS = (
 # Which kernels compute, the order of sums, and how images are made smaller before a model sees them.
 _COUNTED = {
     "BIAS_PREP_ONLY", "CK_MOE", "CUTE_DSL_ARCH", "NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
-    "VIDEO_MAX_PIXELS", "XHS_VIDEO_JPEG_QUALITY",
+    "VIDEO_MAX_PIXELS",
 }  # fmt: skip
 
 # Names of one engine, process or machine.

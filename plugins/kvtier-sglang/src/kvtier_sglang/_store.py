@@ -122,7 +122,7 @@ class PageStore:
         self, keys: Sequence[OffloadKey], pages: Mapping[OffloadKey, list[int]], end_s: float, resets: int
     ) -> list[bool]:
         with self._loop.lend(self._manager.write(keys), _left_s(end_s)) as written:
-            if resets != self._resets or not self._is_reset:  # checked in here, where a later reset counts
+            if resets != self._resets or not self._is_reset:  # a later reset hides the pages
                 raise StateError("the cache was cleared meanwhile: these pages are not stored")
             for key, slot in zip(written.keys, written.views, strict=True):
                 self._pages.copy_in(pages[key], slot)
@@ -137,8 +137,8 @@ class PageStore:
 
         Nothing is read or written until every tier has answered, however long that takes.
         """
-        self._resets += 1
         self._reset = self._loop.start(self._reset_tiers())
+        self._resets += 1  # only now: a read that begins before sees it change
 
     def end_reset(self, end_s: float) -> None:
         """Wait, until ``end_s``, for the end of the reset that ``begin_reset`` started.

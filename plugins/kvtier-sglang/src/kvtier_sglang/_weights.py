@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from sglang.srt.environ import envs
 
 from kvtier import ConfigError
-from kvtier._weights import weights_fingerprint
+from kvtier._weights import hub_commit, weights_fingerprint
 
 ADAPTERS = "lora_paths"
 
@@ -36,8 +35,8 @@ _WITH_FILES: Mapping[str, Collection[object]] = {
     "disaggregation_mode": ("null", "prefill"),
     "enable_pd_role_switch": (False,),
 }
-"""Values with which all weights come from the files that settings name. Other values bring weights from
-another engine, a daemon or a trainer, embeddings from remote encoders, or pages from a prefill engine."""
+"""Values that take all weights from the files that settings name. Other values bring weights from another
+engine, a daemon or a trainer, embeddings from remote encoders, or pages from a prefill engine."""
 
 
 def weights_identity(
@@ -104,12 +103,13 @@ def _target(
         return _files(path)
     if envs.SGLANG_USE_MODELSCOPE.get():
         return None  # the name is another hub's
-    commit = _commit(path, revision, download_dir)
+    asked = str(revision) if revision else None
+    commit = hub_commit(path, asked, download_dir)
     if commit is None:
         return None
     if download_dir is None:
         return {"commit": commit}
-    return {"commit": commit, "config": _commit(path, revision, None)}  # transformers has a cache of its own
+    return {"commit": commit, "config": hub_commit(path, asked, None)}  # transformers has a cache of its own
 
 
 def _files(path: str) -> Mapping[str, object] | None:
@@ -118,17 +118,6 @@ def _files(path: str) -> Mapping[str, object] | None:
         return None
     config = Path(path) / "config.json"
     return {"files": files, "config": _digest(config) if config.is_file() else None}
-
-
-def _commit(name: str, revision: object, cache_dir: str | None) -> str | None:
-    """Return the commit of a snapshot in a cache of Hugging Face's hub. Asks no network."""
-    try:
-        folder = snapshot_download(
-            name, revision=str(revision) if revision else None, cache_dir=cache_dir, local_files_only=True
-        )
-    except (OSError, ValueError):  # there is none, or the name is none of a repository
-        return None
-    return Path(folder).name
 
 
 def _texts(value: object) -> Iterator[str]:

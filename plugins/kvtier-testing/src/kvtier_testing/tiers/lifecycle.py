@@ -68,6 +68,24 @@ class LifecycleTests(TierSetup):
             two.expect_kept(await two.put([1]), "a put of what another tier has discarded")
             one.expect_kept(await one.get([1]), "a chunk that was discarded and put again")
 
+    async def test_a_reset_parts_tiers_that_share_a_place(self, place: Path) -> None:
+        if not self.is_shared:
+            pytest.skip(f"{type(self).__name__}.is_shared is False: one tier has a place to itself")
+        numbers = range(4)
+        async with self.opened(place) as one, self.opened(place) as two:
+            two.expect_kept(await two.put(numbers), "a put")
+            await one.tier.reset()
+            await two.put(numbers)
+            statuses, found = await one.get(numbers), await one.contains(numbers)
+            expect(
+                set(statuses) == {Status.ABSENT} and not any(found),
+                "a tier that was reset gives what another has put since, perhaps with older weights (get(): "
+                f"{names_of(statuses)}; contains(): {found}). After a reset it gives its own chunks alone",
+            )
+            one.expect_kept(await one.put(numbers, version=1), "a put after a reset")
+            await two.get(numbers)  # checks that it gives none of these
+            one.expect_kept(await one.get(numbers, versions=(1,)), "what was put after a reset")
+
     async def test_chunks_of_another_length_are_not_given(self, place: Path) -> None:
         if not self.is_persistent:
             pytest.skip(f"{type(self).__name__}.is_persistent is False: there are none")
@@ -117,6 +135,11 @@ class LifecycleTests(TierSetup):
     async def test_a_damaged_chunk_is_not_given_and_can_be_put_again(
         self, place: Path, damage: Damage
     ) -> None:
+        expect(
+            self.defines("damage") or not self.tier.verifies,
+            f"{self.tier.__name__} verifies its chunks itself, and {type(self).__name__} does not define "
+            "damage(): kvtier checks nothing that it gives, so show that it finds damage",
+        )
         self.require("damage", "what is stored cannot be damaged")
         async with self.driven(place) as driver:
             tier = driver.rig.tier
