@@ -6,11 +6,13 @@ checked only when it is requested, and an error names its distribution.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar, cast
 
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint, EntryPoints, entry_points
 from pydantic import BaseModel
 
 from kvtier._settings.validation import did_you_mean, hide
@@ -51,7 +53,17 @@ def install_command(distribution: str, extras: str = "") -> str:
 
 def installed(group: Group) -> list[EntryPoint]:
     """Return the plug-ins of ``group``, sorted by name. A name that two distributions claim appears twice."""
-    return sorted(entry_points(group=group.name), key=lambda entry: entry.name)
+    return sorted(_entries(group), key=lambda entry: entry.name)
+
+
+def _entries(group: Group) -> EntryPoints:
+    return _entries_of(tuple(sys.path)).select(group=group.name)
+
+
+@lru_cache(maxsize=1)
+def _entries_of(path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - the key
+    """Return all entry points. Reading the metadata of 200 distributions takes 30 ms of an engine's start."""
+    return entry_points()
 
 
 def distribution_of(plugin: EntryPoint) -> tuple[str, str]:
@@ -70,7 +82,7 @@ def require(group: Group, name: str, field: str) -> list[EntryPoint]:
     Raises:
         ConfigError: there is none; the message names ``field``, the installed plug-ins and the nearest name.
     """
-    found = entry_points(group=group.name)
+    found = _entries(group)
     if name not in found.names:
         listed = ", ".join(sorted(found.names)) or "none"
         hint = did_you_mean(name, found.names) or "; install the distribution that brings it"

@@ -41,8 +41,7 @@ def start(path: str, fd: int, keep_s: float = 0.0) -> int:
             stderr=subprocess.DEVNULL,
             pass_fds=(theirs,),
             cwd="/",
-            check=True,
-            timeout=60,
+            check=True,  # without a timeout, which would poll in ever longer pauses
         )
     except (OSError, subprocess.SubprocessError) as error:
         os.close(ours)

@@ -234,6 +234,6 @@ def test_roomless_tier_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tier", "package"), [("s3", "kvtier-s3"), ("dummy", "kvtier-testing")])
 def test_missing_tier_names_package(monkeypatch: pytest.MonkeyPatch, tier: str, package: str) -> None:
-    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([]))
+    monkeypatch.setattr(plugins, "_entries", lambda group: EntryPoints([]))
     with pytest.raises(ConfigError, match=rf"no such tier.*: pip install ./plugins/{package} in a checkout"):
         plugins.require(plugins.TIERS, tier, "type")
