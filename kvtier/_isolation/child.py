@@ -172,7 +172,7 @@ class TierServer:
 
 def main(arguments: list[str]) -> int:
     """Run the process; return its exit status."""
-    _end_with_the_engine()
+    _serve_the_engine_first()
     sock, memory_fd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     for fd in (sock.fileno(), memory_fd):
         os.set_inheritable(fd, False)  # not for processes that a tier starts
@@ -195,8 +195,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _end_with_the_engine() -> None:
-    """Have the kernel kill this process when the engine's thread that has started it ends.
+def _serve_the_engine_first() -> None:
+    """Have the kernel prefer the engine, and kill this process when the thread that has started it ends.
 
     If that thread has ended before this call, the socket tells.
     """
@@ -206,6 +206,8 @@ def _end_with_the_engine() -> None:
     with suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
+    with suppress(OSError):  # its wake-ups do not interrupt the engine's threads, for a millisecond each
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _first_frame(sock: socket.socket) -> bytes:

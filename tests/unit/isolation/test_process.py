@@ -213,6 +213,7 @@ def test_killed_commands_end_once(launch: Launch, tmp_path: Path) -> None:
     it.until_up()
     assert list(it.fetched([1, 2, 3], [50, 51, 52]).answers) == [COPIED] * 3
     assert [it.bytes_in(slot) for slot in (50, 51, 52)] == [content(1), content(2), content(3)]
+    assert os.sched_getscheduler(it.pid()) == os.SCHED_BATCH, "it may interrupt the engine's threads"
     it.close()
     ended = [event.id for event in it.received if isinstance(event, PutEnded | GetEnded)]
     assert sorted(ended) == list(range(1, it.submitted + 1))
