@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.tiers import _registry as registry
+from kvtier._plugins import TIERS, _entries_of, installed
 
 blockbuster = pytest.importorskip("blockbuster")
 
 
 async def test_blocking_call_is_refused():
+    _entries_of.cache_clear()
     with pytest.raises(blockbuster.BlockingError):
-        registry.installed()  # reads the metadata files of every distribution
+        installed(TIERS)  # reads the metadata files of every distribution
