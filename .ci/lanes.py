@@ -66,7 +66,7 @@ LIMIT_S = {"fast": 3600, "full": 4500}
 GRACE_S = 30.0
 POLL_S = 0.2
 LAST_LINES = 25  # of a failed session, repeated at the end
-FIRST_RED = 8  # lines about a failed session's tests, the last of all: what shows a log may cut its middle
+FIRST_RED = 8  # of a failed session's tests, at the very end: viewers cut the middle of a long log
 LINE_CHARS = 300
 
 OF_UV = {
@@ -237,9 +237,7 @@ def conclude(jobs: Sequence[Job], seconds: float) -> None:
         for job in failed:
             log = job.log()
             red, errors = _RED.findall(log), _ERROR.findall(log)
-            print(
-                f"\n{job.name}: {len(red)} failed tests; the first ones, and what the very first one raised:"
-            )
+            print(f"\n{job.name}: {len(red)} failed tests; the first ones, and the first errors:")
             print(*(line[:LINE_CHARS] for line in (*red[:FIRST_RED], *errors[:FIRST_RED])), sep="\n")
         print(f"\nfailed: {' '.join(job.name for job in failed)}")
 

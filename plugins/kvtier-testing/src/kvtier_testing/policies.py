@@ -32,7 +32,7 @@ _VERBS = ("resize", "add", "add_run", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
 _MOST_TIMES_AS_LONG = 8  # a call that walks over all candidates takes about 16 times as long
 _ATTEMPTS = 10
-_HOPELESS = 2  # attempts at twice the limit
+_HOPELESS = 2  # more attempts are made if even the best one took twice the limit
 
 
 def keys(first: int, count: int) -> list[OffloadKey]:
