@@ -88,6 +88,7 @@ class QueueThread:
         self._queue = queue
         self._runtime = runtime
         self._stream = runtime.open_stream(queue)
+        self._is_attached = False  # to the device, as each thread that uses it has to be
         self._health = health
         self._report = report
         self._changed = threading.Condition()
@@ -209,7 +210,9 @@ class QueueThread:
         """Enqueue the copies of a transfer; return their start and end. None is in flight when it raises."""
         if isinstance(transfer.computed, Exception):
             raise transfer.computed
-        self._runtime.attach()
+        if not self._is_attached:
+            self._runtime.attach()
+            self._is_attached = True
         if attempt is not Attempt.FIRST:
             with suppress(Exception):  # transfers started after the failed one keep their place
                 self._stream.record().synchronize()

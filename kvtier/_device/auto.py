@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvtier._device._engine import TransferEngine
-from kvtier._device.base import DEADLINE_S, BatchedCopy, KVCaches
+from kvtier._device.base import DEADLINE_S, KVCaches
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError
@@ -24,7 +24,6 @@ def open_transfer_engine(
     name: str | None = None,
     *,
     deadline_s: float = DEADLINE_S,
-    batched_copy: BatchedCopy | None = None,
 ) -> TransferEngine:
     """Return the transfer engine for these tensors, of the backend ``name`` or by their device.
 
@@ -35,7 +34,7 @@ def open_transfer_engine(
     backend = usable(name or _backend_of(device))
     if device.type != torch_type(backend):
         raise ConfigError(f"the device backend {backend!r} cannot copy tensors on {device.type}")
-    runtime = backend_module(backend).open_runtime(kv_caches.tensors, batched_copy)
+    runtime = backend_module(backend).open_runtime(kv_caches.tensors)
     return TransferEngine(kv_caches, layout, region, runtime, deadline_s=deadline_s)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -15,10 +15,6 @@ _Integers = npt.NDArray[np.int64]
 
 DEADLINE_S = 60.0
 """Seconds that a copy may take by default: a thousand times what a large one needs."""
-
-BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-"""An engine's own operation. It takes sources, destinations and sizes as int64 tensors in host memory, shape
-(copies,), and enqueues the copies on the device's current stream."""
 
 
 class CopyQueue(StrEnum):

@@ -23,7 +23,7 @@ import crc32c as _crc32c
 from kvtier._log import GuardedLogger
 from kvtier._native import layouts
 
-ABI: Final = 13  # KVT_ABI in kvtier_native.c
+ABI: Final = 14  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -36,6 +36,7 @@ _U32, _U64, _I64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
 _FUNCTIONS: Final[Mapping[str, Sequence[Any]]] = {
     "kvt_copy_batch": (None, _P, _P, _P, _N),
     "kvt_copy_batch_async": (_INT, _P, _P, _P, _P, _N, _P),
+    "kvt_copy_groups_async": (_INT, _P, _INT, _P, _P, _P, _P, _N, _N, _P),
     "kvt_crc32c": (_U32, _U32, _P, _N),
     "kvt_populate": (_INT, _P, _N),
     "kvt_files_put": (_I64, _P, _N, _N),
@@ -151,6 +152,31 @@ def copy_batch_async(function: int, src: int, dst: int, sizes: int, count: int, 
         if code:
             return int(code)
     return 0
+
+
+def copy_groups_async(
+    function: int,
+    tells_failed: bool,
+    attributes: int,
+    arrays: tuple[int, int, int],
+    count: int,
+    most: int,
+    stream: int,
+) -> int:
+    """Give ``count`` copies to a stream of CUDA's, at most ``most`` in a call. The library must be loaded.
+
+    Args:
+        function: address of ``cudaMemcpyBatchAsync``.
+        tells_failed: whether it has an argument for the index of the copy that failed, as before CUDA 13.
+        attributes: address of a ``cudaMemcpyAttributes`` for all copies.
+        arrays: ``src``, ``dst`` and ``sizes`` as in ``copy_batch``.
+
+    Returns:
+        0, or the error code of the first call that was refused. Copies of earlier calls are running.
+    """
+    assert library is not None
+    code = library.kvt_copy_groups_async(function, tells_failed, attributes, *arrays, count, most, stream)
+    return int(code)
 
 
 def _ranges(src: int, dst: int, sizes: int, count: int) -> Iterable[tuple[int, int, int]]:

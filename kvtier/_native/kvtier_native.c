@@ -29,7 +29,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 13
+#define KVT_ABI 14
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -54,6 +54,29 @@ int kvt_copy_batch_async(copy_async *copy, const uint64_t *src, const uint64_t *
     for (size_t i = 0; i < n; i++) {
         int code = copy((void *)(uintptr_t)dst[i], (const void *)(uintptr_t)src[i], (size_t)sizes[i],
                         COPY_EITHER_WAY, stream);
+        if (code)
+            return code;
+    }
+    return 0;
+}
+
+/* The shapes of cudaMemcpyBatchAsync: in CUDA 12 with an index of the copy that failed, from 13 on without. */
+typedef int copy_many_telling(void **, void **, size_t *, size_t, void *, size_t *, size_t, size_t *, void *);
+typedef int copy_many(void **, void **, size_t *, size_t, void *, size_t *, size_t, void *);
+
+/* Give n copies to an accelerator's stream, at most `most` with each call of `copy`, which has the first
+ * shape above if `tells_failed`. Stops at the first call that is refused and returns its error code, or 0.
+ * What was given before it is under way. */
+int kvt_copy_groups_async(void *copy, int tells_failed, void *attributes, uint64_t *src, uint64_t *dst,
+                          uint64_t *sizes, size_t n, size_t most, void *stream)
+{
+    size_t first = 0, failed;
+    for (size_t at = 0; at < n; at += most) {
+        void **to = (void **)(dst + at), **from = (void **)(src + at);
+        size_t *bytes = (size_t *)(sizes + at), count = n - at < most ? n - at : most;
+        int code = tells_failed ? ((copy_many_telling *)copy)(to, from, bytes, count, attributes, &first, 1,
+                                                              &failed, stream)
+                                : ((copy_many *)copy)(to, from, bytes, count, attributes, &first, 1, stream);
         if (code)
             return code;
     }
@@ -283,8 +306,9 @@ static int name_chunk(const struct call *call, size_t i, struct chunk *chunk)
 static int make_directory(int root_fd, const char *path, bool shared)
 {
     int failed = mkdirat(root_fd, path, 0700);
-    if (!failed && shared)
-        fchmodat(root_fd, path, S_ISGID | 0770, 0);
+    if (!failed && shared && fchmodat(root_fd, path, S_ISGID | 0770, 0)) {
+        /* A file system without modes: who may read the folder is set where it is mounted. */
+    }
     return failed;
 }
 

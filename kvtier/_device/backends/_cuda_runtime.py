@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device._runtime import Runtime
-from kvtier._device.base import BatchedCopy, CopyQueue
+from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._log import GuardedLogger
 from kvtier._memory import numa
@@ -34,10 +34,6 @@ _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _LOST = frozenset((214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
 """Errors after which, by the reference, the process has to be restarted to use the device: memory, link and
 hardware errors, and failed kernels. HIP gives them the same numbers."""
-
-_GROUP = 64
-"""Copies of one batched call. The driver lets no other thread launch work until a call returns: with one call
-for 4,096 pages of 16 KiB, a decode step of 1 ms took 36 ms on an H100, with these 1.1 ms."""
 
 _EXPEDITED_PRIORITY = -1  # torch's streams of higher priority
 _PROBE_COPIES, _PROBE_BYTES = 64, 4096
@@ -150,27 +146,6 @@ class RuntimeLibrary:
         return getattr(self._library, self._prefix + name)
 
 
-def engine_method(operation: BatchedCopy) -> CopyMethod:
-    """Return the method that uses the engine's own batched operation."""
-
-    def copy(plan: CopyPlan, stream: Any) -> None:
-        with torch.cuda.stream(stream):
-            operation(*(torch.from_numpy(it.view(np.int64)) for it in (plan.src, plan.dst, plan.sizes)))
-
-    return copy
-
-
-def in_groups(method: CopyMethod) -> CopyMethod:
-    """Return the method with at most ``_GROUP`` copies in a call."""
-
-    def copy(plan: CopyPlan, stream: Any) -> None:
-        for first in range(0, len(plan.sizes), _GROUP):
-            part = slice(first, first + _GROUP)
-            method(CopyPlan(plan.src[part], plan.dst[part], plan.sizes[part]), stream)
-
-    return copy
-
-
 def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None:
     """Copy scattered ranges to the device and back; raise ValueError if any byte is wrong."""
     random, pinned = np.random.default_rng(1), device.type != "cpu"
@@ -200,18 +175,15 @@ def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None
             raise ValueError("it copied wrong bytes")
 
 
-def _first_exact(device: torch.device, methods: Mapping[str, CopyMethod]) -> CopyMethod | None:
-    """Return the first method that makes all copies in one call and exactly, or None."""
-    stream = torch.cuda.Stream(device)
-    for name, method in methods.items():
-        try:
-            with torch.cuda.device(device):
-                require_exact(method, device, stream)
-        except Exception as error:  # a driver that is too old, say, or no memory left
-            logger.info("copy method %r not used: %s", name, error)
-        else:
-            return method
-    return None
+def _is_exact(device: torch.device, name: str, method: CopyMethod) -> bool:
+    """Return whether a method makes all copies exactly; log why it does not."""
+    try:
+        with torch.cuda.device(device):
+            require_exact(method, device, torch.cuda.Stream(device))
+    except Exception as error:  # a driver that is too old, say, or no memory left
+        logger.info("copy method %r not used: %s", name, error)
+        return False
+    return True
 
 
 def _open_kernel(device: torch.device) -> PageKernel | None:
@@ -221,7 +193,7 @@ def _open_kernel(device: torch.device) -> PageKernel | None:
     except Exception as error:  # an optional part must not end the engine
         logger.info("copy kernel not used: %s", error)
         return None
-    return kernel if _first_exact(device, {"kernel": kernel.copy}) is not None else None
+    return kernel if _is_exact(device, "kernel", kernel.copy) else None
 
 
 def _new_event() -> Any:
@@ -288,18 +260,17 @@ class TorchRuntime(Runtime):
         cls,
         device: torch.device,
         library: RuntimeLibrary,
-        batched_copy: BatchedCopy | None,
-        methods: Mapping[str, CopyMethod] | None = None,
+        batched: CopyMethod | None = None,
     ) -> TorchRuntime:
-        """Return the runtime with the first exact batched copy: the engine's, or one of ``methods``.
+        """Return the runtime with ``batched``, if it copies exactly, and with the kernel for small pages.
 
-        They are tried in another thread: vLLM takes the stream last set in its own thread for its own.
+        Both are tried in another thread: vLLM takes the stream last set in its own thread for its own.
         """
-        own = {} if batched_copy is None else {"the engine's": engine_method(batched_copy)}
         with ThreadPoolExecutor(1, "kvtier-probe") as thread:
-            batched = thread.submit(_first_exact, device, {**own, **(methods or {})}).result()
+            if batched and not thread.submit(_is_exact, device, "batched", batched).result():
+                batched = None
             kernel = thread.submit(_open_kernel, device).result()
-        return cls(device, library, batched and in_groups(batched), kernel)
+        return cls(device, library, batched, kernel)
 
     def attach(self) -> None:
         torch.cuda.set_device(self.device)

@@ -12,7 +12,7 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device._runtime import Runtime
-from kvtier._device.base import BatchedCopy, CopyQueue
+from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
 
@@ -83,6 +83,6 @@ def missing() -> str | None:
     return None
 
 
-def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> CpuRuntime:  # noqa: ARG001
+def open_runtime(tensors: Sequence[torch.Tensor]) -> CpuRuntime:  # noqa: ARG001
     """Return the runtime for tensors in host memory."""
     return CpuRuntime()

@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
+from kvtier import _native as native
 from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
-from kvtier._device.base import BatchedCopy
 from kvtier._device.plan import CopyPlan
+
+_GROUP = 64
+"""Copies of one batched call. The driver lets no other thread launch work until a call returns: with one call
+for 4,096 pages of 16 KiB, a decode step of 1 ms took 36 ms on an H100, with these 1.1 ms."""
 
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _WITHOUT_FAILED_INDEX = 13000  # from this version on the batched call has one argument less
@@ -36,24 +40,21 @@ class Cudart(RuntimeLibrary):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._attributes = _Attributes(_IN_STREAM_ORDER)
-        self._first = ctypes.c_size_t(0)
         self._tells_failed = self.version("Runtime") < _WITHOUT_FAILED_INDEX
 
     def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
-        """Give all copies of ``plan`` in one call, or none. The library has read the plan when this returns.
+        """Give the copies of ``plan`` to a torch stream, up to the first group that is refused.
 
-        AttributeError if the library lacks the call.
+        All groups are one foreign call: beside a busy engine thread, waiting for the interpreter lock after
+        each of them took ten times as long as the copies. AttributeError if CUDA's library lacks the call.
         """
-        failed = (ctypes.byref(ctypes.c_size_t()),) if self._tells_failed else ()
-        arrays = (plan.dst.ctypes.data, plan.src.ctypes.data, plan.sizes.ctypes.data)
-        self.call(
-            "MemcpyBatchAsync",
-            *map(ctypes.c_void_p, arrays),
-            ctypes.c_size_t(len(plan.sizes)),
-            *(ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1)),
-            *failed,
-            ctypes.c_void_p(stream.cuda_stream),
+        function = ctypes.cast(self._function("MemcpyBatchAsync"), ctypes.c_void_p).value or 0
+        arrays = (plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data)
+        attributes, count = ctypes.addressof(self._attributes), len(plan.sizes)
+        code = native.copy_groups_async(
+            function, self._tells_failed, attributes, arrays, count, _GROUP, stream.cuda_stream
         )
+        self.check("MemcpyBatchAsync", code)
 
 
 def missing() -> str | None:
@@ -70,9 +71,7 @@ def open_library() -> Cudart:
     return Cudart(find_library("libc10_cuda"))
 
 
-def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:
+def open_runtime(tensors: Sequence[torch.Tensor]) -> TorchRuntime:
     """Return the runtime of the NVIDIA GPU that the tensors are on."""
     library = open_library()
-    return TorchRuntime.open(
-        tensors[0].device, library, batched_copy, {"cudaMemcpyBatchAsync": library.copy_batch}
-    )
+    return TorchRuntime.open(tensors[0].device, library, library.copy_batch if native.available else None)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
-from kvtier._device.base import BatchedCopy
 
 
 def missing() -> str | None:
@@ -26,6 +25,6 @@ def open_library() -> RuntimeLibrary:
     return RuntimeLibrary(find_library("libc10_hip"), "hip")
 
 
-def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> TorchRuntime:
+def open_runtime(tensors: Sequence[torch.Tensor]) -> TorchRuntime:
     """Return the runtime of the AMD GPU that the tensors are on."""
-    return TorchRuntime.open(tensors[0].device, open_library(), batched_copy)
+    return TorchRuntime.open(tensors[0].device, open_library())

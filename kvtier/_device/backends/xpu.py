@@ -15,7 +15,7 @@ import torch
 
 from kvtier._device._runtime import Runtime
 from kvtier._device.backends.cpu import copy_batch
-from kvtier._device.base import BatchedCopy, CopyQueue
+from kvtier._device.base import CopyQueue
 from kvtier._device.plan import Addresses, CopyPlan, split
 from kvtier.errors import TransferError
 
@@ -152,6 +152,6 @@ class XpuRuntime(Runtime):
         return XpuStream(self._api, stream, self._memory, is_store, self._buffer_bytes)
 
 
-def open_runtime(tensors: Sequence[torch.Tensor], batched_copy: BatchedCopy | None) -> XpuRuntime:  # noqa: ARG001
+def open_runtime(tensors: Sequence[torch.Tensor]) -> XpuRuntime:
     """Return the runtime of the Intel GPU that the tensors are on."""
     return XpuRuntime(tensors)

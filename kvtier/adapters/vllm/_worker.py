@@ -10,7 +10,6 @@ from itertools import compress
 from weakref import WeakSet
 
 import torch
-from vllm import _custom_ops
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -24,7 +23,6 @@ from kvtier._device._engine import TransferEngine
 from kvtier._device.base import (
     Attempt,
     Audits,
-    BatchedCopy,
     Blocks,
     Finished,
     KVCaches,
@@ -70,14 +68,6 @@ def as_kv_caches(
         for refs in caches.group_data_refs
     )
     return KVCaches(tensors, groups, state_groups)
-
-
-def batched_copy() -> BatchedCopy | None:
-    """Return vLLM's own operation for many copies at once; None if this build of vLLM has none."""
-    if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
-        return None
-    operation: BatchedCopy = _custom_ops.swap_blocks_batch
-    return operation
 
 
 def end_copies() -> None:

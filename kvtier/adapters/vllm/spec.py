@@ -56,7 +56,7 @@ from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published, definitions
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
-from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, batched_copy, end_copies
+from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, end_copies
 from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _seal as seals
@@ -231,9 +231,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         stages = self._engine.vllm_config.parallel_config.pipeline_parallel_size
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank, stages)
         region = self._open_region(is_first=parallel.rank == 0)
-        engine = open_transfer_engine(
-            caches, layout, region, deadline_s=self._settings.copy_deadline_s, batched_copy=batched_copy()
-        )
+        engine = open_transfer_engine(caches, layout, region, deadline_s=self._settings.copy_deadline_s)
         if (slot_checksums := self._slot_checksums(region)) is not None:
             engine.begin_audits(slot_checksums)
         row = WorkerStatus(self._reports(region), region.slots, parallel.rank)

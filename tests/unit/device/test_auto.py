@@ -96,7 +96,7 @@ def test_tensors_choose_backend(
     class OpenedError(Exception):
         pass
 
-    def open_runtime(tensors: object, batched_copy: object) -> None:
+    def open_runtime(tensors: object) -> None:
         raise OpenedError(name)
 
     module = import_module(f"kvtier._device.backends.{name}")

@@ -17,11 +17,9 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device.backends._cuda_runtime import (
-    CopyMethod,
     RuntimeLibrary,
     TorchRuntime,
     TorchStream,
-    engine_method,
     find_library,
     require_exact,
 )
@@ -67,14 +65,26 @@ def test_copies_go_to_the_stream(library: RuntimeLibrary, stub: Any) -> None:
 
 @pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
 @pytest.mark.parametrize(("version", "failed_index"), [(12080, 1), (12090, 1), (13000, 0), (13020, 0)])
-def test_batch_is_one_call(stub: Any, version: int, failed_index: int) -> None:
+@pytest.mark.parametrize(("copies", "calls"), [(1, 1), (64, 1), (65, 2), (200, 4)])
+def test_batch_is_few_calls(stub: Any, version: int, failed_index: int, copies: int, calls: int) -> None:
     stub.variable("version").value = version
-    src, dst = arrays()
-    Cudart(str(stub.path)).copy_batch(make_plan(src, dst), STREAM)
-    assert dst.tolist() == [*range(8), *[0] * 24, *range(32, 40)]
+    src = np.arange(copies * 2, dtype=np.uint64)
+    dst = np.zeros_like(src)
+    at, sizes = np.arange(copies, dtype=np.uint64) * 16, np.full(copies, 8, dtype=np.uint64)
+    plan = CopyPlan(at + np.uint64(src.ctypes.data), at + np.uint64(dst.ctypes.data), sizes)
+    Cudart(str(stub.path)).copy_batch(plan, STREAM)
+    assert dst[::2].tolist() == src[::2].tolist()
+    assert not dst[1::2].any()
     assert stub.variable("used_stream", ctypes.c_void_p).value == ADDRESS
     assert stub.variable("failed_index_given").value == failed_index
-    assert stub.variable("calls").value == 1
+    assert stub.variable("calls").value == calls
+
+
+@pytest.mark.parametrize("prefix", ["cuda"], indirect=True)
+def test_refused_batch_is_error(stub: Any) -> None:
+    stub.variable("fails").value = 1
+    with pytest.raises(TransferError, match=r"cudaMemcpyBatchAsync failed: invalid argument \(1\)"):
+        Cudart(str(stub.path)).copy_batch(make_plan(*arrays()), STREAM)
 
 
 def test_error_does_not_stay(library: RuntimeLibrary, stub: Any) -> None:
@@ -151,26 +161,18 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
         RuntimeLibrary(find_library("libc10"))
 
 
-def copy_like_vllm(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor) -> None:
-    """Copy as an engine's own operation does, over host memory."""
-    for numbers in (src, dst, sizes):
-        assert (numbers.dtype, numbers.device.type, numbers.ndim) == (torch.int64, "cpu", 1)
-    for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(target, source, size)
-
-
-FLAVOURS = [("cuda", "each"), ("cuda", "batch"), ("cuda", "engine"), ("hip", "each"), ("hip", "engine")]
+FLAVOURS = [("cuda", "each"), ("cuda", "batch"), ("hip", "each")]
 
 
 @pytest.fixture(params=FLAVOURS, ids="-".join)
 def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torch_cuda: Any) -> TorchRuntime:
-    """A runtime with one way to make many copies in one call, or none."""
+    """A runtime that makes many copies in one call, or one in each."""
     prefix, chosen = request.param
     path = str(stub_paths[prefix])
-    methods: dict[str, CopyMethod] = {"engine": engine_method(copy_like_vllm)}
-    if prefix == "cuda":
-        methods["batch"] = Cudart(path).copy_batch
-    return TorchRuntime(torch.device("cpu"), RuntimeLibrary(path, prefix), methods.get(chosen))
+    if chosen == "each":
+        return TorchRuntime(torch.device("cpu"), RuntimeLibrary(path, prefix))
+    library = Cudart(path)
+    return TorchRuntime(torch.device("cpu"), library, library.copy_batch)
 
 
 class TestEachMethod(DeviceConformance):
@@ -233,7 +235,7 @@ def test_methods_are_tried_in_a_thread(
         OverHostMemory()(plan, stream)
 
     library = RuntimeLibrary(str(stub_paths["cuda"]))
-    assert TorchRuntime.open(torch.device("cpu"), library, None, {"it": method}).batched is not None
+    assert TorchRuntime.open(torch.device("cpu"), library, method).batched is not None
     assert len(threads - {threading.get_ident()}) == len(threads) > 0
 
 
