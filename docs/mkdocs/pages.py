@@ -254,12 +254,12 @@ def first_token(name: str) -> str:
 def first_token_gpu(name: str) -> str:
     """Return the times to the first token on a GPU, of a report of ``nox -s gpu -- --json``."""
     data = _versus(name)
-    (machine,) = data["copies"]["result"]["Machine"]
-    times = data["prefill"]["result"]
+    rows = data["first_token"]["result"]["FirstToken"]
+    ms = {it["place"]: it["ttft_ms"] for it in rows if (it["system"], it["tokens"]) == ("kvtier", 8192)}
     return (
-        f"On a GPU ({machine['device'].partition(',')[0]}, transformers, an 8B model, 16,384 tokens): "
-        f"computed {times['without kvtier']:.2f} s, from host memory {times['again']:.2f} s, "
-        f"from that machine's slow disk {times['after a restart']:.2f} s."
+        f"On a GPU ({data['machine']['device'].partition(',')[0]}, vLLM 0.33, an 8B model, 8,192 tokens): "
+        f"computed {ms['computed']:.0f} ms, from host memory {ms['host memory']:.0f} ms, "
+        f"from that machine's slow disk {ms['files']:.0f} ms."
     )
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests import gpu
+from math import inf
+
+import pytest
+
+from tests.gpu import report as gpu
+from tests.gpu.first_token import Asked, rows
+from tests.gpu.stress import gap_at_difference
 
 MACHINE = {"device": "GPU", "cores": 16}
 PHASE = {
@@ -31,7 +37,7 @@ def test_hung_steps_end_whole() -> None:
     assert "output" in found
 
 
-def test_tables_need_run_steps_only() -> None:
+def test_only_run_steps_change_page() -> None:
     found = {
         "machine": MACHINE,
         "conformance": {"seconds": 9.0, "result": {"passed": 298, "skipped": 39}},
@@ -39,10 +45,35 @@ def test_tables_need_run_steps_only() -> None:
         "engine": {"seconds": 80.0, "result": {"Phase": [{**PHASE, "identical": False}]}},
         "versus": {"failed": "hung: not over after 600 s"},
     }
-    lines = gpu.tables(found).splitlines()
-    assert lines[0] == "GPU; a machine with 16 processor cores."
+    names = ("machine", "suites", "copies", "engine", "versus")
+    page = "".join(f"<!-- gpu: {name} -->\nold {name}\n<!-- end -->\n" for name in names)
+    lines = gpu.with_figures(page, found).splitlines()
+    assert "GPU; a machine with 16 processor cores." in lines
     assert "| conformance | 298 passed, 39 skipped |" in lines
-    assert "| copies | skipped: kvtier_bench not found |" in lines
-    assert "| engine | passed in 80 s |" in lines
-    assert "| versus | failed: hung: not over after 600 s |" in lines
-    assert lines[-1] == "| cpu_hit | 41 | 72 | 8,928 | 0 | 39.0 | **no** |"
+    assert "| cpu_hit | 41 | 72 | 8,928 | 0 | 39.0 | **no** |" in lines
+    assert "failed: hung: not over after 600 s" in lines
+    assert [line for line in lines if line.startswith("old")] == ["old copies"]
+    assert lines.count("<!-- end -->") == len(names)
+
+
+def test_first_tokens_are_compared_with_computing() -> None:
+    computed, loaded = (
+        [Asked(0.2, 0, (7, 8)), Asked(0.4, 0, (9, 9))],
+        [Asked(0.1, 500, (7, 8)), Asked(0.05, 500, (9, 1))],
+    )
+    asked = {(512, "computed"): computed, (512, "host memory"): loaded}
+    first, second = rows("kvtier", asked)
+    assert (first.speed_up, first.identical) == (1.0, True)
+    assert second.ttft_ms == pytest.approx(75)
+    assert second.speed_up == pytest.approx(4)
+    assert (second.cached, second.identical) == (500, False)
+    table = gpu._first_token({"FirstToken": [vars(first), vars(second)]})
+    assert table[-1] == "| 512 | kvtier | 300.0 |  | 75.0 (4.0x), **other tokens** |  |"
+
+
+def test_answers_may_differ_at_near_ties() -> None:
+    control = [{"5": -1.0, "6": -1.01}, {"7": -0.5, "8": -3.0}]
+    assert gap_at_difference(control, (5, 7)) is None
+    assert gap_at_difference(control, (6, 1)) == pytest.approx(0.01)
+    assert gap_at_difference(control, (5, 8)) == pytest.approx(2.5)
+    assert gap_at_difference(control, (5, 9)) == inf

@@ -45,8 +45,9 @@ class Cudart(RuntimeLibrary):
     def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
         """Give the copies of ``plan`` to a torch stream, up to the first group that is refused.
 
-        All groups are one foreign call: beside a busy engine thread, waiting for the interpreter lock after
-        each of them took ten times as long as the copies. AttributeError if CUDA's library lacks the call.
+        All groups are one foreign call. With a call for each, and a busy engine thread, the waits for the
+        interpreter lock took nine times as long as the copies. AttributeError if CUDA's library lacks the
+        function.
         """
         function = ctypes.cast(self._function("MemcpyBatchAsync"), ctypes.c_void_p).value or 0
         arrays = (plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data)

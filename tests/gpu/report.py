@@ -2,7 +2,8 @@
 
 Nothing is downloaded: the environment must have torch for the GPU, and kvtier, kvtier-testing and
 kvtier-bench from this tree. Steps whose other needs are missing are skipped by name. The figures go into one
-JSON document; ``--docs`` makes the tables of docs/devices.md from it, for the steps that it has.
+JSON document; ``--docs`` makes the tables of docs/devices.md from it, of the steps that it has. A table there
+begins with ``<!-- gpu: STEP -->``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
+from tests.gpu.first_token import PLACES
+
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "devices.md"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--timeout", "120", "-m", "device", "-p", "no:cacheprovider")
 EXAMPLE = ROOT / "examples" / "transformers_prefix_cache"
-BEGIN, END = "<!-- figures of a GPU -->\n", "<!-- end of the figures -->\n"
+SUITES = ("conformance", "transformers", "sanitizer")  # steps that only pass or fail
 WAYS = ("store", "load", "both")
 KVTIER = (sys.executable, "-m", "kvtier")
 
@@ -62,6 +65,11 @@ def steps(root: Path, device: str) -> list[Step]:
     versus = ("bench", "versus", "--model", "8b", "--only", "speed", "--rounds", "3", "--json")
     return [
         Step("conformance", (*PYTEST, "tests/unit/device"), ("pytest", "hypothesis"), 400, counts),
+        Step(
+            "first_token", (sys.executable, "-m", "tests.gpu.first_token"), ("vllm",), 400, json.loads, gib=60
+        ),
+        Step("stress", (sys.executable, "-m", "tests.gpu.stress"), ("vllm",), 300, json.loads),
+        Step("engine", (*KVTIER, "demo", "--json"), ("vllm",), 300, json.loads),
         Step("copies", (*KVTIER, "bench", "device", "--json"), ("kvtier_bench",), 300, json.loads),
         Step(
             "transformers",
@@ -72,7 +80,6 @@ def steps(root: Path, device: str) -> list[Step]:
         ),
         Step("prefill", (*example, *options), ("transformers",), 200, first_tokens, gib=60),
         Step("sanitizer", (*sanitizer, *PYTEST, *kernel), ("compute-sanitizer", "triton"), 300, counts),
-        Step("engine", (*KVTIER, "demo", "--json"), ("vllm",), 300, json.loads),
         Step("versus", (*KVTIER, *versus), ("vllm",), 600, json.loads, gib=75),
     ]
 
@@ -117,22 +124,31 @@ def _memory_gib() -> int:
     return int(torch.get_device_module(device).get_device_properties(device).total_memory) >> 30
 
 
-def tables(found: dict[str, Any]) -> str:
-    """Return the tables of the documentation: each step's outcome, then the figures of those that ran."""
-    machine, ran = found["machine"], {name: it for name, it in found.items() if name != "machine"}
-    lines = [f"{machine['device']}; a machine with {machine['cores']} processor cores.", ""]
-    lines += _table(["what", "outcome"], ([name, outcome(it)] for name, it in ran.items()))
-    for name, table in FIGURES.items():
-        if result := ran.get(name, {}).get("result"):
-            lines += ["", *table(result)]
-    return "\n".join(lines)
+def with_figures(page: str, found: dict[str, Any]) -> str:
+    """Return the page with the tables of the steps that have a result, or failed."""
+    machine = f"{found['machine']['device']}; a machine with {found['machine']['cores']} processor cores."
+    texts = {"machine": [machine]}
+    ran = {name: it for name, it in found.items() if name != "machine" and "skipped" not in it}
+    texts |= {
+        name: FIGURES[name](it["result"]) if "result" in it else [outcome(it)]
+        for name, it in ran.items()
+        if name in FIGURES
+    }
+    if suites := [[name, outcome(ran[name])] for name in SUITES if name in ran]:
+        texts["suites"] = _table(["suite", "outcome"], suites)
+    for name, lines in texts.items():
+        before, found_text, after = page.partition(f"<!-- gpu: {name} -->\n")
+        assert found_text, f"the page has no place for {name}"
+        page = "\n".join(
+            [f"{before}{found_text}", *lines, "", f"<!-- end -->{after.partition('<!-- end -->')[2]}"]
+        )
+    return page
 
 
 def outcome(it: dict[str, Any]) -> str:
     """Return how a step ended: counts of tests, the seconds it took, or why there are no figures."""
-    for problem in ("skipped", "failed"):
-        if problem in it:
-            return f"{problem}: {it[problem]}"
+    if "failed" in it:
+        return f"failed: {it['failed']}"
     counted = [
         f"{n} {word}" for word, n in it["result"].items() if n and word in ("passed", "failed", "skipped")
     ]
@@ -183,6 +199,35 @@ def _engine(result: dict[str, Any]) -> list[str]:
     return _table([*columns, "tokens identical"], rows)
 
 
+def _first_token(result: dict[str, Any]) -> list[str]:
+    """Return a row for each length and system: milliseconds, and the speed-up over computing."""
+    found = {(it["tokens"], it["system"], it["place"]): it for it in result["FirstToken"]}
+    keys = dict.fromkeys((tokens, system) for tokens, system, _ in sorted(found, key=lambda it: it[0]))
+
+    def cell(tokens: int, system: str, place: str) -> str:
+        if (it := found.get((tokens, system, place))) is None:
+            return ""
+        speed_up = "" if place == "computed" else f" ({it['speed_up']:.1f}x)"
+        return f"{it['ttft_ms']:.1f}{speed_up}" + ("" if it["identical"] else ", **other tokens**")
+
+    rows = (
+        [f"{tokens:,}", system, *(cell(tokens, system, place) for place in PLACES)] for tokens, system in keys
+    )
+    return _table(["tokens", "system", *(f"{place}, ms" for place in PLACES)], rows)
+
+
+def _stress(result: dict[str, Any]) -> list[str]:
+    """Return the table of answers that differ from the control's."""
+    rows = (
+        [it["round"], str(it["answers"]), str(it["differ"]), f"{it['gap']:.3f}"] for it in result["Compared"]
+    )
+    counts = "; ".join(
+        f"{name}: " + ", ".join(f"{value:,.0f} {what}" for what, value in of.items())
+        for name, of in result["counts"].items()
+    )
+    return [*_table(["round", "answers", "differ", "gap of log-probabilities"], rows), "", f"{counts}."]
+
+
 def _versus(result: dict[str, Any]) -> list[str]:
     """Return the table of ``kvtier bench versus``, with the rows in which kvtier is behind."""
     rows = (
@@ -193,6 +238,8 @@ def _versus(result: dict[str, Any]) -> list[str]:
 
 
 FIGURES: dict[str, Callable[[Any], list[str]]] = {
+    "first_token": _first_token,
+    "stress": _stress,
     "copies": _copies,
     "prefill": _prefill,
     "engine": _engine,
@@ -212,9 +259,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="run nothing: write docs/devices.md from --json")
     args = parser.parse_args()
     if args.docs:
-        before, rest = PAGE.read_text().split(BEGIN, 1)
-        text = tables(json.loads(args.json.read_text()))
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END, 1)[1]}")
+        PAGE.write_text(with_figures(PAGE.read_text(), json.loads(args.json.read_text())))
         return
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -229,7 +274,3 @@ def main() -> None:
                 args.json.write_text(json.dumps(found, indent=1))
     if any("failed" in it for it in found.values()) or not any("result" in it for it in found.values()):
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""``python -m tests.gpu``: see ``report``."""
+
+from tests.gpu.report import main
+
+main()

@@ -1,0 +1,198 @@
+"""Time to the first token of vLLM by where the prefix is: ``python -m tests.gpu.first_token``.
+
+One engine after the other: without a connector, with kvtier, with vLLM's own tiering. Each prompt is
+computed, then comes from host memory, after the engine has forgotten its own cache, then from the device.
+At the end other prompts fill the host memory, and the first prompts come from files, after the kernel was
+asked to forget them. On the CPU, ``--model tiny --tokens 256 700 --host-gib 0.02`` shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvtier_bench.engine.compared import (
+    MODELS,
+    PLAIN,
+    SERVER,
+    START_S,
+    Engine,
+    engine_arguments,
+    make_model,
+    make_prompt,
+    say,
+)
+from kvtier_bench.machine import drop_from_page_cache
+
+SPECS: Mapping[str, Mapping[str, Any]] = {
+    PLAIN: {},
+    "kvtier": {"spec_name": "KVTierOffloadingSpec"},
+    "vLLM's tiering": {
+        "spec_name": "NativeTieringSpec",
+        "spec_module_path": "kvtier_bench.managers.vllm_tiering",
+    },
+}
+PLACES = ("computed", "device", "host memory", "files")
+OUTPUT_TOKENS = 4
+ON_GPU = {
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "gpu_memory_utilization": 0.5,
+    "enforce_eager": False,
+    # Graphs of whole steps, without minutes of compiling.
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
+    },
+}
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Time to the first token of a prompt, median of the repeats.
+
+    Attributes:
+        place: where the prefix was, one of ``PLACES``.
+        cached: tokens of the prompt that were not computed.
+        speed_up: how many times faster it came than computed, by the same engine.
+        identical: whether all answers had the tokens that the engine gave when it computed them.
+    """
+
+    system: str
+    tokens: int
+    place: str
+    ttft_ms: float
+    cached: int
+    speed_up: float
+    identical: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt, asked once."""
+
+    ttft_s: float
+    cached: int
+    answer: Sequence[int]
+
+
+class Prompts:
+    """The prompts of one engine, and what it answered, by number of tokens and place."""
+
+    def __init__(self, engine: Engine, tokens: Sequence[int], repeats: int) -> None:
+        self.asked: dict[tuple[int, str], list[Asked]] = defaultdict(list)
+        self._engine = engine
+        self._all = [(length, number) for length in tokens for number in range(repeats)]
+
+    def warm_up(self) -> None:
+        """Have each length asked twice: kernels are compiled and tuned at their first use."""
+        for length in dict.fromkeys(length for length, _ in self._all):
+            for _ in range(2):
+                self._ask(make_prompt(f"warm {length}", length))
+                self._engine.ask("settle")
+                self._forget()
+
+    def compute_and_repeat(self, *, has_host_memory: bool) -> None:
+        """Have each prompt computed, then repeated from host memory and from the device."""
+        for it in self._all:
+            self._forget()
+            self._note(it, "computed")
+            self._engine.ask("settle")
+            if has_host_memory:
+                self._forget()
+                self._note(it, "host memory")
+            self._note(it, "device")
+
+    def read_files(self, folder: Path, fillers: int) -> None:
+        """Have other prompts fill the host memory, and the first ones repeated from files."""
+        longest = max(length for length, _ in self._all)
+        for number in range(fillers):
+            self._ask(make_prompt(f"filler {number}", longest))
+        self._engine.ask("settle")
+        self._forget()
+        drop_from_page_cache(folder)
+        for it in self._all:
+            self._note(it, "files")
+
+    def _note(self, it: tuple[int, int], place: str) -> None:
+        self.asked[it[0], place].append(self._ask(make_prompt(f"prompt {it}", it[0])))
+
+    def _ask(self, prompt: Sequence[int]) -> Asked:
+        got = self._engine.ask("generate", prompts=[prompt], output_tokens=OUTPUT_TOKENS)
+        return Asked(got["ttft_s"][0], got["cached"][0], got["answers"][0])
+
+    def _forget(self) -> None:
+        self._engine.ask("call", module=SERVER, function="forget", arguments={})
+
+
+def rows(system: str, asked: Mapping[tuple[int, str], Sequence[Asked]]) -> Iterator[FirstToken]:
+    """Return a row for each length and place."""
+    for (tokens, place), them in asked.items():
+        computed = asked[tokens, "computed"]
+        ttft_s, base_s = (median(it.ttft_s for it in of) for of in (them, computed))
+        identical = [it.answer for it in them] == [it.answer for it in computed]
+        yield FirstToken(system, tokens, place, ttft_s * 1e3, them[0].cached, base_s / ttft_s, identical)
+
+
+def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> Iterator[FirstToken]:
+    """Measure one system after the other."""
+    longest = max(args.tokens)
+    arguments = {
+        "load_format": "dummy",
+        "max_model_len": longest + 64,
+        "max_num_batched_tokens": min(16384, longest + 64),
+        "max_num_seqs": 16,
+    }
+    shape, item_bytes = MODELS[size], 2 if size == "8b" else 4
+    heads = shape["num_key_value_heads"] * shape["head_dim"]
+    token_bytes = 2 * item_bytes * shape["num_hidden_layers"] * heads
+    fillers = int(args.host_gib * 2**30 / token_bytes / longest) + 2
+    for system, spec in SPECS.items():
+        files = folder / system.replace(" ", "-")
+        settings = spec and {
+            **spec,
+            "cpu_bytes_to_use": int(args.host_gib * 2**30),
+            "eviction_policy": "lru",  # others keep what was hit once
+            "secondary_tiers": [{"type": "fs", "root_dir": str(files)}],
+        }
+        with Engine(system, folder) as engine:
+            engine.ask("load", START_S)
+            blocks = {"num_gpu_blocks_override": 3 * (longest + 64) // 32}
+            blocks_on_gpu = {"num_gpu_blocks_override": 3 * (longest + 64) // 16}
+            started = engine_arguments(model, settings or None, arguments | blocks)
+            engine.ask("start", START_S, arguments=started, on_gpu=ON_GPU | blocks_on_gpu)
+            say(f"{system}: engine ready")
+            prompts = Prompts(engine, args.tokens, args.repeats)
+            prompts.warm_up()
+            prompts.compute_and_repeat(has_host_memory=bool(spec))
+            if spec:
+                prompts.read_files(files, fillers)
+            engine.ask("stop")
+        yield from rows(system, prompts.asked)
+
+
+def main() -> None:
+    """Print one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("8b", "tiny"), default="8b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192, 16384])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--host-gib", type=float, default=6.0, help="host memory of each system [6]")
+    parser.add_argument("--root", type=Path, help="directory on the disk to measure")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.root) as name:
+        folder = Path(name)
+        found = [asdict(it) for it in measure(make_model(folder, args.model), args.model, folder, args)]
+    print(json.dumps({"FirstToken": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
