@@ -100,6 +100,15 @@ class Prompts:
                 self._engine.ask("settle")
                 self._forget()
 
+    def await_pinned(self, host_bytes: int) -> None:
+        """Wait until all host memory of kvtier is page-locked, if it has begun to lock it: on a GPU."""
+        while 0 < self._pinned() < host_bytes:
+            self._engine.ask("settle")
+
+    def _pinned(self) -> float:
+        samples = self._engine.ask("metrics")["samples"]
+        return sum(float(value) for name, _, value in samples if name == "kvtier_pinned_bytes")
+
     def compute_and_repeat(self, *, has_host_memory: bool) -> None:
         """Have each prompt computed, then repeated from host memory and from the device."""
         for it in self._all:
@@ -154,16 +163,18 @@ def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> I
     shape, item_bytes = MODELS[size], 2 if size == "8b" else 4
     heads = shape["num_key_value_heads"] * shape["head_dim"]
     token_bytes = 2 * item_bytes * shape["num_hidden_layers"] * heads
-    fillers = int(args.host_gib * 2**30 / token_bytes / longest) + 2
+    host_bytes = int(args.host_gib * 2**30)
+    fillers = host_bytes // (token_bytes * longest) + 2
     for system, spec in SPECS.items():
         files = folder / system.replace(" ", "-")
         settings = spec and {
             **spec,
-            "cpu_bytes_to_use": int(args.host_gib * 2**30),
+            "cpu_bytes_to_use": host_bytes,
             "eviction_policy": "lru",  # others keep what was hit once
             "secondary_tiers": [{"type": "fs", "root_dir": str(files)}],
         }
-        with Engine(system, folder) as engine:
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not args.in_process))}
+        with Engine(system, folder, variables=variables) as engine:
             engine.ask("load", START_S)
             blocks = {"num_gpu_blocks_override": 3 * (longest + 64) // 32}
             blocks_on_gpu = {"num_gpu_blocks_override": 3 * (longest + 64) // 16}
@@ -172,6 +183,7 @@ def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> I
             say(f"{system}: engine ready")
             prompts = Prompts(engine, args.tokens, args.repeats)
             prompts.warm_up()
+            prompts.await_pinned(host_bytes)
             prompts.compute_and_repeat(has_host_memory=bool(spec))
             if spec:
                 prompts.read_files(files, fillers)
@@ -186,6 +198,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192, 16384])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--host-gib", type=float, default=6.0, help="host memory of each system [6]")
+    parser.add_argument("--in-process", action="store_true", help="engines without a process of their own")
     parser.add_argument("--root", type=Path, help="directory on the disk to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.root) as name:

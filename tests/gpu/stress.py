@@ -122,8 +122,9 @@ class Stress:
         """Return what differed, and counts of the engines."""
         counts: dict[str, Any] = {}
         with self._engine("control", None) as engine:
+            arguments = {"prompts": self._rounds[0]}
             found = engine.ask(
-                "call", module="tests.gpu.stress", function="alternatives", arguments={"prompts": self._rounds[0]}
+                "call", module="tests.gpu.stress", function="alternatives", arguments=arguments
             )
             control = dict(zip(map(tuple, self._rounds[0]), found["steps"], strict=True))
             compared = self._ask(engine, "control again", control, self._rounds[1:])

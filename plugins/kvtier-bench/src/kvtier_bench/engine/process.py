@@ -164,19 +164,19 @@ class Engine:
             llm.llm_engine.engine_core.shutdown()
         return {}
 
-    def _connector(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
-
     def _is_idle(self) -> bool:
         """Return whether no copy is in flight, and no slot of the primary tier is pinned or filling."""
-        connector = self._connector()
+        used = any(value for name, _, value in _samples() if name == _USAGE)
+        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        if core is None:  # in a process of its own
+            return not used
+        connector = core.scheduler.connector
         if connector is None:
             return True
         if not hasattr(connector, "connector_scheduler"):
             # LMCache's: a request stays until a step after its last store, as the one of just now does.
-            return len(self._llm.llm_engine.engine_core.engine_core.scheduler.requests) <= 1
-        used = [value for name, _, value in _samples() if name == _USAGE]
-        return not connector.connector_scheduler.has_pending_push_work() and not any(used)
+            return len(core.scheduler.requests) <= 1
+        return not connector.connector_scheduler.has_pending_push_work() and not used
 
 
 def _wait_for_host_memory() -> None:
