@@ -211,9 +211,21 @@ def copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cuda_runtime, "_open_kernel", lambda device: None)
 
 
-@pytest.mark.parametrize("order", ["late", "early", "random:1"], indirect=True)
-def test_tokens_survive_everything(order: str, model: Path, expected: Answers, tmp_path: Path) -> None:
+# BLHNC: the layers of a block are one range of bytes, so a chunk is few copies.
+@pytest.mark.parametrize(
+    ("order", "layout"), [("late", "LBHNC"), ("early", "BLHNC"), ("random:1", "BLHNC")], indirect=["order"]
+)
+def test_tokens_survive_everything(
+    order: str,
+    layout: str,
+    model: Path,
+    expected: Answers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     with engine(order, model, settings(tmp_path) | LOADED_WITHIN_STEPS) as it:
+        assert it._llm.llm_engine.vllm_config.cache_config.kv_cache_layout == layout
         it.tell({**FIRST, **HOST_MEMORY, **ABORTED}, expected)
         assert CopyQueue.EXPEDITED in {thread.name for thread in threading.enumerate()}
         it.settle({})

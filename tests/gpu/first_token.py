@@ -31,9 +31,11 @@ from kvtier_bench.engine.compared import (
 )
 from kvtier_bench.machine import drop_from_page_cache
 
+PACKED = "kvtier, layers packed"
 SPECS: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
     "kvtier": {"spec_name": "KVTierOffloadingSpec"},
+    PACKED: {"spec_name": "KVTierOffloadingSpec"},
     "vLLM's tiering": {
         "spec_name": "NativeTieringSpec",
         "spec_module_path": "kvtier_bench.managers.vllm_tiering",
@@ -166,6 +168,8 @@ def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> I
     host_bytes = int(args.host_gib * 2**30)
     fillers = host_bytes // (token_bytes * longest) + 2
     for system, spec in SPECS.items():
+        if system == PACKED and not args.packed:
+            continue
         files = folder / system.replace(" ", "-")
         settings = spec and {
             **spec,
@@ -174,6 +178,8 @@ def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> I
             "secondary_tiers": [{"type": "fs", "root_dir": str(files)}],
         }
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not args.in_process))}
+        if system == PACKED:
+            variables["VLLM_KV_CACHE_LAYOUT"] = "BLHNC"
         with Engine(system, folder, variables=variables) as engine:
             engine.ask("load", START_S)
             blocks = {"num_gpu_blocks_override": 3 * (longest + 64) // 32}
@@ -199,6 +205,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--host-gib", type=float, default=6.0, help="host memory of each system [6]")
     parser.add_argument("--in-process", action="store_true", help="engines without a process of their own")
+    parser.add_argument("--packed", action="store_true", help="also with BLHNC, for a GPU and vLLM 0.32 on")
     parser.add_argument("--root", type=Path, help="directory on the disk to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.root) as name:

@@ -66,7 +66,12 @@ def steps(root: Path, device: str) -> list[Step]:
     return [
         Step("conformance", (*PYTEST, "tests/unit/device"), ("pytest", "hypothesis"), 400, counts),
         Step(
-            "first_token", (sys.executable, "-m", "tests.gpu.first_token"), ("vllm",), 400, json.loads, gib=60
+            "first_token",
+            (sys.executable, "-m", "tests.gpu.first_token", "--packed"),
+            ("vllm",),
+            400,
+            json.loads,
+            gib=60,
         ),
         Step("stress", (sys.executable, "-m", "tests.gpu.stress"), ("vllm",), 300, json.loads),
         Step("engine", (*KVTIER, "demo", "--json"), ("vllm",), 300, json.loads),
