@@ -86,7 +86,7 @@ class Handovers:
             yield
         finally:
             sys.settrace(here)
-            threading.settrace(others)  # type: ignore[arg-type]
+            threading.settrace(others)
 
     def measure(self, it: Rig, submit: Callable[[], None]) -> Cost:
         found: list[Cost] = []

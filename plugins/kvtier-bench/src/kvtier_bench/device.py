@@ -191,7 +191,9 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
             speeds += [bench.speed(count // LAYERS, way) for count in counts for way in ways]
             losses += [bench.compute_loss(way, work) for way in ways[:2] for work in PRODUCTS]
             if page_bytes == BUSY_PAGE_BYTES:
-                busy_engine += [bench.busy_engine(max(counts) // LAYERS, way) for way in ways[:2]]
+                busy_engine += [
+                    bench.busy_engine(min(SUBMISSIONS[-1] // LAYERS, bench.blocks), way) for way in ways[:2]
+                ]
     machine = Machine(name, _description(name), total // KIB // KIB, min(pinned))
     return [machine, *speeds, *losses, *busy_engine]
 
