@@ -235,9 +235,8 @@ class TransferEngine:
     def _read(self, plan: CopyPlan) -> None:
         """Copy from the device to any memory of this process, one by one; return when that has ended.
 
-        Called in the threads of the queues, each with a stream for this purpose alone.
+        Called in the attached threads of the queues, each with a stream for this purpose alone.
         """
-        self._runtime.attach()
         stream: Stream | None = getattr(self._readers, "stream", None)
         if stream is None:
             stream = self._readers.stream = self._runtime.open_stream(CopyQueue.STORE, plain=True)

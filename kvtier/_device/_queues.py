@@ -36,6 +36,7 @@ class QueuedTransfer:
 
     transfer_id: int
     plan: CopyPlan
+    nbytes: int  # of the plan; the queue's thread uses no arrays: NumPy would release the interpreter lock
     computed: Event | Exception  # the copies wait for it; or the error of recording it
     attempts: tuple[Attempt, ...]  # to make, in this order
     check: Check | None  # audits the copies
@@ -46,7 +47,7 @@ class QueuedTransfer:
 
     def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:
         """Return the result of a transfer that failed for good."""
-        return Finished(self.transfer_id, self.plan.nbytes, 0.0, error, attempt)
+        return Finished(self.transfer_id, self.nbytes, 0.0, error, attempt)
 
 
 class DeviceHealth:
@@ -106,15 +107,14 @@ class QueueThread:
             computed: Event | Exception = self._runtime.record_compute()
         except Exception as error:  # fails this transfer, not the engine's own work
             computed = error
-        transfer = QueuedTransfer(transfer_id, plan, computed, attempts, check)
+        transfer = QueuedTransfer(transfer_id, plan, plan.nbytes, computed, attempts, check)
         with self._changed:
-            is_stuck = self.is_stuck
-            if not is_stuck:
+            if not self.is_stuck:
                 self._waiting.append(transfer)
                 self._changed.notify()
-        if is_stuck:
-            assert self._health.lost is not None
-            self._report(transfer.failed(self._health.lost))
+                return
+        assert self._health.lost is not None
+        self._report(transfer.failed(self._health.lost))
 
     def start(self) -> None:
         """Start the thread unless it runs. RuntimeError if the process may have no more threads."""
@@ -141,7 +141,7 @@ class QueueThread:
             if oldest is None or checks < CHECKS_PER_DEADLINE or self.is_stuck:
                 return
             self.is_stuck = True
-            copy = f"a copy of {oldest.plan.nbytes} bytes"
+            copy = f"a copy of {oldest.nbytes} bytes"
             text = f"{copy} has not ended within {deadline_s:g} s ({self._queue})"
             lost = self._health.lose(DeviceLostError(text))
             begun, waiting = list(self._begun), list(self._waiting)
@@ -180,7 +180,8 @@ class QueueThread:
 
     def _end_oldest(self) -> bool:
         """Wait for the oldest transfer and report it; return whether to continue."""
-        finished = self._finish(self._begun[0])
+        transfer = self._begun[0]  # kept beyond its report: freeing events hands over the interpreter lock
+        finished = self._finish(transfer)
         with self._changed:
             if self.is_stuck:
                 return False  # too late: it was reported as not ended
@@ -203,7 +204,7 @@ class QueueThread:
                 logger.warning("transfer %d failed (%s); repeating it", transfer.transfer_id, error)
             else:
                 self._health.succeeded()
-                return Finished(transfer.transfer_id, transfer.plan.nbytes, seconds, None, attempt)
+                return Finished(transfer.transfer_id, transfer.nbytes, seconds, None, attempt)
         raise AssertionError("a transfer has one attempt at least")
 
     def _enqueue(self, transfer: QueuedTransfer, attempt: Attempt) -> tuple[Event, Event]:

@@ -28,6 +28,7 @@ class CopyPlan:
     src: Addresses
     dst: Addresses
     sizes: Addresses
+    host: tuple[int, int] = (0, 2**64)  # start and end of memory that holds the slots
 
     @cached_property
     def nbytes(self) -> int:
@@ -68,7 +69,7 @@ class CopyPlanner:
             )
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._state_groups = kv_caches.state_groups
-        self._slots = slots
+        self._slots, self._address, self._chunk_bytes = slots, address, layout.chunk_bytes
         piece = slots if piece_slots is None else piece_slots
         self._groups = [_Group(kv_caches, refs, layout, address, piece) for refs in kv_caches.groups]
 
@@ -82,12 +83,16 @@ class CopyPlanner:
         if not all(blocks.whole_chunks(blocks.slots_needed(width), width, self._state_groups)[1]):
             raise ValueError(f"a store needs all {width} blocks of each chunk")
         device, host, sizes = self._pairs(blocks, slots, to_write=True)
-        return CopyPlan(device, host, sizes)
+        return CopyPlan(device, host, sizes, self._memory_of(slots))
 
     def load(self, slots: Sequence[int], blocks: Blocks) -> CopyPlan:
         """Plan the copies from ``slots`` to ``blocks``, of all pages. Errors as in ``store``."""
         device, host, sizes = self._pairs(blocks, slots, to_write=False)
-        return CopyPlan(host, device, sizes)
+        return CopyPlan(host, device, sizes, self._memory_of(slots))
+
+    def _memory_of(self, slots: Sequence[int]) -> tuple[int, int]:
+        first, end = min(slots, default=0), max(slots, default=0) + 1
+        return self._address + first * self._chunk_bytes, self._address + end * self._chunk_bytes
 
     def _pairs(self, blocks: Blocks, slots: Sequence[int], *, to_write: bool) -> _Pairs:
         """Return the addresses of the pages in the tensors, those in the slots, and the sizes."""

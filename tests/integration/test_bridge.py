@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.kv_events import KVEvent
-from kvtier._core.messages import PutEnded, Removed, SlotsReady, TierDown
+from kvtier._core.messages import Command, PutEnded, Removed, SlotsReady, TierDown, Touch
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
@@ -293,6 +293,33 @@ def test_resumed_request_stops_waiting(make: Make) -> None:
     clock.now += 3600
     it.step()
     assert ("expired",) not in it.core.shared.counts
+
+
+@pytest.mark.parametrize("chunks", [1, 64])
+def test_host_hit_is_one_message(make: Make, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """Found in the first step, loaded in one transfer, and told to the tiers once."""
+    sent: list[list[Command]] = []
+    submit = ExecutorThread.submit
+
+    def noted(thread: ExecutorThread, commands: Sequence[Command]) -> None:
+        sent.append(list(commands))
+        submit(thread, commands)
+
+    monkeypatch.setattr(ExecutorThread, "submit", noted)
+    it = make(dummy(), slots=4 * chunks)
+    first, second = it.request("a"), it.request("b")
+    keys = it.store(prompt(1, chunks), first)
+    it.manager.on_request_finished(first)
+    it.settle()
+    sent.clear()
+    assert it.scan(keys, second) == (chunks, False)
+    assert len(slots_of(it.manager.prepare_load(keys, second))) == chunks
+    it.step(new=["b"])
+    it.manager.complete_load(keys, second)
+    it.step()
+    it.manager.on_request_finished(second)
+    it.check_idle()
+    assert sent == [[Touch(0, keys)]]
 
 
 def test_store_may_come_first(make: Make) -> None:

@@ -131,6 +131,13 @@ def test_overwritten_store_is_dropped(flushes_late: bool) -> None:
     bench.close()
 
 
+@pytest.mark.parametrize("chunks", [1, SLOTS])
+def test_load_is_one_copy(it: Bench, chunks: int) -> None:
+    it.load(*range(chunks)[::-1])
+    assert it.finish() == [True]
+    assert it.made == 1
+
+
 def test_failed_load_told_once(it: Bench, caplog: pytest.LogCaptureFixture) -> None:
     it.worker.report_failed_loads()
     it.failures = 2

@@ -228,15 +228,13 @@ class TorchStream:
 
     def _method(self, plan: CopyPlan) -> CopyMethod:
         """Return the method for these copies. Stores are not urgent, so they never slow down computing."""
-        one_by_one: CopyMethod = self._runtime.library.copy
-        host = plan.dst if self._is_store else plan.src
-        start, end = self._runtime.pinned
-        if self._plain or len(host) < 2 or int(host.min()) < start or int((host + plan.sizes).max()) > end:
-            return one_by_one
+        (first, last), (start, end) = plan.host, self._runtime.pinned
+        if self._plain or len(plan.sizes) < 2 or first < start or last > end:
+            return self._runtime.library.copy
         kernel = None if self._is_store else self._runtime.kernel
         if kernel is not None and kernel.suits(plan):
             return kernel.copy
-        return self._runtime.batched or one_by_one
+        return self._runtime.batched or self._runtime.library.copy
 
 
 class TorchRuntime(Runtime):
@@ -257,10 +255,7 @@ class TorchRuntime(Runtime):
 
     @classmethod
     def open(
-        cls,
-        device: torch.device,
-        library: RuntimeLibrary,
-        batched: CopyMethod | None = None,
+        cls, device: torch.device, library: RuntimeLibrary, batched: CopyMethod | None = None
     ) -> TorchRuntime:
         """Return the runtime with ``batched``, if it copies exactly, and with the kernel for small pages.
 

@@ -147,8 +147,7 @@ class XpuRuntime(Runtime):
         return self._api.current_stream(self._device).record_event(self._api.Event(enable_timing=True))
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> XpuStream:  # noqa: ARG002
-        is_store = queue is CopyQueue.STORE
-        stream = self._api.Stream(self._device)
+        stream, is_store = self._api.Stream(self._device), queue is CopyQueue.STORE
         return XpuStream(self._api, stream, self._memory, is_store, self._buffer_bytes)
 
 

@@ -117,9 +117,15 @@ def test_device(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "PAGE_BYTES", (2**16, 2**21))
     monkeypatch.setattr(device, "ROUNDS", 1)
     monkeypatch.setattr(device, "STEPS", 2)
-    kinds = device.Machine, device.CopySpeed, device.ComputeLoss
+    kinds = device.Machine, device.CopySpeed, device.ComputeLoss, device.BusyEngine
     found = records(run("device", "--backend", "cpu", "--mib", "16", "--json"), *kinds)
     assert {speed["way"] for speed in found["CopySpeed"]} == {"store", "load", "both"}
+    rows = found["BusyEngine"]
+    assert [(it["page_kib"], it["pages"], it["way"]) for it in rows] == [
+        (64, 256, way) for way in ("store", "load")
+    ]
+    assert all(it["busy_ms"] > 1000 * device.BUSY_STEP_S for it in rows)
+    assert all(it["ratio"] > 0 for it in rows)
 
 
 def test_missing_engine_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

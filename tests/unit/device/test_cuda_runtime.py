@@ -46,10 +46,12 @@ def library(request: pytest.FixtureRequest, stub: Any, monkeypatch: pytest.Monke
 
 
 def make_plan(src: np.ndarray, dst: np.ndarray) -> CopyPlan:
-    """Copy the first 8 bytes and the last 8."""
+    """Copy the first 8 bytes and the last 8, from slots."""
+    start = src.ctypes.data
     offsets = np.array([0, src.nbytes - 8], dtype=np.uint64)
     sizes = np.array([8, 8], dtype=np.uint64)
-    return CopyPlan(offsets + np.uint64(src.ctypes.data), offsets + np.uint64(dst.ctypes.data), sizes)
+    source, target = offsets + np.uint64(start), offsets + np.uint64(dst.ctypes.data)
+    return CopyPlan(source, target, sizes, (start, start + src.nbytes))
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
@@ -281,11 +283,11 @@ def test_kernel_copies_fitting_loads(stub: Any, as_torch_cuda: Any, is_mapped: b
     runtime.host_register(slots.ctypes.data, slots.nbytes)
     target = np.zeros_like(slots)
     few = make_plan(slots, target)
-    many = CopyPlan(np.tile(few.src, 2), np.tile(few.dst, 2), np.tile(few.sizes, 2))
+    many = CopyPlan(np.tile(few.src, 2), np.tile(few.dst, 2), np.tile(few.sizes, 2), few.host)
     for plan in (few, many):
         for queue in (CopyQueue.LOAD, CopyQueue.EXPEDITED):
             runtime.open_stream(queue).copy(plan)
-        store = CopyPlan(plan.dst, plan.src, plan.sizes)
+        store = CopyPlan(plan.dst, plan.src, plan.sizes, plan.host)
         runtime.open_stream(CopyQueue.STORE).copy(store)
     runtime.open_stream(CopyQueue.LOAD, plain=True).copy(many)
     assert kernel.copied == ([many] * 2 if is_mapped else [])
@@ -299,7 +301,7 @@ def test_failing_kernel_is_dropped(stub: Any, as_torch_cuda: Any, caplog: pytest
     target = np.zeros_like(slots)
     runtime.host_register(slots.ctypes.data, slots.nbytes)
     few = make_plan(slots, target)
-    many = CopyPlan(np.tile(few.src, 2), np.tile(few.dst, 2), np.tile(few.sizes, 2))
+    many = CopyPlan(np.tile(few.src, 2), np.tile(few.dst, 2), np.tile(few.sizes, 2), few.host)
     stream = runtime.open_stream(CopyQueue.LOAD)
     with pytest.raises(RuntimeError, match="out of memory"):
         stream.copy(many)

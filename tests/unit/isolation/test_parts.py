@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import SecretStr
@@ -117,6 +118,12 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def frame(number: int, size: int) -> bytes:
     body = number.to_bytes(4, "little") + bytes(size)
     return len(body).to_bytes(4, "little") + body
+
+
+def test_frame_is_one_system_call(pair: Any) -> None:
+    sock = Mock(wraps=pair[0])
+    Channel(sock, lambda: None).add(frame(1, 40_000))
+    assert [name for name, *_ in sock.method_calls] == ["send"]
 
 
 def test_full_socket_keeps_order(pair: Any) -> None:

@@ -1,4 +1,4 @@
-"""The cost of device copies: GB/s against one pinned copy, host time per submission, and lost computing.
+"""The cost of device copies: GB/s against one pinned copy, host time, lost computing, and a busy engine.
 
 Compared figures come from the same round, measured in turns. As in an engine, a block has a page in each
 layer's tensor. Blocks are scattered on the device, so that neighbouring pages cannot be joined.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -21,11 +21,13 @@ import torch
 from kvtier import KVCaches, PageRef
 from kvtier._device._engine import TransferEngine
 from kvtier._device.auto import BACKENDS, backend_module, open_transfer_engine, torch_type, usable
-from kvtier._device.base import Blocks
+from kvtier._device.base import Blocks, Finished
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 
 _Integers = npt.NDArray[np.int64]
+_Wait = Callable[[Sequence[int]], list[Finished]]
+"""Returns when these transfers have ended, with their results."""
 
 KIB = 2**10
 PAGE_BYTES = (8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2048 * KIB)
@@ -37,6 +39,9 @@ PRODUCTS = {"prefill": 2, "decode": 20}
 """Products of a step: of two square matrices, and of one with few rows and a square one."""
 
 STEPS = 20
+
+BUSY_PAGE_BYTES, BUSY_STEP_S = 64 * KIB, 0.0003
+"""Bytes of a page, and seconds of a step of Python, in copies by a busy thread."""
 
 ROUNDS = 7
 _SETTLE_S = 120.0
@@ -97,7 +102,27 @@ class ComputeLoss:
     percent: float
 
 
-Figure = Machine | CopySpeed | ComputeLoss
+@dataclass(frozen=True)
+class BusyEngine:
+    """Copies whose submitting thread goes on running Python, as an engine's does while it waits for a load.
+
+    Attributes:
+        page_kib: KiB of a page.
+        idle_ms: median milliseconds while the thread sleeps.
+        busy_ms: median milliseconds while it runs short steps, and only hands over the interpreter lock
+            between two of them.
+        ratio: how many times as long; median of the rounds' ratios.
+    """
+
+    page_kib: int
+    pages: int
+    way: str
+    idle_ms: float
+    busy_ms: float
+    ratio: float
+
+
+Figure = Machine | CopySpeed | ComputeLoss | BusyEngine
 
 
 def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
@@ -156,6 +181,7 @@ def _one_thread(wanted: bool) -> Iterator[None]:
 def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
     speeds: list[CopySpeed] = []
     losses: list[ComputeLoss] = []
+    busy_engine: list[BusyEngine] = []
     pinned: list[float] = []
     for page_bytes in PAGE_BYTES:
         with _opened(name, device, page_bytes, total) as bench:
@@ -164,8 +190,12 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
             ways = ("store", "load", "both")
             speeds += [bench.speed(count // LAYERS, way) for count in counts for way in ways]
             losses += [bench.compute_loss(way, work) for way in ways[:2] for work in PRODUCTS]
+            if page_bytes == BUSY_PAGE_BYTES:
+                busy_engine += [
+                    bench.busy_engine(min(SUBMISSIONS[-1] // LAYERS, bench.blocks), way) for way in ways[:2]
+                ]
     machine = Machine(name, _description(name), total // KIB // KIB, min(pinned))
-    return [machine, *speeds, *losses]
+    return [machine, *speeds, *losses, *busy_engine]
 
 
 # --- copies --------------------------------------------------------------------------------------
@@ -199,15 +229,10 @@ class _Bench:
     def speed(self, count: int, way: str) -> CopySpeed:
         """Measure submissions of so many blocks."""
         host: list[float] = []
-        measures: list[tuple[list[float], Callable[[], float]]] = [
-            ([], lambda: self._through_engine(count, way, host)),
-            ([], lambda: self._timed_on_device(lambda: self._in_one_piece(count, way))),
-        ]
-        for number in range(ROUNDS + 1):
-            for turn in range(2):  # each is the first in every second round: it finds the caches cold
-                times, measure = measures[(number + turn) % 2]
-                times.append(measure())
-        ours, limits = (times[1:] for times, _ in measures)
+        ours, limits = _in_turns(
+            lambda: self._through_engine(count, way, host, self._sleep),
+            lambda: self._timed_on_device(lambda: self._in_one_piece(count, way)),
+        )
         nbytes = sum(self._nbytes(blocks) for _, blocks, _ in self._shares(count, way))
         ratios = [limit / own for own, limit in zip(ours, limits, strict=True)]
         gb_s, limit_gb_s = (nbytes / median(times) / 1e9 for times in (ours, limits))
@@ -220,6 +245,16 @@ class _Bench:
             100 * median(ratios),
             median(host[1:]) * 1e6,
         )
+
+    def busy_engine(self, count: int, way: str) -> BusyEngine:
+        """Measure submissions of so many blocks by a thread that sleeps until the end, or runs Python."""
+        idle, busy = _in_turns(
+            lambda: self._through_engine(count, way, [], self._sleep),
+            lambda: self._through_engine(count, way, [], self._run_python),
+        )
+        ratio = median(with_steps / alone for alone, with_steps in zip(idle, busy, strict=True))
+        idle_ms, busy_ms = (median(times) * 1000 for times in (idle, busy))
+        return BusyEngine(self._page_bytes // KIB, count * LAYERS, way, idle_ms, busy_ms, ratio)
 
     def compute_loss(self, way: str, work: str) -> ComputeLoss:
         """Measure products of matrices with and without copies, in turns."""
@@ -262,17 +297,32 @@ class _Bench:
                 torch.accelerator.current_stream().record_event().synchronize()
         return time.perf_counter() - begun
 
-    def _through_engine(self, count: int, way: str, host: list[float]) -> float:
+    def _through_engine(self, count: int, way: str, host: list[float], wait: _Wait) -> float:
+        """Return the seconds of the copies; append the submission's seconds to ``host``."""
         self._synchronize()
         start = time.perf_counter()
         ids = self._submit(count, way)
         submitted = time.perf_counter()
-        self._engine.wait(ids)
+        results = wait(ids)
         ended = time.perf_counter()
-        if any(end.error for end in self._engine.finished()):
+        if any(end.error for end in results):
             raise RuntimeError("a copy has failed: see the log")
         host.append((submitted - start) / len(ids))
         return ended - start
+
+    def _sleep(self, ids: Sequence[int]) -> list[Finished]:
+        self._engine.wait(ids)
+        return self._engine.finished()
+
+    def _run_python(self, ids: Sequence[int]) -> list[Finished]:
+        results: list[Finished] = []
+        while len(results) < len(ids):
+            until = time.perf_counter() + BUSY_STEP_S
+            while time.perf_counter() < until:
+                pass
+            time.sleep(0)  # releases the interpreter lock, and asks for it again at once
+            results += self._engine.finished()
+        return results
 
     def _submit(self, count: int, way: str) -> list[int]:
         ids = []
@@ -349,6 +399,16 @@ class _Bench:
                 break
             time.sleep(0.01)
         return 100 * self._engine.pinning.nbytes / self._region.nbytes
+
+
+def _in_turns(*measures: Callable[[], float]) -> list[list[float]]:
+    """Return what each of two measures found in each round, without the first one."""
+    found: list[list[float]] = [[] for _ in measures]
+    for number in range(ROUNDS + 1):
+        for turn in range(2):  # each is the first in every second round: it finds the caches cold
+            at = (number + turn) % 2
+            found[at].append(measures[at]())
+    return [values[1:] for values in found]
 
 
 @contextmanager

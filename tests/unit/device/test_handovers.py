@@ -1,0 +1,194 @@
+"""A transfer takes the interpreter lock a fixed number of times, however many pages it has.
+
+Beside a busy engine thread each time can cost a millisecond. The played device counts the calls that release
+the lock in torch. Operations on large arrays release it in NumPy.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier import _device
+from kvtier import _native as native
+from kvtier._device.auto import open_transfer_engine
+from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime
+from kvtier._device.backends.cuda import Cudart
+from kvtier._device.base import Blocks, CopyQueue
+from kvtier._device.plan import CopyPlanner
+from kvtier_testing.device import EngineFactory, Rig, Shape, rig
+from tests.unit.device.conftest import PlayedEvent, PlayedStream, engine_on
+
+pytestmark = pytest.mark.skipif(not native.available, reason="the native library is not built")
+
+TENSORS = 8
+SHAPE = Shape((64,) * TENSORS, num_blocks=1024, slots=512)
+QUEUES = frozenset(CopyQueue)
+OWN_CODE = str(Path(_device.__file__).parent)
+WAITS_FOR_WORK = ("_take", "<lambda>")  # one wake-up, if the thread has slept
+
+FREED = ["free"] * 3  # the last transfer's events, after its report
+ON_GPU = [*FREED, "wait", "record", "copy", "record", "synchronize"]
+
+
+@dataclass
+class Cost:
+    """Of one transfer.
+
+    Attributes:
+        calls: calls in the queue's thread that release the interpreter lock, from the last report to its own.
+        instructions: instructions of Python that kvtier's code ran there meanwhile.
+        submitting: the same in the submitting call.
+    """
+
+    calls: list[str]
+    instructions: int
+    submitting: int = 0
+
+
+class Handovers:
+    """Counts what threads do for transfers that follow each other."""
+
+    def __init__(self) -> None:
+        self._calls: list[str] = []
+        self._instructions: Counter[int] = Counter()  # by thread
+
+    def note(self, call: str) -> None:
+        if threading.current_thread().name in QUEUES:
+            self._calls.append(call)
+
+    def trace(self, frame: Any, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(OWN_CODE) or code.co_name in WAITS_FOR_WORK:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._instructions[threading.get_ident()] += event == "opcode"
+        return self.trace
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Count the instructions of this thread and of those that start meanwhile."""
+        here, others = sys.gettrace(), threading.gettrace()
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+        try:
+            yield
+        finally:
+            sys.settrace(here)
+            threading.settrace(others)
+
+    def measure(self, it: Rig, submit: Callable[[], None]) -> Cost:
+        found: list[Cost] = []
+        reported, here = threading.Event(), threading.get_ident()
+
+        def note_report() -> None:
+            found.append(Cost(self._calls, self._instructions.pop(threading.get_ident())))
+            self._calls = []
+            reported.set()
+
+        it.engine.set_wakeup(note_report)
+        before = self._instructions[here]
+        submit()
+        after = self._instructions[here]
+        assert reported.wait(20)
+        (end,) = it.engine.finished()
+        assert end.error is None
+        return replace(found[0], submitting=after - before)
+
+
+@pytest.fixture
+def handovers(monkeypatch: pytest.MonkeyPatch) -> Handovers:
+    """Count calls of the native library, and operations on the arrays of copy plans."""
+    handovers = Handovers()
+    note, pairs = handovers.note, CopyPlanner._pairs
+
+    class NotedArray(np.ndarray[Any, Any]):
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+            note(ufunc.__name__)
+            plain = (it.view(np.ndarray) if isinstance(it, NotedArray) else it for it in inputs)
+            return getattr(ufunc, method)(*plain, **options)
+
+    class NotedLibrary:
+        def __getattr__(self, name: str) -> Any:
+            note("copy" if name.startswith("kvt_copy_") else name)
+            return getattr(library, name)
+
+    def noted_pairs(*arguments: Any, **options: Any) -> Any:
+        return tuple(array.view(NotedArray) for array in pairs(*arguments, **options))
+
+    library = native.library
+    monkeypatch.setattr(native, "library", NotedLibrary())
+    monkeypatch.setattr(CopyPlanner, "_pairs", noted_pairs)
+    return handovers
+
+
+@pytest.fixture
+def noted_torch(handovers: Handovers, as_torch_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the calls of torch's streams and events that release the lock, by torch's source."""
+
+    class Event(PlayedEvent):
+        def synchronize(self) -> None:
+            handovers.note("synchronize")
+
+        def __del__(self) -> None:
+            handovers.note("free")
+
+    class Stream(PlayedStream):
+        def wait_event(self, event: PlayedEvent) -> None:
+            handovers.note("wait")
+
+        def record_event(self, event: PlayedEvent) -> PlayedEvent:
+            handovers.note("record")
+            return super().record_event(event)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+
+
+@pytest.fixture(params=["cpu", "cuda", "hip"])
+def opened(request: pytest.FixtureRequest, stub_paths: dict[str, Path]) -> tuple[EngineFactory, list[str]]:
+    """A backend's engine, and its calls for each transfer."""
+    if request.param == "cpu":
+        return open_transfer_engine, ["copy"]
+    request.getfixturevalue("noted_torch")
+    path = str(stub_paths[request.param])
+    if request.param == "hip":
+        runtime = TorchRuntime(torch.device("cpu"), RuntimeLibrary(path, "hip"))
+    else:
+        cudart = Cudart(path)
+        runtime = TorchRuntime(torch.device("cpu"), cudart, cudart.copy_batch)
+    return engine_on(runtime, SHAPE.slots, pinned=True, deadline_s=600), ON_GPU
+
+
+@pytest.mark.parametrize("is_store", [False, True], ids=["load", "store"])
+def test_pages_cost_no_handovers(
+    handovers: Handovers, opened: tuple[EngineFactory, list[str]], is_store: bool
+) -> None:
+    factory, expected = opened
+    costs: list[Cost] = []
+    with handovers.tracing(), rig(factory, SHAPE) as it:
+        for number, pages in enumerate((16, 16, 16, 4096)):  # the first one attaches the thread to the device
+            blocks, slots = _scattered(pages // TENSORS)
+            submit = it.engine.submit_store if is_store else it.engine.submit_load
+            arguments = (blocks, slots) if is_store else (slots, blocks)
+            costs.append(handovers.measure(it, partial(submit, number, *arguments)))
+    *_, few, many = costs
+    assert few == many
+    assert few.calls == expected
+    assert min(few.instructions, few.submitting) > 0
+
+
+def _scattered(count: int) -> tuple[Blocks, list[int]]:
+    """Return blocks and slots in which no page follows another one."""
+    return Blocks.make(range(0, 2 * count, 2), (count,), (0,)), list(range(count))[::-1]
