@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtier._core.transfers import Pinned
 from kvtier._manager.device_copies import DeviceCopies
@@ -97,7 +98,31 @@ class Written(_Lent):
 
     _ENDED = "the slots were given back: use them inside of the write block"
 
+    def __init__(self, keys: Sequence[OffloadKey], slots: Sequence[int], region: Region) -> None:
+        super().__init__(keys, slots, region)
+        self._used_views: set[object] = set()  # the caller's threads may still write to these
+        self._on_unused: Callable[[], object] = lambda: None
+
     @property
     def views(self) -> tuple[memoryview, ...]:
         """The slots' bytes, to be written. Valid inside the ``write`` block; StateError after it."""
-        return tuple(self._region.view(slot) for slot in self._slots)
+        return tuple(map(self._lend, self._slots))
+
+    @property
+    def _is_used(self) -> bool:
+        return bool(self._used_views)
+
+    def _lend(self, slot: int) -> memoryview:
+        self._used_views.add(view := object())
+        return self._region.lend(slot, partial(self._take_back, view))
+
+    def _take_back(self, view: object) -> None:
+        self._used_views.discard(view)
+        if not self._used_views:
+            self._on_unused()
+
+    def _when_unused(self, act: Callable[[], object]) -> None:
+        """Call ``act``, in any thread and perhaps twice, when no view is left."""
+        self._on_unused = act
+        if not self._used_views:
+            act()

@@ -38,7 +38,7 @@ from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier._telemetry.dropped_puts import DroppedPuts
 from kvtier.keys import OffloadKey
 from kvtier.tiers._loop_clock import LoopClock
-from kvtier.tiers._waiting import until_done
+from kvtier.tiers._waiting import call_soon, until_done
 
 logger = GuardedLogger("kvtier.manager")
 
@@ -234,7 +234,8 @@ class TieringManager:
         """Yield slots for the ``keys`` that the primary tier lacks. The caller fills them.
 
         The chunks are stored when the block ends, and their puts into the secondary tiers follow. If it
-        raises, nothing is stored. If space is short, the leading keys get slots, or none does.
+        raises, nothing is stored, and the slots stay out of use until all views of them are gone: a thread
+        may still write. If space is short, the leading keys get slots, or none does.
         """
         keys = self._checks.keys(keys)
         reservation = self._core.reserve(keys)
@@ -244,7 +245,7 @@ class TieringManager:
         if self._slot_checksums is not None:
             self._slot_checksums.forget(reservation.slots)  # the caller fills them: no store or get does it
         written = Written(reservation.keys, reservation.slots, self._region)
-        with self._filling(reservation):
+        with self._filling(reservation, written):
             try:
                 yield written
             finally:
@@ -365,25 +366,37 @@ class TieringManager:
             self._notify()  # chunks held for this request are free for other requests
 
     @contextmanager
-    def _filling(self, reservation: Reservation) -> Iterator[None]:
+    def _filling(self, reservation: Reservation, written: Written | None = None) -> Iterator[None]:
         """Store the slots that the block fills; if it raises, nothing is stored.
 
-        Slots that an abandoned copy may still write to stay out of use.
+        Slots that an abandoned copy, or a thread with a view, may still write to stay out of use.
         """
         try:
             yield
             self._driver.settle()  # a tier with overdue puts gets no more
         except BaseException:
-            if self._copies.stuck_slots.isdisjoint(reservation.slots):
+            is_used = not self._copies.stuck_slots.isdisjoint(reservation.slots)
+            if not is_used and (written is None or not written._is_used):
                 self._core.abort(reservation)
             else:
                 self._core.drop_unfilled(reservation, dict.fromkeys(reservation.slots, "failed"))
+                if written is not None:
+                    written._when_unused(partial(self._abort_soon, reservation))
             raise
         else:
             self._driver.commit(reservation)
         finally:
             self._driver.dispatch()
             self._notify()
+
+    def _abort_soon(self, reservation: Reservation) -> None:
+        """Free the slots of a write that was given up. Any thread may call it, more than once."""
+        assert self._checks.loop is not None
+        call_soon(self._checks.loop, lambda: reservation in self._core.handles and self._abort(reservation))
+
+    def _abort(self, reservation: Reservation) -> None:
+        self._core.abort(reservation)
+        self._notify()
 
     async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """Look up until nothing is pending; return how many leading keys are HIT in this very round."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -65,6 +68,35 @@ async def test_unfinished_write_is_not_stored() -> None:
             _ = written.views
         assert await it.manager.locate(prompt(1, 4)) == [False] * 4
         assert await write(it, prompt(1, 4)) == 4
+        await it.check_idle()
+
+
+async def test_thread_of_cancelled_write_harms_nobody() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def fill(views: Sequence[memoryview]) -> None:
+        begun.set()
+        may_end.wait()
+        for view in views:
+            view[:] = b"x" * len(view)
+
+    async def fill_in_thread() -> None:
+        async with it.manager.write(prompt(1, 3)) as written:
+            await asyncio.get_running_loop().run_in_executor(None, fill, written.views)
+
+    async with opened(slots=4) as it:
+        writing = asyncio.ensure_future(fill_in_thread())
+        await asyncio.to_thread(begun.wait)
+        writing.cancel()
+        with suppress(asyncio.CancelledError):
+            await writing
+        assert await write(it, prompt(2, 4)) == 1, "the thread may still write to the other slots"
+        may_end.set()
+        del writing
+        while it.manager.statistics().free_slots < 3:
+            gc.collect()
+            await asyncio.sleep(0)
+        assert await check(it, prompt(2, 4)) == 1
         await it.check_idle()
 
 
