@@ -116,20 +116,18 @@ class Tiering:
         return _MISS if group_index(key) == group_index(request.first) else _RETRY
 
     def _unready(self, key: OffloadKey, request: Request, chunk: Chunk | None) -> Lookup:
-        if key in self.table.adopted and self.promotions.land_verified(key, request):
+        is_adopted = key in self.table.adopted
+        if is_adopted and self.promotions.land_verified(key, request):
             request.hits.append(key)
             return _HIT
-        if chunk is None and (key in request.absent or not self._may_be_in_tier(key)):
+        if chunk is None and (key in request.absent or not (is_adopted or self.shared.asks_tiers)):
             return self._miss(key, request, request.reason_for_absence(key))
-        if chunk is None and request.tiers is not None and not request.tiers:
+        if chunk is None and not is_adopted and request.tiers is not None and not request.tiers:
             return self._miss(key, request, "filter")
         if request.state is RequestState.EXPIRED:
             return self._miss(key, request, "deadline")
         request.wanted.append(key)
         return _PENDING if chunk is not None or key in request.located else _RETRY
-
-    def _may_be_in_tier(self, key: OffloadKey) -> bool:
-        return self.shared.asks_tiers or key in self.table.adopted
 
     def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
         if not request.is_prefetch:

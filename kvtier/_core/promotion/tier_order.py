@@ -35,7 +35,8 @@ class TierOrder:
         allowed = allowed_tiers(waiters)
         for tier in range(first_tier, len(shared.tiers)):
             status = shared.tiers[tier]
-            closed = status.get_refusal(now_s) if allowed is None or tier in allowed else "filter"
+            is_allowed = allowed is None or tier in allowed or status.in_place
+            closed = status.get_refusal(now_s) if is_allowed else "filter"
             if status.in_place:
                 keys = keys if closed else self._ask_in_place(tier, keys, waiters, now_s, slot_use)
                 if not keys:

@@ -84,6 +84,14 @@ def test_verified_chunks_are_hits_without_a_get() -> None:
     assert entries == []
 
 
+@pytest.mark.parametrize("allowed", [frozenset[int](), frozenset({1})])
+def test_no_filter_hides_them(allowed: frozenset[int]) -> None:
+    core, request = make("files"), Request(tiers=allowed)
+    (get,) = step(core, request, OLD[:2])
+    answer(core, get, [COPIED] * 2)
+    assert ask(core, request, OLD[:2]) == [HIT, HIT]
+
+
 def test_verified_chunks_can_be_evicted() -> None:
     core, request = make(), Request()
     core.table.trailers = entries = Voided()
