@@ -1,10 +1,11 @@
-"""Tells the weights of models apart, by samples of their files or the commit of a hub."""
+"""Tells the weights and the code of models apart, by samples of their files or the commit of a hub."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
@@ -12,6 +13,7 @@ _FILES_BESIDE = ("*.json", "*.py")
 _NOT_THE_WEIGHTS = re.compile(
     r"config\.json|tokenizer|vocab|added_tokens|special_tokens_map|chat_template|merges", re.IGNORECASE
 )
+_CODE = (".py", ".so")
 _SAMPLES = 1024
 _SAMPLE_BYTES = 4096
 
@@ -41,8 +43,24 @@ def weights_fingerprint(model: Path) -> str | None:
     return digest.hexdigest()[:32]
 
 
+def code_fingerprint(module: str) -> str | None:
+    """Return a digest of the package that a module belongs to; None if its files are unknown."""
+    try:
+        found = find_spec(module.partition(".")[0])
+    except ValueError:  # of a script
+        return None
+    folders = [Path(it) for it in (found and found.submodule_search_locations) or ()]
+    files = [(it, folder) for folder in folders for it in sorted(folder.rglob("*")) if it.suffix in _CODE]
+    if found is not None and found.origin is not None and not folders:
+        files = [(Path(found.origin), Path(found.origin).parent)]
+    digest = hashlib.sha256()
+    for path, folder in files:
+        _add_samples(digest, path, str(path.relative_to(folder)))
+    return digest.hexdigest()[:32] if files else None
+
+
 def _files(model: Path) -> list[Path]:
-    """Return a model's files of weights, in its directory and its folders, then those beside them."""
+    """Return the files of weights in a model's directory and folders, and then the other files that count."""
     weights, beside = (
         [
             path

@@ -19,14 +19,20 @@ import torch
 pytest.importorskip("vllm")
 
 import vllm
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.model_executor.model_loader import LoadFormats
+from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 from vllm.platforms import current_platform
 
 from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm import _excluded_settings, _identity
-from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
+from kvtier.adapters.vllm._canonical import (
+    canonical_settings,
+    canonical_value,
+    foreign_module,
+    relevant_environment,
+)
 from kvtier.adapters.vllm._pages import device_kind, page_format
 from kvtier.errors import ConfigError
 from tests.integration.configurations import MODELS, configure, engine_of, identity_of, make_model
@@ -51,6 +57,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def is_shared(model: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether engines with these arguments have one cache."""
     return identity_of(configure(model, **one)).digest == identity_of(configure(model, **other)).digest
+
+
+def computed_by(module: str | None, model: Path, patch: pytest.MonkeyPatch) -> VllmConfig:
+    """Return the configuration of an engine whose model is computed by this module; None for vLLM's."""
+    config = configure(model)
+    if module is not None:
+        theirs = _LazyRegisteredModel(module, "Llama")
+        patch.setitem(ModelRegistry.models, config.model_config.architecture, theirs)
+    return config
 
 
 # --- settings that split a cache, and settings that do not -------------------------------------------
@@ -511,6 +526,68 @@ def test_hub_name_needs_commit(models: Callable[[str], Path]) -> None:
         config.model_config.revision = commit
         found.append(identity_of(config).digest)
     assert len(set(found)) == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module"),
+    [
+        ("LlamaForCausalLM", None),
+        ("Olmo2ForCausalLM", "transformers"),  # vLLM has no code of its own for it
+        ("TransformersForCausalLM", "transformers"),
+    ],
+)
+def test_code_of_others_is_known(architecture: str, module: str | None) -> None:
+    model: Any = SimpleNamespace(registry=ModelRegistry, architecture=architecture)
+    assert foreign_module(model) == module
+
+
+@pytest.mark.parametrize("module", [None, "vllm.model_executor.models.transformers"])
+def test_version_of_transformers_counts(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, module: str | None
+) -> None:
+    config = computed_by(module, models("llama"), monkeypatch)
+    before = identity_of(config).digest
+    monkeypatch.setattr("transformers.__version__", "5.999.0")
+    assert (identity_of(config).digest == before) is (module is None)
+
+
+def test_version_that_prepares_media_counts(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(models("llama"))
+    config.model_config.multimodal_config = MultiModalConfig()
+    before = identity_of(config).digest
+    monkeypatch.setattr("transformers.__version__", "5.999.0")
+    assert identity_of(config).digest != before
+
+
+def test_length_counts_for_code_of_others(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = computed_by("vllm.model_executor.models.transformers", models("llama"), monkeypatch)
+    before = identity_of(short).digest
+    short.model_config.max_model_len *= 2
+    assert identity_of(short).digest != before
+
+
+def test_code_of_packages_counts(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = computed_by("models_of_others.llama", models("llama"), monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "models_of_others").mkdir()
+    digests = set()
+    for scale in (1, 1, 2):
+        (tmp_path / "models_of_others" / "__init__.py").write_text("")
+        (tmp_path / "models_of_others" / "rope.py").write_text(f"SCALE = {scale}")
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 2
+
+
+def test_code_of_scripts_is_private(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = computed_by("__main__", models("llama"), monkeypatch)
+    monkeypatch.setattr("__main__.__spec__", None)
+    assert identity_of(config).digest != identity_of(config).digest
 
 
 def test_dummy_seed_counts(models: Callable[[str], Path]) -> None:

@@ -39,6 +39,7 @@ from kvtier.adapters.vllm import _excluded_settings as excluded
 from kvtier.errors import ConfigError, IdentityError
 
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
+_TRANSFORMERS_BACKEND: Final = "vllm.model_executor.models.transformers"
 _SECRET: Final = re.compile(r"(^|_)(secret|password|token|credentials?|(api|access|secret)_key(_id)?)$", re.I)
 _OF_KUBERNETES: Final = re.compile(r"VLLM(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
 _LONGEST: Final = (
@@ -240,13 +241,20 @@ def computes_with_length(model: ModelConfig) -> bool:
         )
         or model.multimodal_config is not None
         or bool(model.model_class_overrides)
-        or not _is_of_vllm(model)
+        or foreign_module(model) is not None
     )
 
 
-def _is_of_vllm(model: ModelConfig) -> bool:
+def foreign_module(model: ModelConfig) -> str | None:
+    """Return the module whose code computes a model; None if that is vLLM's own.
+
+    vLLM has no code of its own for some architectures, and hands them to transformers under their names.
+    """
     registered = model.registry.models.get(model.architecture)
-    return str(getattr(registered, "module_name", "")).startswith("vllm.")
+    module = getattr(registered, "module_name", None) or getattr(registered, "model_cls", object).__module__
+    if module.startswith(_TRANSFORMERS_BACKEND):
+        return "transformers"
+    return None if module.startswith("vllm.") else str(module)
 
 
 def _rope_kinds(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ import vllm
 
 from kvtier._log import GuardedLogger
 from kvtier._telemetry.log_limit import LogLimit
+from kvtier.adapters.vllm._excluded_settings import SAME_MODELS
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,14 +35,17 @@ KV_FORMATS: Final = {"0.31.0": 1, "0.32.0": 1, "0.33.0": 1}
 
 A release gets a number when ``tests/integration/test_generations.py`` passes with it: it exchanges chunks
 with the others for the same tokens, and no default of a relevant setting has changed. Otherwise it starts a
-generation. Patch releases count too: vLLM fixes wrong numbers in those.
+generation. Patch releases count too: vLLM fixes wrong numbers in those. So do the models: a generation holds
+for those whose code was compared (``tests/integration/test_model_review.py``).
 """
 
 
-def kv_format(version: str = vllm.__version__) -> str:
-    """Return the KV format generation of a version; an unknown version has one of its own."""
-    known = KV_FORMATS.get(version.partition("+")[0])
-    return f"vllm {version}" if known is None else str(known)
+def kv_format(architectures: Iterable[str], version: str = vllm.__version__) -> str:
+    """Return the KV format generation of a version for models; its own if it or a model is not reviewed."""
+    release = version.partition("+")[0]
+    if release not in KV_FORMATS:
+        return f"vllm {version}"
+    return str(KV_FORMATS[release]) if SAME_MODELS.issuperset(architectures) else f"vllm {release}"
 
 
 def is_reviewed(version: str = vllm.__version__) -> bool:

@@ -33,3 +33,6 @@ LENGTH_INDEPENDENT_ROPES: Final = frozenset(_REVIEWED["models"]["length_independ
 
 LENGTH_DEPENDENT_MODELS: Final = tuple(_REVIEWED["models"]["length_dependent"].split())
 """Architectures, as patterns, that compute with ``max_model_len`` or with the generation config."""
+
+SAME_MODELS: Final = frozenset(_REVIEWED["models"]["same_in_reviewed_releases"].split())
+"""Architectures whose code computes the same KV in all releases of a KV format generation."""

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import transformers
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -14,8 +15,13 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._config import TieringConfig
 from kvtier._identity import Identity, canonical_dtype
 from kvtier._log import GuardedLogger
-from kvtier._weights import hub_commit, weights_fingerprint
-from kvtier.adapters.vllm._canonical import canonical_settings, canonical_value, relevant_environment
+from kvtier._weights import code_fingerprint, hub_commit, weights_fingerprint
+from kvtier.adapters.vllm._canonical import (
+    canonical_settings,
+    canonical_value,
+    foreign_module,
+    relevant_environment,
+)
 from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
 from kvtier.adapters.vllm._pages import device_kind
 from kvtier.adapters.vllm._parallel import SlotShape, pipeline_stages, total_kv_heads
@@ -53,7 +59,7 @@ def engine_identity(
         config.model.name,
         {
             "namespace": namespace,
-            "engine": {"name": "vllm", "kv_format": kv_format()},
+            "engine": {"name": "vllm", **_code(vllm_config)},
             "device": device_kind(),
             "page_formats": _page_formats(page_formats),
             "weights": _weights(vllm_config, namespace),
@@ -114,6 +120,26 @@ def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping
             "secondary_tiers"
         )
     return {"name": name, "revision": revision, "files": files, "seed": seed, **others}
+
+
+def _code(vllm_config: VllmConfig) -> Mapping[str, str]:
+    """Return the versions of the code that computes models, or prepares media."""
+    speculative = vllm_config.speculative_config
+    drafts = () if speculative is None else (speculative.draft_model_config,)
+    models = [model for model in (vllm_config.model_config, *drafts) if model is not None]
+    others = {module for model in models if (module := foreign_module(model)) is not None}
+    names = others.union(model.architecture for model in models)
+    if vllm_config.model_config.multimodal_config is not None:
+        others.add("transformers")
+    return {"kv_format": kv_format(names), **{module: _code_version(module) for module in sorted(others)}}
+
+
+def _code_version(module: str) -> str:
+    if module == "transformers":
+        return transformers.__version__
+    return code_fingerprint(module) or _of_this_start(
+        f"the code of the model ({module}) cannot be found", "install it as a package, or as a module"
+    )
 
 
 def _other_models(model: ModelConfig, load: LoadConfig) -> dict[str, str | None]:

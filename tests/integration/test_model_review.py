@@ -1,0 +1,77 @@
+"""Models whose caches releases of vLLM share have the reviewed code: what computes a chunk is the same."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+from vllm.model_executor.models.registry import ModelRegistry
+
+from kvtier.adapters.vllm._excluded_settings import SAME_MODELS
+
+pytestmark = pytest.mark.releases
+
+REVIEWED = Path(__file__).with_name("reviewed_models.json")
+"""For each architecture the digests of its code. Several differ in nothing that changes its KV: read them."""
+
+PLACES = ("vllm.model_executor.models.", "vllm.models.")
+NOT_MODELS = {"adapters", "config", "interfaces", "interfaces_base", "module_mapping", "registry"}
+NOT_MODELS |= {"utils", "vision"}
+
+
+def file_of(root: Path, module: str) -> Path | None:
+    path = root.joinpath(*module.split(".")[1:])
+    return next((it for it in (path.with_suffix(".py"), path / "__init__.py") if it.is_file()), None)
+
+
+def imported(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[str]:
+    """Yield the names that may be modules of models."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@functools.cache
+def read(root: Path, module: str) -> tuple[bytes, frozenset[str]]:
+    """Return the code of a module and the modules of models that it imports."""
+    path = file_of(root, module)
+    assert path is not None, module
+    tree = ast.parse(path.read_bytes())
+    found = imported(module, tree, is_package=path.name == "__init__.py")
+    models = {it for it in found if it.startswith(PLACES) and it.rpartition(".")[2] not in NOT_MODELS}
+    return path.read_bytes(), frozenset(it for it in models if file_of(root, it))
+
+
+def digest_of(root: Path, module: str) -> str:
+    """Return a digest of a module, and of all modules of models that it needs."""
+    needed, left = set[str](), {module}
+    while left:
+        needed |= left
+        left = set[str]().union(*(read(root, it)[1] for it in left)) - needed
+    digest = hashlib.sha256()
+    for it in sorted(needed):
+        digest.update(it.encode() + b"\0" + read(root, it)[0])
+    return digest.hexdigest()[:16]
+
+
+def test_shared_models_have_reviewed_code() -> None:
+    root, reviewed = Path(vllm.__file__).parent, json.loads(REVIEWED.read_text())
+    assert reviewed.keys() == SAME_MODELS
+    modules = {name: ModelRegistry.models[name].module_name for name in SAME_MODELS}
+    assert [
+        name for name, module in modules.items() if digest_of(root, module) not in reviewed[name]
+    ] == [], "read what has changed, then add the digest, or remove the model"
