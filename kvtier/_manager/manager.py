@@ -392,11 +392,12 @@ class TieringManager:
     def _abort_soon(self, reservation: Reservation) -> None:
         """Free the slots of a write that was given up. Any thread may call it, more than once."""
         assert self._checks.loop is not None
-        call_soon(self._checks.loop, lambda: reservation in self._core.handles and self._abort(reservation))
+        call_soon(self._checks.loop, partial(self._abort, reservation))
 
     def _abort(self, reservation: Reservation) -> None:
-        self._core.abort(reservation)
-        self._notify()
+        if reservation in self._core.handles:
+            self._core.abort(reservation)
+            self._notify()
 
     async def _find(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """Look up until nothing is pending; return how many leading keys are HIT in this very round."""

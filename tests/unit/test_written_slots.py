@@ -16,6 +16,7 @@ from kvtier._core.tiers.admission import Limits
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier_testing.dummy import DummyConfig, DummyTier
+from tests.common import PATIENCE_S
 from tests.unit.test_manager import Deaf, World, dummy, files, opened, prompt
 
 
@@ -86,16 +87,19 @@ async def test_thread_of_cancelled_write_harms_nobody() -> None:
 
     async with opened(slots=4) as it:
         writing = asyncio.ensure_future(fill_in_thread())
-        await asyncio.to_thread(begun.wait)
-        writing.cancel()
-        with suppress(asyncio.CancelledError):
-            await writing
-        assert await write(it, prompt(2, 4)) == 1, "the thread may still write to the other slots"
-        may_end.set()
+        try:
+            await asyncio.to_thread(begun.wait)
+            writing.cancel()
+            with suppress(asyncio.CancelledError):
+                await writing
+            assert await write(it, prompt(2, 4)) == 1, "the thread may still write to the other slots"
+        finally:
+            may_end.set()
         del writing
-        while it.manager.statistics().free_slots < 3:
-            gc.collect()
-            await asyncio.sleep(0)
+        with anyio.fail_after(PATIENCE_S):
+            while it.manager.statistics().free_slots < 3:
+                gc.collect()
+                await asyncio.sleep(0)
         assert await check(it, prompt(2, 4)) == 1
         await it.check_idle()
 

@@ -88,6 +88,7 @@ def test_verified_chunks_are_hits_without_a_get() -> None:
 def test_no_filter_hides_them(allowed: frozenset[int]) -> None:
     core, request = make("files"), Request(tiers=allowed)
     (get,) = step(core, request, OLD[:2])
+    assert get.tier == 0
     answer(core, get, [COPIED] * 2)
     assert ask(core, request, OLD[:2]) == [HIT, HIT]
 
