@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from kvtier._core.transfers import Pinned
 from kvtier._manager.device_copies import DeviceCopies
@@ -113,8 +114,12 @@ class Written(_Lent):
         return bool(self._used_views)
 
     def _lend(self, slot: int) -> memoryview:
+        """Return a view that is known to be used until it, and all that was made of it, is gone."""
+        whole = self._region.view(slot)
+        array = (ctypes.c_char * len(whole)).from_buffer(whole)
         self._used_views.add(view := object())
-        return self._region.lend(slot, partial(self._take_back, view))
+        weakref.finalize(array, self._take_back, view).atexit = False
+        return memoryview(array).cast("B")
 
     def _take_back(self, view: object) -> None:
         self._used_views.discard(view)

@@ -172,12 +172,6 @@ class Region:
         with memoryview(self._require_open()) as whole:
             return whole[start : start + self.chunk_bytes]
 
-    def lend(self, slot: int, on_return: Callable[[], object]) -> memoryview:
-        """Return ``view(slot)``; call ``on_return``, in any thread, when it and all made of it are gone."""
-        array = (ctypes.c_char * self.chunk_bytes).from_buffer(self.view(slot))
-        weakref.finalize(array, on_return).atexit = False
-        return memoryview(array).cast("B")
-
     @property
     def metadata(self) -> memoryview:
         """The shared bytes behind the slots, backed with memory; zeros when the region is new."""
