@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--host-gib", type=float, default=6.0, help="host memory of each system [6]")
     parser.add_argument("--in-process", action="store_true", help="engines without a process of their own")
-    parser.add_argument("--packed", action="store_true", help="also with BLHNC, for a GPU and vLLM 0.32 on")
+    parser.add_argument("--packed", action="store_true", help="on a GPU: also with the layout BLHNC")
     parser.add_argument("--root", type=Path, help="directory on the disk to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.root) as name:

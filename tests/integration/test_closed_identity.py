@@ -584,6 +584,14 @@ def test_code_of_packages_counts(
     assert len(digests) == 2
 
 
+def test_other_classes_are_of_their_release(models: Callable[[str], Path]) -> None:
+    config = configure(models("llama"))
+    assert not _identity._code(config)["kv_format"].startswith("vllm")
+    overrides = {"LlamaForCausalLM": "vllm.model_executor.models.mistral:MistralForCausalLM"}
+    config.model_config.model_class_overrides = overrides
+    assert _identity._code(config)["kv_format"].startswith("vllm")
+
+
 def test_code_of_scripts_is_private(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     config = computed_by("__main__", models("llama"), monkeypatch)
     monkeypatch.setattr("__main__.__spec__", None)

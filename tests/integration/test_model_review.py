@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.registry import _VLLM_MODELS, _resolve_module_name
 
 from kvtier.adapters.vllm._excluded_settings import SAME_MODELS
 
@@ -71,7 +71,7 @@ def digest_of(root: Path, module: str) -> str:
 def test_shared_models_have_reviewed_code() -> None:
     root, reviewed = Path(vllm.__file__).parent, json.loads(REVIEWED.read_text())
     assert reviewed.keys() == SAME_MODELS
-    modules = {name: ModelRegistry.models[name].module_name for name in SAME_MODELS}
+    modules = {name: _resolve_module_name(_VLLM_MODELS[name][0]) for name in SAME_MODELS}
     assert [
         name for name, module in modules.items() if digest_of(root, module) not in reviewed[name]
     ] == [], "read what has changed, then add the digest, or remove the model"

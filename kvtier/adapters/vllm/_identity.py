@@ -129,6 +129,7 @@ def _code(vllm_config: VllmConfig) -> Mapping[str, str]:
     models = [model for model in (vllm_config.model_config, *drafts) if model is not None]
     others = {module for model in models if (module := foreign_module(model)) is not None}
     names = others.union(model.architecture for model in models)
+    names.update(*(model.model_class_overrides.values() for model in models))
     if vllm_config.model_config.multimodal_config is not None:
         others.add("transformers")
     return {"kv_format": kv_format(names), **{module: _code_version(module) for module in sorted(others)}}
