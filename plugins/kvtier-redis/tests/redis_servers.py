@@ -186,23 +186,29 @@ class TlsServer:
 
 @contextmanager
 def cluster(directory: Path) -> Iterator[list[Server]]:
-    """A cluster of three primaries, which mark one as failed after a minute of silence."""
+    """A cluster of three primaries, which mark one as failed after a minute of silence.
+
+    Their epochs differ from the start. Nodes that meet with equal ones draw new ones later, and a server that
+    draws one while a slot moves away from it can keep the slot in the eyes of the server that got it.
+    """
     options = "--cluster-enabled yes --cluster-node-timeout 60000 --cluster-require-full-coverage no"
     with ExitStack() as stack:
         servers = [stack.enter_context(Server(directory / f"node-{number}", options)) for number in range(3)]
-        for server, slots in zip(servers, ((0, 5461), (5462, 10922), (10923, 16383)), strict=True):
+        slots = ((0, 5461), (5462, 10922), (10923, 16383))
+        for epoch, (server, own) in enumerate(zip(servers, slots, strict=True), start=1):
             with server.client() as client:
-                client.execute_command("CLUSTER", "ADDSLOTSRANGE", *slots)
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", *own)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
         wait_for(lambda: all(is_complete(server) for server in servers), "the cluster is complete")
         yield servers
 
 
 def is_complete(server: Server) -> bool:
-    """Return whether a node of a cluster knows the server of each slot."""
+    """Return whether a node of a cluster knows the server of each slot, and the last server's epoch."""
     with server.client() as client:
-        info = client.execute_command("CLUSTER", "INFO").decode()
-    return "cluster_state:ok" in info and "cluster_slots_assigned:16384" in info
+        lines = client.execute_command("CLUSTER", "INFO").decode().split()
+    return {"cluster_state:ok", "cluster_slots_assigned:16384", "cluster_current_epoch:3"} <= {*lines}
 
 
 @contextmanager

@@ -275,6 +275,23 @@ async def test_moved_keys_are_found(own_cluster: list[Server]) -> None:
         await until_ok(lambda: it.outcome_of_get(range(24)))
 
 
+async def test_removed_node_is_not_asked_again(own_cluster: list[Server]) -> None:
+    removed, heir, other = own_cluster
+    async with opened(removed, mode="cluster") as it:
+        assert await it.outcome_of_put(range(24)) == Outcome([Status.OK] * 24)
+        with removed.client() as client:
+            own_id = client.execute_command("CLUSTER", "MYID")
+            client.flushall()
+            client.execute_command("CLUSTER", "RESET")  # it runs on, and knows no other node
+        for server in (heir, other):
+            with server.client() as client:
+                client.execute_command("CLUSTER", "FORGET", own_id)
+        with heir.client() as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 5461)
+        await until_ok(lambda: it.outcome_of_put(range(24)))
+        assert await all_ok(it, range(24))
+
+
 async def test_max_bytes_bounds_the_cluster(cluster: list[Server]) -> None:
     async with opened(*cluster, mode="cluster", max_bytes="1GiB") as it:
         assert set(await it.put(range(4))) == {Status.OK}

@@ -100,6 +100,7 @@ class ControlClient:
         self._factory = factory
         self._clients: dict[Address, redis.Redis] = {}
         self._is_closed = False
+        self._discoveries = 0
         self._refused: set[tuple[Address, str]] = set()
         self._cache = f"{config.key_prefix}:{context.identity.namespace}"
 
@@ -131,8 +132,12 @@ class ControlClient:
             client.close()
 
     def discover(self, known: Sequence[Address] = ()) -> Topology:
-        """Return the servers that store chunks now. See ``discover``."""
-        return discover(self._config, self._factory, known)
+        """Return the servers that store chunks now. Each call asks another node first: one may be out of date.
+
+        See ``discover``.
+        """
+        self._discoveries += 1
+        return discover(self._config, self._factory, known, self._discoveries - 1)
 
     def key_prefix(self, epoch: str) -> str:
         """Return what the keys of an epoch's chunks begin with."""
@@ -303,11 +308,14 @@ class ControlClient:
         return f"{where}: {text}"
 
 
-def discover(config: RedisConfig, factory: ClientFactory, known: Sequence[Address] = ()) -> Topology:
+def discover(
+    config: RedisConfig, factory: ClientFactory, known: Sequence[Address] = (), first: int = 0
+) -> Topology:
     """Return the servers that store chunks. Blocks.
 
     Args:
         known: nodes of the cluster to ask, in addition to the settings.
+        first: index of the node to ask first, modulo their number; the next ones are asked if it is away.
 
     Raises:
         RedisError, OSError: no server could be reached, or none knows.
@@ -317,7 +325,9 @@ def discover(config: RedisConfig, factory: ClientFactory, known: Sequence[Addres
     if config.mode == "single":
         return Topology(config.parsed_addresses)
     last_error: Exception | None = None
-    for address in dict.fromkeys((*config.parsed_addresses, *known)):
+    nodes = list(dict.fromkeys((*config.parsed_addresses, *known)))
+    first %= len(nodes)
+    for address in nodes[first:] + nodes[:first]:
         try:
             with closing(factory.client(address)) as client:
                 return _cluster(client.execute_command("CLUSTER SLOTS"), address)
