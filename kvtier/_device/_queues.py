@@ -218,33 +218,27 @@ class QueueThread:
             with suppress(Exception):  # transfers started after the failed one keep their place
                 self._stream.record().synchronize()
             self._stream = self._runtime.open_stream(self._queue, plain=True)
-        stream = self._stream
-        stream.wait(transfer.computed)
         if transfer.check is not None:
             transfer.computed.synchronize()
             transfer.audit = transfer.check()
             next(transfer.audit)
-        start = stream.record()
-        try:
-            if attempt is Attempt.STAGED:
-                copy_staged(stream, transfer.plan)
-            else:
-                stream.copy(transfer.plan)
-        except BaseException:
-            stream.record().synchronize()  # earlier copies are in flight when one is refused
-            raise
-        return start, stream.record()
+        if attempt is Attempt.STAGED:
+            return _start_staged(self._stream, transfer.computed, transfer.plan)
+        return self._stream.start_transfer(transfer.computed, transfer.plan)
 
 
-def copy_staged(stream: Stream, plan: CopyPlan) -> None:
+def _start_staged(stream: Stream, after: Event, plan: CopyPlan) -> tuple[Event, Event]:
     """Make the copies of a load one by one, from memory of this process that is neither shared nor pinned."""
+    stream.wait(after)
+    start = stream.record()
     memory = np.empty(int(plan.sizes.max(initial=1)), dtype=np.uint8)
     staging = np.array([memory.ctypes.data], dtype=np.uint64)
     for index, (source, nbytes) in enumerate(zip(plan.src.tolist(), plan.sizes.tolist(), strict=True)):
         ctypes.memmove(memory.ctypes.data, source, nbytes)
         here = slice(index, index + 1)
-        stream.copy(CopyPlan(staging, plan.dst[here], plan.sizes[here]))
-        stream.record().synchronize()
+        piece = CopyPlan(staging, plan.dst[here], plan.sizes[here])
+        stream.start_transfer(start, piece)[1].synchronize()
+    return start, stream.record()
 
 
 def _wait_for(transfer: QueuedTransfer) -> float:

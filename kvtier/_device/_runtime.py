@@ -20,20 +20,37 @@ class Event(Protocol):
         """Return the milliseconds to a later event of ``record``; both are over."""
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """Work of the device that runs in the order of its submission. Errors are raised."""
 
+    @abstractmethod
     def wait(self, event: Any) -> None:
         """Make later work wait for ``event``."""
 
+    @abstractmethod
     def record(self) -> Event:
         """Return an event after all work enqueued so far."""
 
+    @abstractmethod
     def copy(self, plan: CopyPlan) -> None:
         """Enqueue all copies of ``plan``; if it raises, the first few are enqueued.
 
         The caller keeps the plan until they are over. May block while the device cannot take more.
         """
+
+    def start_transfer(self, after: Any, plan: CopyPlan) -> tuple[Event, Event]:
+        """Enqueue the copies of ``plan`` behind the event ``after``; return their start and end.
+
+        None is in flight when it raises. Otherwise as ``copy``.
+        """
+        self.wait(after)
+        start = self.record()
+        try:
+            self.copy(plan)
+            return start, self.record()
+        except BaseException:
+            self.record().synchronize()  # earlier copies are in flight when one is refused
+            raise
 
 
 class Runtime(ABC):

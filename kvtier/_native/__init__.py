@@ -23,7 +23,7 @@ import crc32c as _crc32c
 from kvtier._log import GuardedLogger
 from kvtier._native import layouts
 
-ABI: Final = 14  # KVT_ABI in kvtier_native.c
+ABI: Final = 15  # KVT_ABI in kvtier_native.c
 LIBRARY_NAME: Final = "libkvtier_native.so"
 _MADV_POPULATE_WRITE: Final = 23
 _COPY_EITHER_WAY: Final = 4  # as in kvtier_native.c
@@ -31,12 +31,17 @@ _CopyAsync: Final = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
 )
 
+_Pointers: Final = ctypes.c_uint64 * 5  # struct around
+Around = tuple[int, int, int, int, int] | None
+"""Addresses of ``cudaStreamWaitEvent`` and ``cudaEventRecord``, then three events: the copies wait for the
+first, the second is recorded before them and the third after them."""
+
 _P, _N, _INT, _TEXT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p
 _U32, _U64, _I64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
 _FUNCTIONS: Final[Mapping[str, Sequence[Any]]] = {
     "kvt_copy_batch": (None, _P, _P, _P, _N),
-    "kvt_copy_batch_async": (_INT, _P, _P, _P, _P, _N, _P),
-    "kvt_copy_groups_async": (_INT, _P, _INT, _P, _P, _P, _P, _N, _N, _P),
+    "kvt_copy_batch_async": (_INT, _P, _P, _P, _P, _N, _P, _P),
+    "kvt_copy_groups_async": (_INT, _P, _INT, _P, _P, _P, _P, _N, _N, _P, _P),
     "kvt_crc32c": (_U32, _U32, _P, _N),
     "kvt_populate": (_INT, _P, _N),
     "kvt_files_put": (_I64, _P, _N, _N),
@@ -134,18 +139,23 @@ def copy_batch(src: int, dst: int, sizes: int, count: int) -> None:
         ctypes.memmove(target, source, size)
 
 
-def copy_batch_async(function: int, src: int, dst: int, sizes: int, count: int, stream: int) -> int:
+def copy_batch_async(
+    function: int, src: int, dst: int, sizes: int, count: int, stream: int, around: Around = None
+) -> int:
     """Give ``count`` copies, as in ``copy_batch``, to a stream of an accelerator.
 
     Args:
         function: address of ``cudaMemcpyAsync``, or of a function with its arguments.
         stream: the stream's handle.
+        around: what to wait for and to record; only with the library.
 
     Returns:
-        0, or the error code of the first copy that was refused. Those before it are running.
+        0, or the error code of the first call that was refused. Copies before it are running.
     """
     if library is not None:
-        return int(library.kvt_copy_batch_async(function, src, dst, sizes, count, stream))
+        events = around and _Pointers(*around)
+        return int(library.kvt_copy_batch_async(function, src, dst, sizes, count, stream, events))
+    assert around is None
     copy = _CopyAsync(function)
     for source, target, size in _ranges(src, dst, sizes, count):
         code = copy(target, source, size, _COPY_EITHER_WAY, stream)
@@ -162,6 +172,7 @@ def copy_groups_async(
     count: int,
     most: int,
     stream: int,
+    around: Around = None,
 ) -> int:
     """Give ``count`` copies to a stream of CUDA's, at most ``most`` in a call. The library must be loaded.
 
@@ -170,12 +181,16 @@ def copy_groups_async(
         tells_failed: whether it has an argument for the index of the copy that failed, as before CUDA 13.
         attributes: address of a ``cudaMemcpyAttributes`` for all copies.
         arrays: ``src``, ``dst`` and ``sizes`` as in ``copy_batch``.
+        around: what to wait for and to record.
 
     Returns:
         0, or the error code of the first call that was refused. Copies of earlier calls are running.
     """
     assert library is not None
-    code = library.kvt_copy_groups_async(function, tells_failed, attributes, *arrays, count, most, stream)
+    events = around and _Pointers(*around)
+    code = library.kvt_copy_groups_async(
+        function, tells_failed, attributes, *arrays, count, most, stream, events
+    )
     return int(code)
 
 

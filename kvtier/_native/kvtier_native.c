@@ -29,7 +29,7 @@
 
 /* Raised with every change of a signature or a structure: a library left over from another version
  * of the source is then not used. */
-#define KVT_ABI 14
+#define KVT_ABI 15
 
 uint32_t kvt_abi(void) { return KVT_ABI; }
 
@@ -46,41 +46,56 @@ void kvt_copy_batch(const uint64_t *src, const uint64_t *dst, const uint64_t *si
 typedef int copy_async(void *, const void *, size_t, int, void *);
 #define COPY_EITHER_WAY 4 /* cudaMemcpyDefault: the direction is told from the addresses */
 
-/* Give n copies to an accelerator's stream. Stops at the first that is refused and returns its error
- * code, or 0. What was given before it is under way. */
-int kvt_copy_batch_async(copy_async *copy, const uint64_t *src, const uint64_t *dst, const uint64_t *sizes,
-                         size_t n, void *stream)
+/* Events of an accelerator around copies: these wait for the event `after`, and `start` and `end` are recorded.
+ * The functions have the shapes of cudaStreamWaitEvent and cudaEventRecord. */
+struct around {
+    int (*wait)(void *stream, void *event, unsigned flags);
+    int (*record)(void *event, void *stream);
+    void *after, *start, *end;
+};
+
+static int record_start(const struct around *around, void *stream)
 {
-    for (size_t i = 0; i < n; i++) {
-        int code = copy((void *)(uintptr_t)dst[i], (const void *)(uintptr_t)src[i], (size_t)sizes[i],
-                        COPY_EITHER_WAY, stream);
-        if (code)
-            return code;
-    }
-    return 0;
+    int code = around ? around->wait(stream, around->after, 0) : 0;
+    return code || !around ? code : around->record(around->start, stream);
+}
+
+static int record_end(const struct around *around, void *stream)
+{
+    return around ? around->record(around->end, stream) : 0;
+}
+
+/* Give n copies to an accelerator's stream, with events `around` them unless that is NULL. Stops at the first
+ * call that is refused and returns its error code, or 0. What was given before it is under way. */
+int kvt_copy_batch_async(copy_async *copy, const uint64_t *src, const uint64_t *dst, const uint64_t *sizes,
+                         size_t n, void *stream, const struct around *around)
+{
+    int code = record_start(around, stream);
+    for (size_t i = 0; i < n && !code; i++)
+        code = copy((void *)(uintptr_t)dst[i], (const void *)(uintptr_t)src[i], (size_t)sizes[i],
+                    COPY_EITHER_WAY, stream);
+    return code ? code : record_end(around, stream);
 }
 
 /* The shapes of cudaMemcpyBatchAsync: in CUDA 12 with an index of the copy that failed, from 13 on without. */
 typedef int copy_many_telling(void **, void **, size_t *, size_t, void *, size_t *, size_t, size_t *, void *);
 typedef int copy_many(void **, void **, size_t *, size_t, void *, size_t *, size_t, void *);
 
-/* Give n copies to an accelerator's stream, at most `most` with each call of `copy`, which has the first
- * shape above if `tells_failed`. Stops at the first call that is refused and returns its error code, or 0.
- * What was given before it is under way. */
+/* The same, with at most `most` copies in each call of `copy`, which has the first shape above if
+ * `tells_failed`. */
 int kvt_copy_groups_async(void *copy, int tells_failed, void *attributes, uint64_t *src, uint64_t *dst,
-                          uint64_t *sizes, size_t n, size_t most, void *stream)
+                          uint64_t *sizes, size_t n, size_t most, void *stream, const struct around *around)
 {
     size_t first = 0, failed;
-    for (size_t at = 0; at < n; at += most) {
+    int code = record_start(around, stream);
+    for (size_t at = 0; at < n && !code; at += most) {
         void **to = (void **)(dst + at), **from = (void **)(src + at);
         size_t *bytes = (size_t *)(sizes + at), count = n - at < most ? n - at : most;
-        int code = tells_failed ? ((copy_many_telling *)copy)(to, from, bytes, count, attributes, &first, 1,
-                                                              &failed, stream)
-                                : ((copy_many *)copy)(to, from, bytes, count, attributes, &first, 1, stream);
-        if (code)
-            return code;
+        code = tells_failed ? ((copy_many_telling *)copy)(to, from, bytes, count, attributes, &first, 1, &failed,
+                                                          stream)
+                            : ((copy_many *)copy)(to, from, bytes, count, attributes, &first, 1, stream);
     }
-    return 0;
+    return code ? code : record_end(around, stream);
 }
 
 /* Give every page of the range memory of its own, without changing a byte. Returns 0 or errno.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from kvtier import _native as native
-from kvtier._device._runtime import Runtime
+from kvtier._device._runtime import Event, Runtime, Stream
 from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._log import GuardedLogger
@@ -30,6 +31,7 @@ from kvtier.errors import ConfigError, DeviceLostError, TransferError
 logger = GuardedLogger("kvtier.device")
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
+_EVENT_BLOCKING = 1  # cudaEventBlockingSync
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _LOST = frozenset((214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
 """Errors after which, by the reference, the process has to be restarted to use the device: memory, link and
@@ -38,9 +40,9 @@ hardware errors, and failed kernels. HIP gives them the same numbers."""
 _EXPEDITED_PRIORITY = -1  # torch's streams of higher priority
 _PROBE_COPIES, _PROBE_BYTES = 64, 4096
 
-CopyMethod = Callable[[CopyPlan, Any], None]
-"""Gives the copies of a plan, at least one, to a torch stream. Raises if one is refused; earlier ones are
-then in flight."""
+CopyMethod = Callable[[CopyPlan, Any, native.Around], None]
+"""Gives the copies of a plan, at least one, to a torch stream, with events around them. Raises if one is
+refused; earlier ones are then in flight."""
 
 
 class PageKernel(Protocol):
@@ -49,8 +51,8 @@ class PageKernel(Protocol):
     def suits(self, plan: CopyPlan) -> bool:
         """Return whether to use it for these copies, whose host memory is pinned."""
 
-    def copy(self, plan: CopyPlan, stream: Any) -> None:
-        """Give the copies of a plan to a stream of torch's."""
+    def copy(self, plan: CopyPlan, stream: Any, around: native.Around) -> None:
+        """Give the copies of a plan to a stream of torch's, without events."""
 
 
 _TORCH_LIBRARIES = Path(torch.__file__).with_name("lib")
@@ -99,7 +101,14 @@ class RuntimeLibrary:
             ) from None
         self._function("HostRegister").argtypes = [pointer, size, ctypes.c_uint]
         self._function("HostUnregister").argtypes = [pointer]
-        self._memcpy_async = ctypes.cast(self._function("MemcpyAsync"), pointer).value or 0
+        self._function("EventSynchronize").argtypes = [pointer]
+        self._function("EventRecord").argtypes = [pointer, pointer]
+        self._function("StreamWaitEvent").argtypes = [pointer, pointer, ctypes.c_uint]
+        self._elapsed_time = getattr(ctypes.PyDLL(path), f"{prefix}EventElapsedTime")  # it never waits
+        self._elapsed_time.argtypes = [pointer, pointer, pointer]
+        self._free_events: deque[int] = deque()
+        self._memcpy_async = self._address("MemcpyAsync")
+        self._around = self._address("StreamWaitEvent"), self._address("EventRecord")
 
     def version(self, of: str) -> int:
         """Return the version number of the "Runtime", or the newest that the "Driver" supports."""
@@ -107,12 +116,34 @@ class RuntimeLibrary:
         self.call(f"{of}GetVersion", ctypes.byref(number))
         return number.value
 
-    def copy(self, plan: CopyPlan, stream: Any) -> None:
+    def copy(self, plan: CopyPlan, stream: Any, around: native.Around = None) -> None:
         """Give the copies of ``plan`` to a torch stream one by one, up to the first that is refused."""
         src, dst, sizes = plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data
         count, handle = len(plan.sizes), stream.cuda_stream
-        code = native.copy_batch_async(self._memcpy_async, src, dst, sizes, count, handle)
+        code = native.copy_batch_async(self._memcpy_async, src, dst, sizes, count, handle, around)
         self.check("MemcpyAsync", code)
+
+    def event(self) -> RuntimeEvent:
+        """Return an event of the thread's current device."""
+        try:
+            return RuntimeEvent(self, self._free_events.popleft())
+        except IndexError:
+            made = ctypes.c_void_p()
+            self.call("EventCreateWithFlags", ctypes.byref(made), _EVENT_BLOCKING)
+            return RuntimeEvent(self, made.value or 0)
+
+    def free_event(self, handle: int) -> None:
+        """Use an event again: what waits for it keeps waiting for the earlier record."""
+        self._free_events.append(handle)
+
+    def around(self, after: Any, start: RuntimeEvent, end: RuntimeEvent) -> native.Around:
+        return *self._around, after.cuda_event, start.cuda_event, end.cuda_event
+
+    def elapsed_ms(self, start: RuntimeEvent, end: RuntimeEvent) -> float:
+        found = ctypes.c_float()
+        code = self._elapsed_time(ctypes.byref(found), start.cuda_event, end.cuda_event)
+        self.check("EventElapsedTime", code)
+        return found.value
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin host memory, for all devices. Pages that are not backed yet are allocated."""
@@ -145,6 +176,31 @@ class RuntimeLibrary:
     def _function(self, name: str) -> Any:
         return getattr(self._library, self._prefix + name)
 
+    def _address(self, name: str) -> int:
+        return ctypes.cast(self._function(name), ctypes.c_void_p).value or 0
+
+
+class RuntimeEvent:
+    """An event of the runtime library. A thread that waits for it sleeps instead of spinning.
+
+    Torch's own would take the interpreter lock again after each record, and when it is freed.
+    """
+
+    __slots__ = ("_library", "cuda_event")
+
+    def __init__(self, library: RuntimeLibrary, handle: int) -> None:
+        self._library = library
+        self.cuda_event = handle
+
+    def __del__(self) -> None:
+        self._library.free_event(self.cuda_event)
+
+    def synchronize(self) -> None:
+        self._library.call("EventSynchronize", self.cuda_event)
+
+    def elapsed_time(self, end_event: RuntimeEvent, /) -> float:
+        return self._library.elapsed_ms(self, end_event)
+
 
 def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None:
     """Copy scattered ranges to the device and back; raise ValueError if any byte is wrong."""
@@ -165,7 +221,7 @@ def require_exact(method: CopyMethod, device: torch.device, stream: Any) -> None
         torch.accelerator.synchronize(device)
     sizes = np.full(_PROBE_COPIES, _PROBE_BYTES, dtype=np.uint64)
     for start, end in pairwise(addresses):
-        method(CopyPlan(start, end, sizes), stream)
+        method(CopyPlan(start, end, sizes), stream, None)
     stream.synchronize()
     for buffer, targets in zip(buffers[1:], places[1:], strict=True):
         expected = torch.zeros_like(content)
@@ -196,12 +252,8 @@ def _open_kernel(device: torch.device) -> PageKernel | None:
     return kernel if _is_exact(device, "kernel", kernel.copy) else None
 
 
-def _new_event() -> Any:
-    return torch.cuda.Event(enable_timing=True, blocking=True)
-
-
-class TorchStream:
-    """A torch ``Stream``. A thread that waits for its events sleeps instead of spinning."""
+class TorchStream(Stream):
+    """A torch ``Stream``, with events of the runtime library."""
 
     def __init__(self, runtime: TorchRuntime, queue: CopyQueue, *, plain: bool = False) -> None:
         priority = _EXPEDITED_PRIORITY if queue is CopyQueue.EXPEDITED else 0
@@ -211,20 +263,36 @@ class TorchStream:
         self._is_store = queue is CopyQueue.STORE
 
     def wait(self, event: Any) -> None:
-        self._stream.wait_event(event)
+        self._runtime.library.call("StreamWaitEvent", self._stream.cuda_stream, event.cuda_event, 0)
 
-    def record(self) -> Any:
-        return self._stream.record_event(_new_event())
+    def record(self) -> RuntimeEvent:
+        event = self._runtime.library.event()
+        self._runtime.library.call("EventRecord", event.cuda_event, self._stream.cuda_stream)
+        return event
 
     def copy(self, plan: CopyPlan) -> None:
         method, kernel = self._method(plan), self._runtime.kernel
         try:
-            method(plan, self._stream)
+            method(plan, self._stream, None)
         except Exception:
             if kernel is not None and method == kernel.copy:  # no memory for its table, for one
                 self._runtime.kernel = None
                 logger.warning("copy kernel failed and is not used again: loads of small pages are slower")
             raise
+
+    def start_transfer(self, after: Any, plan: CopyPlan) -> tuple[Event, Event]:
+        """Enqueue the copies with both events in one foreign call, if one can make them."""
+        method, kernel = self._method(plan), self._runtime.kernel
+        if not native.available or (kernel is not None and method == kernel.copy):
+            return super().start_transfer(after, plan)
+        library = self._runtime.library
+        start, end = library.event(), library.event()
+        try:
+            method(plan, self._stream, library.around(after, start, end))
+        except BaseException:
+            self.record().synchronize()
+            raise
+        return start, end
 
     def _method(self, plan: CopyPlan) -> CopyMethod:
         """Return the method for these copies. Stores are not urgent, so they never slow down computing."""
@@ -272,7 +340,7 @@ class TorchRuntime(Runtime):
         self.library.relax_capture()
 
     def record_compute(self) -> Any:
-        return torch.cuda.current_stream(self.device).record_event(_new_event())
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
 
     def node(self) -> int | None:
         it = torch.cuda.get_device_properties(self.device)

@@ -33,8 +33,11 @@ def suits(plan: CopyPlan) -> bool:
     return not int(np.bitwise_or.reduce(plan.src | plan.dst | plan.sizes)) % _ALIGNMENT
 
 
-def copy(plan: CopyPlan, stream: Any) -> None:
-    """Give the copies of ``plan``, all in one, to a torch stream. All addresses are valid on the device."""
+def copy(plan: CopyPlan, stream: Any, around: object = None) -> None:  # noqa: ARG001
+    """Give the copies of ``plan``, all in one, to a torch stream, without events.
+
+    All addresses are valid on the device.
+    """
     steps = split(plan, 8 * _WORDS)
     table = torch.from_numpy(np.stack((steps.src, steps.dst, steps.sizes)).view(np.int64)).pin_memory()
     count = len(steps.sizes)

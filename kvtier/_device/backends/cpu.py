@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvtier import _native as native
-from kvtier._device._runtime import Runtime
+from kvtier._device._runtime import Runtime, Stream
 from kvtier._device.base import CopyQueue
 from kvtier._device.plan import CopyPlan
 from kvtier._memory import numa
@@ -44,17 +44,20 @@ class HostEvent:
         return (end_event.at_s - self.at_s) * 1000
 
 
-class HostStream:
+class HostStream(Stream):
     """A ``Stream`` whose copies are over when ``copy`` returns."""
 
     def __init__(self, copy: CopyFunction) -> None:
-        self.copy = copy
+        self._copy = copy
 
     def wait(self, event: HostEvent) -> None:
         """Return at once: the event is over."""
 
     def record(self) -> HostEvent:
         return HostEvent()
+
+    def copy(self, plan: CopyPlan) -> None:
+        self._copy(plan)
 
 
 class CpuRuntime(Runtime):

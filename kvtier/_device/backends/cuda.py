@@ -42,18 +42,18 @@ class Cudart(RuntimeLibrary):
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._tells_failed = self.version("Runtime") < _WITHOUT_FAILED_INDEX
 
-    def copy_batch(self, plan: CopyPlan, stream: Any) -> None:
+    def copy_batch(self, plan: CopyPlan, stream: Any, around: native.Around = None) -> None:
         """Give the copies of ``plan`` to a torch stream, up to the first group that is refused.
 
         All groups are one foreign call. With a call for each, and a busy engine thread, the waits for the
         interpreter lock took nine times as long as the copies. AttributeError if CUDA's library lacks the
         function.
         """
-        function = ctypes.cast(self._function("MemcpyBatchAsync"), ctypes.c_void_p).value or 0
+        function = self._address("MemcpyBatchAsync")
         arrays = (plan.src.ctypes.data, plan.dst.ctypes.data, plan.sizes.ctypes.data)
         attributes, count = ctypes.addressof(self._attributes), len(plan.sizes)
         code = native.copy_groups_async(
-            function, self._tells_failed, attributes, arrays, count, _GROUP, stream.cuda_stream
+            function, self._tells_failed, attributes, arrays, count, _GROUP, stream.cuda_stream, around
         )
         self.check("MemcpyBatchAsync", code)
 

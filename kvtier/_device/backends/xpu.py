@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier._device._runtime import Runtime
+from kvtier._device._runtime import Runtime, Stream
 from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.base import CopyQueue
 from kvtier._device.plan import Addresses, CopyPlan, split
@@ -68,7 +68,7 @@ class _Buffer:
             self.arriving = None
 
 
-class XpuStream:
+class XpuStream(Stream):
     """A ``Stream`` of torch's, with two buffers of ``buffer_bytes``; ``api`` is ``torch.xpu``."""
 
     def __init__(self, api: Any, stream: Any, memory: DeviceBytes, is_store: bool, buffer_bytes: int) -> None:

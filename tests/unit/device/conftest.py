@@ -20,7 +20,6 @@ import torch
 
 from kvtier._device._engine import TransferEngine
 from kvtier._device._runtime import Runtime
-from kvtier._device.plan import CopyPlan
 from kvtier._native import build
 from kvtier_testing.device import EngineFactory, Gate, Shape
 from tests.common import wait_until
@@ -77,6 +76,8 @@ def stub(prefix: str, stub_paths: dict[str, Path]) -> Iterator[Stub]:
 
 class PlayedEvent:
     """An event of a device that is through with everything at once."""
+
+    cuda_event = 2**46 - 4096
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.at = 0.0
@@ -152,13 +153,16 @@ def as_torch_cuda(played_torch: PlayedTorch, monkeypatch: pytest.MonkeyPatch) ->
 
 def gate_copies(kind: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the copies of all streams of a kind go through a gate."""
-    copy = kind.copy
 
-    def gated(stream: Any, plan: CopyPlan) -> None:
-        gate.go_through()
-        copy(stream, plan)
+    def gated(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def after_gate(stream: Any, *arguments: Any) -> Any:
+            gate.go_through()
+            return copy(stream, *arguments)
 
-    monkeypatch.setattr(kind, "copy", gated)
+        return after_gate
+
+    for name in {"copy", "start_transfer"} & vars(kind).keys():
+        monkeypatch.setattr(kind, name, gated(getattr(kind, name)))
 
 
 def engine_on(

@@ -17,6 +17,7 @@ import torch
 
 from kvtier import _native as native
 from kvtier._device.backends._cuda_runtime import (
+    RuntimeEvent,
     RuntimeLibrary,
     TorchRuntime,
     TorchStream,
@@ -29,7 +30,7 @@ from kvtier._device.plan import CopyPlan
 from kvtier._native import build
 from kvtier.errors import ConfigError, DeviceLostError, TransferError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory
-from tests.unit.device.conftest import engine_on, gate_copies
+from tests.unit.device.conftest import PlayedEvent, Stub, engine_on, gate_copies
 
 ADDRESS = 2**47 - 4096
 CHUNK_BYTES = 4096
@@ -199,13 +200,50 @@ def test_expedited_stream_has_priority(stub: Any, as_torch_cuda: Any) -> None:
     assert priorities[CopyQueue.EXPEDITED] < priorities[CopyQueue.LOAD] == priorities[CopyQueue.STORE]
 
 
+def test_transfer_is_one_call(runtime: TorchRuntime, stub_paths: Any) -> None:
+    """Its stream waits for earlier work, and its events are used again."""
+    prefix = runtime.library._prefix
+    stub = Stub(stub_paths[prefix], prefix)
+    src, dst = arrays()
+    runtime.host_register(src.ctypes.data, src.nbytes)
+    stub.variable("fails").value = stub.variable("events").value = 0
+    stream = runtime.open_stream(CopyQueue.LOAD)
+    for _ in range(3):
+        start, end = stream.start_transfer(runtime.record_compute(), make_plan(src, dst))
+        end.synchronize()
+        assert start.elapsed_time(end) >= 0
+        del start, end
+    assert dst.tolist() == [*range(8), *[0] * 24, *range(32, 40)]
+    assert stub.variable("awaited", ctypes.c_void_p).value == PlayedEvent.cuda_event
+    assert stub.variable("events").value == 2
+
+
+@pytest.mark.parametrize("fails", [1, 3], ids=["copy", "record"])
+def test_refused_transfer_waits_for_its_copies(
+    runtime: TorchRuntime, stub_paths: Any, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    synchronized: list[RuntimeEvent] = []
+    monkeypatch.setattr(RuntimeEvent, "synchronize", lambda event: synchronized.append(event))
+    prefix = runtime.library._prefix
+    variable = Stub(stub_paths[prefix], prefix).variable("fails")
+    src, dst = arrays()
+    stream = runtime.open_stream(CopyQueue.LOAD)
+    variable.value = fails
+    try:
+        with pytest.raises(TransferError, match="invalid argument"):
+            stream.start_transfer(runtime.record_compute(), make_plan(src, dst))
+    finally:
+        variable.value = 0
+    assert len(synchronized) == (fails == 1)  # else nothing can be recorded
+
+
 class OverHostMemory:
     """A method that does what its name says, with all but the last of its faults in the bytes."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
 
-    def __call__(self, plan: CopyPlan, stream: Any) -> None:
+    def __call__(self, plan: CopyPlan, stream: Any, around: object) -> None:
         if self.fault == "refuses":
             raise OSError("the driver is too old")
         copies = list(zip(plan.src.tolist(), plan.dst.tolist(), plan.sizes.tolist(), strict=True))
@@ -232,9 +270,9 @@ def test_methods_are_tried_in_a_thread(
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     threads: set[int] = set()
 
-    def method(plan: CopyPlan, stream: Any) -> None:
+    def method(plan: CopyPlan, stream: Any, around: object) -> None:
         threads.add(threading.get_ident())
-        OverHostMemory()(plan, stream)
+        OverHostMemory()(plan, stream, around)
 
     library = RuntimeLibrary(str(stub_paths["cuda"]))
     assert TorchRuntime.open(torch.device("cpu"), library, method).batched is not None
@@ -245,7 +283,7 @@ def test_methods_are_tried_in_a_thread(
 def test_only_pinned_slots_join(stub_paths: Any, as_torch_cuda: Any, pinned: int) -> None:
     used: list[CopyPlan] = []
     runtime = TorchRuntime(
-        torch.device("cpu"), RuntimeLibrary(str(stub_paths["cuda"])), lambda plan, _: used.append(plan)
+        torch.device("cpu"), RuntimeLibrary(str(stub_paths["cuda"])), lambda plan, *_: used.append(plan)
     )
     slots = np.zeros(2 * CHUNK_BYTES, dtype=np.uint8)
     for start in range(0, pinned, CHUNK_BYTES):
@@ -270,7 +308,7 @@ class KernelForMany:
     def suits(self, plan: CopyPlan) -> bool:
         return len(plan.sizes) > 2
 
-    def copy(self, plan: CopyPlan, stream: Any) -> None:
+    def copy(self, plan: CopyPlan, stream: Any, around: object) -> None:
         self.copied.append(plan)
 
 
@@ -309,5 +347,5 @@ def test_failing_kernel_is_dropped(stub: Any, as_torch_cuda: Any, caplog: pytest
     assert "not used again" in caplog.text
 
 
-def refuse(plan: CopyPlan, stream: Any) -> None:
+def refuse(plan: CopyPlan, stream: Any, around: object) -> None:
     raise RuntimeError("out of memory")

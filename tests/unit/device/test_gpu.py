@@ -74,7 +74,7 @@ class KernelWhereItCan:
     def suits(self, plan: CopyPlan) -> bool:
         return not int(np.bitwise_or.reduce(plan.src | plan.dst | plan.sizes)) % 16
 
-    def copy(self, plan: CopyPlan, stream: Any) -> None:
+    def copy(self, plan: CopyPlan, stream: Any, around: object) -> None:
         _page_kernel().copy(plan, stream)
 
 

@@ -28,7 +28,7 @@ from kvtier._device.backends.cuda import Cudart
 from kvtier._device.base import Blocks, CopyQueue
 from kvtier._device.plan import CopyPlanner
 from kvtier_testing.device import EngineFactory, Rig, Shape, rig
-from tests.unit.device.conftest import PlayedEvent, PlayedStream, engine_on
+from tests.unit.device.conftest import PlayedEvent, engine_on
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the native library is not built")
 
@@ -38,8 +38,7 @@ QUEUES = frozenset(CopyQueue)
 OWN_CODE = str(Path(_device.__file__).parent)
 WAITS_FOR_WORK = ("_take", "<lambda>")  # one wake-up, if the thread has slept
 
-FREED = ["free"] * 3  # the last transfer's events, after its report
-ON_GPU = [*FREED, "wait", "record", "copy", "record", "synchronize"]
+ON_GPU = ["free", "copy", "EventSynchronize"]  # first the last transfer's event of torch, after its report
 
 
 @dataclass
@@ -135,25 +134,19 @@ def handovers(monkeypatch: pytest.MonkeyPatch) -> Handovers:
 
 @pytest.fixture
 def noted_torch(handovers: Handovers, as_torch_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the calls of torch's streams and events that release the lock, by torch's source."""
+    """Count the calls of the runtime's library, and of torch those that release the lock, by its source."""
+    call = RuntimeLibrary.call
 
     class Event(PlayedEvent):
-        def synchronize(self) -> None:
-            handovers.note("synchronize")
-
         def __del__(self) -> None:
             handovers.note("free")
 
-    class Stream(PlayedStream):
-        def wait_event(self, event: PlayedEvent) -> None:
-            handovers.note("wait")
-
-        def record_event(self, event: PlayedEvent) -> PlayedEvent:
-            handovers.note("record")
-            return super().record_event(event)
+    def noted_call(self: RuntimeLibrary, name: str, *arguments: Any) -> None:
+        handovers.note(name)
+        call(self, name, *arguments)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(RuntimeLibrary, "call", noted_call)
 
 
 @pytest.fixture(params=["cpu", "cuda", "hip"])

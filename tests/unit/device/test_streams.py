@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvtier._device._pinning import PinnedSlots
-from kvtier._device._runtime import Runtime
+from kvtier._device._runtime import Runtime, Stream
 from kvtier._device.base import Attempt, Blocks, CopyQueue, Pinning
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.region import Region
@@ -52,7 +52,7 @@ class PlayedEvent:
         return float(end_event.reached.result(0) - self.reached.result(0)) * 1000
 
 
-class PlayedStream:
+class PlayedStream(Stream):
     """A thread that runs its work in order; its callers do not wait."""
 
     def __init__(self, device: PlayedDevice) -> None:
