@@ -82,7 +82,8 @@ _printing = threading.Lock()
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SUMMARY = re.compile(r"^=+ (.* in [0-9.]+s.*?) =+$", re.MULTILINE)
 _RED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
-_ERROR = re.compile(r"^E  .*$", re.MULTILINE)
+# What a test raised; in a group of exceptions the lines have a frame.
+_ERROR = re.compile(r"^E  .*$|^ +\| (?:\w+\.)*\w*(?:Error|Exception|Warning): .*$", re.MULTILINE)
 
 
 _ended = threading.Event()  # set when this run is broken off
