@@ -184,7 +184,7 @@ def test_small_pages_use_kernel(page_bytes: int, monkeypatch: pytest.MonkeyPatch
     kernel = _page_kernel()
     copy, loads = kernel.copy, list[CopyPlan]()
 
-    def noted(plan: CopyPlan, stream: Any) -> None:
+    def noted(plan: CopyPlan, stream: Any, around: object) -> None:
         loads.append(plan)
         copy(plan, stream)
 
