@@ -20,6 +20,7 @@ from kvtier._log import GuardedLogger
 from kvtier.errors import ConfigError, IsolationError
 from kvtier.policies._base import EvictionPolicy
 from kvtier.tiers import _registry as registry
+from kvtier.tiers import _seal as seals
 from kvtier.tiers._activity import puts_at_once
 from kvtier.tiers._adopted import ADOPTED
 from kvtier.tiers._base import TierConfig
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from kvtier._memory.layout import SlotLayout
     from kvtier._memory.region import Region
     from kvtier._memory.slot_checksums import SlotChecksums
+    from kvtier._memory.slot_trailers import SlotTrailers
+    from kvtier.keys import OffloadKey
 
 
 def make_core(
@@ -77,6 +80,19 @@ def make_tier_status(name: str, tier: TierConfig, chunk_bytes: int, remembered: 
         writes=WriteAdmission(tier.write_policy, chunks_per_day, remembered),
         in_place=tier.type == ADOPTED,
     )
+
+
+def adopted_slots(trailers: SlotTrailers, identity: Identity) -> dict[OffloadKey, int]:
+    """Return the slots of chunks that an earlier engine left, by key, the least recently used first."""
+    found: dict[OffloadKey, int] = {}
+    for slot, trailer in trailers.adopt():
+        sealed = seals.read(trailer)
+        if sealed is not None and sealed.digest == identity.short_digest:
+            found.pop(sealed.key, None)
+            found[sealed.key] = slot
+    if found:
+        logger.info("the primary tier has %d chunks of an engine that has ended", len(found))
+    return found
 
 
 def make_tiers(config: TieringConfig) -> list[NamedTier]:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvtier import Identity
+from kvtier._build import adopted_slots
 from kvtier._memory.region import Region
 from kvtier._memory.slot_trailers import slot_trailers_bytes
-from kvtier.adapters.vllm.spec import _adopted
 from kvtier.keys import pack_key
 from kvtier.tiers._seal import seal
 from kvtier_bench.engine.compared import EngineError
@@ -114,7 +114,7 @@ def test_chunks_of_another_identity_are_not_adopted() -> None:
         ):
             region.trailers.write(slot, seal(key, region.view(slot), identity.short_digest))
             region.trailers.use([slot])
-        assert [*_adopted(region, ours).items()] == [(keys[2], 2), (keys[0], 3)]
+        assert [*adopted_slots(region.trailers, ours).items()] == [(keys[2], 2), (keys[0], 3)]
 
 
 def test_nothing_is_adopted_from_an_engine_that_was_reset(

@@ -31,6 +31,36 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "reset_leaves_chunks_to_the_next_engine",
+        "kvtier._memory.slot_trailers:SlotTrailers.reset",
+        (("self._words[_VOID] = _ALL", "pass"),),
+    ),
+    Mutation(
+        "reset_keeps_adopted_chunks",
+        "kvtier._core.chunks:ChunkTable.reset",
+        (("self.give_up_adopted()", "pass"),),
+    ),
+    Mutation(
+        "adopted_chunks_are_not_verified",
+        "kvtier.tiers._adopted:_is_whole",
+        (("is seals.Integrity.SOUND", "is not None"),),
+    ),
+    Mutation(
+        "marks_of_the_last_engine_stand",
+        "kvtier._memory.slot_trailers:SlotTrailers.adopt",
+        (('marks[:] = memoryview(bytes(marks.nbytes)).cast("Q")', "pass"),),
+    ),
+    Mutation(
+        "slot_of_an_adopted_chunk_is_free",
+        "kvtier._core.chunks:ChunkTable.add_slots",
+        (("if slot not in self._adopted_slots", ""),),
+    ),
+    Mutation(
+        "stored_chunk_is_adopted_too",
+        "kvtier._core.chunks:ChunkTable._give_up",
+        (("[key for key in keys if key in adopted]", "[]"),),
+    ),
+    Mutation(
         "epoch_not_checked",
         "kvtier.tiers._runner:TierRunner._require_usable",
         (("if epoch is not self.supervisor.epoch:", "if False:"),),

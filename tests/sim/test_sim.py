@@ -59,6 +59,7 @@ SHOWN = (
     *("crash", "shutdown", "reset", "aborted", "cancelled", "copy failed"),
     *("chunks offered with holes", "core dropped store incomplete"),
     *("chunks located", "chunks written"),
+    *("chunks left by a process", "core put adopted", "core fetched adopted", "core loaded adopted"),
     *("answer lost", "bits rotted", "cancelled by nobody", "chunks damaged", "put arrived twice"),
     *(f"{verb} {how}" for verb in ("get", "put", "contains") for how in ("failed", "hung", "late")),
     *("open hung", "open failed", "reset hung", "touch failed"),

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier._build import make_core, make_tiers, slots_for, start_executor
+from kvtier._build import adopted_slots, make_core, make_tiers, slots_for, start_executor
 from kvtier._config import TieringConfig
 from kvtier._core.messages import Event, SlotsReady
 from kvtier._core.tiering import Tiering
@@ -58,8 +58,6 @@ from kvtier.adapters.vllm._telemetry.metrics import Published, definitions
 from kvtier.adapters.vllm._telemetry.steps import StepMeter
 from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches, end_copies
 from kvtier.errors import ConfigError
-from kvtier.keys import OffloadKey
-from kvtier.tiers import _seal as seals
 
 logger = GuardedLogger("kvtier.vllm")
 
@@ -137,7 +135,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         status_table = StatusTable(self._reports(region), region.slots, self.config.parallel.world_size)
         identity = self._identity(tiers, status_table)
         if self._settings.keep_host_memory_s:
-            core.adopt(region.trailers, _adopted(region, identity))
+            core.adopt(region.trailers, adopted_slots(region.trailers, identity))
         executor = start_executor(self._settings, tiers, identity, region, slot_checksums)
         _populate(region, executor.events, _numa_parts(self._shape, status_table))
         return KVTierManager(
@@ -342,19 +340,6 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> No
             region.slots,
             _FIRST_SLOTS_S,
         )
-
-
-def _adopted(region: Region, identity: Identity) -> dict[OffloadKey, int]:
-    """Return the slots of chunks that an earlier engine left, by key, the least recently used first."""
-    found: dict[OffloadKey, int] = {}
-    for slot, trailer in region.trailers.adopt():
-        sealed = seals.read(trailer)
-        if sealed is not None and sealed.digest == identity.short_digest:
-            found.pop(sealed.key, None)
-            found[sealed.key] = slot
-    if found:
-        logger.info("the primary tier has %d chunks of an engine that has ended", len(found))
-    return found
 
 
 def _addresses(tiers: Sequence[NamedTier]) -> dict[int, str]:

@@ -25,6 +25,7 @@ def check(core: Tiering) -> None:
     free = {*table.free, *table.adopted.values()}
     _require(len(free) == table.room, "a slot is free or adopted once")
     _require(all(chunk.key == key for key, chunk in table.adopted.items()), "adopted chunks keep their keys")
+    _require(table.adopted.keys().isdisjoint(table.visible), "a chunk is adopted or visible")
     _require(len(visible) == len(table.visible), "a chunk is visible under one key")
     candidates = 0
     for chunk in table.all:

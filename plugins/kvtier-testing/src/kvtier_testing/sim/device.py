@@ -76,6 +76,11 @@ class Copies:
             timer.cancel()
             end()
 
+    def stop(self) -> None:
+        """End the copies where they are, as the death of their process does."""
+        for timer in self._under_way.values():
+            timer.cancel()
+
     def _end_later(self, end: Callable[[], None]) -> None:
         seconds = self._chance.random() * self._longest_s
         self._under_way[end] = self._world.loop.call_later(seconds, end)

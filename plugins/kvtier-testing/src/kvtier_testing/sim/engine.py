@@ -188,8 +188,12 @@ class EngineProcess(Process):
     async def aclose(self) -> None:
         if self._executor.task is None:
             return
+        self._copies.hurry()
         await self._executor.aclose(self._chance.choice((0.0, 0.1, 1.0)))
         self._driver.on_events(self._events)
+
+    def kill(self) -> None:
+        self._copies.stop()
 
     @property
     def _is_idle(self) -> bool:
@@ -241,7 +245,9 @@ class EngineProcess(Process):
         prompt = chance.choice(self._scenario.prompts)
         tiers = None
         if chance.random() < 0.2:
-            tiers = frozenset(index for index in range(len(self._scenario.tiers)) if chance.random() < 0.5)
+            first = int(self._scenario.keeps_memory)  # the adopted chunks come before, and are not filtered
+            asked = range(first, first + len(self._scenario.tiers))
+            tiers = frozenset(index for index in asked if chance.random() < 0.5)
         job = Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))])
         self._claim(job.request, chance.choice((0.0, 0.0, 0.1, 1.0)))
         wait_s = self._patience.choice(self._scenario.waits_s)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from kvtier import Identity
 from kvtier._core.requests import Request
 from kvtier._core.states import ChunkState
+from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
 from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
@@ -56,12 +57,23 @@ class Use:
 
 
 class SimMemory:
-    """The slots of one process. Each access is registered first, and fails if it conflicts with another."""
+    """The slots of one process. Each access is registered first, and fails if it conflicts with another.
 
-    def __init__(self, world: World, slots: int) -> None:
+    Args:
+        before: the slots of the process before, whose bytes and trailers these are; None for new ones.
+
+    Attributes:
+        trailers: trailers of the slots, for the next process.
+    """
+
+    def __init__(self, world: World, slots: int, before: SimMemory | None = None) -> None:
         self.slots = slots
         self._world = world
-        held = bytearray(slots * CHUNK_BYTES)
+        held = before.held if before else bytearray(slots * CHUNK_BYTES)
+        self.held: bytearray = held
+        metadata = before.metadata if before else bytearray(slot_trailers_bytes(slots))
+        self.metadata: bytearray = metadata
+        self.trailers = SlotTrailers(memoryview(metadata), slots)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(held))
         self._bytes = memoryview(held)
         self._views = [self._bytes[slot * CHUNK_BYTES :][:CHUNK_BYTES] for slot in range(slots)]
@@ -331,7 +343,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
         require(not waiting, f"held for {[it.name for it in waiting]}")
         pinned = [chunk for chunk in table.all if chunk.pins]
         require(not pinned, f"pinned by nobody: {pinned}")
-        require(len(table.free) + len(table.visible) == len(table.all), "a slot is lost")
+        require(table.room + len(table.visible) == len(table.all), "a slot is lost")
         require(table.evictable == len(table.visible), "the policy knows all that may be evicted")
         busy = [
             gate.name for gate in self.shared.tiers if gate.backlog or gate.puts.overdue or gate.gets.overdue

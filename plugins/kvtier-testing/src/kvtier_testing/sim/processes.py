@@ -41,6 +41,9 @@ class Process(ABC):
     async def aclose(self) -> None:
         """Shut down."""
 
+    def kill(self) -> None:  # noqa: B027
+        """Stop what goes on without a task."""
+
     @property
     def tiers_are_idle(self) -> bool:
         """Whether no tier has a call in flight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
@@ -81,6 +82,7 @@ class Scenario:
         chunk_s: reported compute time per chunk; 0 if none is reported, so that the core loads everything.
         waits_s: times that requests wait for chunks of other engines; each draws one.
         identity: the engine's index in ``IDENTITIES``.
+        keeps_memory: whether a process adopts the chunks in the slots of the one before.
     """
 
     owner: Owner
@@ -100,10 +102,19 @@ class Scenario:
     chunk_s: float
     waits_s: tuple[float, ...]
     identity: int = 0
+    keeps_memory: bool = False
 
     @staticmethod
     def draw(seed: object) -> Scenario:
         """Draw a run. The same seed draws the same run."""
+        drawn, keeping = Scenario._draw(seed), Random(f"{seed}/keeping")
+        if drawn.owner is Owner.TASKS or keeping.random() < 0.7:
+            return drawn
+        ends = drawn.process_ends or _process_ends(keeping, drawn.faults_end_s, (1, 1, 2))
+        return replace(drawn, keeps_memory=True, process_ends=ends)
+
+    @staticmethod
+    def _draw(seed: object) -> Scenario:
         chance, sharing = Random(f"{seed}/plan"), Random(f"{seed}/sharing")
         faults_end_s = chance.choice((0.3, 1.0, 1.0, 3.0))
         slots = chance.randint(3, 16)
@@ -118,7 +129,7 @@ class Scenario:
                 _tier(chance, sharing, slots, faults_end_s)
                 for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))
             ),
-            process_ends=_process_ends(chance, faults_end_s),
+            process_ends=_process_ends(chance, faults_end_s, (0, 0, 0, 1, 1, 2)),
             faults_end_s=faults_end_s,
             step_s=faults_end_s / chance.choice((15, 30, 40)),
             requests=chance.randint(4, 16),
@@ -375,8 +386,10 @@ def _fault_profile(chance: Random) -> FaultProfile:
     )
 
 
-def _process_ends(chance: Random, faults_end_s: float) -> tuple[tuple[float, End], ...]:
-    ends = sorted(chance.random() * faults_end_s for _ in range(chance.choice((0, 0, 0, 1, 1, 2))))
+def _process_ends(
+    chance: Random, faults_end_s: float, counts: Sequence[int]
+) -> tuple[tuple[float, End], ...]:
+    ends = sorted(chance.random() * faults_end_s for _ in range(chance.choice(counts)))
     return tuple((when, chance.choice((End.CRASH, End.CRASH, End.SHUTDOWN))) for when in ends)
 
 

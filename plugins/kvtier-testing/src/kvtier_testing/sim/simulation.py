@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
-from kvtier._build import make_tier_status
+from kvtier._build import adopted_slots, make_tier_status
 from kvtier._execution.executor import Executor, NamedTier
 from kvtier.keys import OffloadKey
 from kvtier.policies import ARC, LRU, EvictionPolicy
 from kvtier.tiers import SecondaryTier
+from kvtier.tiers._adopted import AdoptedConfig
 from kvtier_testing.sim.backend import Backend
 from kvtier_testing.sim.device import Copies
 from kvtier_testing.sim.engine import EngineProcess, SimExecutorThread
@@ -23,7 +24,7 @@ from kvtier_testing.sim.loop import OWNER, ProcessId, cancel_begun
 from kvtier_testing.sim.model import CHUNK_BYTES, CheckedTiering, SimMemory, World, show
 from kvtier_testing.sim.processes import DRAIN_S, Process
 from kvtier_testing.sim.scenario import End, Owner, Scenario, TierScenario, chain
-from kvtier_testing.sim.tiers import SimTier, SimTierConfig, VerifyingSimTier
+from kvtier_testing.sim.tiers import SimAdoptedTier, SimTier, SimTierConfig, VerifyingSimTier
 
 if TYPE_CHECKING:
     from kvtier_nixl import NixlConfig
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 _RECOVERY_S = 1800.0
 """Seconds until all tiers must be in use again: a tier may need two puts, minutes apart."""
+
+_DAMAGED = 0.5
+"""Share of processes that find a flipped bit in the slots that they adopt."""
 
 _POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
 
@@ -82,6 +86,7 @@ class Engine:
         self._backends = backends
         self._peers = peers
         self._outliving: set[asyncio.Task[Any]] = set()  # uncancellable calls of ended processes
+        self._kept: SimMemory | None = None  # of the last process, for the next one
         self._to_damage = {
             index for index, tier in enumerate(scenario.tiers) if tier.checks_damage and given.tier is None
         }
@@ -109,7 +114,10 @@ class Engine:
             await task
             await process.aclose()
             self._count(process)
-            self._outliving |= self.world.loop.tasks_of(self._owner)
+            left = self.world.loop.tasks_of(self._owner)
+            self._outliving |= left
+            if left:  # they may still use it
+                self._kept = None
             return
         await asyncio.wait([task], timeout=max(0.0, until_s - self.world.now_s))
         if task.done():
@@ -126,6 +134,7 @@ class Engine:
             backend.crash()
             backend.resumed.set()
         task.cancel()
+        process.kill()
         with suppress(BaseException):
             await task
         closing = self._spawn(process.aclose())
@@ -158,7 +167,7 @@ class Engine:
     def require_nothing_false_announced(self) -> None:
         """Fail if a chunk is still announced after its removal was reported."""
         for index, (backend, announced) in enumerate(
-            zip(self._backends, self.process.core.announced, strict=True)
+            zip(self._backends, self.process.core.announced[self._first :], strict=True)
         ):
             if self._is_elsewhere(index):
                 continue  # its contents are not visible here
@@ -202,7 +211,7 @@ class Engine:
         if index in self._to_damage:
             await self._require_set_aside(process, index, keys)
             return False
-        return await process.find(keys) == 1 and process.core.shared.tiers[index].works
+        return await process.find(keys) == 1 and process.core.shared.tiers[self._first + index].works
 
     def empty_backends(self) -> None:
         """Lose all chunks of the backends, except those held by peers."""
@@ -255,14 +264,32 @@ class Engine:
             tiers, named = self._tiers(region)
             core.watch(world, region)
             return ManagerProcess(world, scenario, core, tiers, named, region, self._copies(region))
-        memory = SimMemory(world, scenario.slots)
+        memory = SimMemory(world, scenario.slots, self._kept)
         tiers, named = self._tiers(memory)
+        if scenario.keeps_memory:
+            self._kept = memory
+            named.insert(0, self._adopt(core, memory))
         core.watch(world, memory)
         chance = world.chance(f"executor/{world.process}").random
         executor = SimExecutorThread(
             lambda post: Executor(named, world.identity, memory, post, chance=chance)
         )
         return EngineProcess(world, scenario, core, tiers, executor, self._copies(memory))
+
+    def _adopt(self, core: CheckedTiering, memory: SimMemory) -> NamedTier:
+        """Have the core adopt what the last process has left; return the tier that verifies it."""
+        world, chance = self.world, self.world.chance(f"adopted/{self.world.process}")
+        if chance.random() < _DAMAGED:
+            memory.view(chance.randrange(memory.slots))[chance.randrange(CHUNK_BYTES)] ^= 1
+        found = adopted_slots(memory.trailers, world.identity)
+        world.seen["chunks left by a process"] += len(found)
+        core.adopt(memory.trailers, found)
+        return NamedTier("adopted", SimAdoptedTier(memory, chance))
+
+    @property
+    def _first(self) -> int:
+        """Return the index of the first tier of the scenario."""
+        return int(self._scenario.keeps_memory)
 
     def _core(self) -> CheckedTiering:
         scenario = self._scenario
@@ -271,6 +298,8 @@ class Engine:
             make_tier_status(f"tier{index}", tier.config, CHUNK_BYTES, remembered)
             for index, tier in enumerate(scenario.tiers)
         ]
+        if scenario.keeps_memory:
+            gates.insert(0, make_tier_status("adopted", AdoptedConfig(), CHUNK_BYTES, remembered))
         make = self._given.policy or _POLICIES[scenario.policy]
         return CheckedTiering(
             make(),

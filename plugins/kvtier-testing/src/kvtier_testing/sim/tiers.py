@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from random import Random
 
 import anyio
 
 from kvtier.keys import OffloadKey
 from kvtier.tiers import Batch, Knowledge, Outcome, SecondaryTier, Status, TierConfig, TierContext, Usage
+from kvtier.tiers._adopted import AdoptedConfig, AdoptedTier
 from kvtier.tiers._base import ignore
 from kvtier_testing.sim.backend import Backend
-from kvtier_testing.sim.model import CHUNK_BYTES, show
+from kvtier_testing.sim.model import CHUNK_BYTES, SimMemory, show
 
 
 class SimTierConfig(TierConfig):
@@ -169,3 +172,28 @@ class VerifyingSimTier(SimTier):
             self._tell([key])
             return Status.CORRUPT
         return status
+
+
+class SimAdoptedTier(AdoptedTier):
+    """The real tier of adopted chunks, whose calls take time and register their use of slots."""
+
+    def __init__(self, memory: SimMemory, chance: Random) -> None:
+        super().__init__(AdoptedConfig())
+        self._memory, self._chance = memory, chance
+
+    async def put(self, batch: Batch) -> Outcome:
+        """Keep the trailers, after a while."""
+        async with self._at_work("put", batch):
+            return await super().put(batch)
+
+    async def get(self, batch: Batch) -> Outcome:
+        """Return the trailers, after a while."""
+        async with self._at_work("get", batch):
+            return await super().get(batch)
+
+    @asynccontextmanager
+    async def _at_work(self, verb: str, batch: Batch) -> AsyncIterator[None]:
+        with self._memory.using(batch.slots, f"a {verb} of adopted chunks", writes=False):
+            await anyio.sleep(self._chance.choice((0.0, 0.0, 0.01)))
+            yield
+            await anyio.sleep(self._chance.choice((0.0, 0.0, 0.01)))
