@@ -50,6 +50,22 @@ def _nothing_is_under_way(metrics: Metrics) -> bool:
     return metrics.is_idle and not any(metrics.value(name) for name in gauges)
 
 
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "KVTierConnector"])
+def test_errors_amid_prompts_store_no_rest(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], connector: str
+) -> None:
+    settings["blocks_per_chunk"] = 1
+    transfer = {"kv_connector": connector, "kv_load_failure_policy": "recompute"}
+    asked = prompt(1, 300)
+    with launcher.start(llama, settings, max_num_batched_tokens=80, kv_transfer_config=transfer) as engine:
+        assert engine.call("fail_amid", prompt=asked, tokens=80) == {"computed": 80}, "amid the third block"
+        metrics = engine.settled()
+        engine.reset(connector=False)
+        served = engine.served(asked)
+    assert served == (reference(asked), {"cpu": 2})
+    assert metrics.value("kvtier_store_refused_chunks", reason="ended_early") == 1
+
+
 # --- how much of a request is stored and loaded ---------------------------------------------------
 
 

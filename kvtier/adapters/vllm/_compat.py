@@ -194,6 +194,19 @@ class EngineContext:
         null_block = 1  # of each pool, always in use
         return max(in_use) > null_block or any(len(pool.cached_block_hash_to_block) for pool in pools)
 
+    def ended_early(self, req_id: str) -> bool:
+        """Return whether a request has ended before all the tokens whose KV vLLM then offers were computed.
+
+        vLLM counts the tokens of an aborted request. For one that it ends with an error, it takes the prompt
+        as computed (0.31 to 0.33).
+        """
+        scheduler = getattr(self.connector, "connector_scheduler", None)
+        state = None if scheduler is None else scheduler._req_status.get(req_id)
+        if state is None or not state.req.is_finished():
+            return False
+        request = state.req
+        return bool(request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1))
+
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return the layout of the blocks of one KV cache group."""
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
