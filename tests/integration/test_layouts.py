@@ -363,17 +363,10 @@ def test_groups_beside_one_without_prefixes(ring: int) -> None:
     assert all(_same(*pair) for pair in zip(before, after, strict=True))
 
 
-def test_plain_connector_stores_nothing_beside_such_a_group() -> None:
-    """It is not told when that group gets blocks that a store still reads."""
-    cache = Cache(Case([(FULL, 2), (RING, 2)]), blocks_per_chunk=1, sees_blocks=False)
-    cache.register()
-    manager, request = cache.spec.get_manager(), ReqContext(req_id="a")
-    manager.on_new_request(request)
-    output = manager.prepare_store([OffloadKey(pack_key(b"1" * 32))], request)
-    manager.shutdown()
-    cache.connector.shutdown()
-    assert output is not None
-    assert not output.keys_to_store
+def test_plain_connector_is_refused_beside_such_a_group() -> None:
+    """It would load to within a block, for which the ring lacks keys."""
+    with pytest.raises(ConfigError, match="use KVTierConnector"):
+        Cache(Case([(FULL, 2), (RING, 2)]), blocks_per_chunk=1, sees_blocks=False)
 
 
 def _when_there_are_slots(
