@@ -227,6 +227,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
         ),
         instance_id="layouts",
         attention_config=SimpleNamespace(hisparse_config=None),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         compilation_config=SimpleNamespace(static_forward_context={}),
         kv_events_config=None,
         use_v2_model_runner=False,

@@ -124,6 +124,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         warn_if_untested()
         limit_refusals()
         self._warn_of_plain_connector()
+        self._engine.forget_withdrawn_blocks()
         region = self._open_region(is_first=False)
         region.claim()
         region.start_guard()
