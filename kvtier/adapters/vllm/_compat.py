@@ -95,6 +95,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    RSWASpec,
     iter_layer_specs,
 )
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext  # noqa: E402
@@ -226,6 +227,20 @@ class EngineContext:
             return False
         request = state.req
         return bool(request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1))
+
+    def prevents_reuse(self) -> str | None:
+        """Return why a prefix's KV may not be reused, if so. vLLM turns off its prefix cache then.
+
+        It does so for other reasons, too, which do not matter here; and its connectors load nevertheless.
+        """
+        model = self.vllm_config.model_config
+        if model.pooler_config is not None and not model.is_prefix_caching_supported:
+            return "the model's pooling needs all tokens of a prompt"
+        groups = self.kv_cache_config.kv_cache_groups
+        specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+        if any(isinstance(spec, RSWASpec) or getattr(spec, "non_causal", False) for spec in specs):
+            return "the KV of the model's tokens does not depend on the tokens before them alone"
+        return None
 
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return the layout of the blocks of one KV cache group."""

@@ -100,6 +100,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They "
                 "may have left by then. Remove hisparse_config, or kvtier"
             )
+        if (why := self._engine.prevents_reuse()) is not None:
+            raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
         if len(config.groups) != len(groups) and not self._engine.sees_blocks:
             raise ConfigError(
                 "the model has KV cache groups that vLLM does not offload, such as ring buffers. "
