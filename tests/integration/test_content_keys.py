@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
 
@@ -61,6 +62,13 @@ def test_immutable_adapters_are_found(model: Path, caplog: pytest.LogCaptureFixt
     assert "set immutable_adapters" in caplog.text
     assert is_found_again(config, immutable_adapters=True)
     assert not is_found_again(config, namespace="tenant")
+
+
+def test_weights_of_trainer_stay_private(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The files, if there are any, name the weights that the engine has at its start."""
+    assert is_found_again(configure(model))
+    assert not is_found_again(configure(model, weight_transfer_config=WeightTransferConfig(backend="nccl")))
+    assert "a trainer can replace the weights" in caplog.text
 
 
 def test_hash_sources_were_reviewed() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core import kv_cache_utils
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     create_kv_cache_views,
@@ -214,6 +216,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
             use_mla=False,
             get_total_num_kv_heads=lambda: 2,
             max_model_len=8192,
+            pooler_config=None,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto",
@@ -227,6 +230,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
         ),
         instance_id="layouts",
         attention_config=SimpleNamespace(hisparse_config=None),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         compilation_config=SimpleNamespace(static_forward_context={}),
         kv_events_config=None,
         use_v2_model_runner=False,
@@ -296,6 +300,33 @@ def test_partial_layout_is_refused() -> None:
         cache.register()
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(FULL, non_causal=True),
+        RSWASpec(**vars(FULL), rswa_window=64),
+        each(FULL, replace(FULL, non_causal=True)),
+    ],
+    ids=["prefix LM", "window of generated tokens", "some layers"],
+)
+def test_unclean_prefixes_are_refused(spec: KVCacheSpec) -> None:
+    with pytest.raises(ConfigError, match="does not depend on the tokens before them alone"):
+        Cache(Case([(spec, 2)]), 1)
+
+
+@pytest.mark.parametrize(("pooling", "is_refused"), [("LAST", False), ("MEAN", True), ("CLS", True)])
+def test_pooling_of_all_tokens_is_refused(pooling: str, is_refused: bool) -> None:
+    """Such a pooler fails in the engine's step if a part of the prompt is loaded."""
+    cache = Cache(CASES["full attention"], 1)
+    model = cache.vllm_config.model_config
+    model.attn_type = "decoder"
+    model.pooler_config = SimpleNamespace(seq_pooling_type=pooling, tok_pooling_type="ALL")
+    is_supported: Any = ModelConfig.is_prefix_caching_supported
+    model.is_prefix_caching_supported = is_supported.fget(model)
+    engine = EngineContext(cache.vllm_config, cache.config)
+    assert (engine.prevents_reuse() is not None) is is_refused
+
+
 def test_late_loads_are_refused() -> None:
     cache = Cache(CASES["latent attention"], 1)
     sparse = replace(cache.config, hisparse_host_num_blocks=8)
@@ -363,17 +394,10 @@ def test_groups_beside_one_without_prefixes(ring: int) -> None:
     assert all(_same(*pair) for pair in zip(before, after, strict=True))
 
 
-def test_plain_connector_stores_nothing_beside_such_a_group() -> None:
-    """It is not told when that group gets blocks that a store still reads."""
-    cache = Cache(Case([(FULL, 2), (RING, 2)]), blocks_per_chunk=1, sees_blocks=False)
-    cache.register()
-    manager, request = cache.spec.get_manager(), ReqContext(req_id="a")
-    manager.on_new_request(request)
-    output = manager.prepare_store([OffloadKey(pack_key(b"1" * 32))], request)
-    manager.shutdown()
-    cache.connector.shutdown()
-    assert output is not None
-    assert not output.keys_to_store
+def test_plain_connector_is_refused_beside_such_a_group() -> None:
+    """It would load to within a block, for which the ring lacks keys."""
+    with pytest.raises(ConfigError, match="use KVTierConnector"):
+        Cache(Case([(FULL, 2), (RING, 2)]), blocks_per_chunk=1, sees_blocks=False)
 
 
 def _when_there_are_slots(

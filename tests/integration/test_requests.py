@@ -50,6 +50,50 @@ def _nothing_is_under_way(metrics: Metrics) -> bool:
     return metrics.is_idle and not any(metrics.value(name) for name in gauges)
 
 
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "KVTierConnector"])
+def test_errors_amid_prompts_store_no_rest(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], connector: str
+) -> None:
+    settings["blocks_per_chunk"] = 1
+    transfer = {"kv_connector": connector, "kv_load_failure_policy": "recompute"}
+    asked = prompt(1, 300)
+    with launcher.start(llama, settings, max_num_batched_tokens=80, kv_transfer_config=transfer) as engine:
+        assert engine.call("fail_amid", prompt=asked, tokens=80) == {"computed": 80}, "amid the third block"
+        metrics = engine.settled()
+        engine.reset(connector=False)
+        served = engine.served(asked)
+    assert served == (reference(asked), {"cpu": 2})
+    assert metrics.value("kvtier_store_refused_chunks", reason="ended_early") == 1
+
+
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "KVTierConnector"])
+def test_blocks_withdrawn_within_step_are_forgotten(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], connector: str
+) -> None:
+    """vLLM preempts a request after it has cached the blocks that the step was to compute."""
+    low, high = prompt(1, 400), prompt(2, 30)
+    transfer = {"kv_connector": connector, "kv_load_failure_policy": "recompute"}
+    sizes: dict[str, Any] = {
+        "max_model_len": 416,
+        "num_gpu_blocks_override": 1 + 416 // 32,
+        "max_num_batched_tokens": 128,
+    }
+    with launcher.start(
+        llama,
+        {**settings, "blocks_per_chunk": 1},
+        scheduling_policy="priority",
+        long_prefill_token_threshold=64,
+        kv_transfer_config=transfer,
+        **sizes,
+    ) as engine:
+        overtaken = engine.call("overtake", low=low, high=high, tokens=128)
+        engine.settled()
+        engine.reset(connector=False)
+        served = engine.served(low)
+    assert overtaken == {"answer": reference(low)[0], "preemptions": 1}
+    assert served == (reference(low), {"cpu": 400 // 32})
+
+
 # --- how much of a request is stored and loaded ---------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.adapters.vllm.connector import KVTierConnector, may_hold
@@ -25,9 +26,9 @@ BLOCKS = 4
 TOKENS = BLOCKS * BLOCK_TOKENS + 5
 
 
-def a_request(name: str) -> Request:
+def a_request(name: str, tokens: int = TOKENS) -> Request:
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    return Request(name, list(range(TOKENS)), SamplingParams(max_tokens=999), None, block_hasher=hasher)
+    return Request(name, list(range(tokens)), SamplingParams(max_tokens=999), None, block_hasher=hasher)
 
 
 def say(request: Request, count: int) -> None:
@@ -119,10 +120,11 @@ def test_preempted_end_stores_nothing(engine: Engine, resumes: bool) -> None:
     assert bool(engine.refused().get("preempted")) is not resumes
 
 
-@pytest.fixture
-def connector() -> Iterator[KVTierConnector]:
+@pytest.fixture(params=[([(FULL, 2), (RING, 2)], 1)], ids=[""])
+def connector(request: pytest.FixtureRequest) -> Iterator[KVTierConnector]:
     """The connector of a model with a group that vLLM does not offload."""
-    cache = Cache(Case([(FULL, 2), (RING, 2)]), 1)
+    groups, blocks_per_chunk = request.param
+    cache = Cache(Case(groups), blocks_per_chunk)
     cache.register()
     init_none_hash(sha256)
     config, transfer = cache.vllm_config, cache.vllm_config.kv_transfer_config
@@ -169,6 +171,24 @@ def test_request_resumed_without_lookup_stores_again(connector: KVTierConnector)
     connector.get_num_new_matched_tokens(request, BLOCKS * BLOCK_TOKENS)
     say(request, BLOCK_TOKENS)
     assert stored(output_of({}, {"a": table}, request.num_tokens, resumed={"a"}))
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, BLOCKS * BLOCK_TOKENS + 1, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS])
+@pytest.mark.parametrize(
+    "connector",
+    [([(FULL, 2), (RING, 2)], 1), ([(FULL, 2), (RING, 2)], 2), ([(FULL, 2), (WINDOW, 2), (RING, 2)], 1)],
+    indirect=True,
+    ids=["block", "chunk of two", "two groups"],
+)
+def test_loads_end_where_ring_is_empty(
+    connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """A ring holds the keys of an unfinished block, and no load brings them."""
+    monkeypatch.setattr(connector._manager, "lookup", lambda *_: LookupResult.HIT)
+    request = a_request("a", tokens)
+    connector.on_new_request(request)
+    found, _ = connector.get_num_new_matched_tokens(request, 0)
+    assert found == (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,36 @@ def reload(llm: Any, weights: str) -> dict[str, Any]:
     """Give the model other weights, as a trainer does: in place and without a word to the scheduler."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
     return {}
+
+
+def fail_amid(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Let vLLM end a request with an error when so many tokens of its prompt are computed.
+
+    vLLM does so if two media have the same UUID, or an encoder's outputs cannot be had.
+    """
+    from vllm.v1.request import RequestStatus
+
+    engine, name = llm.llm_engine, f"failing-{next(_NUMBERS)}"
+    engine.add_request(name, {"prompt_token_ids": prompt}, sampling(1))
+    scheduler = engine.engine_core.engine_core.scheduler
+    (request,) = scheduler.requests.values()
+    while request.num_computed_tokens < tokens:
+        engine.step()
+    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+    engine.abort_request([name])
+    return {"computed": request.num_computed_tokens}
+
+
+def overtake(llm: Any, low: list[int], high: list[int], tokens: int) -> dict[str, Any]:
+    """Return the answer to a prompt that one of a higher priority overtakes, after so many of its tokens."""
+    engine, number = llm.llm_engine, next(_NUMBERS)
+    first, second = f"{number}001", f"{number}002"
+    engine.add_request(first, {"prompt_token_ids": low}, sampling(8), priority=1)
+    (request,) = engine.engine_core.engine_core.scheduler.requests.values()
+    while request.num_computed_tokens < tokens:
+        engine.step()
+    engine.add_request(second, {"prompt_token_ids": high}, sampling(16), priority=0)
+    said: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        said |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+    return {"answer": said[first], "preemptions": request.num_preemptions}

@@ -7,11 +7,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
@@ -94,10 +95,12 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    RSWASpec,
     iter_layer_specs,
 )
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext  # noqa: E402
 from vllm.v1.kv_offload.config import OffloadingGroupConfig  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
@@ -194,6 +197,51 @@ class EngineContext:
         null_block = 1  # of each pool, always in use
         return max(in_use) > null_block or any(len(pool.cached_block_hash_to_block) for pool in pools)
 
+    def forget_withdrawn_blocks(self) -> None:
+        """Let vLLM's prefix cache forget blocks that a preempted request has not computed.
+
+        With priority scheduling, vLLM can preempt a request that it has scheduled in the same step (0.31 to
+        0.33). The blocks for that step are in its prefix cache by then: later requests would get them, and
+        have them stored. Call this before vLLM binds its KV cache to the connector.
+        """
+        connector = self.connector
+        if connector is None or self.vllm_config.scheduler_config.policy != "priority":
+            return
+
+        def guard(_: object) -> None:
+            cache: Any = connector._kv_cache_manager
+            for name in ("free", "pop_blocks_for_free"):
+                setattr(cache, name, partial(_forget_and_free, cache, getattr(cache, name)))
+
+        connector.bind_gpu_block_pool = guard
+
+    def ended_early(self, req_id: str) -> bool:
+        """Return whether a request has ended before all the tokens whose KV vLLM then offers were computed.
+
+        vLLM counts the tokens of an aborted request. For one that it ends with an error, it takes the prompt
+        as computed (0.31 to 0.33).
+        """
+        scheduler = getattr(self.connector, "connector_scheduler", None)
+        state = None if scheduler is None else scheduler._req_status.get(req_id)
+        if state is None or not state.req.is_finished():
+            return False
+        request = state.req
+        return bool(request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1))
+
+    def prevents_reuse(self) -> str | None:
+        """Return why a prefix's KV may not be reused, if so. vLLM turns off its prefix cache then.
+
+        It does so for other reasons, too, which do not matter here; and its connectors load nevertheless.
+        """
+        model = self.vllm_config.model_config
+        if model.pooler_config is not None and not model.is_prefix_caching_supported:
+            return "the model's pooling needs all tokens of a prompt"
+        groups = self.kv_cache_config.kv_cache_groups
+        specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+        if any(isinstance(spec, RSWASpec) or getattr(spec, "non_causal", False) for spec in specs):
+            return "the KV of the model's tokens does not depend on the tokens before them alone"
+        return None
+
     def spec_of(self, group: int) -> KVCacheSpec:
         """Return the layout of the blocks of one KV cache group."""
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
@@ -219,6 +267,22 @@ class EngineContext:
         """Return how many tokens at the end of a prefix a windowed group needs; 1 for a state."""
         spec = self.spec_of(group)
         return getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 1
+
+
+def _forget_and_free(cache: Any, free: Callable[[Request], Any], request: Request) -> Any:
+    """Free the blocks of a request. If it still runs, it is being preempted."""
+    if request.status is RequestStatus.RUNNING:
+        tables = zip(
+            cache.coordinator.single_type_managers, cache.get_blocks(request.request_id).blocks, strict=True
+        )
+        cache.evict_blocks(
+            {
+                block.block_id
+                for manager, blocks in tables
+                for block in blocks[request.num_computed_tokens // manager.block_size :]
+            }
+        )
+    return free(request)
 
 
 _provided: ContextVar[EngineContext | None] = ContextVar("kvtier_engine", default=None)

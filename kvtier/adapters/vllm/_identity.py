@@ -91,12 +91,17 @@ def _page_formats(told: Iterable[int]) -> Sequence[str]:
 
 def _weights(vllm_config: VllmConfig, namespace: str) -> Mapping[str, object]:
     """Return the names of the weights of the model and of a draft model."""
-    weights = {"model": _weights_of(vllm_config.model_config, vllm_config.load_config, namespace)}
+    weights: dict[str, object] = {
+        "model": _weights_of(vllm_config.model_config, vllm_config.load_config, namespace)
+    }
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is not None and draft is not vllm_config.model_config:
         load = speculative.draft_load_config or vllm_config.load_config
         weights["draft"] = _weights_of(draft, load, namespace)
+    if vllm_config.weight_transfer_config is not None:
+        cause = "a trainer can replace the weights (weight_transfer_config)"
+        weights["updates"] = _of_this_start(cause, "serve the trained weights from files")
     return weights
 
 

@@ -9,6 +9,7 @@ and tell a decode engine how long and where to wait for chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,6 +112,22 @@ class KVTierConnector(OffloadingConnector):
         if self._manager is not None:
             self._manager.restart(request.request_id)
         return found
+
+    def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """See vLLM, which calls it before a lookup.
+
+        A ring buffer can hold the keys of an unfinished block, and no load fills it. A load beside one ends
+        with a block, before the prompt's last token, which the engine always computes.
+        """
+        bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
+        groups = self.scheduler.config.kv_group_configs
+        if len(groups) == len(self._kv_cache_config.kv_cache_groups):
+            return bound
+        block = math.lcm(*(group.tokens_per_block for group in groups))
+        end = (request.num_tokens - 1) // block * block
+        if self.scheduler._sliding_window_groups:  # vLLM's lookup takes one from the bound
+            end += 1
+        return max(0, end - num_computed_tokens if bound is None else min(bound, end - num_computed_tokens))
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -81,8 +81,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = engine_context()
         groups = self._engine.kv_cache_config.kv_cache_groups
-        is_alone = not _has_neighbours() and len(config.groups) == len(groups)
-        self._is_blind = not is_alone and not self._engine.sees_blocks
+        self._is_blind = _has_neighbours() and not self._engine.sees_blocks
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
@@ -98,6 +97,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
             raise ConfigError(
                 "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They "
                 "may have left by then. Remove hisparse_config, or kvtier"
+            )
+        if (why := self._engine.prevents_reuse()) is not None:
+            raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
+        if len(config.groups) != len(groups) and not self._engine.sees_blocks:
+            raise ConfigError(
+                "the model has KV cache groups that vLLM does not offload, such as ring buffers. "
+                "OffloadingConnector loads without them, for wrong tokens: use KVTierConnector in its place"
             )
         self._shape = slot_shape(config, self._engine)
         self._manager: KVTierManager | None = None
@@ -118,6 +124,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         warn_if_untested()
         limit_refusals()
         self._warn_of_plain_connector()
+        self._engine.forget_withdrawn_blocks()
         region = self._open_region(is_first=False)
         region.claim()
         region.start_guard()
@@ -155,6 +162,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             names_resumed=self._engine.vllm_config.use_v2_model_runner,
             is_blind=self._is_blind,
             has_blocks=self._engine.has_blocks,
+            ended_early=self._engine.ended_early,
             drain_s=self._settings.drain_on_shutdown_s,
             on_reset=end_copies,
             on_shutdown=partial(
@@ -165,8 +173,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _warn_of_plain_connector(self) -> None:
         if self._is_blind:
             logger.warning(
-                "nothing is stored: OffloadingConnector does not know the blocks that other connectors, or "
-                "KV cache groups without prefixes, write to; use KVTierConnector in its place"
+                "nothing is stored: OffloadingConnector does not know the blocks that other connectors write "
+                "to; use KVTierConnector in its place"
             )
         if self._settings.self_describing_kv_events and not self._engine.sees_blocks:
             logger.warning(
