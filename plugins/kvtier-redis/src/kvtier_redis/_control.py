@@ -132,7 +132,7 @@ class ControlClient:
             client.close()
 
     def discover(self, known: Sequence[Address] = ()) -> Topology:
-        """Return the servers that store chunks now. Each call asks another node first: one may be out of date.
+        """Return the servers that store chunks now. Each call asks another node first: one may be outdated.
 
         See ``discover``.
         """
