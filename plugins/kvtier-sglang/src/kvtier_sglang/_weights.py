@@ -88,7 +88,7 @@ def weights_identity(
 
 
 def code_identity(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the versions of code that is not SGLang's: transformers, packages, and code beside models.
+    """Return the versions of other code: transformers, packages, and repositories that models name.
 
     Raises:
         ConfigError: a package cannot be found.
