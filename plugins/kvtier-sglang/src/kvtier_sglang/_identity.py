@@ -56,7 +56,7 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
         storage.model_name or "model",
         {
             "namespace": namespace,
-            "engine": {"name": "sglang", "version": version("sglang"), **code_identity(settings)},
+            "engine": {"name": "sglang", "version": version("sglang"), **code_identity(settings, namespace)},
             "device": _device(),
             "weights": weights_identity(settings, every.get("download_dir"), namespace),
             "settings": {

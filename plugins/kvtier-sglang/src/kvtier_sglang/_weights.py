@@ -87,18 +87,22 @@ def weights_identity(
     return found
 
 
-def code_identity(settings: Mapping[str, object]) -> Mapping[str, object]:
+def code_identity(settings: Mapping[str, object], namespace: str) -> Mapping[str, object]:
     """Return the versions of other code: transformers, packages, and repositories that models name.
 
     Raises:
-        ConfigError: a package cannot be found.
+        ConfigError: a package cannot be found, and there is no ``namespace``.
     """
     plugins = (*entry_points(group=GENERAL_PLUGINS_GROUP), *entry_points(group=PLATFORM_PLUGINS_GROUP))
     named = (envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get(), envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE.get())
     packages = {*filter(None, named), *(plugin.module for plugin in plugins)}
     found = {it: code_fingerprint(it) for it in sorted(packages)}
-    if unknown := [package for package, digest in found.items() if digest is None]:
-        raise ConfigError(f"the code of {', '.join(unknown)} cannot be found: install it as a package")
+    unknown = [package for package, digest in found.items() if digest is None]
+    if unknown and not namespace:
+        raise ConfigError(
+            f"the code of {', '.join(unknown)} cannot be found: install it as a package, or set `namespace` "
+            "in `kvtier` of the extra config to a name that changes with it"
+        )
     models = [(settings.get(field), settings.get(revision)) for field, revision in _REVISIONS.items()]
     remote = {
         str(model): remote_code(str(model), None, str(revision) if revision else None, None)
