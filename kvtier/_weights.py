@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,13 +53,70 @@ def code_fingerprint(module: str) -> str | None:
     except ValueError:  # of a script
         return None
     folders = [Path(it) for it in (found and found.submodule_search_locations) or ()]
-    files = [(it, folder) for folder in folders for it in sorted(folder.rglob("*")) if it.suffix in _CODE]
     if found is not None and found.origin is not None and not folders:
-        files = [(Path(found.origin), Path(found.origin).parent)]
-    digest = hashlib.sha256()
-    for path, folder in files:
-        _add_samples(digest, path, str(path.relative_to(folder)))
-    return digest.hexdigest()[:32] if files else None
+        return _code_digest([Path(found.origin)])
+    return _code_digest(folders)
+
+
+def transformers_release() -> str:
+    """Return the version of transformers; of a build from sources, whose versions are alike, its code too."""
+    import transformers
+
+    version = str(transformers.__version__)
+    return f"{version} {code_fingerprint('transformers')}" if ".dev" in version else version
+
+
+def remote_code(
+    model: str, config: object, revision: str | None, code_revision: str | None
+) -> Mapping[str, str | None]:
+    """Return the repositories that a model takes code from, apart from its own files, and their commits.
+
+    Other repositories are named in an ``auto_map`` of the model's files. Code that is not in the hub's cache
+    of this machine has not run here: it has no commit.
+
+    Args:
+        model: a directory, or the name of a repository.
+        config: the model's configuration, as the engine has read it.
+        revision: the revision of the model's own repository.
+        code_revision: the revision of all code, if it has one of its own.
+    """
+    folder = Path(model) if os.path.isdir(model) else _hub_folder(model, revision, None)
+    configs = [config, *(_json(path) for path in sorted(folder.glob("*.json") if folder else ()))]
+    named = {it for found in configs for it in _repositories(found)} - {model}
+    if code_revision is not None:
+        named.add(model)
+    return {
+        it: _code_digest([Path(it)]) if os.path.isdir(it) else hub_commit(it, code_revision, None)
+        for it in sorted(named)
+    }
+
+
+def _json(path: Path) -> object:
+    with suppress(OSError, ValueError):
+        if "config" in path.name:  # other files are large: tokenizers, and indices of weights
+            return json.loads(path.read_bytes())
+    return None
+
+
+def _repositories(config: object) -> Iterator[str]:
+    """Yield the repositories that a configuration, or a nested one, takes classes from."""
+    fields = config if isinstance(config, Mapping) else {}
+    for key, value in fields.items():
+        if key == "auto_map" and isinstance(value, Mapping):
+            names = (it for kind, it in value.items() if isinstance(it, str) and kind != "AutoTokenizer")
+            yield from (name.partition("--")[0] for name in names if "--" in name)
+        yield from _repositories(value)
+
+
+def _code_digest(places: list[Path]) -> str | None:
+    """Return a digest of modules, and of all code in folders; None if there is none."""
+    digest: hashlib._Hash | None = None
+    for place in places:
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path.suffix in _CODE:
+                digest = digest or hashlib.sha256()
+                _add_samples(digest, path, path.name if path == place else str(path.relative_to(place)))
+    return None if digest is None else digest.hexdigest()[:32]
 
 
 def _files(model: Path) -> list[Path]:
@@ -85,10 +145,14 @@ def _add_samples(digest: hashlib._Hash, path: Path, name: str) -> None:
 
 def hub_commit(name: str, revision: str | None, cache_dir: str | None) -> str | None:
     """Return the commit of a model in a cache of Hugging Face's hub; None without one. Asks no network."""
+    folder = _hub_folder(name, revision, cache_dir)
+    return None if folder is None else folder.name
+
+
+def _hub_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (OSError, ValueError):  # there is none, or the name is none of a repository
         return None
-    return Path(folder).name

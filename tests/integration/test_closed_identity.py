@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -549,6 +550,45 @@ def test_version_of_transformers_counts(
     before = identity_of(config).digest
     monkeypatch.setattr("transformers.__version__", "5.999.0")
     assert (identity_of(config).digest == before) is (module is None)
+
+
+def test_code_of_transformers_from_git_counts(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = computed_by("vllm.model_executor.models.transformers", models("llama"), monkeypatch)
+    monkeypatch.setattr("transformers.__version__", "5.999.0.dev0")
+    code = tmp_path / "llama.py"
+    spec = ModuleSpec("transformers", None, origin=str(code))
+    monkeypatch.setattr("kvtier._weights.find_spec", lambda _: spec)
+    digests = set()
+    for scale in (1, 1, 2):
+        code.write_text(f"SCALE = {scale}")
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("named_by", ["config.json", "preprocessor_config.json", "code_revision"])
+def test_code_of_other_repositories_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = make_model(tmp_path / "model")
+    config = computed_by("vllm.model_executor.models.transformers", model, monkeypatch)
+    config.model_config.trust_remote_code = True
+    if named_by == "code_revision":
+        monkeypatch.setattr(config.model_config, "model", "org/code")
+        monkeypatch.setattr(config.model_config, "revision", "f" * 40)
+        config.model_config.code_revision = "main"
+    else:
+        (model / named_by).write_text(json.dumps({"auto_map": {"AutoModel": "org/code--modeling.Model"}}))
+    digests = set()
+    for commit in ("a" * 40, "a" * 40, "b" * 40):
+        repository = tmp_path / "hub" / "models--org--code"
+        (repository / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 2
 
 
 def test_version_that_prepares_media_counts(

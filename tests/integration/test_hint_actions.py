@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvtier._core.claims import MOST_PER_SLOT
+from kvtier._core.claims import MOST_PER_SLOT, REMEMBERED_S
 from kvtier._core.tiers.admission import Limits
-from kvtier.adapters.vllm._hints import TYPES
+from kvtier.adapters.vllm._hints import LONGEST_S, TYPES
 from kvtier.keys import OffloadKey
 from tests.effort import effort
 from tests.integration.test_bridge import Clock, World, content, dummy, prompt
@@ -271,6 +271,12 @@ class Hostile:
         limits = Limits(max_wait_s=0.02)
         self.it = Engine(dummy(), slots=SLOTS, limits=limits, clock=self.clock, peers=[PEER])
         self.turns = 0
+        self.running: list[ReqContext] = []
+
+    def end(self, most: int) -> None:
+        """End the oldest requests, until no more than ``most`` run."""
+        while len(self.running) > most:
+            self.it.manager.on_request_finished(self.running.pop(0))
 
     def serve(self, params: Any, number: int, length: int) -> None:
         """Serve a request with hints, and check what it found and what is left of it."""
@@ -286,13 +292,14 @@ class Hostile:
         self.it.step([name])
         told = self.it.manager.response_params(name, params)
         json.dumps(told).encode()
-        self.it.manager.on_request_finished(context)
+        self.running.append(context)
+        self.end(most=number % 4)
         self.clock.now += 0.5
         self.it.step()
         core = self.it.core
         assert len(core.claims.pinned) <= core.shared.pin_budget
         assert core.claims._size <= MOST_PER_SLOT * SLOTS
-        assert not self.it.manager._actions._hints
+        assert len(self.it.manager._actions._hints) <= len(self.running)
 
     def load(self, keys: list[OffloadKey], context: ReqContext) -> None:
         """Wait for answers, no longer than the bounds; load what is found, and compare the bytes."""
@@ -325,8 +332,13 @@ def test_hostile_hints_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
         assert not any("\nERROR" in line for line in caplog.messages)
         for number in range(1, 7):  # requests without hints have the engine for themselves afterwards
             it.serve(None, number, 6)
+        it.end(most=0)
+        assert not it.it.manager._actions._hints
+        it.clock.now += LONGEST_S + REMEMBERED_S
+        it.it.step()
+        it.it.step()
+        assert it.it.core.claims.is_empty, "all times are over"
         it.it.manager.reset_cache()
         it.it.check_idle()
-        assert it.it.core.claims.is_empty
     finally:
         it.it.manager.shutdown()

@@ -6,8 +6,8 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import transformers
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -15,7 +15,13 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._config import TieringConfig
 from kvtier._identity import Identity, canonical_dtype
 from kvtier._log import GuardedLogger
-from kvtier._weights import code_fingerprint, hub_commit, weights_fingerprint
+from kvtier._weights import (
+    code_fingerprint,
+    hub_commit,
+    remote_code,
+    transformers_release,
+    weights_fingerprint,
+)
 from kvtier.adapters.vllm._canonical import (
     canonical_settings,
     canonical_value,
@@ -127,7 +133,7 @@ def _weights_of(model: ModelConfig, load: LoadConfig, namespace: str) -> Mapping
     return {"name": name, "revision": revision, "files": files, "seed": seed, **others}
 
 
-def _code(vllm_config: VllmConfig) -> Mapping[str, str]:
+def _code(vllm_config: VllmConfig) -> Mapping[str, Any]:
     """Return the versions of the code that computes models, or prepares media."""
     speculative = vllm_config.speculative_config
     drafts = () if speculative is None else (speculative.draft_model_config,)
@@ -137,12 +143,22 @@ def _code(vllm_config: VllmConfig) -> Mapping[str, str]:
     names.update(*(model.model_class_overrides.values() for model in models))
     if vllm_config.model_config.multimodal_config is not None:
         others.add("transformers")
-    return {"kv_format": kv_format(names), **{module: _code_version(module) for module in sorted(others)}}
+    versions: dict[str, str | None] = {module: _code_version(module) for module in sorted(others)}
+    if "transformers" in others:
+        versions.update(item for model in models for item in _remote_code(model).items())
+    return {"kv_format": kv_format(names), **versions}
+
+
+def _remote_code(model: ModelConfig) -> Mapping[str, str | None]:
+    if not model.trust_remote_code:
+        return {}
+    revision = getattr(model.revision, "resolved", model.revision)
+    return remote_code(model.model, model.hf_config.to_dict(), revision, model.code_revision)
 
 
 def _code_version(module: str) -> str:
     if module == "transformers":
-        return transformers.__version__
+        return transformers_release()
     return code_fingerprint(module) or _of_this_start(
         f"the code of the model ({module}) cannot be found", "install it as a package, or as a module"
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
 _DURABILITY: Final = {"none": Flag.NONE, "data": Flag.SYNC_DATA, "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY}
+_EPOCHS_APART: Final = 2**24
 _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
 _LINES_EVERY_S: Final = 30.0
@@ -165,13 +167,15 @@ class OpenNamespace:
     def advance(self, beyond: int) -> OpenEpoch:
         """Start a new epoch for this opener alone, above ``beyond`` and every trace of an epoch.
 
+        Its number is random: after files were removed by hand, another opener may be in one without a trace.
         Make the new epoch's lock file first: it needs no room for bytes. If writing the number then raises
         OSError, later openers start above this trace.
         """
         if self._refusal:
             raise OSError(self._refusal, os.strerror(self._refusal), self.name)
         with self._epoch_lock():
-            number = max(beyond, self._highest_trace(), layout.stored_epoch(self.root_fd, self.name) or 0) + 1
+            highest = max(beyond, self._highest_trace(), layout.stored_epoch(self.root_fd, self.name) or 0)
+            number = highest + 1 + secrets.randbelow(_EPOCHS_APART)
             self._require_number(number + 1)
             epoch = self._enter(number)
             try:

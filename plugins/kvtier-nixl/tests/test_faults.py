@@ -103,6 +103,13 @@ async def test_reset_connection_is_closed() -> None:
         assert not peer.is_connected
 
 
+async def test_put_of_evicted_is_refused() -> None:
+    async with opened(serve_bytes=4 * CHUNK_BYTES) as it:
+        assert await it.put(range(2)) == [Status.OK] * 2
+        statuses = await it.put(range(6))  # the two make room for four others
+        assert [status is Status.OK for status in statuses] == await it.contains(range(6))
+
+
 @pytest.mark.full  # the next two cover a loss and a return
 async def test_killed_peer_misses_until_return(holder: Holder, tmp_path: Path) -> None:
     async with opened(holder.address) as it:

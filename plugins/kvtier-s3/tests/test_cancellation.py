@@ -61,6 +61,20 @@ async def test_discard_spares_later_put(place: Place, proxy: Proxy) -> None:
         assert await it.get(range(3)) == [Status.OK] * 3
 
 
+async def test_put_waits_for_discard(place: Place, proxy: Proxy) -> None:
+    async with place.opened() as it:
+        await it.put(range(3))
+        with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=("POST", "DELETE"))):
+            discard = asyncio.ensure_future(it.tier.discard(keys(range(3))))
+            await wait_until(lambda: proxy.held() == 1)
+            assert all(await it.contains(range(3))), "as another request may find"
+            put = asyncio.ensure_future(it.put(range(3)))
+            await asyncio.wait((put,), timeout=SETTLE_S)
+        await discard
+        assert await put == [Status.OK] * 3
+        assert await it.get(range(3)) == [Status.OK] * 3
+
+
 async def test_cancelled_reset_counts(place: Place, proxy: Proxy) -> None:
     async with place.opened(**UNLISTED) as it:
         await it.put(range(3))

@@ -221,6 +221,60 @@ def test_commit_is_from_used_cache(attach: Attach, tmp_path: Path, monkeypatch: 
     assert not loaded_with(attach, tmp_path / "root", **given)
 
 
+def test_version_of_transformers_counts(
+    attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    monkeypatch.setattr("transformers.__version__", "5.999.0")
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+
+
+@pytest.mark.parametrize(
+    "variable", ["SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"]
+)
+def test_code_of_packages_counts(
+    attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    package = tmp_path / "models_of_others"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(variable, package.name)
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    assert loaded_with(attach, tmp_path / "root", model_path=str(model))
+    (package / "llama.py").write_text("SCALE = 2")
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+    monkeypatch.setenv(variable, "nowhere")
+    with pytest.raises(ConfigError, match="the code of nowhere"):
+        stored_with(attach, tmp_path / "root", model_path=str(model))
+
+
+def test_code_of_plugins_counts(
+    attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored_with(attach, tmp_path / "root", model_path=str(model))
+    metadata = tmp_path / "installed" / "plugin-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Name: plugin\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nplugin = its_code:register\n")
+    (tmp_path / "installed" / "its_code.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    assert not loaded_with(attach, tmp_path / "root", model_path=str(model))
+
+
+def test_code_of_other_repositories_counts(
+    attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "org/model--modeling.Model"}}))
+    given = {"model_path": str(model), "trust_remote_code": True}
+    snapshot(tmp_path / "hub", "a" * 40)
+    stored_with(attach, tmp_path / "root", **given)
+    assert loaded_with(attach, tmp_path / "root", **given)
+    snapshot(tmp_path / "hub", "b" * 40)
+    assert not loaded_with(attach, tmp_path / "root", **given)
+
+
 def test_foreign_hub_needs_namespace(attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")

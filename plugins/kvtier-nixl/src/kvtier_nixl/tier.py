@@ -218,9 +218,10 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 pool.give_back(row)
         if resets != self._resets:  # chunks of a put that began before a reset must not appear after it
             return Outcome.all(Status.REFUSED, len(batch), "reset")
-        full = set(new[len(rows) :])
-        statuses = [Status.REFUSED if index in full else Status.OK for index in range(len(batch))]
-        return Outcome(statuses, {"full": len(full)} if full else {})
+        # Some may have been evicted meanwhile, to make room for the others.
+        statuses = [Status.OK if key in pool else Status.REFUSED for key in batch.keys]
+        full = statuses.count(Status.REFUSED)
+        return Outcome(statuses, {"full": full} if full else {})
 
     async def get(self, batch: Batch) -> Outcome:
         """Copy chunks from this engine's or a peer's serving memory. See ``SecondaryTier.get``."""

@@ -66,6 +66,7 @@ class S3Tier(SecondaryTier[S3Config]):
         self._lister: asyncio.Task[None] | None = None
         self._renewal: Renewal | None = None
         self._index = ChunkIndex(config.index_keys, config.max_bytes)
+        self._leaving: dict[OffloadKey, asyncio.Future[None]] = {}  # chunks being deleted; may be done
         self._log_limit = LogLimit(_LOG_INTERVAL_S)
 
     async def open(self, context: TierContext) -> None:
@@ -226,6 +227,8 @@ class S3Tier(SecondaryTier[S3Config]):
 
     async def _put_one(self, prefix: str, batch: Batch, index: int) -> Result:
         key, view = batch.keys[index], batch.views[index]
+        if key in self._leaving:  # a conditional put would find the object that is being deleted
+            await asyncio.wait((self._leaving[key],))
         if key in self._index:
             return Status.OK, ""
         if reason := self._index.reserve(view.nbytes):
@@ -272,7 +275,7 @@ class S3Tier(SecondaryTier[S3Config]):
         except Exception as error:
             failure = classify(error)
             if isinstance(error, FileNotFoundError) and failure.reason != "no_bucket":
-                self._remove([key])
+                self._remove(prefix, [key])
                 return Status.ABSENT, ""
             self._warn("get", failure)
             return Status.FAILED, failure.reason
@@ -297,14 +300,19 @@ class S3Tier(SecondaryTier[S3Config]):
         if prefix is None or self._read_only or not keys:
             return
         self._index.remove(keys, self._context.chunk_bytes)
-        # Drained: a request that arrives later would delete what is put next.
-        await until_done(self._delete([chunk_path(prefix, key) for key in dict.fromkeys(keys)]))
+        paths = [chunk_path(prefix, key) for key in dict.fromkeys(keys)]
+        leaving = asyncio.ensure_future(self._delete(paths))
+        self._leaving.update(dict.fromkeys(keys, leaving))
+        try:
+            await until_done(leaving)  # a request that arrives later would delete what is put next
+        finally:
+            self._leaving = {key: it for key, it in self._leaving.items() if not it.done()}
 
     async def _delete(self, paths: list[str]) -> None:
         if self.config.provider == "s3":  # no error for missing objects, so a request can name many
             await self._delete_some(paths)
-        else:
-            await self._writes.run(len(paths), lambda index: self._delete_some([paths[index]]))
+        else:  # not among the writes: those may wait for this
+            await self._reads.run(len(paths), lambda index: self._delete_some([paths[index]]))
 
     async def _delete_some(self, paths: list[str]) -> None:
         try:
@@ -360,12 +368,12 @@ class S3Tier(SecondaryTier[S3Config]):
             self._context.removed(gone)
 
     def _add(self, prefix: str, key: OffloadKey) -> None:
-        if prefix == self._prefix:
+        if prefix == self._prefix and key not in self._leaving:
             self._index.add(key)
 
-    def _remove(self, keys: Sequence[OffloadKey]) -> None:
+    def _remove(self, prefix: str, keys: Sequence[OffloadKey]) -> None:
         """Record and report chunks that left without a discard."""
-        if gone := self._index.remove(keys, self._context.chunk_bytes):
+        if prefix == self._prefix and (gone := self._index.remove(keys, self._context.chunk_bytes)):
             self._context.removed(gone)
 
     def _warn(self, verb: str, failure: Failure) -> None:

@@ -17,7 +17,7 @@ from kvtier import ConfigError, Identity, OffloadKey, pack_key
 from kvtier_sglang._environment import relevant_environment
 from kvtier_sglang._pages import HostPages
 from kvtier_sglang._settings import REVIEWED, engine_settings
-from kvtier_sglang._weights import ADAPTERS, weights_identity
+from kvtier_sglang._weights import ADAPTERS, code_identity, weights_identity
 
 _SHAPE = (
     "dtype", "layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim",
@@ -56,7 +56,7 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
         storage.model_name or "model",
         {
             "namespace": namespace,
-            "engine": {"name": "sglang", "version": version("sglang")},
+            "engine": {"name": "sglang", "version": version("sglang"), **code_identity(settings, namespace)},
             "device": _device(),
             "weights": weights_identity(settings, every.get("download_dir"), namespace),
             "settings": {

@@ -1,4 +1,4 @@
-"""Names of the weights behind SGLang's settings: the model, a draft, adapters, and further files."""
+"""Names of the weights behind SGLang's settings (model, draft, adapters, other files), and of other code."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import envs
+from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP
 
 from kvtier import ConfigError
-from kvtier._weights import hub_commit, weights_fingerprint
+from kvtier._weights import (
+    code_fingerprint,
+    hub_commit,
+    remote_code,
+    transformers_release,
+    weights_fingerprint,
+)
 
 ADAPTERS = "lora_paths"
 
@@ -77,6 +85,31 @@ def weights_identity(
             "with the weights and with what computes pages"
         )
     return found
+
+
+def code_identity(settings: Mapping[str, object], namespace: str) -> Mapping[str, object]:
+    """Return the versions of other code: transformers, packages, and repositories that models name.
+
+    Raises:
+        ConfigError: a package cannot be found, and there is no ``namespace``.
+    """
+    plugins = (*entry_points(group=GENERAL_PLUGINS_GROUP), *entry_points(group=PLATFORM_PLUGINS_GROUP))
+    named = (envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get(), envs.SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE.get())
+    packages = {*filter(None, named), *(plugin.module for plugin in plugins)}
+    found = {it: code_fingerprint(it) for it in sorted(packages)}
+    unknown = [package for package, digest in found.items() if digest is None]
+    if unknown and not namespace:
+        raise ConfigError(
+            f"the code of {', '.join(unknown)} cannot be found: install it as a package, or set `namespace` "
+            "in `kvtier` of the extra config to a name that changes with it"
+        )
+    models = [(settings.get(field), settings.get(revision)) for field, revision in _REVISIONS.items()]
+    remote = {
+        str(model): remote_code(str(model), None, str(revision) if revision else None, None)
+        for model, revision in models
+        if model and settings.get("trust_remote_code")
+    }
+    return {"transformers": transformers_release(), "packages": found, "remote": remote}
 
 
 def _adapters(value: object) -> Iterator[tuple[str, str]]:

@@ -185,6 +185,7 @@ async def test_missing_direct_io_is_refused(world, monkeypatch):
 
 async def test_concurrent_resets_differ(world, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a busy disk takes longer than others wait for a reset
+    monkeypatch.setattr(_namespace, "_EPOCHS_APART", 1)
     tiers = [await world.open() for _ in range(4)]
     async with anyio.create_task_group() as group:
         for tier in tiers * 3:
@@ -199,6 +200,7 @@ async def test_concurrent_resets_differ(world, monkeypatch):
 async def test_lost_epoch_is_never_old(world, text):
     tier = await world.open()
     await tier.reset()
+    own = tier.statistics().epoch
     await world.put(tier, [1])
     await tier.aclose()
     file = world.namespace / "epoch"
@@ -206,10 +208,10 @@ async def test_lost_epoch_is_never_old(world, text):
     if text is not None:
         file.write_text(text)
     again = await world.open()
-    assert again.statistics().epoch == 2
+    assert again.statistics().epoch == own + 1
     assert (await world.get(again, [1])).statuses == (ABSENT,)
     await again.aclose()
-    assert (await world.open()).statistics().epoch == 2
+    assert (await world.open()).statistics().epoch == own + 1
 
 
 async def test_flipped_epoch_bit_is_refused(world):
@@ -253,7 +255,23 @@ async def test_unstored_reset_survives(world):
     await tier.aclose()
     again = await world.open()
     assert (await world.get(again, [1])).statuses == (ABSENT,)
-    assert again.statistics().epoch == 2
+    assert again.statistics().epoch - 1 in layout.epochs_of_users(os.listdir(world.namespace))
+
+
+@pytest.mark.parametrize("removed", ["root", "cache"])
+async def test_epoch_of_reset_is_unique(world, removed):
+    """Two engines may have other weights each; the first does not notice at once that its files are gone."""
+    tier = await world.open()
+    await tier.reset()
+    for path in list(world.root.iterdir()):
+        if removed == "root" or path.name.startswith(world.identity.namespace):
+            shutil.rmtree(path)
+    other = await world.open()
+    await other.reset()
+    await world.put(tier, [1])
+    await world.put(other, [2])
+    assert (await world.get(other, [1])).statuses == (ABSENT,)
+    assert (await world.get(tier, [2])).statuses == (ABSENT,)
 
 
 # -------------------------------------------------------------------------------- other writers
