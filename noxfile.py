@@ -70,6 +70,8 @@ CPU_ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# Beside other sessions the demo takes half the time: threads wait for each other, and for a core.
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 FULL = os.environ.get("KVTIER_TESTS") == "full"  # with rare and long tests; tests/conftest.py reads it, too
 
 
@@ -316,7 +318,7 @@ def demo(session: nox.Session) -> None:
         env = {}
     else:
         install_cpu_engine(session, VLLM)
-        env = CPU_ENGINE_ENV
+        env = {**CPU_ENGINE_ENV, **(ONE_THREAD if os.environ.get("CI") else {})}
     install_kvtier(session, distributions=["kvtier-bench"])
     session.run("kvtier", "demo", *session.posargs, env=env)
 
