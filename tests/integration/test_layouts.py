@@ -209,6 +209,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
             data_parallel_rank_local=None,
             distributed_executor_backend="uni",
             nnodes_within_dp=1,
+            enable_fault_tolerance=False,
         ),
         model_config=SimpleNamespace(
             model="layouts",
@@ -298,6 +299,17 @@ def test_partial_layout_is_refused() -> None:
     cache = Cache(case, 1)
     with pytest.raises(RegionError, match="this KV cache layout is not supported"):
         cache.register()
+
+
+def test_steps_that_fail_are_refused() -> None:
+    """vLLM's worker ends such a step as others: its stores begin with the next one."""
+    cache = Cache(CASES["latent attention"], 1)
+    cache.vllm_config.parallel_config.enable_fault_tolerance = True
+    with (
+        providing_engine(EngineContext(cache.vllm_config, cache.config)),
+        pytest.raises(ConfigError, match="enable_fault_tolerance is not supported"),
+    ):
+        KVTierOffloadingSpec(cache.spec.config)
 
 
 @pytest.mark.parametrize(

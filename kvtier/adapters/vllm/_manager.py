@@ -315,8 +315,8 @@ class KVTierManager(OffloadingManager):
         if request is not None:  # vLLM's first model runner names no request that resumes after a preemption
             self._core.scheduled(request)
         refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
-        refusal = refusal or ("ended_early" if self._ended_early(req_context.req_id) else None)
-        if refusal := refusal or (None if request is None else request.no_store):
+        refusal = refusal or (None if request is None else request.no_store)
+        if refusal := refusal or ("ended_early" if self._ended_early(req_context.req_id) else None):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             # An empty answer: vLLM does not offer the chunks again.
             return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])

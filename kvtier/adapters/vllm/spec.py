@@ -98,6 +98,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "HiSparse is not supported: vLLM loads chunks some steps after it has asked for them. They "
                 "may have left by then. Remove hisparse_config, or kvtier"
             )
+        if self._engine.vllm_config.parallel_config.enable_fault_tolerance:
+            raise ConfigError(
+                "enable_fault_tolerance is not supported: after a failed step vLLM continues with blocks "
+                "that the step did not compute, and offers them to be stored. Remove it, or kvtier"
+            )
         if (why := self._engine.prevents_reuse()) is not None:
             raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
         if len(config.groups) != len(groups) and not self._engine.sees_blocks:
