@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvtier import Identity
+from kvtier._core.slot_trailers import slot_trailers_bytes
 from kvtier._memory.region import Region
-from kvtier._memory.slot_trailers import slot_trailers_bytes
 from kvtier.adapters.vllm.spec import _adopted
 from kvtier.keys import pack_key
 from kvtier.tiers._seal import seal
