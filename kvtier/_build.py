@@ -138,7 +138,6 @@ def open_manager(
     kv_caches: KVCaches,
     *,
     windowed_groups: Sequence[int] = (),
-    device: str | None = None,
 ) -> TieringManager:
     """Return a ``TieringManager``, to be entered with ``async with``.
 
@@ -152,7 +151,6 @@ def open_manager(
         kv_caches: the engine's KV tensors.
         windowed_groups: KV cache groups with sliding-window attention: a lookup may hit in the middle of a
             prompt without its front.
-        device: name of the device backend. Default: chosen by the tensors' device.
 
     Raises:
         ConfigError: the primary tier is smaller than one chunk, a tier smaller than four, no backend can copy
@@ -173,7 +171,7 @@ def open_manager(
         )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
     region, slot_checksums = _make_memory(config, layout)
-    engine = open_transfer_engine(kv_caches, layout, region, device, deadline_s=config.copy_deadline_s)
+    engine = open_transfer_engine(kv_caches, layout, region, deadline_s=config.copy_deadline_s)
     if slot_checksums is not None:
         engine.begin_audits(slot_checksums)
     tiers = make_tiers(config)
