@@ -247,7 +247,7 @@ def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
         for root in roots:
             with suppress(OSError, TierError), Root(root) as found:
                 remove_cache(found, IDENTITY.namespace)
-                if root / ledger.FOLDER in missing and not ledger.has_writers(found.fd):
+                if root / ledger.FOLDER in missing and not ledger.writers(found.fd):
                     tree_remove(found.fd, ledger.FOLDER, StopFlag())
         for folder in missing:
             with suppress(OSError):
