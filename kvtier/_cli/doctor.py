@@ -23,7 +23,7 @@ import typer
 
 from kvtier import _build as build
 from kvtier import _reasons as reasons
-from kvtier._cli import report, top
+from kvtier._cli import report
 from kvtier._cli.limits import Need, chunks_need, disk_need, memory_needs
 from kvtier._cli.root.memory import summary
 from kvtier._config import TieringConfig
@@ -93,7 +93,6 @@ class Diagnosis:
 
     not_well: list[str]
     checks: list[Check]
-    returns: list[top.Return]
     kept: list[KeptFile]  # host memory of engines that have ended
 
 
@@ -126,13 +125,6 @@ def command(
             min=_PAGE_BYTES, max=2**30, callback=_whole_pages, help="Length of the chunk, a multiple of 4096."
         ),
     ] = 1_048_576,
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL|FILE",
-            help="Metrics of a running engine, as for top: adds what each tier returned; repeatable.",
-        ),
-    ] = None,
     as_json: report.JsonFlag = False,
 ) -> None:
     """Check a configuration: put a chunk into each tier, get it back and discard it.
@@ -141,18 +133,15 @@ def command(
 
     Example: kvtier doctor --tier '{"type": "fs", "root_dir": "/var/cache/kvtier"}'
     """
-    returns = [found for source in metrics or [] for found in top.returns(source)]
     checks = run(config, tier or [], chunk_bytes)
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
-    found = Diagnosis(failed, checks, returns, kept_files(SHARED_MEMORY))
+    found = Diagnosis(failed, checks, kept_files(SHARED_MEMORY))
     report.finish(found, _show, as_json=as_json, is_healthy=not failed)
 
 
 def _show(found: Diagnosis) -> None:
     rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in found.checks]
     report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
-    for one in found.returns:
-        report.print_line(str(one))
     if found.kept:
         report.print_line(f"{summary(found.kept)}: see kvtier ls --memory")
     report.print_line(f"failing: {', '.join(found.not_well)}" if found.not_well else "all tiers work")
