@@ -32,8 +32,7 @@ from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger
 from kvtier._memory._locked_file import KeptFile, kept_files
-from kvtier._memory.heap import HeapMemory
-from kvtier._memory.region import SHARED_MEMORY
+from kvtier._memory.region import SHARED_MEMORY, HeapMemory
 from kvtier._settings.validation import did_you_mean
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import pack_key

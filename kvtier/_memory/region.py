@@ -275,6 +275,18 @@ class Region:
         return mapping
 
 
+class HeapMemory(Region):
+    """Page-aligned slots in private memory, to test a tier without a primary tier.
+
+    Args:
+        slots: number of slots.
+        chunk_bytes: size of a slot; a multiple of the page size keeps all slots aligned.
+    """
+
+    def __init__(self, slots: int, chunk_bytes: int) -> None:
+        super().__init__(slots, chunk_bytes)
+
+
 def _note(contents: str, *, kept: bool) -> bytes:
     contents = KEPT_FOR + contents if kept else contents
     if len(contents) > NOTE_BYTES:

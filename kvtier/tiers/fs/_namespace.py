@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier._core.tiers.backoff import Backoff
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs import _layout as layout
