@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import convert
+
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import Tiering
@@ -49,15 +51,7 @@ def make_core(
     policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
     tiers = zip(config.tier_names, config.all_tiers, strict=True)
     statuses = [make_tier_status(name, tier, chunk_bytes, config.max_tracker_size) for name, tier in tiers]
-    limits = Limits(
-        request_deadline_s=config.request_deadline_s,
-        max_wait_s=config.max_wait_s,
-        promotion_budget=config.promotion_budget,
-        store_threshold=config.store_threshold,
-        max_tracker_size=config.max_tracker_size,
-        pin_budget=config.pin_budget,
-        load_gate=config.load_gate,
-    )
+    limits = convert(config, Limits, from_attributes=True)  # settings have the same names
     made = plugins.make(plugins.POLICIES, name, policy)
     return Tiering(made, statuses, limits, windowed_groups=windowed_groups, track_kv_events=track_kv_events)
 
