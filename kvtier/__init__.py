@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvtier._manager.manager import TieringManager
     from kvtier._manager.prometheus import prometheus_collector
     from kvtier._manager.statistics import Statistics, TierStatistics
-    from kvtier._memory.heap import HeapMemory
+    from kvtier._memory.region import HeapMemory
 
 __all__ = [
     "Acquired",
@@ -69,7 +69,7 @@ __all__ = [
 
 _LAZY = {
     "Acquired": "kvtier._manager.handles",
-    "HeapMemory": "kvtier._memory.heap",
+    "HeapMemory": "kvtier._memory.region",
     "KVCaches": "kvtier._device.base",
     "PageMapping": "kvtier._device.base",
     "PageRef": "kvtier._device.base",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import convert
+
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
 from kvtier._core.tiering import Tiering
@@ -30,13 +32,13 @@ logger = GuardedLogger("kvtier.executor")
 LEAST_CHUNKS = 4  # with fewer chunks a tier refuses every put
 
 if TYPE_CHECKING:
+    from kvtier._core.slot_trailers import SlotTrailers
     from kvtier._device.base import KVCaches
     from kvtier._identity import Identity
     from kvtier._manager.manager import TieringManager
     from kvtier._memory.layout import SlotLayout
     from kvtier._memory.region import Region
     from kvtier._memory.slot_checksums import SlotChecksums
-    from kvtier._memory.slot_trailers import SlotTrailers
     from kvtier.keys import OffloadKey
 
 
@@ -52,15 +54,7 @@ def make_core(
     policy = plugins.load(plugins.POLICIES, name, EvictionPolicy, "eviction_policy")
     tiers = zip(config.tier_names, config.all_tiers, strict=True)
     statuses = [make_tier_status(name, tier, chunk_bytes, config.max_tracker_size) for name, tier in tiers]
-    limits = Limits(
-        request_deadline_s=config.request_deadline_s,
-        max_wait_s=config.max_wait_s,
-        promotion_budget=config.promotion_budget,
-        store_threshold=config.store_threshold,
-        max_tracker_size=config.max_tracker_size,
-        pin_budget=config.pin_budget,
-        load_gate=config.load_gate,
-    )
+    limits = convert(config, Limits, from_attributes=True)  # settings have the same names
     made = plugins.make(plugins.POLICIES, name, policy)
     return Tiering(made, statuses, limits, windowed_groups=windowed_groups, track_kv_events=track_kv_events)
 
@@ -154,7 +148,6 @@ def open_manager(
     kv_caches: KVCaches,
     *,
     windowed_groups: Sequence[int] = (),
-    device: str | None = None,
 ) -> TieringManager:
     """Return a ``TieringManager``, to be entered with ``async with``.
 
@@ -168,7 +161,6 @@ def open_manager(
         kv_caches: the engine's KV tensors.
         windowed_groups: KV cache groups with sliding-window attention: a lookup may hit in the middle of a
             prompt without its front.
-        device: name of the device backend. Default: chosen by the tensors' device.
 
     Raises:
         ConfigError: the primary tier is smaller than one chunk, a tier smaller than four, no backend can copy
@@ -189,7 +181,7 @@ def open_manager(
         )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
     region, slot_checksums = _make_memory(config, layout)
-    engine = open_transfer_engine(kv_caches, layout, region, device, deadline_s=config.copy_deadline_s)
+    engine = open_transfer_engine(kv_caches, layout, region, deadline_s=config.copy_deadline_s)
     if slot_checksums is not None:
         engine.begin_audits(slot_checksums)
     tiers = make_tiers(config)

@@ -273,9 +273,7 @@ class TieringConfig(Settings):
     def from_extra_config(cls, raw: Mapping[str, object]) -> TieringConfig:
         """Return the configuration in vLLM's ``kv_connector_extra_config``, without vLLM's own keys.
 
-        Raises:
-            ConfigError: settings are unknown, missing or wrong, or a tier's plug-in cannot be used; the
-                message names each of them.
+        Raises as ``from_mapping``.
         """
         if foreign := sorted(_OTHER_SPECS.keys() & raw.keys()):
             raise ConfigError("; ".join(f"remove {key}: {_OTHER_SPECS[key]}" for key in foreign))

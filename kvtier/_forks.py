@@ -21,12 +21,7 @@ _alone: dict[int, str] = {}
 _detached: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 _mmap: Callable[..., object] = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = [  # type: ignore[attr-defined]
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 ]
 _mmap.restype = ctypes.c_void_p  # type: ignore[attr-defined]
 

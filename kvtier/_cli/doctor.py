@@ -23,7 +23,7 @@ import typer
 
 from kvtier import _build as build
 from kvtier import _reasons as reasons
-from kvtier._cli import report, top
+from kvtier._cli import report
 from kvtier._cli.limits import Need, chunks_need, disk_need, memory_needs
 from kvtier._cli.root.memory import summary
 from kvtier._config import TieringConfig
@@ -32,8 +32,7 @@ from kvtier._execution.executor import NamedTier
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger
 from kvtier._memory._locked_file import KeptFile, kept_files
-from kvtier._memory.heap import HeapMemory
-from kvtier._memory.region import SHARED_MEMORY
+from kvtier._memory.region import SHARED_MEMORY, HeapMemory
 from kvtier._settings.validation import did_you_mean
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import pack_key
@@ -93,7 +92,6 @@ class Diagnosis:
 
     not_well: list[str]
     checks: list[Check]
-    returns: list[top.Return]
     kept: list[KeptFile]  # host memory of engines that have ended
 
 
@@ -126,13 +124,6 @@ def command(
             min=_PAGE_BYTES, max=2**30, callback=_whole_pages, help="Length of the chunk, a multiple of 4096."
         ),
     ] = 1_048_576,
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL|FILE",
-            help="Metrics of a running engine, as for top: adds what each tier returned; repeatable.",
-        ),
-    ] = None,
     as_json: report.JsonFlag = False,
 ) -> None:
     """Check a configuration: put a chunk into each tier, get it back and discard it.
@@ -141,18 +132,15 @@ def command(
 
     Example: kvtier doctor --tier '{"type": "fs", "root_dir": "/var/cache/kvtier"}'
     """
-    returns = [found for source in metrics or [] for found in top.returns(source)]
     checks = run(config, tier or [], chunk_bytes)
     failed = list(dict.fromkeys(check.tier for check in checks if not check.is_ok))
-    found = Diagnosis(failed, checks, returns, kept_files(SHARED_MEMORY))
+    found = Diagnosis(failed, checks, kept_files(SHARED_MEMORY))
     report.finish(found, _show, as_json=as_json, is_healthy=not failed)
 
 
 def _show(found: Diagnosis) -> None:
     rows = [(c.tier, c.step, c.result, f"{c.milliseconds:.3g}", c.remedy) for c in found.checks]
     report.table("Checks of each tier", [field.name for field in fields(Check)], rows)
-    for one in found.returns:
-        report.print_line(str(one))
     if found.kept:
         report.print_line(f"{summary(found.kept)}: see kvtier ls --memory")
     report.print_line(f"failing: {', '.join(found.not_well)}" if found.not_well else "all tiers work")
@@ -247,7 +235,7 @@ def _probe(named: Sequence[NamedTier], chunk_bytes: int) -> list[Check]:
         for root in roots:
             with suppress(OSError, TierError), Root(root) as found:
                 remove_cache(found, IDENTITY.namespace)
-                if root / ledger.FOLDER in missing and not ledger.has_writers(found.fd):
+                if root / ledger.FOLDER in missing and not ledger.writers(found.fd):
                     tree_remove(found.fd, ledger.FOLDER, StopFlag())
         for folder in missing:
             with suppress(OSError):

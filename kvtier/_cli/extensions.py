@@ -50,14 +50,6 @@ class Commands(TyperGroup):
         if command is None and cmd_name in _DISTRIBUTIONS:
             remedy = plugins.install_command(_DISTRIBUTIONS[cmd_name])
             return _unusable(cmd_name, f"this command is not installed: {remedy}")
-        return None if command is None else self._with_common_options(command)
-
-    def _with_common_options(self, command: Command) -> Command:
-        """Add the common options to a command, and to each command of a group."""
-        if not any("--no-color" in option.opts for option in command.params):
-            command.params += [option for option in self.params if "--no-color" in option.opts]
-        for inner in getattr(command, "commands", {}).values():
-            self._with_common_options(inner)
         return command
 
 

@@ -33,7 +33,7 @@ app.command("du")(du.command)
 
 
 @app.callback()
-def _common(_version: run.VersionFlag = False, _no_color: run.NoColorFlag = False) -> None:
+def _common(_version: run.VersionFlag = False) -> None:
     pass
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -74,22 +73,7 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-def _disable_color(is_wanted: bool) -> None:
-    if is_wanted:
-        os.environ["NO_COLOR"] = "1"
-
-
 VersionFlag = Annotated[
     bool,
     typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-]
-NoColorFlag = Annotated[  # ``extensions.Commands`` gives it to each command
-    bool,
-    typer.Option(
-        "--no-color",
-        callback=_disable_color,
-        is_eager=True,
-        expose_value=False,
-        help="Print without colors; so does NO_COLOR=1.",
-    ),
 ]

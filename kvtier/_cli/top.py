@@ -35,7 +35,6 @@ _HOST_PORT: Final = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]+")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BREAKER: Final = {0: "closed", 1: "half open", 2: "open"}
 _PRIMARY: Final = "cpu"
-_POOR_RETURN: Final = 0.1
 
 _LOADED, _MISSES = "kvtier_loaded_chunks_total", "kvtier_misses_total"
 _READ, _WRITTEN = "vllm:kv_offload_tiering_read_bytes_total", "vllm:kv_offload_tiering_write_bytes_total"
@@ -109,20 +108,6 @@ class EngineView:
     tiers: Sequence[TierView] = ()  # the primary one first
 
 
-@dataclass(frozen=True, slots=True)
-class Return:
-    """Bytes read from a tier per byte written to it, since the engine started."""
-
-    source: str  # of the engine's metrics
-    tier: str
-    read_per_written: float
-
-    def __str__(self) -> str:
-        ratio = self.read_per_written
-        advice = '; "write_policy": "adaptive" writes less' if ratio < _POOR_RETURN else ""
-        return f"{self.source}: tier {self.tier} returned {ratio:.2f} bytes per byte written{advice}"
-
-
 def command(
     sources: Annotated[
         list[str],
@@ -170,18 +155,6 @@ def _print(views: Sequence[EngineView], as_json: bool) -> None:
 
 def _is_url(source: str) -> bool:
     return "://" in source or _HOST_PORT.fullmatch(source) is not None
-
-
-def returns(source: str) -> list[Return]:
-    """Return the return of each tier of an engine. BadParameter without metrics."""
-    view = _view(source, {})
-    if view.error is not None:
-        raise typer.BadParameter(f"{view.source}: {view.error}", param_hint="--metrics")
-    return [
-        Return(source, tier.tier, ratio)
-        for tier in view.tiers
-        if (ratio := tier.read_per_written) is not None
-    ]
 
 
 def _views(sources: Sequence[str], earlier: dict[str, Snapshot]) -> list[EngineView]:

@@ -34,23 +34,6 @@ LAST_S = 1.0
 class Wait:
     """The wait of one request. It lasts ``longest_s`` seconds from the first chunk that is deferred."""
 
-    __slots__ = (
-        "_confirmed",
-        "_failed",
-        "_longest_s",
-        "_most",
-        "_news_s",
-        "_wanted",
-        "again_s",
-        "has_news",
-        "has_waited",
-        "keys",
-        "leading",
-        "outcome",
-        "promoted",
-        "until_s",
-    )
-
     def __init__(self, longest_s: float) -> None:
         self.until_s: float | None = None  # when its time is over; None before it begins
         self.keys: dict[OffloadKey, None] = {}  # keys that no tier had, in the order of the request's lookups

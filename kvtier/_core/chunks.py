@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
+from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
 from kvtier.keys import OffloadKey
 from kvtier.policies._base import EvictionPolicy, Run
@@ -42,25 +43,6 @@ class Chunk(Stateful):
         return f"<chunk {self.key.hex()[:16]} in slot {self.slot}, {self.state.name}, {self.pins} pins>"
 
 
-class Trailers(Protocol):
-    """The entries of slots in shared memory. The next engine adopts their chunks with them."""
-
-    def fill(self, slots: Collection[int]) -> None:
-        """Void the entries of slots that are about to be filled."""
-
-    def drop(self, slots: Collection[int]) -> None:
-        """Void the entries of slots until these are filled again."""
-
-    def use(self, slots: Collection[int]) -> None:
-        """Note that the chunks of slots are used now."""
-
-    def reset(self) -> None:
-        """Void all entries, also those that are still to be written."""
-
-    def is_verified(self, slot: int) -> bool:
-        """Return whether the bytes of an adopted chunk were verified."""
-
-
 class ChunkTable:
     """Owns the slots. Visible chunks are found by key; one that is being promoted is not visible.
 
@@ -71,7 +53,7 @@ class ChunkTable:
     Attributes:
         adopted: chunks of the engine before, the least recently used first. Their bytes are to be verified in
             place, by a get or in the background. Until they are used the slots may be filled, as free ones.
-        trailers: entries of the slots; None if no engine is to adopt the chunks.
+        trailers: entries of the slots, for the next engine; None if none is to adopt the chunks.
         faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
             reads it clears it.
     """
@@ -84,7 +66,7 @@ class ChunkTable:
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
         self.adopted: dict[OffloadKey, Chunk] = {}
-        self.trailers: Trailers | None = None
+        self.trailers: SlotTrailers | None = None
         self.all: list[Chunk] = []
         self.uses = 0  # of chunks: the clock of the runs
         self._adopted_slots: frozenset[int] = frozenset()

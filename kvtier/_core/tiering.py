@@ -17,13 +17,14 @@ from math import inf
 
 from kvtier._core import messages
 from kvtier._core.cascade import Cascades
-from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable, Trailers
+from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
 from kvtier._core.claims import Claims
 from kvtier._core.kv_events import KVEvent
 from kvtier._core.priorities import Priorities
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.shared import Count, Notice, SharedState
+from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
@@ -459,7 +460,7 @@ class Tiering:
         elif isinstance(event, messages.ProcessEnded):
             self._counts["process_ended", event.reason] += event.times
 
-    def adopt(self, trailers: Trailers, slots: Mapping[OffloadKey, int]) -> None:
+    def adopt(self, trailers: SlotTrailers, slots: Mapping[OffloadKey, int]) -> None:
         """Offer chunks of the engine before, the least recently used first, and keep entries of all slots.
 
         A tier that works in place verifies them. Call it before any slot is ready.

@@ -16,9 +16,8 @@ from kvtier._core.messages import Command, Event
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
-from kvtier._log import GuardedLogger
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier._memory.slot_checksums import Damage, SlotChecksums
-from kvtier._telemetry.log_limit import LogLimit
 from kvtier._telemetry.traces import open_traces
 
 _CHANGES_EVERY_S = 30.0

@@ -194,7 +194,7 @@ class ExecutorThread:
             self._woken = True
             self._wake()
 
-    def close(self, drain_s: float, close_s: float | None = None) -> bool:
+    def close(self, drain_s: float, close_s: float = CLOSE_S) -> bool:
         """Drain for at most ``drain_s`` seconds, close the tiers in ``close_s`` more, and end the thread.
 
         Returns whether all has ended. If not, a tier hangs and may still touch slots: the memory must stay
@@ -202,7 +202,6 @@ class ExecutorThread:
         """
         if not self._thread.is_alive():
             return True
-        close_s = CLOSE_S if close_s is None else close_s
         self._drain_by_s = time.monotonic() + drain_s
         self._end_by_s = self._drain_by_s + close_s
         self._closing = True

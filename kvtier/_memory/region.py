@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from kvtier._core.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier._forks import keep_fd_from_children, keep_memory_from_children
 from kvtier._log import GuardedLogger
 from kvtier._memory import _locked_file, guard, memory_limits, pages
 from kvtier._memory._locked_file import KEPT_FOR, NOTE_BYTES, PREFIX, LockedFile, remove_stale_files
 from kvtier._memory.population import Part, Population
-from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier.errors import RegionError, StateError
 
 logger = GuardedLogger("kvtier.memory")
@@ -273,6 +273,18 @@ class Region:
         if mapping is None:
             raise StateError("the region is closed")
         return mapping
+
+
+class HeapMemory(Region):
+    """Page-aligned slots in private memory, to test a tier without a primary tier.
+
+    Args:
+        slots: number of slots.
+        chunk_bytes: size of a slot; a multiple of the page size keeps all slots aligned.
+    """
+
+    def __init__(self, slots: int, chunk_bytes: int) -> None:
+        super().__init__(slots, chunk_bytes)
 
 
 def _note(contents: str, *, kept: bool) -> bytes:

@@ -12,13 +12,10 @@ their time.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-
-import crc32c as _crc32c
 
 from kvtier._log import GuardedLogger
 from kvtier._native import layouts
@@ -37,12 +34,11 @@ Around = tuple[int, int, int, int, int] | None
 first, the second is recorded before them and the third after them."""
 
 _P, _N, _INT, _TEXT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p
-_U32, _U64, _I64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
+_U64, _I64 = ctypes.c_uint64, ctypes.c_int64
 _FUNCTIONS: Final[Mapping[str, Sequence[Any]]] = {
     "kvt_copy_batch": (None, _P, _P, _P, _N),
     "kvt_copy_batch_async": (_INT, _P, _P, _P, _P, _N, _P, _P),
     "kvt_copy_groups_async": (_INT, _P, _INT, _P, _P, _P, _P, _N, _N, _P, _P),
-    "kvt_crc32c": (_U32, _U32, _P, _N),
     "kvt_populate": (_INT, _P, _N),
     "kvt_files_put": (_I64, _P, _N, _N),
     "kvt_files_get": (_I64, _P, _N, _N),
@@ -199,13 +195,6 @@ def _ranges(src: int, dst: int, sizes: int, count: int) -> Iterable[tuple[int, i
     return zip(*(numbers.from_address(array) for array in (src, dst, sizes)), strict=True)
 
 
-def crc32c(address: int, length: int, value: int = 0) -> int:
-    """Return the CRC-32C of ``length`` bytes at ``address``, going on from ``value``."""
-    if library is not None:
-        return int(library.kvt_crc32c(value, address, length))
-    return _crc32c.crc32c((ctypes.c_char * length).from_address(address), value)
-
-
 def populate(address: int, length: int) -> int:
     """Allocate memory for each page of the range, without changing its contents. Return 0, or the errno.
 
@@ -215,7 +204,5 @@ def populate(address: int, length: int) -> int:
     if library is not None:
         return int(library.kvt_populate(address, length))
     libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "madvise"):
-        return errno.ENOSYS
     failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
     return ctypes.get_errno() if failed else 0

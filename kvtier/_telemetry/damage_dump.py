@@ -15,8 +15,7 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 
 logger = GuardedLogger("kvtier.audit")
 

@@ -3,10 +3,9 @@
 The file tier is in ``kvtier.tiers.fs``.
 """
 
-from kvtier._log import GuardedLogger
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier._settings.quantities import Size
 from kvtier._settings.validation import conceal
-from kvtier._telemetry.log_limit import LogLimit
 from kvtier.tiers._base import (
     Batch,
     Knowledge,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import anyio
 from pydantic import Field
 
+from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._log import GuardedLogger
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _seal as seals
@@ -29,22 +29,6 @@ _REST, _REST_IF_BUSY = 1, 7  # times as long as the burst: half of a core, and a
 
 ADOPTED = "adopted"
 """The tier's name and type. ``keep_host_memory_s`` makes it; no user names it."""
-
-
-class Trailers(Protocol):
-    """The trailers of slots; implemented by ``kvtier._memory.slot_trailers``."""
-
-    def write(self, slot: int, trailer: bytes) -> None:
-        """Write the trailer of a slot's chunk."""
-
-    def read(self, slot: int) -> bytes:
-        """Return the trailer of a slot."""
-
-    def unverified(self) -> list[int]:
-        """Return the slots of chunks to verify, in that order."""
-
-    def verify(self, slot: int, is_whole: Callable[[bytes], bool]) -> bool:
-        """Mark a slot as verified if ``is_whole`` returns so of its trailer; return whether it is."""
 
 
 class AdoptedConfig(TierConfig):
@@ -73,14 +57,14 @@ class AdoptedTier(SecondaryTier[AdoptedConfig]):
 
     async def put(self, batch: Batch) -> Outcome:
         """Keep the trailers."""
-        trailers: Trailers = batch.memory.trailers  # type: ignore[attr-defined]
+        trailers: SlotTrailers = batch.memory.trailers  # type: ignore[attr-defined]
         for slot, trailer in zip(batch.slots, batch.trailers, strict=True):
             trailers.write(slot, trailer)
         return Outcome.all(Status.OK, len(batch))
 
     async def get(self, batch: Batch) -> Outcome:
         """Return the trailers of the slots, which hold their chunks already."""
-        trailers: Trailers = batch.memory.trailers  # type: ignore[attr-defined]
+        trailers: SlotTrailers = batch.memory.trailers  # type: ignore[attr-defined]
         batch.trailers[:] = [trailers.read(slot) for slot in batch.slots]
         return Outcome.all(Status.OK, len(batch))
 
@@ -96,7 +80,7 @@ async def verify_adopted(memory: SlotMemory, digest: bytes, is_busy: Callable[[]
     alone = anyio.CapacityLimiter(1)  # other work of the tiers never waits for this thread
     count, burst = 0, max(1, _BURST_BYTES // memory.chunk_bytes)
     try:
-        trailers: Trailers = memory.trailers  # type: ignore[attr-defined]
+        trailers: SlotTrailers = memory.trailers  # type: ignore[attr-defined]
         slots = await in_thread(trailers.unverified, limiter=alone)
         for first in range(0, len(slots), burst):
             begun_s, some = anyio.current_time(), slots[first : first + burst]
@@ -111,7 +95,7 @@ async def verify_adopted(memory: SlotMemory, digest: bytes, is_busy: Callable[[]
         logger.info("verified %d of %d chunks of the engine that has ended", count, len(slots))
 
 
-def _verify(memory: SlotMemory, trailers: Trailers, digest: bytes, slots: Sequence[int]) -> int:
+def _verify(memory: SlotMemory, trailers: SlotTrailers, digest: bytes, slots: Sequence[int]) -> int:
     return sum(trailers.verify(slot, partial(_is_whole, memory.view(slot), digest)) for slot in slots)
 
 

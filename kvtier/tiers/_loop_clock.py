@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 
 logger = GuardedLogger("kvtier.tiers")
 

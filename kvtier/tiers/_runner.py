@@ -26,8 +26,7 @@ from kvtier._core.messages import (
 )
 from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers._activity import ConcurrencyLimit, TierActivity, usage_of

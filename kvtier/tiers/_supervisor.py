@@ -12,8 +12,7 @@ from typing import Any
 import anyio
 
 from kvtier._core.tiers.backoff import Backoff, RandomSource
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier.tiers._base import SecondaryTier, TierContext
 from kvtier.tiers._faults import require_fault, words_of
 from kvtier.tiers._loop_clock import LoopClock

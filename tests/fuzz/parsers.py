@@ -24,7 +24,7 @@ from msgspec.msgpack import Decoder
 
 from kvtier._identity import Identity
 from kvtier._isolation import wire
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.errors import IdentityError
 from kvtier.keys import pack_key
 from kvtier.tiers import _seal as seal

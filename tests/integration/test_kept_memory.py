@@ -15,8 +15,8 @@ import pytest
 
 from kvtier import Identity
 from kvtier._build import adopted_slots
+from kvtier._core.slot_trailers import slot_trailers_bytes
 from kvtier._memory.region import Region
-from kvtier._memory.slot_trailers import slot_trailers_bytes
 from kvtier.keys import pack_key
 from kvtier.tiers._seal import seal
 from kvtier_bench.engine.compared import EngineError

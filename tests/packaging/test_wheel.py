@@ -26,7 +26,7 @@ import asyncio, sys
 from pathlib import Path
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.tiers._base import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers._seal import Integrity, check, seal

@@ -34,6 +34,7 @@ from kvtier._core.messages import (
     TransferHealth,
 )
 from kvtier._core.requests import Request, Terms
+from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.write_admission import WriteAdmission
@@ -141,7 +142,7 @@ class Raising(LRU):
             raise RuntimeError("a fault of the policy")
 
 
-class Entries:
+class Entries(SlotTrailers):
     """The entries of slots that an engine before has left; the bytes of ``verified`` ones were verified."""
 
     def __init__(self, verified: Iterable[int]) -> None:

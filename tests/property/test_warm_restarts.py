@@ -11,11 +11,11 @@ import pytest
 
 from kvtier._core.messages import Answer, Command, Get, GetEnded, Put, PutEnded, SlotsReady
 from kvtier._core.requests import Request
+from kvtier._core.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.transfers import Reservation
-from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU
 from kvtier.tiers._seal import check, read, seal

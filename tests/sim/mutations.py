@@ -32,7 +32,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "reset_leaves_chunks_to_the_next_engine",
-        "kvtier._memory.slot_trailers:SlotTrailers.reset",
+        "kvtier._core.slot_trailers:SlotTrailers.reset",
         (("self._words[_VOID] = _ALL", "pass"),),
     ),
     Mutation(
@@ -47,7 +47,7 @@ MUTATIONS = (
     ),
     Mutation(
         "marks_of_the_last_engine_stand",
-        "kvtier._memory.slot_trailers:SlotTrailers.adopt",
+        "kvtier._core.slot_trailers:SlotTrailers.adopt",
         (('marks[:] = memoryview(bytes(marks.nbytes)).cast("Q")', "pass"),),
     ),
     Mutation(

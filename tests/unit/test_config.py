@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier._config import TieringConfig
+from kvtier._core.tiers.admission import Limits
 from kvtier.errors import ConfigError
 from kvtier_testing.dummy import DummyConfig
 
@@ -198,3 +199,8 @@ class TestExtraConfig:
     def test_other_specs_settings_refused(self, key):
         with pytest.raises(ConfigError, match=f"^remove {key}: it belongs to vLLM's own"):
             TieringConfig.from_extra_config({"cpu_bytes_to_use": GIB, key: 1})
+
+
+def test_limits_of_core_are_settings() -> None:
+    fixed = {"promotion_reserve", "put_backlog", "max_announced"}
+    assert {*Limits.__struct_fields__} - TieringConfig.model_fields.keys() == fixed

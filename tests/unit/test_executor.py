@@ -22,7 +22,7 @@ from pydantic import ByteSize
 from kvtier._core.messages import Answer, Event, GetEnded, Put, PutEnded, Removed, TierDown, TierUp, Touch
 from kvtier._execution import executor as _executor
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier, time_left
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import _runner as runners
@@ -811,7 +811,7 @@ from kvtier._core.messages import Put
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity
 from kvtier.keys import pack_key
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier_testing.dummy import DummyConfig, DummyTier
 
 begun = threading.Event()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
+
+from msgspec import Struct
 
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
@@ -32,8 +33,7 @@ _DRIFT = 0.2
 _QUICKEST_S = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """The bounds that the core keeps. Fractions are of the primary tier's slots.
 
     Attributes:

@@ -81,11 +81,6 @@ class CpuRuntime(Runtime):
         return HostStream(self._plain if plain else self._copy)
 
 
-def missing() -> str | None:
-    """Return None: host memory can always be copied."""
-    return None
-
-
 def open_runtime(tensors: Sequence[torch.Tensor]) -> CpuRuntime:  # noqa: ARG001
     """Return the runtime for tensors in host memory."""
     return CpuRuntime()

@@ -58,15 +58,6 @@ class Cudart(RuntimeLibrary):
         self.check("MemcpyBatchAsync", code)
 
 
-def missing() -> str | None:
-    """Return why NVIDIA GPUs cannot be used here; None if they can."""
-    if torch.version.hip is not None:
-        return "torch is built for ROCm"
-    if torch.version.cuda is None:
-        return "torch is built without CUDA"
-    return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
-
-
 def open_library() -> Cudart:
     """Return the copy of CUDA's runtime library that torch calls. Raise ConfigError if torch has none."""
     return Cudart(find_library("libc10_cuda"))

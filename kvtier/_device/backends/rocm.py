@@ -13,13 +13,6 @@ import torch
 from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, find_library
 
 
-def missing() -> str | None:
-    """Return why AMD GPUs cannot be used here; None if they can."""
-    if torch.version.hip is None:
-        return "torch is not built for ROCm"
-    return None if torch.cuda.is_available() else "torch finds no AMD GPU"
-
-
 def open_library() -> RuntimeLibrary:
     """Return the copy of HIP's runtime library that torch calls. Raise ConfigError if torch has none."""
     return RuntimeLibrary(find_library("libc10_hip"), "hip")

@@ -22,11 +22,6 @@ from kvtier.errors import TransferError
 BUFFER_BYTES = 8 * 2**20
 
 
-def missing() -> str | None:
-    """Return why Intel GPUs cannot be used here; None if they can."""
-    return None if torch.xpu.is_available() else "torch finds no Intel GPU, or is not built for them"
-
-
 class DeviceBytes:
     """The bytes of the engine's tensors, found by their addresses."""
 

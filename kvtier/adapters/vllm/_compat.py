@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier.adapters.vllm._excluded_settings import SAME_MODELS
 from kvtier.errors import ConfigError
 

@@ -13,8 +13,7 @@ from msgspec import Meta, MsgspecError, Struct, convert, field
 
 from kvtier._core.chunks import DEFAULT, HIGHEST, LOW
 from kvtier._core.messages import MAX_ADDRESS, MAX_ADDRESSES
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 
 logger = GuardedLogger("kvtier.vllm")
 

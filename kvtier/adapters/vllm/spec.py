@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier._build import adopted_slots, make_core, make_tiers, slots_for, start_executor
 from kvtier._config import TieringConfig
 from kvtier._core.messages import Event, SlotsReady
+from kvtier._core.slot_trailers import slot_trailers_bytes
 from kvtier._core.tiering import Tiering
 from kvtier._execution.executor import NamedTier, time_left
 from kvtier._identity import Identity
@@ -46,7 +47,6 @@ from kvtier._memory import numa
 from kvtier._memory.population import Part
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
-from kvtier._memory.slot_trailers import slot_trailers_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import KVTierManager

@@ -16,8 +16,6 @@ from kvtier.tiers._seal import Integrity
 from kvtier.tiers.fs._layout import BLOCK_BYTES, CAREFULLY
 
 PIECE_BYTES: Final = 1 << 20
-_QUIET: Final = getattr(os, "O_NOATIME", 0)
-_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class FileChecker:
 
 def _open_quietly(root_fd: int, path: str) -> int:
     """Open a file for reading, without page cache and atime if the file system and owner allow. OSError."""
-    for extra in (_QUIET | _DIRECT, _QUIET, _DIRECT):
+    for extra in (os.O_NOATIME | os.O_DIRECT, os.O_NOATIME, os.O_DIRECT):
         try:
             return os.open(path, os.O_RDONLY | CAREFULLY | extra, dir_fd=root_fd)
         except OSError as error:

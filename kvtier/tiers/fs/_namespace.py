@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier._core.tiers.backoff import Backoff
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier.errors import IdentityError, TierError
 from kvtier.tiers._base import TierContext
 from kvtier.tiers.fs import _layout as layout
@@ -312,14 +311,11 @@ class OpenNamespace:
         return True
 
     def _try_direct(self) -> None:
-        direct = getattr(os, "O_DIRECT", None)
-        if direct is None:
-            raise OSError(errno.EOPNOTSUPP, "this platform has no direct I/O")
         if self.read_only is not None:
             path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
         else:
             path, flags = f"{self.tmp_dir}/probe", os.O_RDWR | os.O_CREAT
-        fd = os.open(path, flags | direct | os.O_CLOEXEC, 0o600, dir_fd=self.root_fd)
+        fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=self.root_fd)
         try:
             with mmap.mmap(-1, layout.BLOCK_BYTES) as block:
                 if self.read_only is None:

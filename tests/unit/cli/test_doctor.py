@@ -52,33 +52,6 @@ def test_table_ends_with_verdict(run):
     assert result.output.splitlines()[-1] == "failing: shelf"
 
 
-def test_write_return_from_metrics(run, tmp_path):
-    page = tmp_path / "metrics"
-    moved = {("read", "fs"): 30, ("write", "fs"): 40, ("read", "s3"): 1, ("write", "s3"): 50}
-    page.write_text(
-        'kvtier_tier_up{tier="fs"} 1\nkvtier_tier_up{tier="s3"} 1\nkvtier_tier_up{tier="new"} 1\n'
-        + "".join(
-            f'vllm:kv_offload_tiering_{verb}_bytes_total{{tier="{name}"}} {count}\n'
-            for (verb, name), count in moved.items()
-        )
-    )
-    result = run("--tier", tier(), "--metrics", page)
-    assert result.exit_code == 0
-    assert f"{page}: tier fs returned 0.75 bytes per byte written\n" in result.output
-    assert (
-        'tier s3 returned 0.02 bytes per byte written; "write_policy": "adaptive" writes less'
-        in result.output
-    )
-    found = json.loads(run("--tier", tier(), "--metrics", page, "--json").stdout)["returns"]
-    assert found == [
-        {"source": str(page), "tier": "fs", "read_per_written": 0.75},
-        {"source": str(page), "tier": "s3", "read_per_written": 0.02},
-    ]
-    refused = run("--tier", tier(), "--metrics", tmp_path / "none")
-    assert refused.exit_code == 2
-    assert "cannot be read" in refused.output
-
-
 @pytest.mark.parametrize(
     ("settings", "step", "result", "remedy"),
     [

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvtier._cli.root.memory import summary
+from kvtier._core.slot_trailers import slot_trailers_bytes
 from kvtier._memory import guard
 from kvtier._memory._locked_file import kept_files
 from kvtier._memory.region import Region
-from kvtier._memory.slot_trailers import slot_trailers_bytes
 from tests.common import wait_until
 from tests.unit.cli.conftest import Kvtier
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
+from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier.policies._lru import LRU
@@ -27,7 +28,7 @@ from tests.unit.core.world import (
 )
 
 
-class Voided(list[object]):
+class Voided(list[object], SlotTrailers):
     """The slots whose entries were voided, and None for each reset; the slots that are ``verified``."""
 
     verified: Collection[int] = ()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier._core.lookup_record import LookupRecord
 from kvtier._core.messages import Answer, TierDown
-from kvtier._core.requests import Request
+from kvtier._core.requests import LookupRecord, Request
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
 from tests.unit.core.world import (

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from kvtier.errors import RegionError
 from kvtier._memory.region import Region
-from kvtier._memory.slot_trailers import slot_trailers_bytes
+from kvtier._core.slot_trailers import slot_trailers_bytes
 
 directory, name, slots, chunk_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 keep_s = float(sys.argv[5])

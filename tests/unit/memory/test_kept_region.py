@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier._core.slot_trailers import slot_trailers_bytes
 from kvtier._memory._locked_file import remove_kept
 from kvtier._memory.region import Region
-from kvtier._memory.slot_trailers import slot_trailers_bytes
 from tests.common import wait_until
 from tests.unit.memory.conftest import PAGE, Holder, Holding, Mounted
 from tests.unit.memory.test_guard import guards

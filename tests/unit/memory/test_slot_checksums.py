@@ -8,7 +8,7 @@ import pytest
 
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Get, Put, Touch
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier._memory.slot_checksums import Damage, Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.keys import pack_key
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier._identity import Identity
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.keys import pack_key
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext
 from kvtier.tiers._seal import TRAILER_BYTES, Integrity, check, seal

@@ -10,9 +10,9 @@ from anyio import to_thread
 
 from kvtier import Identity
 from kvtier._core.messages import Event
+from kvtier._core.slot_trailers import slot_trailers_bytes
 from kvtier._execution.executor import Executor, NamedTier
 from kvtier._memory.region import Region
-from kvtier._memory.slot_trailers import slot_trailers_bytes
 from kvtier.keys import pack_key
 from kvtier.tiers import _adopted as adopted
 from kvtier.tiers._adopted import AdoptedConfig, AdoptedTier

@@ -12,7 +12,7 @@ import anyio
 
 from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, Reset, TierDown, TierUp
 from kvtier._execution.executor import Executor, NamedTier
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Batch, Knowledge, SecondaryTier, TierContext, Usage
 from kvtier_testing.dummy import DummyConfig, DummyTier

@@ -18,8 +18,7 @@ from typing import Final
 import anyio
 
 from kvtier._core.tiers.backoff import Backoff
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier.tiers._base import TierContext
 from kvtier.tiers._waiting import call_soon
 from kvtier.tiers.fs._config import FsConfig

@@ -11,7 +11,7 @@ from typing import Final
 from kvtier._native import layouts
 from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag
-from kvtier.tiers.fs._maintenance.ages import BUCKETS, CLASSES, Histogram, Plan
+from kvtier.tiers.fs._maintenance.ages import Histogram, Plan
 
 NAMES_BYTES: Final = 1 << 20  # for the paths of the files that one scan removes; the next scan removes more
 ALL_BYTES: Final = 2**63 - 1
@@ -80,11 +80,6 @@ class ChunkScan(layouts.ChunkScan):
         if result < 0:
             raise OSError(-result, os.strerror(-result), folder)
         return [name.decode() for name in self._room.raw[: self.names_bytes].split(b"\0")[:-1]]
-
-
-def scan_to_remove_all() -> ChunkScan:
-    """Return a scan that removes all chunks' files."""
-    return ChunkScan(0, leaving=bytearray(b"\1" * (CLASSES * BUCKETS)), want_bytes=ALL_BYTES)
 
 
 def remove_if_empty(root_fd: int, path: str) -> int:

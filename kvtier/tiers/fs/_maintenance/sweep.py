@@ -19,7 +19,8 @@ from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.chunk_files import tree_remove
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag, count_failure
 from kvtier.tiers.fs._locks import removed_lock, wait_for_lock
-from kvtier.tiers.fs._maintenance.scan import Freed, remove_if_empty, scan_to_remove_all
+from kvtier.tiers.fs._maintenance.ages import BUCKETS, CLASSES
+from kvtier.tiers.fs._maintenance.scan import ALL_BYTES, ChunkScan, Freed, remove_if_empty
 from kvtier.tiers.fs._root import Namespace, Root
 
 MAX_FILES: Final = 128  # entries of any kind in the quarantine of one namespace
@@ -164,7 +165,7 @@ class Sweeper(Removal):
 
     def remove_chunks(self, data_dir: str) -> None:
         """Remove the chunks of an epoch, and emptied directories."""
-        scan = scan_to_remove_all()
+        scan = ChunkScan(0, leaving=bytearray(b"\1" * (CLASSES * BUCKETS)), want_bytes=ALL_BYTES)
         for part in filter(layout.PART.fullmatch, self._root.names(data_dir)):
             if self._is_done:
                 return

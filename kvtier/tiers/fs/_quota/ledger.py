@@ -141,8 +141,8 @@ class SharedLedger(Ledger):
     def expire_dead_leases(self, accounts: Accounts) -> None:
         """End the leases of dead writers, and remove the lock files of all dead writers."""
         known = accounts.leases.keys() - {self.writer}
-        writers = known | _writers_locks(self._root_fd) - {self.writer}
-        accounts.expire_leases({writer for writer in writers if self._remove_if_dead(writer)} & known)
+        others = known | writers(self._root_fd) - {self.writer}
+        accounts.expire_leases({writer for writer in others if self._remove_if_dead(writer)} & known)
 
     def _open(self) -> int:
         flags = os.O_RDWR | CAREFULLY
@@ -207,11 +207,6 @@ def elected(root_fd: int, path: str) -> Iterator[int | None]:
         os.close(fd)
 
 
-def has_writers(root_fd: int) -> bool:
-    """Return whether any writer, alive or dead, has a lock file. OSError if that is unknown."""
-    return bool(_writers_locks(root_fd))
-
-
 def read(root_fd: int) -> Accounts | None:
     """Return a root's accounts for display, without a lock. None if there are none.
 
@@ -223,7 +218,8 @@ def read(root_fd: int) -> Accounts | None:
         return None
 
 
-def _writers_locks(root_fd: int) -> set[str]:
+def writers(root_fd: int) -> set[str]:
+    """Return the writers, alive or dead, that have a lock file. OSError if they are unknown."""
     locks = (name for name in names_in(root_fd, FOLDER, follow=True) if name.endswith(".lock"))
     return {writer for lock in locks if WRITER.fullmatch(writer := lock.removesuffix(".lock"))}
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from statistics import median
 
 import numpy as np
@@ -20,10 +21,11 @@ import torch
 
 from kvtier import KVCaches, PageRef
 from kvtier._device._engine import TransferEngine
-from kvtier._device.auto import BACKENDS, backend_module, open_transfer_engine, torch_type, usable
+from kvtier._device.auto import open_transfer_engine
 from kvtier._device.base import Blocks, Finished
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
+from kvtier_bench.backends import accelerator, usable
 
 _Integers = npt.NDArray[np.int64]
 _Wait = Callable[[Sequence[int]], list[Finished]]
@@ -135,7 +137,7 @@ def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
     Raises:
         ConfigError: there is no such backend, or it cannot be used here.
     """
-    name = usable(backend or _accelerator())
+    name = usable(backend or accelerator())
     device = _torch_device(name)
     is_host = device.type == "cpu"
     total = (mib or (64 if is_host else 2048)) * KIB * KIB
@@ -143,13 +145,9 @@ def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
         return _copies(name, device, total)
 
 
-def _accelerator() -> str:
-    return next((it for it in reversed(BACKENDS) if backend_module(it).missing() is None), "cpu")
-
-
 def _torch_device(name: str) -> torch.device:
     """Return the device that holds a backend's tensors: the current one, if the machine has several."""
-    kind = torch_type(name)
+    kind = "cuda" if name == "rocm" else name  # torch's name for AMD's GPUs, too
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
@@ -162,7 +160,8 @@ def _description(name: str) -> str:
         return f"{os.cpu_count()} CPUs, torch {torch.__version__}"
     it = torch.get_device_module(device).get_device_properties(device)
     version = torch.version.hip or torch.version.cuda or torch.version.xpu
-    driver = getattr(it, "driver_version", None) or backend_module(name).open_library().version("Driver")
+    backend = import_module(f"kvtier._device.backends.{name}")
+    driver = getattr(it, "driver_version", None) or backend.open_library().version("Driver")
     return f"{it.name}, driver {driver}, runtime {version}, torch {torch.__version__}"
 
 
@@ -184,7 +183,7 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
     busy_engine: list[BusyEngine] = []
     pinned: list[float] = []
     for page_bytes in PAGE_BYTES:
-        with _opened(name, device, page_bytes, total) as bench:
+        with _opened(device, page_bytes, total) as bench:
             pinned.append(bench.pinned_percent)
             counts = [count for count in SUBMISSIONS if count <= bench.blocks * LAYERS]
             ways = ("store", "load", "both")
@@ -412,14 +411,14 @@ def _in_turns(*measures: Callable[[], float]) -> list[list[float]]:
 
 
 @contextmanager
-def _opened(name: str, device: torch.device, page_bytes: int, total: int) -> Iterator[_Bench]:
+def _opened(device: torch.device, page_bytes: int, total: int) -> Iterator[_Bench]:
     blocks = max(2, total // page_bytes // LAYERS)
     memory = torch.ones((LAYERS, blocks, page_bytes), dtype=torch.int8, device=device)
     caches = KVCaches(memory.unbind(), (tuple(PageRef(layer, page_bytes) for layer in range(LAYERS)),))
     layout = SlotLayout.make(caches.page_bytes, BLOCKS_PER_CHUNK)
     slots = 2 * -(-blocks // 2 // BLOCKS_PER_CHUNK)  # enough for each half
     with Region.anonymous(max(2, slots), layout.chunk_bytes) as region:
-        engine = open_transfer_engine(caches, layout, region, name)
+        engine = open_transfer_engine(caches, layout, region)
         try:
             yield _Bench(engine, memory, region)
         finally:

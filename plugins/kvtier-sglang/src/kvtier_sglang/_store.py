@@ -197,8 +197,8 @@ class PageStore:
     async def _enter(self, config: TieringConfig, identity: Identity) -> TieringManager:
         size = self._pages.page_bytes
         # The manager's device has no blocks that are used: pages are copied by the threads that call.
-        caches = KVCaches((torch.empty((1, size), dtype=torch.int8),), ((PageRef(0, size),),))
-        return await open_manager(config, identity, caches, device="cpu").__aenter__()
+        caches = KVCaches((torch.empty((1, size), dtype=torch.int8, device="cpu"),), ((PageRef(0, size),),))
+        return await open_manager(config, identity, caches).__aenter__()
 
 
 def _left_s(end_s: float) -> float:

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from kvtier._identity import Identity
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers._base import Batch, Outcome, TierContext, ignore
 from kvtier.tiers.fs import FsConfig, FsTier

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from kvtier._execution.executor import Executor
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.errors import StateError
 from kvtier.tiers._supervisor import NamedTier
 from kvtier.tiers.fs import FsConfig, FsTier

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvtier import _native as native
-from kvtier._memory.heap import HeapMemory
+from kvtier._memory.region import HeapMemory
 from kvtier.errors import StateError, TierError
 from kvtier.keys import pack_key
 from kvtier.tiers import _registry as registry

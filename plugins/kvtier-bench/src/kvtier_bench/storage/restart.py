@@ -15,9 +15,9 @@ from itertools import product
 from statistics import median
 
 from kvtier import Identity
+from kvtier._core.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier._execution.executor import Executor, NamedTier
 from kvtier._memory.region import SHARED_MEMORY, Region
-from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier.errors import KVTierError
 from kvtier.keys import pack_key
 from kvtier.tiers._adopted import AdoptedConfig, AdoptedTier

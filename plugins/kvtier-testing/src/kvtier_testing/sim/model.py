@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from kvtier import Identity
 from kvtier._core.requests import Request
+from kvtier._core.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier._core.states import ChunkState
-from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier.keys import OffloadKey
 from kvtier_testing import invariants
 from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier._memory.slot_trailers import SlotTrailers, slot_trailers_bytes
+from kvtier._core.slot_trailers import SlotTrailers, slot_trailers_bytes
 
 TRAILER, OTHER = b"a" * 128, b"b" * 128
 

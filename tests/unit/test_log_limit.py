@@ -9,8 +9,7 @@ import pytest
 from kvtier._core.shared import Notice
 from kvtier._core.tiering import Tiering
 from kvtier._execution.driver import Driver
-from kvtier._log import GuardedLogger
-from kvtier._telemetry.log_limit import LogLimit
+from kvtier._log import GuardedLogger, LogLimit
 from kvtier.policies import LRU
 
 
