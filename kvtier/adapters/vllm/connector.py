@@ -116,8 +116,8 @@ class KVTierConnector(OffloadingConnector):
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """See vLLM, which calls it before a lookup.
 
-        A ring buffer can hold the keys of an unfinished block, and no load fills it. A load beside one ends
-        with a block, before the prompt's last token, which the engine always computes.
+        A ring buffer can hold the keys of an unfinished block, and no load fills it. So loads end with a
+        block if the model has one. The engine always computes the prompt's last token.
         """
         bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
         groups = self.scheduler.config.kv_group_configs
