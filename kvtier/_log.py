@@ -1,4 +1,4 @@
-"""The logger of kvtier, of which no line raises, and a rate limit for lines."""
+"""The logger of kvtier, whose lines never raise, and a rate limit for lines."""
 
 from __future__ import annotations
 
