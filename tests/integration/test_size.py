@@ -70,6 +70,7 @@ def groups_of_vllm(folder: Path, dtype: str) -> list[KVCacheGroupSpec]:
         model=str(folder), skip_tokenizer_init=True, enable_prefix_caching=True, **arguments
     ).create_engine_config()
     config.cache_config.kv_cache_layout = "LBNHC"  # what an engine resolves on the CPU
+    config.cache_config.mamba_ssm_cache_dtype = "auto"  # CPUs with instructions for bfloat16 have float32
     with set_current_vllm_config(config):
         initialize_model(config)
         current_platform.update_block_size_for_backend(config)
