@@ -82,7 +82,7 @@ _printing = threading.Lock()
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SUMMARY = re.compile(r"^=+ (.* in [0-9.]+s.*?) =+$", re.MULTILINE)
 _RED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
-# What a test raised; in a group of exceptions the lines have a frame.
+# Raised exceptions; those of a group are framed.
 _ERROR = re.compile(r"^E  .*$|^ +\| (?:\w+\.)*\w*(?:Error|Exception|Warning): .*$", re.MULTILINE)
 
 

@@ -133,10 +133,11 @@ class RuntimeLibrary:
             return RuntimeEvent(self, made.value or 0)
 
     def free_event(self, handle: int) -> None:
-        """Use an event again: what waits for it keeps waiting for the earlier record."""
+        """Keep an event for its next use. Streams that wait for it keep waiting for the earlier record."""
         self._free_events.append(handle)
 
     def around(self, after: Any, start: RuntimeEvent, end: RuntimeEvent) -> native.Around:
+        """Return the events of a transfer for the native library."""
         return *self._around, after.cuda_event, start.cuda_event, end.cuda_event
 
     def elapsed_ms(self, start: RuntimeEvent, end: RuntimeEvent) -> float:
