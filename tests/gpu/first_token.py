@@ -167,9 +167,8 @@ def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> I
     token_bytes = 2 * item_bytes * shape["num_hidden_layers"] * heads
     host_bytes = int(args.host_gib * 2**30)
     fillers = host_bytes // (token_bytes * longest) + 2
-    for system, spec in SPECS.items():
-        if system == PACKED and not args.packed:
-            continue
+    for system in args.systems:
+        spec = SPECS[system]
         files = folder / system.replace(" ", "-")
         settings = spec and {
             **spec,
@@ -205,7 +204,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--host-gib", type=float, default=6.0, help="host memory of each system [6]")
     parser.add_argument("--in-process", action="store_true", help="engines without a process of their own")
-    parser.add_argument("--packed", action="store_true", help="on a GPU: also with the layout BLHNC")
+    parser.add_argument(
+        "--systems", choices=SPECS, nargs="+", default=[name for name in SPECS if name != PACKED]
+    )
     parser.add_argument("--root", type=Path, help="directory on the disk to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.root) as name:

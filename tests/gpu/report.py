@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.first_token import PLACES
+from tests.gpu.first_token import PLACES, SPECS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "devices.md"
@@ -67,7 +67,7 @@ def steps(root: Path, device: str) -> list[Step]:
         Step("conformance", (*PYTEST, "tests/unit/device"), ("pytest", "hypothesis"), 400, counts),
         Step(
             "first_token",
-            (sys.executable, "-m", "tests.gpu.first_token", "--packed"),
+            (sys.executable, "-m", "tests.gpu.first_token", "--systems", *SPECS),
             ("vllm",),
             400,
             json.loads,

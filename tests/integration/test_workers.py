@@ -116,6 +116,11 @@ def impatient() -> Iterator[Bench]:
     bench.close()
 
 
+def test_store_without_chunk_counts_refused(it: Bench) -> None:
+    with pytest.raises(ValueError, match="1 slots for 0 chunks"):
+        it.worker.submit_store(1, _blocks((0,)), Slots([0]))
+
+
 @pytest.mark.parametrize("flushes_late", [False, True])
 def test_overwritten_store_is_dropped(flushes_late: bool) -> None:
     bench = Bench(flushes_late=flushes_late)

@@ -168,9 +168,11 @@ class KVTierWorker(OffloadingWorker):
             return self._refuse(job_id, _Job(slots, is_store=True))
         # vLLM offers chunks of sliding windows although some of their blocks are gone, and omits those.
         width, states = self._blocks_per_chunk, self._state_groups
+        if sum(slots.chunks) != len(slots.slots):
+            raise ValueError(f"{len(slots.slots)} slots for {sum(slots.chunks)} chunks")
         counts = dict(enumerate(slots.chunks))
         chunks = [counts.get(group, 0) for group in self._groups]
-        blocks, whole = _blocks(src_spec).whole_chunks(chunks, width, states)
+        blocks, whole = as_blocks(src_spec).whole_chunks(chunks, width, states)
         filled = list(compress(slots.slots, whole))
         if len(filled) < len(slots.slots):
             self._row.mark(set(slots.slots).difference(filled), Unfilled.INCOMPLETE)
@@ -187,7 +189,7 @@ class KVTierWorker(OffloadingWorker):
         if self._is_suspended:
             return self._refuse(job_id, job)
         self._jobs[job_id] = job
-        self._engine.submit_load(job_id, slots.slots, _blocks(dst_spec), expedited=expedited)
+        self._engine.submit_load(job_id, slots.slots, as_blocks(dst_spec), expedited=expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -283,5 +285,6 @@ def _slots(spec: LoadStoreSpec) -> Slots:
     return spec
 
 
-def _blocks(spec: GPULoadStoreSpec) -> Blocks:
+def as_blocks(spec: GPULoadStoreSpec) -> Blocks:
+    """Return vLLM's blocks of one job as kvtier's."""
     return Blocks(spec.block_ids.astype("int64"), tuple(spec.group_sizes), tuple(spec.block_indices))

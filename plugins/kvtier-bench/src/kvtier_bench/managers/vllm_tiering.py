@@ -19,7 +19,7 @@ from kvtier._device.auto import open_transfer_engine
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.worker_status import WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._manager import Slots
-from kvtier.adapters.vllm._worker import KVTierWorker, as_kv_caches
+from kvtier.adapters.vllm._worker import KVTierWorker, as_blocks, as_kv_caches
 
 
 class NativeTieringSpec(TieringOffloadingSpec):
@@ -69,14 +69,16 @@ class _NativeWorker(KVTierWorker):
     """Copies where vLLM's manager says."""
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return super().submit_store(job_id, src_spec, _slots(dst_spec))
+        chunks = as_blocks(src_spec).slots_needed(self._blocks_per_chunk)
+        return super().submit_store(job_id, src_spec, Slots(_ids(dst_spec), chunks=chunks))
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        return super().submit_load(job_id, _slots(src_spec), dst_spec, expedited)
+        return super().submit_load(job_id, Slots(_ids(src_spec)), dst_spec, expedited)
 
 
-def _slots(spec: LoadStoreSpec) -> Slots:
+def _ids(spec: LoadStoreSpec) -> list[int]:
     assert isinstance(spec, CPULoadStoreSpec)
-    return Slots(spec.chunk_ids.tolist())
+    ids: list[int] = spec.chunk_ids.tolist()
+    return ids

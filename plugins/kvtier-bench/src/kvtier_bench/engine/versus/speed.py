@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ CONVOY, CONVOY_TTFT = "convoy from storage, s", "convoy from storage, TTFT ms"
 UNSEEN, READY, WRITTEN = "nothing reused, s", "until ready, s", "bytes written per byte served"
 UNSEEN_CPU, CONVOY_CPU = "nothing reused, processor s", "convoy from storage, processor s"
 MEMORY = "memory of all processes at the end, MiB"
-AGAINST = dict.fromkeys((COLD, UNSEEN, UNSEEN_CPU, MEMORY), PLAIN)
-"""The system that a measure is compared with, if not kvtier."""
+WRONG = "hits with other tokens than computed"
+AGAINST = dict.fromkeys((COLD, UNSEEN, UNSEEN_CPU, MEMORY, WRONG), PLAIN)
+"""The system that a measure is compared with, if not kvtier. An engine without a cache has no hits."""
 
 OUTPUT_TOKENS = 8
 BATCH_OUTPUT, TAIL_TOKENS = 32, 48
@@ -88,6 +90,8 @@ class Speeds:
         self._found: Found = {}
         self._cached: dict[tuple[str, str], list[int]] = {}
         self._served = dict.fromkeys(self._systems, 0)
+        self._computed: dict[tuple[str, str, int], Sequence[Sequence[int]]] = {}  # answers
+        self._wrong: Counter[str] = Counter()
         self._not_run: list[NotRun] = []
         self._random = random.Random(0)
 
@@ -109,6 +113,8 @@ class Speeds:
         for name, system in self._systems.items():
             self._note(MEMORY, name, system.memory_mib())
             system.stop()
+            if name != PLAIN:
+                self._note(WRONG, name, self._wrong[name])
             if served := self._served[name]:
                 self._note(WRITTEN, name, system.bytes_written() / (served * token_bytes))
         return [*table(self._found, self._cached), *self._not_run]
@@ -148,17 +154,17 @@ class Speeds:
     def _fill(self, system: System) -> None:
         say(f"filling the files of {system.name}")
         for number in range(-1, self._work.rounds):
-            system.ask(self._work.single("storage", number), 1, together=False)
+            answer = system.ask(self._work.single("storage", number), 1, together=False)
+            self._computed[system.name, "storage", number] = answer["answers"]
             system.ask(self._work.together("convoy", number), 1)
             system.await_stores()
 
     def _before(self, system: System, number: int) -> None:
-        prompts = self._work.single("cold", number)
-        self._first_tokens(COLD, system, prompts, number)
+        self._first_tokens(COLD, system, "cold", number)
         system.await_stores()
         system.forget()
         if system.name != PLAIN:
-            self._first_tokens(HOST, system, prompts, number)
+            self._first_tokens(HOST, system, "cold", number)
         before_s = system.cpu_s()
         answer = system.ask(self._work.together("unseen", number), BATCH_OUTPUT)
         system.await_stores()
@@ -169,7 +175,7 @@ class Speeds:
     def _after(self, system: System, number: int) -> None:
         drop_from_page_cache(system.files)
         if system.name != PLAIN:
-            self._first_tokens(STORAGE, system, self._work.single("storage", number), number)
+            self._first_tokens(STORAGE, system, "storage", number)
         prefixes = self._work.together("convoy", number)
         prompts = [
             make_prompt(f"tail {number} {i}", len(prefix) + TAIL_TOKENS, prefix)
@@ -184,10 +190,13 @@ class Speeds:
             self._note(CONVOY_CPU, system.name, system.cpu_s() - before_s)
             self._note(CONVOY_TTFT, system.name, median(answer["ttft_s"]) * 1e3)
 
-    def _first_tokens(
-        self, measure: str, system: System, prompts: Sequence[Sequence[int]], number: int
-    ) -> None:
+    def _first_tokens(self, measure: str, system: System, kind: str, number: int) -> None:
+        """Ask for prompts one after the other, and compare the answers with those given before."""
+        prompts = self._work.single(kind, number)
         answer = system.ask(prompts, OUTPUT_TOKENS, together=False)
+        computed = self._computed.setdefault((system.name, kind, number), answer["answers"])
+        pairs = zip(answer["answers"], computed, strict=True)
+        self._wrong[system.name] += sum(found[: len(first)] != first for found, first in pairs)
         self._count(measure, system.name, answer["cached"], sum(map(len, prompts)), number)
         if number >= 0:
             self._note(measure, system.name, median(answer["ttft_s"]) * 1e3)
