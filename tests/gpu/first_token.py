@@ -102,15 +102,6 @@ class Prompts:
                 self._engine.ask("settle")
                 self._forget()
 
-    def await_pinned(self, host_bytes: int) -> None:
-        """Wait until all host memory of kvtier is page-locked, if it has begun to lock it: on a GPU."""
-        while 0 < self._pinned() < host_bytes:
-            self._engine.ask("settle")
-
-    def _pinned(self) -> float:
-        samples = self._engine.ask("metrics")["samples"]
-        return sum(float(value) for name, _, value in samples if name == "kvtier_pinned_bytes")
-
     def compute_and_repeat(self, *, has_host_memory: bool) -> None:
         """Have each prompt computed, then repeated from host memory and from the device."""
         for it in self._all:
@@ -142,6 +133,17 @@ class Prompts:
 
     def _forget(self) -> None:
         self._engine.ask("call", module=SERVER, function="forget", arguments={})
+
+
+def await_pinned(engine: Engine, host_bytes: int) -> None:
+    """Wait until all host memory of kvtier is page-locked, if it has begun to lock it: on a GPU."""
+    while 0 < _pinned(engine) < host_bytes:
+        engine.ask("settle")
+
+
+def _pinned(engine: Engine) -> float:
+    samples = engine.ask("metrics")["samples"]
+    return sum(float(value) for name, _, value in samples if name == "kvtier_pinned_bytes")
 
 
 def rows(system: str, asked: Mapping[tuple[int, str], Sequence[Asked]]) -> Iterator[FirstToken]:
@@ -188,7 +190,7 @@ def measure(model: Path, size: str, folder: Path, args: argparse.Namespace) -> I
             say(f"{system}: engine ready")
             prompts = Prompts(engine, args.tokens, args.repeats)
             prompts.warm_up()
-            prompts.await_pinned(host_bytes)
+            await_pinned(engine, host_bytes)
             prompts.compute_and_repeat(has_host_memory=bool(spec))
             if spec:
                 prompts.read_files(files, fillers)
