@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvtier._device._audit import Auditor, Check
 from kvtier._device._pinning import PIECE_BYTES, PinnedSlots
-from kvtier._device._queues import CHECKS_PER_DEADLINE, DeviceHealth, QueueThread
+from kvtier._device._queues import CHECKS_PER_DEADLINE, HAND_OVER_S, DeviceHealth, QueueThread
 from kvtier._device._runtime import Runtime, Stream
 from kvtier._device.base import DEADLINE_S, Attempt, Audits, Blocks, CopyQueue, Finished, KVCaches, Pinning
 from kvtier._device.plan import CopyPlan, CopyPlanner
@@ -130,6 +130,18 @@ class TransferEngine:
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
+
+    def hand_over(self) -> None:
+        """Let a load start, or be reported as ended, if its thread may wait for the interpreter lock.
+
+        For a caller that runs Python without a pause, which would keep the lock for 5 ms
+        (``sys.getswitchinterval``). Blocks for 1 ms at most.
+        """
+        loads = self._queues[CopyQueue.LOAD]
+        loads.let_start()
+        if (copied := loads.ended_copy()) is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: copied not in self._in_flight, HAND_OVER_S)
 
     def wait(self, transfer_ids: Iterable[int]) -> None:
         """Block until these have ended or were abandoned. Ids that are unknown or ended are no error."""

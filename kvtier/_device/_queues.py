@@ -25,6 +25,9 @@ _FINAL = (DamagedSlotError, BlocksChangedError)  # a repetition would hide them
 LOST_AFTER = 5
 """This many failures of transfers in a row, in every attempt and over all queues, mean a lost device."""
 
+HAND_OVER_S = 0.001
+"""``TransferEngine.hand_over`` blocks for this long at most."""
+
 CHECKS_PER_DEADLINE = 8
 """A transfer is abandoned after this many checks. If a process was stopped for long, and its copy too, the
 copy has missed one check and not its deadline."""
@@ -96,6 +99,7 @@ class QueueThread:
         self._waiting: deque[QueuedTransfer] = deque()
         self._begun: deque[QueuedTransfer] = deque()  # changed by the thread, with the lock held
         self._checked: tuple[QueuedTransfer | None, int] = (None, 0)  # the oldest, and the checks since
+        self._is_idle = False  # the thread waits for a transfer
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -115,6 +119,21 @@ class QueueThread:
                 return
         assert self._health.lost is not None
         self._report(transfer.failed(self._health.lost))
+
+    def let_start(self) -> None:
+        """Wait until the thread has taken a transfer, if it has only to wake up."""
+        with self._changed:
+            if self._is_idle and self._waiting:
+                self._changed.wait(HAND_OVER_S)
+
+    def ended_copy(self) -> int | None:
+        """Return the transfer that the thread may only have to report, if there is one."""
+        with self._changed:
+            oldest = self._begun[0] if self._begun else None
+        if oldest is None or oldest.check is not None or isinstance(oldest.begun, BaseException):
+            return None
+        is_over = self._runtime.starts_with_copies if oldest.begun is None else oldest.begun[1].query()
+        return oldest.transfer_id if is_over else None
 
     def start(self) -> None:
         """Start the thread unless it runs. RuntimeError if the process may have no more threads."""
@@ -170,12 +189,15 @@ class QueueThread:
         """Return the next transfer to start; None if the oldest, or the thread, has to end first."""
         with self._changed:
             if not self._begun:
+                self._is_idle = True
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
+                self._is_idle = False
             # Later transfers wait for the retry.
             is_repeated = bool(self._begun) and isinstance(self._begun[-1].begun, BaseException)
             if not self._waiting or is_repeated or len(self._begun) >= self._runtime.transfers_at_once:
                 return None
             self._begun.append(self._waiting.popleft())
+            self._changed.notify()  # ``let_start``
             return self._begun[-1]
 
     def _end_oldest(self) -> bool:

@@ -16,6 +16,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block until the work before it is done, with the interpreter lock released."""
 
+    def query(self) -> bool:
+        """Return whether the work before it is done."""
+
     def elapsed_time(self, end_event: Any, /) -> float:
         """Return the milliseconds to a later event of ``record``; both are over."""
 
@@ -59,6 +62,9 @@ class Runtime(ABC):
     transfers_at_once: int = 2
     """Transfers that a queue starts before the first of them has ended. With two, the device continues with
     the next one while the host learns of the last one's end."""
+
+    starts_with_copies: bool = False
+    """Whether ``start_transfer`` returns after the copies."""
 
     can_pin: bool = True
     """Whether it can pin host memory that the device's library has not allocated."""

@@ -1,4 +1,4 @@
-"""Many conversations over host memory, with room for few on the device: ``python -m tests.gpu.conversations``.
+"""Many conversations over host memory, with room for few on the device: `python -m tests.gpu.conversations`.
 
 One engine after the other: without a connector, with kvtier, with vLLM's own tiering. In each turn all
 conversations are sent at once. The history of each comes from host memory, or is computed again. On the CPU,
@@ -94,7 +94,9 @@ def measure(folder: Path, system: str, args: argparse.Namespace) -> Conversation
 
 def hold(engine: Engine, count: int, tokens: int) -> Iterator[tuple[float, int, int]]:
     """Hold the conversations; yield the seconds of each turn, its cached tokens and its prompts' tokens."""
-    histories: Sequence[list[int]] = [make_prompt(f"conversation {number}", tokens) for number in range(count)]
+    histories: Sequence[list[int]] = [
+        make_prompt(f"conversation {number}", tokens) for number in range(count)
+    ]
     for turn in range(TURNS):
         got = engine.ask("generate", prompts=histories, output_tokens=OUTPUT_TOKENS)
         say(f"turn {turn}: {got['wall_s']:.2f} s")

@@ -75,7 +75,9 @@ class Tracer:
     def take(self, begun: float) -> list[Call]:
         """Return the calls since ``begun``, in the order of their starts, and forget them."""
         calls, self._calls = self._calls, []
-        return [Call((at - begun) * 1e3, took * 1e3, *rest) for at, took, *rest in sorted(calls) if at >= begun]
+        return [
+            Call((at - begun) * 1e3, took * 1e3, *rest) for at, took, *rest in sorted(calls) if at >= begun
+        ]
 
 
 def hits(engine: process.Engine, tracer: Tracer, tokens: int) -> Iterator[dict[str, Any]]:
@@ -105,7 +107,11 @@ def main() -> None:
     longest = max(args.tokens) + 64
     arguments = {"load_format": "dummy", "max_model_len": longest, "num_gpu_blocks_override": longest // 8}
     with tempfile.TemporaryDirectory() as name:
-        settings = {**SPECS[args.system], "cpu_bytes_to_use": int(args.host_gib * 2**30), "secondary_tiers": []}
+        settings = {
+            **SPECS[args.system],
+            "cpu_bytes_to_use": int(args.host_gib * 2**30),
+            "secondary_tiers": [],
+        }
         started = engine_arguments(make_model(Path(name), args.model), settings, arguments)
         engine = process.Engine()
         engine.load({})

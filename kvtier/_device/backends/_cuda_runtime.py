@@ -33,6 +33,7 @@ logger = GuardedLogger("kvtier.device")
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _EVENT_BLOCKING = 1  # cudaEventBlockingSync
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_NOT_READY = 600  # cudaErrorNotReady
 _LOST = frozenset((214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
 """Errors after which, by the reference, the process has to be restarted to use the device: memory, link and
 hardware errors, and failed kernels. HIP gives them the same numbers."""
@@ -104,8 +105,12 @@ class RuntimeLibrary:
         self._function("EventSynchronize").argtypes = [pointer]
         self._function("EventRecord").argtypes = [pointer, pointer]
         self._function("StreamWaitEvent").argtypes = [pointer, pointer, ctypes.c_uint]
-        self._elapsed_time = getattr(ctypes.PyDLL(path), f"{prefix}EventElapsedTime")  # it never waits
+        holding = ctypes.PyDLL(path)  # for functions that never wait: the thread keeps the interpreter lock
+        self._elapsed_time = getattr(holding, f"{prefix}EventElapsedTime")
         self._elapsed_time.argtypes = [pointer, pointer, pointer]
+        self._event_query = getattr(holding, f"{prefix}EventQuery")
+        self._event_query.argtypes = [pointer]
+        self._get_last_error = getattr(holding, f"{prefix}GetLastError")
         self._free_events: deque[int] = deque()
         self._memcpy_async = self._address("MemcpyAsync")
         self._around = self._address("StreamWaitEvent"), self._address("EventRecord")
@@ -145,6 +150,13 @@ class RuntimeLibrary:
         code = self._elapsed_time(ctypes.byref(found), start.cuda_event, end.cuda_event)
         self.check("EventElapsedTime", code)
         return found.value
+
+    def has_ended(self, event: RuntimeEvent) -> bool:
+        """Return whether the work before an event is done, or has failed."""
+        if self._event_query(event.cuda_event) != _NOT_READY:
+            return True
+        self._get_last_error()  # otherwise torch finds this answer in the thread, as an error
+        return False
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin host memory, for all devices. Pages that are not backed yet are allocated."""
@@ -198,6 +210,9 @@ class RuntimeEvent:
 
     def synchronize(self) -> None:
         self._library.call("EventSynchronize", self.cuda_event)
+
+    def query(self) -> bool:
+        return self._library.has_ended(self)
 
     def elapsed_time(self, end_event: RuntimeEvent, /) -> float:
         return self._library.elapsed_ms(self, end_event)

@@ -39,6 +39,9 @@ class HostEvent:
     def synchronize(self) -> None:
         """Return at once."""
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end_event: HostEvent, /) -> float:
         """Return the milliseconds between both."""
         return (end_event.at_s - self.at_s) * 1000
@@ -64,6 +67,7 @@ class CpuRuntime(Runtime):
     """Host memory, which needs no pinning. ``plain`` copies if ``copy`` has failed, and for audits."""
 
     transfers_at_once = 1
+    starts_with_copies = True
     can_pin = False
 
     def __init__(self, copy: CopyFunction | None = None, plain: CopyFunction | None = None) -> None:

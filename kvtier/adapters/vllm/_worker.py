@@ -190,6 +190,7 @@ class KVTierWorker(OffloadingWorker):
             return self._refuse(job_id, job)
         self._jobs[job_id] = job
         self._engine.submit_load(job_id, slots.slots, as_blocks(dst_spec), expedited=expedited)
+        self._engine.hand_over()
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -197,6 +198,7 @@ class KVTierWorker(OffloadingWorker):
 
         Also if a load missed its deadline, and may still write when its blocks are another request's.
         """
+        self._engine.hand_over()
         self._ended += self._engine.finished()
         self._publish()
         ended, self._ended = self._ended, []

@@ -85,6 +85,9 @@ class PlayedEvent:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: PlayedEvent) -> float:
         return (end.at - self.at) * 1000
 

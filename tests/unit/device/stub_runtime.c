@@ -35,6 +35,7 @@ int cudaEventRecord(struct event *event, cudaStream_t stream)
     return fails == 3 || stream == NULL ? end(1) : 0;
 }
 int cudaEventSynchronize(struct event *event) { return event->at_ms > 0 ? 0 : end(1); }
+int cudaEventQuery(struct event *event) { return event->at_ms > 0 ? 0 : 600; }
 int cudaEventElapsedTime(float *ms, struct event *from, struct event *to)
 {
     *ms = (float)(to->at_ms - from->at_ms);

@@ -22,13 +22,16 @@ import torch
 
 from kvtier import _device
 from kvtier import _native as native
+from kvtier._device import _engine, _queues
 from kvtier._device.auto import open_transfer_engine
 from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime
+from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_each
 from kvtier._device.backends.cuda import Cudart
 from kvtier._device.base import Blocks, CopyQueue
-from kvtier._device.plan import CopyPlanner
+from kvtier._device.plan import CopyPlan, CopyPlanner
 from kvtier_testing.device import EngineFactory, Rig, Shape, rig
-from tests.unit.device.conftest import PlayedEvent, engine_on
+from tests.common import wait_until
+from tests.unit.device.conftest import engine_on
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the native library is not built")
 
@@ -38,7 +41,7 @@ QUEUES = frozenset(CopyQueue)
 OWN_CODE = str(Path(_device.__file__).parent)
 WAITS_FOR_WORK = ("_take", "<lambda>")  # one wake-up, if the thread has slept
 
-ON_GPU = ["free", "copy", "EventSynchronize"]  # first the last transfer's event of torch, after its report
+ON_GPU = ["copy", "EventSynchronize"]  # freeing torch's event is another one, in the thread that frees it
 
 
 @dataclass
@@ -134,18 +137,13 @@ def handovers(monkeypatch: pytest.MonkeyPatch) -> Handovers:
 
 @pytest.fixture
 def noted_torch(handovers: Handovers, as_torch_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the calls of the runtime's library, and of torch those that release the lock, by its source."""
+    """Count the calls of the runtime's library that release the lock."""
     call = RuntimeLibrary.call
-
-    class Event(PlayedEvent):
-        def __del__(self) -> None:
-            handovers.note("free")
 
     def noted_call(self: RuntimeLibrary, name: str, *arguments: Any) -> None:
         handovers.note(name)
         call(self, name, *arguments)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(RuntimeLibrary, "call", noted_call)
 
 
@@ -180,6 +178,80 @@ def test_pages_cost_no_handovers(
     assert few == many
     assert few.calls == expected
     assert min(few.instructions, few.submitting) > 0
+
+
+class HeldEvent:
+    """An event that a test reaches; ``awaited`` once a thread waits for it."""
+
+    def __init__(self) -> None:
+        self.awaited, self.reached = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.awaited.set()
+        assert self.reached.wait(20)
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+    def elapsed_time(self, _: object) -> float:
+        return 1.0
+
+
+class HeldStream(HostStream):
+    """Notes the ends of its transfers, which a test reaches."""
+
+    def __init__(self, ends: list[HeldEvent]) -> None:
+        super().__init__(copy_each)
+        self._ends = ends
+
+    def start_transfer(self, after: Any, plan: CopyPlan) -> tuple[HeldEvent, HeldEvent]:
+        self._ends.append(HeldEvent())
+        return self._ends[-1], self._ends[-1]
+
+
+class HeldRuntime(CpuRuntime):
+    """Host memory, with such streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[HeldEvent] = []
+
+    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> HostStream:
+        return HeldStream(self.ends)
+
+
+@pytest.fixture
+def kept_lock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have each thread keep the interpreter lock until it waits for something."""
+    for module in (_queues, _engine):
+        monkeypatch.setattr(module, "HAND_OVER_S", 60)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("kept_lock")
+def test_busy_caller_hands_over_the_lock() -> None:
+    """A load starts, and is reported, while the caller of its engine runs Python without a pause."""
+    runtime = HeldRuntime()
+    with rig(engine_on(runtime), SHAPE) as it:
+        queue = it.engine._queues[CopyQueue.LOAD]
+        blocks, slots = _scattered(2)
+        for transfer_id in range(3):
+            wait_until(lambda: queue._is_idle or transfer_id == 0)  # noqa: B023
+            it.engine.submit_load(transfer_id, slots, blocks)
+            it.engine.hand_over()
+            if transfer_id:  # the first one starts the thread
+                assert len(runtime.ends) == transfer_id + 1
+            wait_until(lambda: len(runtime.ends) == transfer_id + 1)  # noqa: B023
+            end = runtime.ends[-1]
+            assert end.awaited.wait(20)
+            it.engine.hand_over()
+            assert it.engine.finished() == []
+            end.reached.set()
+            it.engine.hand_over()
+            assert [end.transfer_id for end in it.engine.finished()] == [transfer_id]
 
 
 def _scattered(count: int) -> tuple[Blocks, list[int]]:

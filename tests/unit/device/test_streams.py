@@ -48,6 +48,9 @@ class PlayedEvent:
     def synchronize(self) -> None:
         self.reached.result()
 
+    def query(self) -> bool:
+        return self.reached.done()
+
     def elapsed_time(self, end_event: Any, /) -> float:
         return float(end_event.reached.result(0) - self.reached.result(0)) * 1000
 
