@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from kvtier_bench.engine.compared import PLAIN
 from tests.gpu.first_token import PLACES, SPECS
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,14 @@ def steps(root: Path, device: str) -> list[Step]:
         Step(
             "first_token",
             (sys.executable, "-m", "tests.gpu.first_token", "--systems", *SPECS),
+            ("vllm",),
+            400,
+            json.loads,
+            gib=60,
+        ),
+        Step(
+            "conversations",
+            (sys.executable, "-m", "tests.gpu.conversations"),
             ("vllm",),
             400,
             json.loads,
@@ -221,6 +230,25 @@ def _first_token(result: dict[str, Any]) -> list[str]:
     return _table(["tokens", "system", *(f"{place}, ms" for place in PLACES)], rows)
 
 
+def _conversations(result: dict[str, Any]) -> list[str]:
+    """Return a row for each system, with the gain of a later turn over an engine without a cache."""
+    base_s = next(it["turn_s"] for it in result["Conversations"] if it["system"] == PLAIN)
+    rows = (
+        [
+            it["system"],
+            f"{it['first_s']:.1f}",
+            f"{it['turn_s']:.1f} ({base_s / it['turn_s']:.1f}x)",
+            it["cached"],
+            f"{it['ready_s']:.1f}",
+            f"{it['pinned_s']:.1f}",
+            f"{it['stop_s']:.1f}",
+        ]
+        for it in result["Conversations"]
+    )
+    times = ["engine ready, s", "then page-locked, s", "shutdown, s"]
+    return _table(["system", "first turn, s", "later turn, s", "tokens not computed", *times], rows)
+
+
 def _stress(result: dict[str, Any]) -> list[str]:
     """Return the table of answers that differ from the control's."""
     rows = (
@@ -244,6 +272,7 @@ def _versus(result: dict[str, Any]) -> list[str]:
 
 FIGURES: dict[str, Callable[[Any], list[str]]] = {
     "first_token": _first_token,
+    "conversations": _conversations,
     "stress": _stress,
     "copies": _copies,
     "prefill": _prefill,

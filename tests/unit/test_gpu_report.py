@@ -71,6 +71,13 @@ def test_first_tokens_are_compared_with_computing() -> None:
     assert table[-1] == "| 512 | kvtier | 300.0 |  | 75.0 (4.0x), **other tokens** |  |"
 
 
+def test_conversations_compare_with_engine_without_cache() -> None:
+    of_one = {"first_s": 9.0, "cached": "1 of 2", "ready_s": 20.0, "pinned_s": 7.0, "stop_s": 3.0}
+    found = [{"system": "none", "turn_s": 8.0, **of_one}, {"system": "kvtier", "turn_s": 2.0, **of_one}]
+    table = gpu._conversations({"Conversations": found})
+    assert table[-1] == "| kvtier | 9.0 | 2.0 (4.0x) | 1 of 2 | 20.0 | 7.0 | 3.0 |"
+
+
 def test_answers_may_differ_at_near_ties() -> None:
     control = [{"5": -1.0, "6": -1.01}, {"7": -0.5, "8": -3.0}]
     assert gap_at_difference(control, (5, 7)) is None
