@@ -153,12 +153,14 @@ class Claims:
             self._remove(claim, [*claim.keys])
 
     def promote(self, name: str, kept_s: float, now_s: float, tiers: frozenset[int] | None) -> bool:
-        """Promote the remembered chunks of a name now, and keep them; return whether the name is known."""
+        """Promote the remembered chunks of a name now, and keep all of them; return whether it is known."""
         if (claim := self._claims.get(name)) is None:
             return False
         if claim.ahead:
             claim.from_s, claim.over_s, claim.tiers = now_s, now_s + kept_s, tiers
-            self._schedule(claim)
+        if claim.keys:
+            claim.until_s = max(claim.until_s, now_s + kept_s)
+        self._schedule(claim)
         return True
 
     # --- rounds ----------------------------------------------------------------------------------

@@ -239,6 +239,8 @@ class World:
         assert is_known is bool(named.keys or named.ahead or named.requests)
         if named.ahead:
             named.from_s, named.over_s = min(named.from_s, self.now_s), self.now_s + kept_s
+        if named.keys:
+            named.until_s = max(named.until_s, self.now_s + kept_s)
 
     def _released(self, name: str) -> None:
         named = self.reference.names.get(name, Named())

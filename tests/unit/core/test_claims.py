@@ -68,6 +68,20 @@ def test_stored_chunks_are_kept_until_over() -> None:
     assert core.claims.is_empty
 
 
+def test_prefetch_of_kept_chunks_keeps_them_longer() -> None:
+    core = world.make(16, pin_budget=0.5)
+    world.store(core, PROMPT)
+    request = begin(core, kept_s=5.0)
+    core.claims.use(request, PROMPT)
+    core.close(request, 0.0)
+    core.settle(0.0)
+    assert core.claims.promote("agent", 10.0, 4.0, None)
+    core.settle(13.9)
+    assert set(core.claims.pinned) == set(PROMPT)
+    core.settle(14.0)
+    assert core.claims.is_empty
+
+
 def test_needed_chunks_return_on_time() -> None:
     core = evicted_core()
     announce(core)
