@@ -67,10 +67,12 @@ async def test_put_waits_for_discard(place: Place, proxy: Proxy) -> None:
         with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=("POST", "DELETE"))):
             discard = asyncio.ensure_future(it.tier.discard(keys(range(3))))
             await wait_until(lambda: proxy.held() == 1)
+            again = asyncio.ensure_future(it.tier.discard(keys(range(3))))
             assert all(await it.contains(range(3))), "as another request may find"
             put = asyncio.ensure_future(it.put(range(3)))
             await asyncio.wait((put,), timeout=SETTLE_S)
-        await discard
+            assert proxy.held() == 1, "deletions of a chunk follow each other, and the put follows the last"
+        await asyncio.gather(discard, again)
         assert await put == [Status.OK] * 3
         assert await it.get(range(3)) == [Status.OK] * 3
 

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -301,14 +301,18 @@ class S3Tier(SecondaryTier[S3Config]):
             return
         self._index.remove(keys, self._context.chunk_bytes)
         paths = [chunk_path(prefix, key) for key in dict.fromkeys(keys)]
-        leaving = asyncio.ensure_future(self._delete(paths))
+        earlier = {self._leaving[key] for key in keys if key in self._leaving}
+        leaving = asyncio.ensure_future(self._delete(paths, earlier))
         self._leaving.update(dict.fromkeys(keys, leaving))
         try:
             await until_done(leaving)  # a request that arrives later would delete what is put next
         finally:
             self._leaving = {key: it for key, it in self._leaving.items() if not it.done()}
 
-    async def _delete(self, paths: list[str]) -> None:
+    async def _delete(self, paths: list[str], earlier: Collection[asyncio.Future[None]]) -> None:
+        """Delete objects after earlier deletions: a put waits for the last one of its key."""
+        if earlier:
+            await asyncio.wait(earlier)
         if self.config.provider == "s3":  # no error for missing objects, so a request can name many
             await self._delete_some(paths)
         else:  # not among the writes: those may wait for this
