@@ -167,6 +167,12 @@ class EngineContext:
         return int(self.vllm_config.parallel_config.nnodes_within_dp)
 
     @property
+    def schedules_alone(self) -> bool:
+        """Whether this engine has workers of other processes, and each has a scheduler (torchrun)."""
+        parallel = self.vllm_config.parallel_config
+        return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+
+    @property
     def steps_ahead(self) -> int:
         """Steps scheduled before the first of them has ended, itself included."""
         return int(self.vllm_config.max_concurrent_batches)
