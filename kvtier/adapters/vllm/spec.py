@@ -186,7 +186,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             names_resumed=self._engine.vllm_config.use_v2_model_runner,
             is_blind=self._is_blind,
             has_blocks=self._engine.has_blocks,
-            ended_early=self._engine.ended_early,
+            why_not_stored=self._engine.why_not_stored,
             drain_s=self._settings.drain_on_shutdown_s,
             on_reset=end_copies,
             on_shutdown=partial(
