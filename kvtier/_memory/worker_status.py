@@ -33,6 +33,7 @@ class StatusField(IntEnum):
     AUDITS_FAILED = 11  # audited chunks that were damaged
     STOPPED_MS = 12  # when the worker's shutdown began, on the clock of ``time.monotonic``; 0 before
     PAGES = 13  # how its attention backends arrange pages, as a number; 0 if still unknown
+    OPENED = 14  # 1 once the worker has opened the region
 
 
 class Unfilled(IntEnum):
@@ -107,6 +108,11 @@ class StatusTable:
         """Remember the numbers; return whether one has changed since the last call."""
         seen, self._seen = self._seen, [row.words for row in self.rows]
         return seen != self._seen
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of workers that have not opened this region: they see other memory, or are not there yet."""
+        return [rank for rank, row in enumerate(self.rows) if not row[StatusField.OPENED]]
 
     @property
     def stopped_s(self) -> float | None:

@@ -14,9 +14,11 @@ pytest.importorskip("vllm")
 from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
 
+from kvtier.adapters.vllm._compat import EngineContext
 from tests.integration.configurations import configure, identity_of, make_model
 
 pytestmark = pytest.mark.releases
@@ -69,6 +71,49 @@ def test_weights_of_trainer_stay_private(model: Path, caplog: pytest.LogCaptureF
     assert is_found_again(configure(model))
     assert not is_found_again(configure(model, weight_transfer_config=WeightTransferConfig(backend="nccl")))
     assert "a trainer can replace the weights" in caplog.text
+
+
+def _beside(*media: tuple[str, int, int]) -> Any:
+    """Make a request as vLLM's hashes see it, of media and their places."""
+    features = [
+        SimpleNamespace(identifier=name, mm_position=PlaceholderRange(offset=offset, length=length))
+        for name, offset, length in media
+    ]
+    return SimpleNamespace(
+        mm_features=features,
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+        is_finished=lambda: False,
+        num_prompt_tokens=64,
+        num_tokens=64,
+        num_computed_tokens=64,
+    )
+
+
+def _keys(request: Any) -> list[Any]:
+    found, at = [], 0
+    for start in range(0, 64, 16):
+        keys, at = kv_cache_utils.generate_block_hash_extra_keys(request, start, start + 16, at)
+        found.append(keys)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("place", "named_in", "why"), [((3, 40), [2], "media"), ((43, 10), [2, 3], None), ((50, 10), [3], None)]
+)
+def test_media_that_share_tokens_are_not_stored(
+    place: tuple[int, int], named_in: list[int], why: str | None
+) -> None:
+    """As ``use_audio_in_video`` does. vLLM's key of a block then lacks the audio."""
+    one, other = (_beside(("video", 3, 40), (sound, *place)) for sound in ("sound", "silence"))
+    keys = zip(_keys(one), _keys(other), strict=True)
+    assert [block for block, (mine, theirs) in enumerate(keys) if mine != theirs] == named_in
+
+    status = {"a": SimpleNamespace(req=one)}
+    connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=status))
+    engine: Any = EngineContext(SimpleNamespace(), SimpleNamespace(), connector)
+    assert engine.why_not_stored("a") == why
 
 
 def test_hash_sources_were_reviewed() -> None:

@@ -339,6 +339,26 @@ def test_pooling_of_all_tokens_is_refused(pooling: str, is_refused: bool) -> Non
     assert (engine.prevents_reuse() is not None) is is_refused
 
 
+def test_processes_that_schedule_alone_are_refused() -> None:
+    """Each would wait for reports of workers that only another one gets."""
+    cache = Cache(CASES["full attention"], 1)
+    parallel = cache.vllm_config.parallel_config
+    parallel.distributed_executor_backend, parallel.world_size = "external_launcher", 2
+    with (
+        providing_engine(EngineContext(cache.vllm_config, cache.config)),
+        pytest.raises(ConfigError, match="external_launcher is supported for one process only"),
+    ):
+        KVTierOffloadingSpec(cache.spec.config)
+
+
+def test_workers_with_other_memory_are_refused() -> None:
+    """Their parts of a chunk would be zeros in every tier."""
+    cache = Cache(CASES["full attention"], 1)
+    with pytest.raises(ConfigError, match=r"workers \[0\] of the engine do not share its memory"):
+        cache.spec.get_manager()
+    cache.connector.shutdown()
+
+
 def test_late_loads_are_refused() -> None:
     cache = Cache(CASES["latent attention"], 1)
     sparse = replace(cache.config, hisparse_host_num_blocks=8)

@@ -69,13 +69,16 @@ def test_with_sliding_windows(launcher: Launcher, tmp_path: Path) -> None:
 def test_judged_group(
     case: Case, judged: int | None, window_chunks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = Cache(case, 2).spec
+    cache = Cache(case, 2)
+    cache.register()
+    spec = cache.spec
     spec._settings = spec._settings.model_copy(update={"load_gate": "latency"})
     manager: Any = spec.get_manager()
     try:
         assert manager._core.shared.gate.window_chunks == window_chunks
         assert (None if manager._steps is None else manager._steps._group) == judged
     finally:
+        cache.connector.shutdown()
         manager.shutdown()
     assert ("load_gate 'latency' has no effect" in caplog.text) is (judged is None)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_bench.engine.compared import EngineError
 from tests.integration.conftest import LLAMA, in_full
 from tests.integration.harness import (
     OUTPUT_TOKENS,
@@ -135,6 +136,8 @@ MLA_MODEL = ("DeepseekV2Config", "DeepseekV2ForCausalLM", MLA)
 
 LATENT_BLOCK_TOKENS = 16  # which vLLM insists on for latent attention on the CPU
 ROOM: dict[str, Any] = {"num_gpu_blocks_override": 200}
+RECOMPUTING = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
+PARTS_OF_BLOCKS: dict[str, Any] = {"max_num_batched_tokens": 32, "prefix_match_unit": 32}
 
 
 def _settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
@@ -169,6 +172,8 @@ def run_all(launcher: Launcher, model: Path, settings: dict[str, Any], **argumen
     arguments = {**ROOM, **arguments}
     with launcher.start(model, **arguments) as engine:
         expected = [engine.generate(one, one)[1] for one in PROMPTS]
+    if "prefix_match_unit" in arguments:
+        arguments["kv_transfer_config"] = RECOMPUTING
     with launcher.start(model, settings, **arguments) as engine:
         engine.generate(*PROMPTS)
         engine.generate(*OTHERS, *OTHERS)
@@ -225,7 +230,7 @@ def test_hit_equals_engines_own(
     ("model", "arguments"),
     [
         (FALCON_H1_MODEL, {"max_num_batched_tokens": 64}),
-        (FALCON_H1_MODEL, {"max_num_batched_tokens": 32, "prefix_match_unit": 32}),
+        (FALCON_H1_MODEL, PARTS_OF_BLOCKS),
         (ZAMBA2_MODEL, {"max_num_batched_tokens": 32}),
         (QWEN3_NEXT_MODEL, {"dtype": "bfloat16"}),
         (LFM2_MODEL, {}),
@@ -252,6 +257,29 @@ def test_state_hit_equals_engines_own(
         if "prefix_match_unit" in arguments
         else restarted == seen.loaded["cpu"]
     )
+
+
+@pytest.mark.full
+def test_bounds_within_parts_of_blocks(launcher: Launcher, tmp_path: Path) -> None:
+    """vLLM's connector ends the engine if a client's bound lies before the part of a block."""
+    if vllm_release() < (0, 32):
+        pytest.skip("vLLM before 0.32 has no convolution of this kind for the CPU")
+    directory = launcher.make_model(tmp_path / "model", *FALCON_H1_MODEL)
+    arguments = {**ROOM, **PARTS_OF_BLOCKS, "enable_prefix_caching": True}
+    asked = prompt(1, 360)
+    with pytest.raises(EngineError, match="use KVTierConnector"):
+        launcher.start(directory, _settings(tmp_path), **arguments)
+    with launcher.start(
+        directory, _settings(tmp_path), kv_transfer_config=RECOMPUTING, **arguments
+    ) as engine:
+        expected = engine.generate(asked, kv_transfer_params={"max_offload_tokens": 0})
+        assert engine.settled().value("kvtier_stored_chunks") == 0
+        assert engine.generate(prompt(2, 360), kv_transfer_params={"max_offload_tokens": 300})
+        assert engine.generate(prompt(3, 360))
+        stored = engine.settled().value("kvtier_stored_chunks")
+        engine.reset(connector=False)
+        assert engine.served(asked) == (expected, {})
+    assert stored
 
 
 @pytest.mark.full

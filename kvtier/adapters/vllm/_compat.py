@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
@@ -167,6 +168,12 @@ class EngineContext:
         return int(self.vllm_config.parallel_config.nnodes_within_dp)
 
     @property
+    def schedules_alone(self) -> bool:
+        """Whether this engine has workers of other processes, and each has a scheduler (torchrun)."""
+        parallel = self.vllm_config.parallel_config
+        return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+
+    @property
     def steps_ahead(self) -> int:
         """Steps scheduled before the first of them has ended, itself included."""
         return int(self.vllm_config.max_concurrent_batches)
@@ -214,18 +221,22 @@ class EngineContext:
 
         connector.bind_gpu_block_pool = guard
 
-    def ended_early(self, req_id: str) -> bool:
-        """Return whether a request has ended before all the tokens whose KV vLLM then offers were computed.
+    def why_not_stored(self, req_id: str) -> str | None:
+        """Return why a request's keys may not name the KV of its blocks; None if they do.
 
-        vLLM counts the tokens of an aborted request. For one that it ends with an error, it takes the prompt
-        as computed (0.31 to 0.33).
+        The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
+        that share tokens. vLLM takes the prompt of a request as computed if it ends it with an error; it
+        counts the tokens of an aborted one (0.31 to 0.33).
         """
         scheduler = getattr(self.connector, "connector_scheduler", None)
-        state = None if scheduler is None else scheduler._req_status.get(req_id)
-        if state is None or not state.req.is_finished():
-            return False
-        request = state.req
-        return bool(request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1))
+        if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
+            return None
+        request: Request = state.req
+        places = [feature.mm_position for feature in request.mm_features]
+        if any(one.offset + one.length > other.offset for one, other in pairwise(places)):
+            return "media"
+        offered = max(request.num_prompt_tokens, request.num_tokens - 1)
+        return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
 
     def prevents_reuse(self) -> str | None:
         """Return why a prefix's KV may not be reused, if so. vLLM turns off its prefix cache then.

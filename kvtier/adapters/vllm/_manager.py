@@ -105,7 +105,7 @@ class KVTierManager(OffloadingManager):
         names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
         is_blind: whether vLLM's connector is not told of all new owners of blocks.
         has_blocks: whether requests, or the prefix cache, have blocks on the device.
-        ended_early: whether a request has ended before all the tokens that vLLM offers were computed.
+        why_not_stored: why a request's keys may not name the KV of its blocks; see ``EngineContext``.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class KVTierManager(OffloadingManager):
         names_resumed: bool = False,
         is_blind: bool = False,
         has_blocks: Callable[[], bool] = lambda: False,
-        ended_early: Callable[[str], bool] = lambda _: False,
+        why_not_stored: Callable[[str], str | None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -168,7 +168,7 @@ class KVTierManager(OffloadingManager):
         self._is_blind = is_blind
         self._flushing: list[_Flushing] = []
         self._has_blocks = has_blocks
-        self._ended_early = ended_early
+        self._why_not_stored = why_not_stored
         self._has_old_blocks = False  # the device may hold KV from before the last reset, until the next one
         self._closed = False
 
@@ -307,7 +307,7 @@ class KVTierManager(OffloadingManager):
         """See vLLM. If room is short a prefix is accepted. Without room the answer is None: not now.
 
         Nothing is stored while blocks may hold what they do not say: after a reset that left blocks on the
-        device, of a request that has ended early, and see ``no_store``.
+        device, and see ``why_not_stored`` and ``no_store``.
         """
         if self._events:  # the first slots, say
             self._driver.on_events(self._events)
@@ -316,7 +316,7 @@ class KVTierManager(OffloadingManager):
             self._core.scheduled(request)
         refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
         refusal = refusal or (None if request is None else request.no_store)
-        if refusal := refusal or ("ended_early" if self._ended_early(req_context.req_id) else None):
+        if refusal := refusal or self._why_not_stored(req_context.req_id):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             # An empty answer: vLLM does not offer the chunks again.
             return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])

@@ -10,7 +10,8 @@ and tell a decode engine how long and where to wait for chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 # First: it refuses a vLLM that is too old and may lack the next imports.
@@ -40,6 +41,9 @@ from kvtier.adapters.vllm._telemetry.events import ChunkEvents
 from kvtier.adapters.vllm._worker import KVTierWorker
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.errors import ConfigError
+
+_State = tuple[int, int, int]
+"""A state that vLLM hands over to be stored: its group, its block, and the tokens before it."""
 
 
 class KVTierConnector(OffloadingConnector):
@@ -147,10 +151,13 @@ class KVTierConnector(OffloadingConnector):
         noted = self.scheduler._current_batch_allocated_block_ids
         for _, groups, _ in yield_req_data(scheduler_output):
             noted.update(block_id for group in groups or () for block_id in group if block_id)
+        state = scheduler_output.kv_connector_block_state
+        handed_over = {} if state is None else self._storable(state.boundary_state_offloads)
+        if state is not None:
+            state = replace(state, boundary_state_offloads=handed_over)
+            scheduler_output = replace(scheduler_output, kv_connector_block_state=state)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
-        state = scheduler_output.kv_connector_block_state
-        handed_over = {} if state is None else state.boundary_state_offloads
         for job in metadata.store_jobs.values():
             if not self._names_right_blocks(job, {block for _, block, _ in handed_over.get(job.req_id, ())}):
                 nothing = [0] * len(job.src_spec.group_sizes)
@@ -185,6 +192,18 @@ class KVTierConnector(OffloadingConnector):
         done = super().reset_cache()
         scheduler._current_batch_jobs_to_flush |= flushed
         return done
+
+    def _storable(self, states: Mapping[str, Sequence[_State]]) -> dict[str, list[_State]]:
+        """Return the states that requests allow to be stored.
+
+        vLLM's connector ends the engine if a part of a block lies behind a client's ``max_offload_tokens``.
+        """
+        found = {}
+        for req_id, entries in states.items():
+            status = self.scheduler._req_status.get(req_id)
+            bound = None if status is None else status.max_offload_tokens
+            found[req_id] = [entry for entry in entries if bound is None or entry[2] <= bound]
+        return found
 
     def _names_right_blocks(self, job: TransferJob, handed_over: set[int]) -> bool:
         """Return whether a store names blocks of its request, or states that vLLM handed over."""

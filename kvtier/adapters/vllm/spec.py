@@ -80,7 +80,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = engine_context()
-        groups = self._engine.kv_cache_config.kv_cache_groups
         self._is_blind = _has_neighbours() and not self._engine.sees_blocks
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
@@ -88,10 +87,22 @@ class KVTierOffloadingSpec(OffloadingSpec):
         # vLLM's own connector announces parts of chunks, and no salts.
         self_describing = self._settings.self_describing_kv_events and self._engine.sees_blocks
         self.kv_events_config = OffloadingKVEventsConfig(config.enable_kv_cache_events, self_describing)
+        self._refuse_unsupported()
+        self._shape = slot_shape(config, self._engine)
+        self._manager: KVTierManager | None = None
+        self._worker: KVTierWorker | None = None
+
+    def _refuse_unsupported(self) -> None:
+        """Raise ConfigError for an engine that could give wrong tokens, hang or end."""
         if self._engine.nodes > 1:
             raise ConfigError(
                 f"the engine's workers are on {self._engine.nodes} nodes, which do not share memory: "
                 "kvtier needs all workers of an engine on one node"
+            )
+        if self._engine.schedules_alone:
+            raise ConfigError(
+                "external_launcher is supported for one process only: each process schedules for itself, and "
+                'learns of its own worker\'s copies alone. Set distributed_executor_backend to "mp"'
             )
         if self._engine.kv_cache_config.hisparse_host_num_blocks is not None:
             raise ConfigError(
@@ -105,14 +116,22 @@ class KVTierOffloadingSpec(OffloadingSpec):
             )
         if (why := self._engine.prevents_reuse()) is not None:
             raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
-        if len(config.groups) != len(groups) and not self._engine.sees_blocks:
+        if not self._engine.sees_blocks:
+            self._refuse_plain_connector()
+
+    def _refuse_plain_connector(self) -> None:
+        groups, tokens_per_hash = self.config.groups, self.config.cache.tokens_per_hash
+        if len(groups) != len(self._engine.kv_cache_config.kv_cache_groups):
             raise ConfigError(
                 "the model has KV cache groups that vLLM does not offload, such as ring buffers. "
                 "OffloadingConnector loads without them, for wrong tokens: use KVTierConnector in its place"
             )
-        self._shape = slot_shape(config, self._engine)
-        self._manager: KVTierManager | None = None
-        self._worker: KVTierWorker | None = None
+        has_states = any(self._engine.keeps_states(group.group_id) for group in groups)
+        if has_states and {group.tokens_per_block > tokens_per_hash for group in groups} == {True}:
+            raise ConfigError(
+                "prefix_match_unit is smaller than a block. With OffloadingConnector, a client's "
+                "max_offload_tokens can end the engine: use KVTierConnector in its place"
+            )
 
     def get_manager(self) -> OffloadingManager:
         """See vLLM: called in the scheduler's process."""
@@ -144,7 +163,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         tiers = make_tiers(self._settings)
         slot_checksums = self._slot_checksums(region)
-        status_table = StatusTable(self._reports(region), region.slots, self.config.parallel.world_size)
+        status_table = self._status_table(region)
         identity = self._identity(tiers, status_table)
         if self._settings.keep_host_memory_s:
             core.adopt(region.trailers, adopted_slots(region.trailers, identity))
@@ -167,13 +186,24 @@ class KVTierOffloadingSpec(OffloadingSpec):
             names_resumed=self._engine.vllm_config.use_v2_model_runner,
             is_blind=self._is_blind,
             has_blocks=self._engine.has_blocks,
-            ended_early=self._engine.ended_early,
+            why_not_stored=self._engine.why_not_stored,
             drain_s=self._settings.drain_on_shutdown_s,
             on_reset=end_copies,
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
         )
+
+    def _status_table(self, region: Region) -> StatusTable:
+        """Return the reports of the workers, which vLLM makes first; ConfigError if one has other memory."""
+        table = StatusTable(self._reports(region), region.slots, self.config.parallel.world_size)
+        if table.missing:
+            region.close()
+            raise ConfigError(
+                f"workers {table.missing} of the engine do not share its memory, as on another node of a Ray "
+                "cluster: kvtier needs all workers of an engine on one node"
+            )
+        return table
 
     def _warn_of_plain_connector(self) -> None:
         if self._is_blind:
@@ -248,6 +278,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         row = WorkerStatus(self._reports(region), region.slots, parallel.rank)
         row[StatusField.NODE] = 0 if engine.node is None else engine.node + 1
         row[StatusField.PAGES] = page_format(self.config, self._engine)
+        row[StatusField.OPENED] = 1
         blocks_per_chunk, flushes_late = self.config.cache.blocks_per_chunk, self._engine.flushes_late
         return KVTierWorker(
             engine, region, row, blocks_per_chunk, groups, flushes_late=flushes_late, state_groups=states
