@@ -32,7 +32,7 @@ class StateError(KVTierError):
 
 
 class TransferError(KVTierError):
-    """A copy between device and primary tier failed, and so did its retry."""
+    """A copy between device and primary tier failed, and so did its retry; or a reset overtook a load."""
 
 
 class DeviceLostError(TransferError):

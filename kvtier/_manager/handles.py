@@ -6,10 +6,11 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 
+from kvtier._core.states import ChunkState
 from kvtier._core.transfers import Pinned
 from kvtier._manager.device_copies import DeviceCopies
 from kvtier._memory.region import Region
-from kvtier.errors import StateError
+from kvtier.errors import StateError, TransferError
 from kvtier.keys import OffloadKey
 
 
@@ -59,7 +60,10 @@ class Acquired(_Lent):
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The chunks' bytes, read-only. Valid inside the ``acquire`` block; StateError after it."""
+        """The chunks' bytes, read-only. Valid inside the ``acquire`` block; StateError after it.
+
+        They stay the same across a reset: the caller must not use them then.
+        """
         return tuple(self._region.view(slot).toreadonly() for slot in self._slots)
 
     async def load(self, blocks: Sequence[int]) -> None:
@@ -70,15 +74,25 @@ class Acquired(_Lent):
 
         Raises:
             StateError: the ``acquire`` block has ended, or belongs to another event loop.
-            TransferError: the device copy failed.
+            TransferError: the device copy failed, or a reset came before its end.
             TypeError, ValueError: ``blocks`` is wrong, or does not fit ``keys``.
         """
         slots = self._slots
+        self._require_visible()
         self._users += 1
         try:
             await self._copies.load(self.keys, slots, blocks)
+            self._require_visible()
         finally:
             self._end_use()
+
+    def _require_visible(self) -> None:
+        """Raise TransferError if a chunk was dropped since it was found: its bytes may be of old weights."""
+        if any(chunk.state is not ChunkState.READY for chunk in self._pinned.chunks):
+            raise TransferError(
+                f"a load of {len(self.keys)} chunks is void: a reset or an audit has dropped them meanwhile; "
+                "compute their blocks"
+            )
 
     def _give_back(self) -> None:
         super()._give_back()

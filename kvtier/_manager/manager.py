@@ -183,8 +183,8 @@ class TieringManager:
             The number of chunks loaded. The blocks of the others are unchanged.
 
         Raises:
-            TransferError: the device copy failed; the blocks' contents are undefined. After DeviceStuckError
-                the copy may even continue.
+            TransferError: the device copy failed, or a reset came before its end; the blocks' contents are
+                undefined. After DeviceStuckError the copy may even continue.
             TypeError, ValueError: ``keys`` or ``blocks`` is wrong, or they do not fit each other.
         """
         keys = self._checks.keys(keys)

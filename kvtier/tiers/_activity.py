@@ -7,6 +7,8 @@ import anyio
 from kvtier.tiers._base import Usage
 from kvtier.tiers._supervisor import AnyTier
 
+_MOST_BYTES = 2**63 - 1  # a message has no room for more
+
 
 class ConcurrencyLimit:
     """Limits the commands of one kind that run at once. A command waits for its turn when it enters."""
@@ -45,9 +47,9 @@ def puts_at_once(max_concurrency: int) -> int:
 
 
 def usage_of(tier: AnyTier) -> Usage | None:
-    """Return a tier's usage as Python integers: a tier may return negative ones, or numpy's or pydantic's."""
+    """Return a tier's usage as integers that the tier process can send, whatever numbers the tier returns."""
     usage = tier.usage()
     if usage is None:
         return None
-    used, capacity = usage.used_bytes, usage.capacity_bytes
-    return Usage(*(None if nbytes is None else max(0, int(nbytes)) for nbytes in (used, capacity)))
+    numbers = usage.used_bytes, usage.capacity_bytes
+    return Usage(*(None if it is None else min(max(0, int(it)), _MOST_BYTES) for it in numbers))

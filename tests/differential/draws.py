@@ -16,12 +16,15 @@ LIVES_OF_A_CASE, LIVES_OF_A_MODEL = 4, 24
 
 _MOST_REQUESTS = 1000  # of a life
 _MOST_DRAWS = 20
+_KEPT_S = 60.0  # longer than an engine takes to start again
 
 
 def draw(seed: int) -> Life:
     """Draw a life that should load chunks. Equal seeds draw equal lives."""
     model = draw_model(Random(f"model {seed // LIVES_OF_A_MODEL}"))
     case = draw_case(Random(f"case {seed // LIVES_OF_A_CASE}"), model)
+    if Random(f"keeping {seed // LIVES_OF_A_CASE}").random() < 0.3:
+        case = replace(case, settings={**case.settings, "keep_host_memory_s": _KEPT_S})
     chance = Random(f"life {seed}")
     lives = [draw_life(chance, case, seed % LIVES_OF_A_CASE)]
     while len(lives) < _MOST_DRAWS and not Plan(lives[-1]).is_fit:
@@ -141,6 +144,7 @@ def features(case: Case) -> Mapping[str, Any]:
         "no prefix caching": not given.get("enable_prefix_caching", True),
         "prompts in several steps": case.longest > given.get("max_num_batched_tokens", 2048),
         "store_threshold": given.get("store_threshold"),
+        "kept memory": given.get("keep_host_memory_s"),
         "two ranks": case.ranks == 2,
         # Not drawn: on the CPU their answers depend on how vLLM cuts a prompt into steps.
         **dict.fromkeys(("MLA", "states (Mamba)"), False),
@@ -267,6 +271,8 @@ class Drawer:
         asks = tuple(self.ask() for _ in range(chance.choice([1, 1, 2, 3, 5])))
         before = ["", "", "", "settle", "forget", "forget", "reset"]
         before += ["restart", "kill"] * self.happens("restart")
+        if "keep_host_memory_s" in self._case.settings:  # nothing is kept across a reset
+            before = ["", "", "settle", "forget", "restart", "kill", "kill"]
         # vLLM refuses to reset while a transport gives.
         resets = ((chance.randrange(12), chance.choice(["device", "all", "preempt"])),)
         return Round(

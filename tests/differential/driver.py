@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
@@ -48,12 +49,13 @@ class Request:
             self._engine.abort_request([self._id], internal=True)
             self.end = "aborted"
 
-    def hear(self, output: Any) -> None:
+    def hear(self, output: Any, weights: int) -> None:
         """Keep an output; send the next input of a session after the answer to the last one."""
         said, turn = output.outputs[0], self.turns[self._turn]
         if self.cached is None:
             self.cached = output.num_cached_tokens
         turn["said"] += said.token_ids
+        turn["weights"] += [weights] * len(said.token_ids)
         turn["logprobs"] += [
             of_one[token].logprob for token, of_one in zip(said.token_ids, said.logprobs or (), strict=False)
         ]
@@ -69,7 +71,7 @@ class Request:
 
     def _put(self, name: str) -> None:
         prompt, say = self._inputs.pop(0)
-        self.turns.append({"said": [], "logprobs": []})
+        self.turns.append({"said": [], "logprobs": [], "weights": []})
         request = self._request(name, prompt, say, resumable=self._is_session)
         if not self._id:
             self._engine.input_processor.assign_request_id(request)
@@ -127,17 +129,22 @@ def _adapter(order: dict[str, Any]) -> Any:
     return LoRARequest(f"adapter-{order['adapter']}", order["adapter"], order["adapter_path"])
 
 
-def play(llm: Any, orders: list[dict[str, Any]], resets: list[list[Any]]) -> dict[str, Any]:
+def play(
+    llm: Any, orders: list[dict[str, Any]], resets: list[list[Any]], weights: int, new: list[int]
+) -> dict[str, Any]:
     """Run requests concurrently until all have ended.
 
     Args:
         llm: the engine.
         orders: of each request; see ``Request``. Each comes in its step ``at``.
         resets: steps and kinds of resets.
+        weights: that the model has. See ``reweigh``.
+        new: weights that it gets with the resets, one after the other. One that vLLM does not make changes
+            none.
 
     Returns:
-        ``heard``: of each request its ``turns`` with the tokens ``said`` and their ``logprobs``, the
-        ``end``, and how many tokens of its prompt were ``cached``.
+        ``heard``: of each request its ``turns`` with the tokens ``said``, their ``logprobs`` and the
+        ``weights``, the ``end``, and how many tokens of its prompt were ``cached``. ``weights``: the last.
     """
     engine = llm.llm_engine
     requests = [Request(engine, order) for order in orders]
@@ -153,18 +160,40 @@ def play(llm: Any, orders: list[dict[str, Any]], resets: list[list[Any]]) -> dic
                 request.abort()
         for what in [what for at, what in resets if at == step]:
             try:
-                engine.reset_prefix_cache(what == "preempt", reset_connector=what != "device")
+                is_done = engine.reset_prefix_cache(what == "preempt", reset_connector=what != "device")
+                if is_done and what != "device":
+                    weights = new.pop(0)
+                    reweigh(llm, weights)
             except RuntimeError:  # vLLM refuses while a preempted request is being loaded
                 resets.append([step + 1, what])
         if not waiting and not engine.has_unfinished_requests():
             break
         for output in engine.step():
-            running[output.request_id][1].hear(output)
+            running[output.request_id][1].hear(output, weights)
             heard_s = time.monotonic()
         if time.monotonic() > heard_s + _PATIENCE_S:
             left = {name: one.turns for name, (_, one) in running.items() if one.end is None}
             raise TimeoutError(f"no answer within {_PATIENCE_S} s: {left}")
-    return {"heard": [{"turns": one.turns, "end": one.end, "cached": one.cached} for one in requests]}
+    heard = [{"turns": one.turns, "end": one.end, "cached": one.cached} for one in requests]
+    return {"heard": heard, "weights": weights}
+
+
+def reweigh(llm: Any, weights: int) -> dict[str, Any]:
+    """Give the model other weights, which follow from a number; with 0 those of its files."""
+    llm.collective_rpc(_reweigh, args=(weights,))
+    return {}
+
+
+def _reweigh(worker: Any, weights: int) -> None:
+    import torch
+
+    model = worker.get_model()
+    first = model.__dict__.setdefault("_first_weights", {})
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and "norm" in name:  # each rank has all of it, and no kernel a copy
+            original = first.setdefault(name, parameter.detach().clone())
+            noise = torch.sin(torch.arange(len(original)) * weights + zlib.crc32(name.encode()) % 97)
+            parameter.data.copy_(original + 0.3 * noise * bool(weights))
 
 
 def score(llm: Any, orders: list[dict[str, Any]]) -> dict[str, Any]:

@@ -49,6 +49,11 @@ MUTATIONS = (
         (("if self._stores or self._loads:", "if False:"),),
     ),
     Mutation(
+        "reset_hides_no_chunk",
+        f"{_MANAGER}.reset_cache",
+        (("self._driver.reset()", "pass"),),
+    ),
+    Mutation(
         "request_is_never_closed",
         f"{_MANAGER}.on_request_finished",
         (("self._core.close(request, self._clock())", "pass"),),

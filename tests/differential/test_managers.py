@@ -17,6 +17,7 @@ FOUND = (
     "answers_in_the_wrong_order",
     "failed_get_lands",
     "reset_does_not_reach_tiers",
+    "load_that_a_reset_overtakes_counts",
     "reset_forgets_stores_under_way",
     "load_not_pinned",
     "load_released_twice",

@@ -51,12 +51,14 @@ class Said:
         text: all tokens before.
         tokens: the answer.
         logprobs: the engine's own.
+        weights: of the model at each token, by their numbers: each reset gives it new ones.
     """
 
     ask: Ask
     text: Tokens
     tokens: Tokens
     logprobs: Sequence[float]
+    weights: Sequence[int]
 
 
 class Stage:
@@ -118,11 +120,11 @@ class Stage:
             slots = engine.settled().value("kvtier_slots")
             misplace_chunks(engine)
             engine.call(**_FORGET)
-            heard = _play(engine, [self.order(ask, [one]) for ask, one in zip(asks, prompts, strict=True)])
+            orders = [self.order(ask, [one]) for ask, one in zip(asks, prompts, strict=True)]
+            heard = _play(engine, orders)["heard"]
             nbytes = engine.last.value("kvtier_tier_capacity_bytes", tier="cpu") / slots / 32
         said = [
-            Said(ask, prompt, one["turns"][0]["said"], one["turns"][0]["logprobs"])
-            for ask, prompt, one in zip(asks, prompts, heard, strict=True)
+            _said(ask, prompt, one["turns"][0]) for ask, prompt, one in zip(asks, prompts, heard, strict=True)
         ]
         right = [one for one in said if not self.wrong([one])]
         if right:
@@ -178,16 +180,22 @@ class Stage:
     def wrong(self, said: Iterable[Said]) -> list[str]:
         """Return in words which answers the model would not give."""
         said = [one for one in said if one.tokens]
-        keys = [(one.ask.adapter, len(one.text), *one.text, *one.tokens) for one in said]
-        new = {key: one for key, one in zip(keys, said, strict=True) if key not in self._scores}
+        for weights in sorted({number for one in said for number in one.weights}):
+            self._score([one for one in said if weights in one.weights], weights)
+        scores = [{number: self._scores[_key(one, number)] for number in one.weights} for one in said]
+        return list(filter(None, map(_wrong, said, scores)))
+
+    def _score(self, said: Sequence[Said], weights: int) -> None:
+        """Have the judge score answers, with these weights."""
+        new = {key: one for one in said if (key := _key(one, weights)) not in self._scores}
         orders = [
             {"text": one.text + one.tokens, "start": len(one.text), **self._adapter(one.ask)}
             for one in new.values()
         ]
         if orders:
+            self._judge.call("reweigh", module=DRIVER, weights=weights)
             answer = self._judge.call("score", module=DRIVER, orders=orders)
             self._scores.update(zip(new, answer["scores"], strict=True))
-        return list(filter(None, map(_wrong, said, [self._scores[key] for key in keys])))
 
     def _adapter(self, ask: Ask) -> dict[str, Any]:
         return {"adapter": ask.adapter, "adapter_path": str(adapter(self.directory, ask.adapter))}
@@ -203,8 +211,17 @@ class Stage:
         }
 
 
-def _wrong(said: Said, scores: Sequence[Sequence[float]]) -> str:
-    for place, (mine, (its, best)) in enumerate(zip(said.logprobs, scores, strict=False)):
+def _key(said: Said, weights: int) -> tuple[int, ...]:
+    return (weights, said.ask.adapter, len(said.text), *said.text, *said.tokens)
+
+
+def _said(ask: Ask, text: Tokens, turn: Mapping[str, Any]) -> Said:
+    return Said(ask, text, turn["said"], turn["logprobs"], turn["weights"])
+
+
+def _wrong(said: Said, scores: Mapping[int, Sequence[Sequence[float]]]) -> str:
+    for place, (mine, weights) in enumerate(zip(said.logprobs, said.weights, strict=False)):
+        its, best = scores[weights][place]
         if its < best - TOLERANCE or abs(mine - its) > TOLERANCE:
             return (
                 f"request {said.ask.name}: token {place} behind {len(said.text)} tokens has logprob "
@@ -230,6 +247,8 @@ class Run:
         self._loaded: dict[int, Counter[str]] = {}
         self._texts: dict[int, Tokens] = {}
         self._routers: dict[int, Router] = {}
+        self._weights: Counter[int] = Counter()  # of each engine's model
+        self._new_weights = itertools.count(1)
 
     def end(self) -> None:
         """Kill what still runs, and remove its files."""
@@ -263,8 +282,9 @@ class Run:
             engine.settled()
             if each.before != "settle":
                 engine.call(**_FORGET)
-            if each.before == "reset":
-                engine.call("reset", connector=True)
+            if each.before == "reset" and engine.call("reset", connector=True)["done"]:
+                self._weights[engine.pid] = weights = next(self._new_weights)
+                engine.call("reweigh", module=DRIVER, weights=weights)
         self._ask(engine, each.asks, each.resets)
 
     def _ask(self, engine: Engine, asks: Sequence[Ask], resets: Sequence[Any] = ()) -> list[int]:
@@ -274,13 +294,15 @@ class Run:
             before = [] if ask.after is None else self._texts[ask.after][: ask.keep]
             first = self._texts[ask.name] = before + tokens_of(ask.pieces)
             orders.append(self._stage.order(ask, [first, *(tokens_of(text) for text, _ in ask.more)]))
-        heard = _play(engine, orders, resets)
+        new = [next(self._new_weights) for _ in resets]
+        answer = _play(engine, orders, resets, self._weights[engine.pid], new)
+        self._weights[engine.pid], heard = answer["weights"], answer["heard"]
         for ask, order, one in zip(asks, orders, heard, strict=True):
             text: Tokens = []
             for (given, _), turn in zip(order["inputs"], one["turns"], strict=False):
                 # A session keeps of an answer all but the last token, which was not computed.
                 text = text[: len(text) - bool(text)] + given
-                self.said.append(Said(ask, text, turn["said"], turn["logprobs"]))
+                self.said.append(_said(ask, text, turn))
                 text = text + turn["said"]
             self._texts[ask.name] = text
         return [one["cached"] or 0 for one in heard]
@@ -393,7 +415,11 @@ def tokens_of(pieces: Iterable[Piece]) -> Tokens:
     return [token for seed, tokens in pieces for token in make_prompt(seed, tokens)]
 
 
-def _play(engine: Engine, orders: Sequence[Any], resets: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    answer = engine.call("play", module=DRIVER, orders=orders, resets=resets)
-    heard: list[dict[str, Any]] = answer["heard"]
-    return heard
+def _play(
+    engine: Engine,
+    orders: Sequence[Any],
+    resets: Sequence[Any] = (),
+    weights: int = 0,
+    new: Sequence[int] = (),
+) -> dict[str, Any]:
+    return engine.call("play", module=DRIVER, orders=orders, resets=resets, weights=weights, new=new)

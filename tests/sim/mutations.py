@@ -61,6 +61,11 @@ MUTATIONS = (
         (("[key for key in keys if key in adopted]", "[]"),),
     ),
     Mutation(
+        "load_that_a_reset_overtakes_counts",
+        "kvtier._manager.handles:Acquired._require_visible",
+        (("is not ChunkState.READY", "is ChunkState.ABSENT"),),
+    ),
+    Mutation(
         "epoch_not_checked",
         "kvtier.tiers._runner:TierRunner._require_usable",
         (("if epoch is not self.supervisor.epoch:", "if False:"),),

@@ -397,6 +397,35 @@ async def test_reset_ends_lookup() -> None:
         it.check()
 
 
+async def test_load_across_reset_is_void() -> None:
+    gate = Gate()
+    gate.opened.set()
+    async with opened(dummy(), copy=gate) as it:
+        keys = prompt(1, 4)
+        await it.store(keys)
+        gate.close()
+        load = asyncio.ensure_future(it.manager.load(keys, range(60, 64)))
+        await gate.begun()
+        await it.manager.reset()
+        gate.opened.set()
+        with pytest.raises(TransferError, match="a reset or an audit has dropped them"):
+            await load
+        await it.check_idle()
+
+
+async def test_acquired_chunks_are_not_loaded_after_reset() -> None:
+    async with opened() as it:
+        keys = prompt(1, 4)
+        await it.store(keys)
+        it.device.clear(range(60, 64))
+        async with it.manager.acquire(keys) as acquired:
+            await it.manager.reset()
+            with pytest.raises(TransferError, match="a reset or an audit has dropped them"):
+                await acquired.load(range(60, 64))
+        assert it.device.is_clear(range(60, 64))
+        await it.check_idle()
+
+
 # --- opening and closing -------------------------------------------------------------------------
 
 

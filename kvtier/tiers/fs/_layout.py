@@ -53,11 +53,23 @@ _EPOCH: Final = re.compile(rb"(0|[1-9][0-9]{0,14})(?: ([0-9a-f]{8}))?\n")
 _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9]{0,14}))?")
 _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
 _MAX_SMALL_BYTES: Final = 1 << 20
+_MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 def is_shared(root_fd: int) -> bool:
     """Return whether the root's group shares it: its mode has the set-group-id bit and g+w."""
     return os.fstat(root_fd).st_mode & _SHARED == _SHARED
+
+
+def file_system_of(fd: int) -> str:
+    """Return the type of an open file's file system; "" if it is unknown. OSError."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_text(errors="replace").splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == number:
+            return kind.split()[0]
+    return ""
 
 
 def make_folder(root_fd: int, path: str) -> None:

@@ -37,6 +37,10 @@ _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
 _DURABILITY: Final = {"none": Flag.NONE, "data": Flag.SYNC_DATA, "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY}
+_OUTLIVING_READS: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p"})
+"""File systems whose direct reads do not hold up the end of a killed process. A late answer of the server
+would overwrite the chunk that has the slot by then."""
+
 _EPOCHS_APART: Final = 2**24
 _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
@@ -305,12 +309,14 @@ class OpenNamespace:
                 where = self._config.root_dir
                 raise TierError(
                     f"tier {self._context.name}: direct_io is 'always', and {where} has none "
-                    f"({error.strerror}); use 'auto'"
+                    f"({error.strerror}): use 'auto'"
                 ) from error
             return False
         return True
 
     def _try_direct(self) -> None:
+        if (kind := layout.file_system_of(self.root_fd)) in _OUTLIVING_READS:
+            raise OSError(errno.EOPNOTSUPP, f"on {kind} a direct read can outlive its process")
         if self.read_only is not None:
             path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
         else:

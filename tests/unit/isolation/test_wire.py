@@ -31,6 +31,8 @@ from kvtier._isolation import wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.wire import Frames, WireError
 from kvtier.keys import OffloadKey
+from kvtier.tiers._activity import TierActivity, usage_of
+from kvtier.tiers._base import Usage
 from kvtier_testing.dummy import DummyConfig, DummyTier
 
 numbers = st.integers(0, 2**63 - 1)
@@ -198,6 +200,17 @@ def test_subclasses_become_plain() -> None:
     assert isinstance(activity, wire.Activity)
     assert (put.reasons, activity.usage) == ({"full": 1}, (5, 7))
     assert {type(nbytes) for nbytes in activity.usage or ()} == {int}
+
+
+def test_any_usage_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DummyTier(DummyConfig())
+    monkeypatch.setattr(tier, "usage", lambda: Usage(-1, 2**64))
+    activity = TierActivity(1)
+    activity.usage = usage_of(tier)
+    (frame,) = Frames().feed(wire.pack([wire.activity_of(0, activity)]))
+    (got,) = wire.unpack(wire.REPORTS, frame)
+    assert isinstance(got, wire.Activity)
+    assert got.usage == (0, 2**63 - 1)
 
 
 def test_command_ends_once(decoder: MessageDecoder) -> None:

@@ -22,7 +22,7 @@ DEFAULT_SHARE: Final = 0.8
 DEFAULT_FREE: Final = "16%"  # above the 10 and 15 % at which the kubelet evicts pods by default
 LOWERED_EVERY_S: Final = 5.0
 PROBED_EVERY_S: Final = 60.0
-MAX_STORED: Final = 10**15  # of stored numbers; lifetime sums may be a thousand times as much
+MAX_STORED: Final = 10**18  # of stored numbers, those of the whole file system too; sums may be larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class FileSystem:
     free: int
 
 
-_Sum = Annotated[int, Meta(ge=0, lt=10**18)]
+_Sum = Annotated[int, Meta(ge=0, lt=2**63 - 1)]
 _Bytes = Annotated[int, Meta(ge=0, lt=MAX_STORED)]
 
 

@@ -180,6 +180,23 @@ async def test_missing_direct_io_is_refused(world, monkeypatch):
     assert tier.statistics().direct_io is False
 
 
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "9p"])
+async def test_no_read_outlives_its_process(world, monkeypatch, tmp_path, kind):
+    """A server that answers late would overwrite the chunk that has the slot by then."""
+    device = os.stat(world.root.parent).st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "23 1 0:1 / /other rw - ext4 /dev/sda rw\n"
+        f"24 1 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {kind} server:/export rw,vers=4.2\n"
+    )
+    monkeypatch.setattr(layout, "_MOUNTS", mounts)
+    tier = await world.open(direct_io="auto")
+    assert tier.statistics().direct_io is False
+    await tier.aclose()
+    with pytest.raises(TierError, match=f"on {kind} a direct read can outlive its process"):
+        await world.open(direct_io="always")
+
+
 # -------------------------------------------------------------------------------------- epochs
 
 

@@ -214,6 +214,20 @@ def test_plenty_asks_nothing():
     assert 0 < asked < 20
 
 
+def test_bound_holds_on_petabytes(tmp_path):
+    disk = Disk(used=30 * 10**15, free=70 * 10**15)
+    root_fd = os.open(tmp_path, os.O_RDONLY)
+    disk.ledger = ledger.SharedLedger(root_fd, disk.look)
+    space = disk.space(max_bytes=1000)
+    space.count(lambda: 0)
+    assert put(disk, space, 5) == (5, Result.MAX_BYTES)
+    assert put(disk, space, 9) == (5, Result.MAX_BYTES)
+    space.refresh()
+    assert space.used_bytes == 1000
+    disk.ledger.close()
+    os.close(root_fd)
+
+
 def test_refused_leases_nothing_ahead():
     """Else others would take it to be writing, and evict for it again and again."""
     disk = Disk(free=10**9)

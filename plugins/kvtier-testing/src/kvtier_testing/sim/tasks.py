@@ -244,8 +244,8 @@ class ManagerProcess(Process):
             await self._store(keys)
 
     async def _load(self, keys: Sequence[OffloadKey]) -> int:
-        """Load chunks, and check their bytes."""
-        began_s, oldest = self._world.now_s, self._world.weights
+        """Load chunks, and check that their bytes are of the weights that the engine has now."""
+        began_s = self._world.now_s
         blocks = self._blocks(len(keys))
         try:
             count = await self._manager.load(keys, blocks)
@@ -253,7 +253,8 @@ class ManagerProcess(Process):
             return 0
         longest_s = self._scenario.limits.request_deadline_s + self._scenario.copy_s
         self._require_within(began_s, longest_s, "a load")
-        self._require_content(keys[:count], [self._engine.blocks[block] for block in blocks[:count]], oldest)
+        got = [self._engine.blocks[block] for block in blocks[:count]]
+        self._require_content(keys[:count], got, self._world.weights)
         self._world.seen["chunks loaded"] += count
         return count
 
