@@ -385,7 +385,7 @@ class Engine(Channel):
     @property
     def regions(self) -> set[Path]:
         """The files of primary tiers that its processes have mapped."""
-        return {path for path in self._shared_memory() if path.name.startswith("kvtier_")}
+        return {path for path in self._shared_memory() if _is_region(path)}
 
     @property
     def processes(self) -> list[int]:
@@ -399,7 +399,7 @@ class Engine(Channel):
         return found[0] if found else None
 
     def _shared_memory_of_vllm(self) -> set[Path]:
-        return self._shared_memory() - self.regions
+        return {path for path in self._shared_memory() if not _is_region(path)}
 
     def _shared_memory(self) -> set[Path]:
         return {path for pid in self.processes for path in _shared_memory(pid)}
@@ -472,6 +472,10 @@ def _session(leader: int) -> list[int]:
                 if int(session) == leader and state not in "ZX":
                     found.append(int(folder.name))
     return found
+
+
+def _is_region(path: Path) -> bool:
+    return path.name.startswith("kvtier_")
 
 
 def _shared_memory(pid: int) -> Iterator[Path]:
