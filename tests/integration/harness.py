@@ -207,6 +207,7 @@ class Launcher:
             if prepare is not None:
                 engine.call(**prepare)
             engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
+            engine.remember_leftovers()
         except BaseException:
             engine.kill()
             raise
@@ -284,6 +285,7 @@ class Engine(Channel):
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.pid = pid
         self._pidfd: int | None = os.pidfd_open(pid)
+        self._leftovers: set[Path] = set()
         super().__init__(channel, log)
 
     def write_stacks(self) -> None:
@@ -398,8 +400,9 @@ class Engine(Channel):
         assert len(found) <= 1, found
         return found[0] if found else None
 
-    def _shared_memory_of_vllm(self) -> set[Path]:
-        return {path for path in self._shared_memory() if not _is_region(path)}
+    def remember_leftovers(self) -> None:
+        """Note the files in shared memory that vLLM leaves behind if the engine is killed."""
+        self._leftovers |= {path for path in self._shared_memory() if not _is_region(path)}
 
     def _shared_memory(self) -> set[Path]:
         return {path for pid in self.processes for path in _shared_memory(pid)}
@@ -410,25 +413,24 @@ class Engine(Channel):
         """Stop the engine in an orderly way and wait for the end of its process."""
         if self._pidfd is None:
             return
-        leftovers = self._shared_memory_of_vllm()
+        self.remember_leftovers()
         try:
             self.ask("stop")
             self.hang_up()
             self._wait_for_end(ANSWER_S)
         finally:
             self.kill()
-            _remove(leftovers)
 
     def kill(self) -> None:
         """Kill every process of the engine with SIGKILL and wait for their end."""
         if self._pidfd is None:
             return
-        leftovers = self._shared_memory_of_vllm()
+        self.remember_leftovers()
         for pid in self.processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._wait_for_end(ANSWER_S)
-        _remove(leftovers)
+        _remove(self._leftovers)
         os.close(self._pidfd)
         self._pidfd = None
         self.hang_up()
@@ -479,12 +481,13 @@ def _is_region(path: Path) -> bool:
 
 
 def _shared_memory(pid: int) -> Iterator[Path]:
-    """Yield the files in shared memory that a process has mapped."""
+    """Yield the files in shared memory that a process has mapped, by the names that they have now."""
     with suppress(OSError):
+        names = {os.stat(path).st_ino: path for path in SHARED_MEMORY.iterdir()}
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             path = Path("/" + line.partition("/")[2])
             if path.parent == SHARED_MEMORY:
-                yield path
+                yield names.get(int(line.split()[4]), path)
 
 
 def _remove(files: Iterable[Path]) -> None:
