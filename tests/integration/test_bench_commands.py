@@ -106,6 +106,18 @@ def test_losses_while_reading() -> None:
     assert all(0 < row["gb_s"] < 0.3 and row["tier_s_per_gb"] > 0 for row in read)
 
 
+def test_restart() -> None:
+    report = measure("restart", "--model", "tiny", "--rounds", "1")
+    found = {row["way"]: row for row in report["FirstHit"]}
+    assert [found[way]["from_cache"] for way in ("kept memory", "files", "nothing")] == [
+        "5120 of 5120",
+        "5120 of 5120",
+        "0 of 5120",
+    ]
+    assert {row["wrong"] for row in found.values()} == {"0 of 4"}
+    assert all(row["tier_us"] > 0 and row["chunks"] == 64 for row in report["Keeping"])
+
+
 def test_hints(tmp_path: Path) -> None:
     report = run(tmp_path, "hints", "--conversations", "4", "--agents", "4", "--tokens-per-chunk", "16")
     returning = {(row["way"], row["of"]): row for row in report["Returning"]}

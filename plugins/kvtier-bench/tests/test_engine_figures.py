@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engine import demo, fleet, hints, serving
+from kvtier_bench.engine import demo, fleet, hints, restart, serving
 from kvtier_bench.engine.compared import PLAIN, Sample
 from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
@@ -26,6 +26,16 @@ def test_second_engine_compared_per_round() -> None:
     files, redis, computed, device = fleet.table(answers)
     assert (files.ratio, redis.ratio, computed.ratio, device.ratio) == (1.0, 3.0, 7.5, 0.375)
     assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
+
+
+def test_kept_memory_compares_in_pairs() -> None:
+    def one(wall_s: float, cpu_s: float, tier_s: float) -> Sample:
+        return Sample(wall_s, counts={"cpu_s": cpu_s, "tier_s": tier_s, "chunks": 100})
+
+    without = [one(1.0, 2.0, 0.0), one(4.0, 8.0, 0.0), one(2.0, 4.0, 0.0)]
+    row = restart.compare("none", without, [one(2.0, 3.0, 0.02), one(5.0, 9.0, 0.02), one(2.0, 4.0, 0.02)])
+    assert (row.lost_percent, row.low, row.high) == pytest.approx((20.0, 0.0, 50.0))
+    assert (row.tier_us, row.core_percent, row.cpu_percent) == pytest.approx((200.0, 1.0, 12.5))
 
 
 def test_losses_compare_with_neighbours() -> None:

@@ -29,6 +29,7 @@ from kvtier_bench.engine.compared import (
     engine_arguments,
 )
 from kvtier_bench.engine.server import free_port
+from kvtier_bench.machine import family, processor_s
 
 KVTIER, NATIVE, LMCACHE = "kvtier", "vLLM native", "LMCache"
 SYSTEMS = (KVTIER, NATIVE, LMCACHE)
@@ -224,7 +225,7 @@ class System:
             return self._server.pid
         if self.engine is None:
             return None
-        found = [pid for pid in _family(self.engine.pid) if "kvtier._isolation" in _command(pid)]
+        found = [pid for pid in family(self.engine.pid) if "kvtier._isolation" in _command(pid)]
         return found[0] if found else None
 
     def restart_cache(self) -> None:
@@ -241,7 +242,7 @@ class System:
 
     def cpu_s(self) -> float:
         """Processor time that the processes that run now have taken, in seconds."""
-        return sum(map(_cpu_s, self.processes()))
+        return sum(map(processor_s, self.processes()))
 
     def memory_mib(self) -> float:
         """Return the memory of all processes in MiB. Shared memory counts once."""
@@ -254,7 +255,7 @@ class System:
         """Return all processes."""
         roots = [self.engine.pid] if self.engine else []
         roots += [self._server.pid] if self._server else []
-        return [pid for root in roots for pid in _family(root)]
+        return [pid for root in roots for pid in family(root)]
 
     def _state(self) -> list[tuple[Path, int, int]]:
         found = []
@@ -333,16 +334,6 @@ def _answers(port: int) -> bool:
     return False
 
 
-def _family(root: int) -> list[int]:
-    """Return a process and its descendants."""
-    found = [root]
-    for pid in found:
-        with suppress(OSError):
-            for task in Path("/proc", str(pid), "task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found
-
-
 def _command(pid: int) -> str:
     with suppress(OSError):
         return Path("/proc", str(pid), "cmdline").read_text()
@@ -356,10 +347,3 @@ def _figure(pid: int, file: str, name: str) -> int:
             if line.startswith(name):
                 return int(line.split()[1])
     return 0
-
-
-def _cpu_s(pid: int) -> float:
-    with suppress(OSError):
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime and stime: proc(5)
-    return 0.0
