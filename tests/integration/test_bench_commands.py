@@ -141,6 +141,8 @@ def test_versus_without_lmcache(tmp_path: Path) -> None:
             row = found[measure, system]
             assert (row["n"], row["from_cache"]) == (1, "3840 of 3840")  # of the round that counts
             assert row["value"] > 0
+        restarted = found["TTFT first hit of a restarted engine, ms", system]
+        assert (restarted["n"], restarted["from_cache"]) == (1, "1280 of 1280")
         assert found["until ready, s", system]["n"] == 2
         for measure in ("nothing reused, s", "nothing reused, processor s"):
             row = found[measure, system]

@@ -9,10 +9,11 @@ from pathlib import Path
 from statistics import median
 
 from kvtier_bench.engine.compared import PLAIN, EngineError, make_prompt, say, spread_of_median
-from kvtier_bench.engine.versus.systems import KVTIER, SYSTEMS, NotRun, System
+from kvtier_bench.engine.versus.systems import KEEP_S, KVTIER, NO_MORE_S, SYSTEMS, NotRun, System
 from kvtier_bench.machine import drop_from_page_cache
 
 COLD, HOST, STORAGE = "TTFT cold, ms", "TTFT host hit, ms", "TTFT storage hit, ms"
+RESTARTED = "TTFT first hit of a restarted engine, ms"
 CONVOY, CONVOY_TTFT = "convoy from storage, s", "convoy from storage, TTFT ms"
 UNSEEN, READY, WRITTEN = "nothing reused, s", "until ready, s", "bytes written per byte served"
 UNSEEN_CPU, CONVOY_CPU = "nothing reused, processor s", "convoy from storage, processor s"
@@ -68,7 +69,7 @@ class Work:
     @property
     def stored_tokens(self) -> int:
         """Tokens that each system stores, in the round that does not count too."""
-        singles = 2 * self.prompts * self.single_tokens  # "storage" and "cold"
+        singles = 3 * self.prompts * self.single_tokens  # "storage", "cold" and "restarted"
         convoy = self.convoy * (self.batch_tokens + TAIL_TOKENS + OUTPUT_TOKENS)
         return (self.rounds + 1) * (singles + convoy + self.batch * (self.batch_tokens + BATCH_OUTPUT))
 
@@ -111,6 +112,10 @@ class Speeds:
             system.stop()
             if served := self._served[name]:
                 self._note(WRITTEN, name, system.bytes_written() / (served * token_bytes))
+        self._systems.pop(PLAIN, None)
+        self._turns(self._restart)
+        for system in self._systems.values():
+            system.stop()
         return [*table(self._found, self._cached), *self._not_run]
 
     def _warm_up(self) -> None:
@@ -183,6 +188,17 @@ class Speeds:
             self._note(CONVOY, system.name, answer["wall_s"])
             self._note(CONVOY_CPU, system.name, system.cpu_s() - before_s)
             self._note(CONVOY_TTFT, system.name, median(answer["ttft_s"]) * 1e3)
+
+    def _restart(self, system: System, number: int) -> None:
+        """Start an engine again, without its cache's process, on what the one before has left."""
+        system.keep_s = KEEP_S if number + 1 < self._work.rounds else NO_MORE_S
+        drop_from_page_cache(system.files)
+        system.start(self._model)
+        if number >= 0:
+            self._first_tokens(RESTARTED, system, self._work.single("restarted", number - 1)[:1], number)
+        system.ask(self._work.single("restarted", number), 1, together=False)
+        system.await_stores()
+        system.stop_engine()
 
     def _first_tokens(
         self, measure: str, system: System, prompts: Sequence[Sequence[int]], number: int
