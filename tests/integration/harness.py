@@ -207,7 +207,6 @@ class Launcher:
             if prepare is not None:
                 engine.call(**prepare)
             engine.ask("start", start_s, arguments=_arguments(model, extra_config, arguments))
-            engine.remember_leftovers()
         except BaseException:
             engine.kill()
             raise
@@ -285,7 +284,6 @@ class Engine(Channel):
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.pid = pid
         self._pidfd: int | None = os.pidfd_open(pid)
-        self._leftovers: set[Path] = set()
         super().__init__(channel, log)
 
     def write_stacks(self) -> None:
@@ -387,7 +385,7 @@ class Engine(Channel):
     @property
     def regions(self) -> set[Path]:
         """The files of primary tiers that its processes have mapped."""
-        return {path for path in self._shared_memory() if _is_region(path)}
+        return {path for path in self._shared_memory() if is_region(path)}
 
     @property
     def processes(self) -> list[int]:
@@ -400,12 +398,8 @@ class Engine(Channel):
         assert len(found) <= 1, found
         return found[0] if found else None
 
-    def remember_leftovers(self) -> None:
-        """Note the files in shared memory that vLLM leaves behind if the engine is killed."""
-        self._leftovers |= {path for path in self._shared_memory() if not _is_region(path)}
-
     def _shared_memory(self) -> set[Path]:
-        return {path for pid in self.processes for path in _shared_memory(pid)}
+        return {path for pid in self.processes for path in shared_memory(pid)}
 
     # --- ending ----------------------------------------------------------------------------------
 
@@ -413,24 +407,25 @@ class Engine(Channel):
         """Stop the engine in an orderly way and wait for the end of its process."""
         if self._pidfd is None:
             return
-        self.remember_leftovers()
+        leftovers = self._shared_memory()
         try:
             self.ask("stop")
             self.hang_up()
             self._wait_for_end(ANSWER_S)
         finally:
             self.kill()
+            remove_leftovers(leftovers)
 
     def kill(self) -> None:
         """Kill every process of the engine with SIGKILL and wait for their end."""
         if self._pidfd is None:
             return
-        self.remember_leftovers()
+        leftovers = self._shared_memory()
         for pid in self.processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._wait_for_end(ANSWER_S)
-        _remove(self._leftovers)
+        remove_leftovers(leftovers)
         os.close(self._pidfd)
         self._pidfd = None
         self.hang_up()
@@ -476,11 +471,12 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _is_region(path: Path) -> bool:
+def is_region(path: Path) -> bool:
+    """Return whether a file in shared memory is a primary tier."""
     return path.name.startswith("kvtier_")
 
 
-def _shared_memory(pid: int) -> Iterator[Path]:
+def shared_memory(pid: int) -> Iterator[Path]:
     """Yield the files in shared memory that a process has mapped, by the names that they have now."""
     with suppress(OSError):
         names = {os.stat(path).st_ino: path for path in SHARED_MEMORY.iterdir()}
@@ -490,9 +486,11 @@ def _shared_memory(pid: int) -> Iterator[Path]:
                 yield names.get(int(line.split()[4]), path)
 
 
-def _remove(files: Iterable[Path]) -> None:
+def remove_leftovers(files: Iterable[Path]) -> None:
+    """Remove files in shared memory, except primary tiers."""
     for file in files:
-        file.unlink(missing_ok=True)
+        if not is_region(file):
+            file.unlink(missing_ok=True)
 
 
 def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import kvtier
 from tests.common import children
+from tests.integration.harness import remove_leftovers, shared_memory
 
 _OURS = str(Path(kvtier.__file__).parent)
 _MANAGER, _PROMOTIONS = (
@@ -102,6 +103,8 @@ def _kill(victim: str, engines: Collection[int]) -> None:
         GUARD: guards({own, *engines}),
         ALL: [*others, own],
     }
+    if victim not in (TIERS, GUARD):  # the engine ends, and what vLLM leaves is of no use
+        remove_leftovers({path for pid in (own, *others) for path in shared_memory(pid)})
     for pid in found[victim] or [own]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
