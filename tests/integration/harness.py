@@ -385,7 +385,7 @@ class Engine(Channel):
     @property
     def regions(self) -> set[Path]:
         """The files of primary tiers that its processes have mapped."""
-        return {path for path in self._shared_memory() if path.name.startswith("kvtier_")}
+        return {path for path in self._shared_memory() if is_region(path)}
 
     @property
     def processes(self) -> list[int]:
@@ -398,11 +398,8 @@ class Engine(Channel):
         assert len(found) <= 1, found
         return found[0] if found else None
 
-    def _shared_memory_of_vllm(self) -> set[Path]:
-        return self._shared_memory() - self.regions
-
     def _shared_memory(self) -> set[Path]:
-        return {path for pid in self.processes for path in _shared_memory(pid)}
+        return {path for pid in self.processes for path in shared_memory(pid)}
 
     # --- ending ----------------------------------------------------------------------------------
 
@@ -410,25 +407,25 @@ class Engine(Channel):
         """Stop the engine in an orderly way and wait for the end of its process."""
         if self._pidfd is None:
             return
-        leftovers = self._shared_memory_of_vllm()
+        leftovers = self._shared_memory()
         try:
             self.ask("stop")
             self.hang_up()
             self._wait_for_end(ANSWER_S)
         finally:
             self.kill()
-            _remove(leftovers)
+            remove_leftovers(leftovers)
 
     def kill(self) -> None:
         """Kill every process of the engine with SIGKILL and wait for their end."""
         if self._pidfd is None:
             return
-        leftovers = self._shared_memory_of_vllm()
+        leftovers = self._shared_memory()
         for pid in self.processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._wait_for_end(ANSWER_S)
-        _remove(leftovers)
+        remove_leftovers(leftovers)
         os.close(self._pidfd)
         self._pidfd = None
         self.hang_up()
@@ -474,18 +471,26 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _shared_memory(pid: int) -> Iterator[Path]:
-    """Yield the files in shared memory that a process has mapped."""
+def is_region(path: Path) -> bool:
+    """Return whether a file in shared memory is a primary tier."""
+    return path.name.startswith("kvtier_")
+
+
+def shared_memory(pid: int) -> Iterator[Path]:
+    """Yield the files in shared memory that a process has mapped, by the names that they have now."""
     with suppress(OSError):
+        names = {os.stat(path).st_ino: path for path in SHARED_MEMORY.iterdir()}
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             path = Path("/" + line.partition("/")[2])
             if path.parent == SHARED_MEMORY:
-                yield path
+                yield names.get(int(line.split()[4]), path)
 
 
-def _remove(files: Iterable[Path]) -> None:
+def remove_leftovers(files: Iterable[Path]) -> None:
+    """Remove files in shared memory, except primary tiers."""
     for file in files:
-        file.unlink(missing_ok=True)
+        if not is_region(file):
+            file.unlink(missing_ok=True)
 
 
 def _arguments(model: Path, extra_config: Config | None, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,18 @@ def test_losses_while_reading() -> None:
     assert all(0 < row["gb_s"] < 0.3 and row["tier_s_per_gb"] > 0 for row in read)
 
 
+def test_restart() -> None:
+    report = measure("restart", "--model", "tiny", "--rounds", "1")
+    found = {row["way"]: row for row in report["FirstHit"]}
+    assert [found[way]["from_cache"] for way in ("kept memory", "files", "nothing")] == [
+        "5120 of 5120",
+        "5120 of 5120",
+        "0 of 5120",
+    ]
+    assert {row["wrong"] for row in found.values()} == {"0 of 4"}
+    assert all(row["tier_us"] > 0 and row["chunks"] == 64 for row in report["Keeping"])
+
+
 def test_hints(tmp_path: Path) -> None:
     report = run(tmp_path, "hints", "--conversations", "4", "--agents", "4", "--tokens-per-chunk", "16")
     returning = {(row["way"], row["of"]): row for row in report["Returning"]}
@@ -130,6 +142,8 @@ def test_versus_without_lmcache(tmp_path: Path) -> None:
             assert (row["n"], row["from_cache"]) == (1, "3840 of 3840")  # of the round that counts
             assert row["value"] > 0
         assert found["hits with other tokens than computed", system]["value"] == 0
+        restarted = found["TTFT first hit of a restarted engine, ms", system]
+        assert (restarted["n"], restarted["from_cache"]) == (1, "1280 of 1280")
         assert found["until ready, s", system]["n"] == 2
         for measure in ("nothing reused, s", "nothing reused, processor s"):
             row = found[measure, system]

@@ -2,42 +2,85 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier import Identity
 from kvtier._build import adopted_slots
 from kvtier._core.slot_trailers import slot_trailers_bytes
+from kvtier._memory._locked_file import KEPT, KEPT_FOR, NOTE_BYTES
 from kvtier._memory.region import Region
 from kvtier.keys import pack_key
 from kvtier.tiers._seal import seal
 from kvtier_bench.engine.compared import EngineError
-from tests.common import wait_until
+from tests.common import wait_until, wait_while
+from tests.effort import effort
+from tests.integration import kills
 from tests.integration.conftest import Ask
-from tests.integration.harness import PROMPT_CHUNKS, TWO_RANKS, Engine, Launcher, prompt
+from tests.integration.harness import (
+    OUTPUT_TOKENS,
+    PROMPT_CHUNKS,
+    SHARED_MEMORY,
+    TWO_RANKS,
+    Engine,
+    Launcher,
+    Tokens,
+    prompt,
+)
 
-SHM = Path("/dev/shm")
 PROCESS = "kvtier_bench.engine.process"
 SETTINGS = {"cpu_bytes_to_use": "64MiB", "keep_host_memory_s": 600}
 
-
-def kept() -> list[Path]:
-    return [*SHM.glob("kvtier_*.kept")]
+Regions = Callable[[], list[Path]]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays() -> Iterator[None]:
-    yield
-    for path in kept():
+def owner_of(region: Path) -> str:
+    """Return the word for the engine in a region's note; "" if it is not to be kept."""
+    with region.open("rb") as file:
+        file.seek(-NOTE_BYTES, os.SEEK_END)
+        note = file.read().decode(errors="replace")
+    return note.removeprefix(KEPT_FOR).split(" ")[0] if note.startswith(KEPT_FOR) else ""
+
+
+@pytest.fixture(scope="module")
+def owner(launcher: Launcher, llama: Path) -> str:
+    """The word for the engines of these tests."""
+    with launcher.start(llama, SETTINGS | {"keep_host_memory_s": 0.1}) as engine:
+        (region,) = engine.regions
+        return owner_of(region)
+
+
+@pytest.fixture
+def regions(owner: str) -> Iterator[Regions]:
+    """Find the memory of these engines, kept or in use; at the end, remove it."""
+
+    def find() -> list[Path]:
+        return [path for path in SHARED_MEMORY.glob("kvtier_*") if _is_of(owner, path)]
+
+    yield find
+    for path in find():
         path.unlink()
+
+
+def _is_of(owner: str, region: Path) -> bool:
+    try:
+        return owner_of(region) == owner
+    except OSError:  # its guard renames it, or it is too short for a note
+        return False
+
+
+def is_kept(regions: Regions) -> bool:
+    return [path.name.endswith(KEPT) for path in regions()] == [True]
 
 
 @contextmanager
@@ -48,24 +91,26 @@ def started(launcher: Launcher, model: Path) -> Iterator[Engine]:
         yield engine
 
 
-def killed(engine: Engine) -> None:
+def killed(engine: Engine, regions: Regions) -> None:
     """Kill an engine that has stored everything, and wait until its guard keeps the memory."""
     engine.settled()
     engine.kill()
-    wait_until(lambda: len(kept()) == 1)
+    wait_until(lambda: is_kept(regions))
 
 
-def test_chunks_survive_a_killed_engine(launcher: Launcher, llama: Path, reference: Ask) -> None:
+def test_chunks_survive_a_killed_engine(
+    launcher: Launcher, llama: Path, reference: Ask, regions: Regions
+) -> None:
     prompts = [prompt(seed) for seed in (1, 2, 3)]
     with started(launcher, llama) as engine:
         assert engine.served(*prompts[:2]) == (reference(*prompts[:2]), {})
-        killed(engine)
+        killed(engine, regions)
     with started(launcher, llama) as engine:
-        assert not kept()
+        assert not is_kept(regions)
         again = engine.served(*prompts)
         engine.reset(connector=False)
         once_more = engine.served(*prompts)
-        killed(engine)
+        killed(engine, regions)
     assert again == (reference(*prompts), {"adopted": 2 * PROMPT_CHUNKS})
     assert once_more == (reference(*prompts), {"cpu": 3 * PROMPT_CHUNKS})
     with started(launcher, llama) as engine:  # the chunks of two engines
@@ -75,33 +120,14 @@ def test_chunks_survive_a_killed_engine(launcher: Launcher, llama: Path, referen
 
 
 @pytest.mark.full
-def test_engine_killed_at_any_moment(launcher: Launcher, llama: Path, reference: Ask) -> None:
-    generator, prompts, loaded = random.Random(3), [prompt(seed) for seed in range(1, 13)], 0
-    for _ in range(8):
-        with started(launcher, llama) as engine:
-            answers, found = engine.served(*prompts[:4])
-            assert answers == reference(*prompts[:4])
-            loaded += found.get("adopted", 0)
-            generator.shuffle(prompts)
-            killer = threading.Timer(generator.uniform(0.0, 2.0), os.kill, (engine.pid, signal.SIGKILL))
-            killer.start()
-            with suppress(EngineError):
-                engine.generate(*prompts, together=True)
-                engine.reset(connector=generator.random() < 0.2)
-                engine.generate(*prompts)
-            killer.join()
-            engine.kill()
-        wait_until(lambda: len(kept()) == 1)
-    assert loaded > 0
-
-
-@pytest.mark.full
-def test_both_ranks_find_their_parts(launcher: Launcher, llama: Path, reference: Ask) -> None:
+def test_both_ranks_find_their_parts(
+    launcher: Launcher, llama: Path, reference: Ask, regions: Regions
+) -> None:
     for expected in ({}, {"adopted": PROMPT_CHUNKS}):
         with launcher.start(llama, SETTINGS, **TWO_RANKS) as engine:
             engine.until_up("adopted")
             assert engine.served(prompt(1)) == (reference(prompt(1)), expected)
-            killed(engine)
+            killed(engine, regions)
 
 
 def test_chunks_of_another_identity_are_not_adopted() -> None:
@@ -118,15 +144,159 @@ def test_chunks_of_another_identity_are_not_adopted() -> None:
 
 
 def test_nothing_is_adopted_from_an_engine_that_was_reset(
-    launcher: Launcher, llama: Path, reference: Ask
+    launcher: Launcher, llama: Path, reference: Ask, regions: Regions
 ) -> None:
     """It may have had other weights since than those in the model's files."""
     with started(launcher, llama) as engine:
         engine.served(prompt(1))
         engine.reset()
         engine.served(prompt(2))
-        killed(engine)
+        killed(engine, regions)
     for expected in ({}, {"adopted": 2 * PROMPT_CHUNKS}):
         with started(launcher, llama) as engine:
             assert engine.served(prompt(1), prompt(2)) == (reference(prompt(1), prompt(2)), expected)
-            killed(engine)
+            killed(engine, regions)
+
+
+class Restarts:
+    """Engines that use the same memory one after the other. A process of each is killed at a drawn moment.
+
+    Args:
+        launcher: where they are started.
+        model: of all.
+        reference: the right answers.
+        regions: finds their memory.
+        chance: draws victims, moments and prompts.
+        settings: of kvtier.
+        arguments: of ``Launcher.start``.
+
+    Attributes:
+        counts: kills by victim and moment, and adopted chunks that were loaded.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        model: Path,
+        reference: Ask,
+        regions: Regions,
+        chance: random.Random,
+        settings: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._launcher, self._reference, self._regions = launcher, reference, regions
+        self._chance = chance
+        self._start = lambda prepare=None: launcher.start(model, settings, prepare=prepare, **arguments)
+        self._moments = [it for it in kills.LINES if it != "promotion" or "secondary_tiers" in settings]
+        self._victims = [kills.ENGINE, kills.TIERS, kills.GUARD, kills.ALL]
+        self._victims += [kills.WORKER] if arguments else []
+        self._first = len(launcher.engines)
+        self._prompts = (prompt(seed) for seed in itertools.count(chance.getrandbits(40)))
+        self._asked = [next(self._prompts) for _ in range(4)]  # the last ones first
+        self._whole: Sequence[Tokens] = ()  # those whose chunks were stored, so that the next engine has them
+        self._was_reset = True  # or has never run
+        self._inode: int | None = None  # of their memory
+        self._is_guarded = False  # else an engine of another test that starts removes it
+
+    def run(self, rounds: int) -> None:
+        """Kill so many engines, and end with one that stops in an orderly way."""
+        for _ in range(rounds):
+            self._restart()
+        with self._start() as engine:
+            self._check(engine)
+        wait_until(lambda: is_kept(self._regions))
+        self._regions()[0].unlink()
+        wait_while(lambda: self._regions() or kills.guards(self._pids))
+
+    @property
+    def _pids(self) -> list[int]:
+        return [engine.pid for engine in self._launcher.engines[self._first :]]
+
+    def _restart(self) -> None:
+        chance, moment = self._chance, self._chance.choice(self._moments)
+        arm: dict[str, Any] = {
+            "function": "arm",
+            "module": kills.__name__,
+            "moment": moment,
+            "line": int(exp(chance.uniform(0, log(kills.LINES[moment])))),
+            "delay_s": chance.choice([0.0, exp(chance.uniform(log(1e-4), log(2e-2)))]),
+            "victim": (victim := chance.choice(self._victims)),
+            "engines": self._pids,
+        }
+        is_late = moment != "adoption"
+        try:
+            with self._start(None if is_late else arm) as engine:
+                self._check(engine)
+                if is_late:
+                    engine.call(**arm)
+                self._use(engine, is_reset=moment == "reset" or chance.random() < 0.1)
+                engine.kill()
+        except EngineError:
+            if kills.KILLED not in self._launcher.engines[-1].log():
+                raise
+        was_hit = kills.KILLED in self._launcher.engines[-1].log()
+        self.counts[f"{victim} in {moment}" if was_hit else f"all after {moment}"] += 1
+        self._is_guarded = is_late and not (victim == kills.GUARD and was_hit)
+        if self._is_guarded and chance.random() < 0.5:  # else the next one starts at once
+            wait_until(lambda: is_kept(self._regions))
+
+    def _check(self, engine: Engine) -> None:
+        """Compare what is to be in the memory of the engine before."""
+        engine.until_up("adopted")
+        (inode,) = {path.stat().st_ino for path in self._regions()}
+        if inode != self._inode:
+            assert not self._is_guarded
+            self._inode, self._whole = inode, ()
+        answers, found = engine.served(*self._asked[:4])
+        assert answers == self._reference(*self._asked[:4])
+        assert found.get("adopted", 0) + found.get("cpu", 0) >= len(self._whole) * PROMPT_CHUNKS, found
+        assert not (self._was_reset and "adopted" in found), found
+        self._whole, self._was_reset = self._asked[:4], False
+        self.counts["adopted chunks"] += found.get("adopted", 0)
+        self.counts["engines that adopted"] += "adopted" in found
+
+    def _use(self, engine: Engine, *, is_reset: bool) -> None:
+        """Store, load, and reset where asked for. The engine may be killed meanwhile."""
+        new = [next(self._prompts) for _ in range(4)]
+        old = self._chance.sample(self._asked, 4)
+        self._asked = [*self._chance.sample([*self._whole, *new], 4), *self._asked][:40]
+        self._whole = [one for one in self._whole if one in self._asked[:4]]
+        for prompts in (new, [*old, *new]):
+            assert engine.generate(*prompts, together=True) == self._reference(*prompts)
+            engine.call("forget", module=PROCESS)
+        if is_reset:
+            self._whole, also = (), [next(self._prompts) for _ in range(2)]
+            order: dict[str, Any] = {"prompts": [*new, *also], "output_tokens": OUTPUT_TOKENS}
+            answer = engine.call("requests", **order, resets=[(self._chance.randrange(1, 4), True)])
+            assert answer["answers"] == self._reference(*new, *also)
+            self._was_reset = all(answer["were_reset"])
+
+
+def restart_often(restarts: Restarts, rounds: int) -> None:
+    try:
+        restarts.run(rounds)
+    finally:
+        print(*sorted(restarts.counts.items()), sep="\n")
+
+
+@pytest.mark.parametrize("seed", range(effort(1, 9)))
+def test_processes_killed_at_any_moment(
+    launcher: Launcher, llama: Path, reference: Ask, regions: Regions, tmp_path: Path, seed: int
+) -> None:
+    files = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+    settings = SETTINGS | {"cpu_bytes_to_use": "32MiB"} | (files if seed % 2 else {})
+    restarts = Restarts(launcher, llama, reference, regions, random.Random(seed), settings, {})
+    restart_often(restarts, effort(3, 20))
+    assert restarts.counts["adopted chunks"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_of_two_ranks_killed(
+    launcher: Launcher, llama: Path, reference: Ask, regions: Regions, seed: int
+) -> None:
+    restarts = Restarts(launcher, llama, reference, regions, random.Random(seed), SETTINGS, TWO_RANKS)
+    restart_often(restarts, 10)
+    assert restarts.counts["adopted chunks"] > 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections import Counter
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engine import demo, fleet, hints, serving
+from kvtier_bench.engine import demo, fleet, hints, restart, serving
 from kvtier_bench.engine.compared import PLAIN, Sample
 from kvtier_bench.engine.versus import faults, speed
+from kvtier_bench.engine.versus.run import interpreter
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
 
 
@@ -26,6 +28,16 @@ def test_second_engine_compared_per_round() -> None:
     files, redis, computed, device = fleet.table(answers)
     assert (files.ratio, redis.ratio, computed.ratio, device.ratio) == (1.0, 3.0, 7.5, 0.375)
     assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
+
+
+def test_kept_memory_compares_in_pairs() -> None:
+    def one(wall_s: float, cpu_s: float, tier_s: float) -> Sample:
+        return Sample(wall_s, counts={"cpu_s": cpu_s, "tier_s": tier_s, "chunks": 100})
+
+    without = [one(1.0, 2.0, 0.0), one(4.0, 8.0, 0.0), one(2.0, 4.0, 0.0)]
+    row = restart.compare("none", without, [one(2.0, 3.0, 0.02), one(5.0, 9.0, 0.02), one(2.0, 4.0, 0.02)])
+    assert (row.lost_percent, row.low, row.high) == pytest.approx((20.0, 0.0, 50.0))
+    assert (row.tier_us, row.core_percent, row.cpu_percent) == pytest.approx((200.0, 1.0, 12.5))
 
 
 def test_losses_compare_with_neighbours() -> None:
@@ -43,7 +55,7 @@ def test_losses_compare_with_neighbours() -> None:
 def test_stored_tokens_count_both_sides() -> None:
     work = speed.Work(rounds=2)
     prompts = [*work.single("storage", 0), *work.single("cold", 0), *work.together("unseen", 0)]
-    prompts += work.together("convoy", 0)
+    prompts += [*work.single("restarted", 0), *work.together("convoy", 0)]
     answers = work.batch * speed.BATCH_OUTPUT + work.convoy * (speed.TAIL_TOKENS + speed.OUTPUT_TOKENS)
     assert work.stored_tokens == 3 * (sum(map(len, prompts)) + answers)
 
@@ -105,6 +117,23 @@ def test_flipped_bit_gives_huge_number(tmp_path: Path) -> None:
     numbers = struct.unpack("<101f", path.read_bytes())
     assert len([number for number in numbers if number > 1e30]) == 1
     assert len([number for number in numbers if number == pytest.approx(0.1)]) == 100
+
+
+def test_each_chunk_of_host_memory_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "memory"
+    path.write_bytes(struct.pack("<300f", *[0.1] * 300) + bytes(100))
+    faults.flip_bits(path, 400)
+    memory = path.read_bytes()
+    chunks = [struct.unpack("<100f", memory[first : first + 400]) for first in (0, 400, 800)]
+    assert [len([number for number in chunk if number > 1e30]) for chunk in chunks] == [4, 4, 4]
+    assert memory[1200:] == bytes(100), "the table behind the chunks is whole"
+
+
+def test_interpreter_is_found_from_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert interpreter("./python") == str(tmp_path / "python"), "a link says which environment it is"
+    assert interpreter(None) == sys.executable
 
 
 def test_agents_come_back_after_pauses() -> None:

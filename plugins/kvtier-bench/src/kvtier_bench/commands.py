@@ -246,13 +246,20 @@ def restart(
         typer.Option(min=0.01, help="GiB of host memory, which has to be free; repeatable. [1]"),
     ] = None,
     chunk_bytes: ChunkBytesOption = None,
+    model: Annotated[
+        engines.Size | None,
+        typer.Option(help="Measure real engines with a model of this size instead; --gib is ignored."),
+    ] = None,
     rounds: RoundsOption = 3,
     as_json: JsonFlag = False,
 ) -> None:
-    """How soon host memory kept by `keep_host_memory_s` serves again, and what keeping it costs per chunk.
+    """How soon host memory kept by `keep_host_memory_s` serves again, and what keeping it costs.
 
     Example: kvtier bench restart --gib 4 --gib 12 --chunk-bytes 524288
     """
+    if model is not None:
+        figures.report(_lazy("engine.restart").run(model.value, rounds), as_json)
+        return
     sizes = chunk_bytes or [524288, 2097152]
     figures.report(_lazy("storage.restart").run(gib or [1.0], sizes, rounds), as_json)
 

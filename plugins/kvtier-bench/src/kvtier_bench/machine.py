@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import importlib_metadata
 
 from kvtier.errors import KVTierError
 
+_CPUCLOCK_SCHED = 2
 REMEDY: Final = "name a directory on a file system with more room, or make some there"
 
 
@@ -102,6 +104,26 @@ def drop_from_page_cache(folder: Path) -> None:
             with suppress(OSError), open(Path(parent, name), "rb") as file:
                 os.fdatasync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def family(root: int) -> list[int]:
+    """Return a process and its descendants."""
+    found = [root]
+    for pid in found:
+        with suppress(OSError):
+            for task in Path("/proc", str(pid), "task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process, ended threads included; 0 if it has ended.
+
+    This is Linux' clock of another process (clock_getcpuclockid): /proc counts in ticks of 10 ms.
+    """
+    with suppress(OSError):
+        return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+    return 0.0
 
 
 def _gib(nbytes: int) -> str:

@@ -101,7 +101,7 @@ class Engine:
     def start(self, order: Order) -> Answer:
         """Start the engine with the given arguments, and wait until its primary tier is complete.
 
-        On a GPU the arguments ``on_gpu`` replace others of the same name.
+        With ``at_once`` it does not wait. On a GPU the arguments ``on_gpu`` replace others of the same name.
         """
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -111,7 +111,8 @@ class Engine:
         if order["arguments"].get("pipeline_parallel_size", 1) > 1:
             # Later stages need buffers that the CPU's eager mode does not make by itself.
             self._llm.collective_rpc(_profile)
-        _wait_for_host_memory()
+        if not order.get("at_once"):
+            _wait_for_host_memory()
         return {}
 
     def generate(self, order: Order) -> Answer:

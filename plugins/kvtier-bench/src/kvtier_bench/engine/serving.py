@@ -29,7 +29,7 @@ from kvtier.tiers import _registry as registry
 from kvtier_bench.engine.compared import Engine, make_prompt, open_engines, say, spread_of_median
 from kvtier_bench.engine.fleet import CHUNK_TOKENS, NIXL, PROMPT_TOKENS
 from kvtier_bench.engine.server import free_port
-from kvtier_bench.machine import Machine, open_folder
+from kvtier_bench.machine import Machine, open_folder, processor_s
 from kvtier_bench.storage.movers import require_ok
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _DECODES, _DECODE_PROMPT, _DECODE_TOKENS = 4, 64, 128
 _BATCH, _IN_FLIGHT = 8, 2
 _SPACE = 512 * 2**20
 _CONNECTED_S, _POLL_S = 60.0, 0.05
-_CPUCLOCK_SCHED = 2
 
 
 @dataclass(frozen=True)
@@ -160,13 +159,13 @@ async def _decode(
 ) -> Stretch:
     """Have the engine decode, and read from it until it has ended."""
     prompts = [make_prompt(-1 - number, _DECODE_PROMPT) for number in range(_DECODES)]
-    before = [_processor_s(pid) for pid in pids]
+    before = [processor_s(pid) for pid in pids]
     answer = asyncio.ensure_future(
         asyncio.to_thread(engine.ask, "generate", prompts=prompts, output_tokens=_DECODE_TOKENS)
     )
     nbytes = await read(answer) if read else 0
     wall_s: float = (await answer)["wall_s"]
-    engine_s, tier_s = (_processor_s(pid) - used for pid, used in zip(pids, before, strict=True))
+    engine_s, tier_s = (processor_s(pid) - used for pid, used in zip(pids, before, strict=True))
     return Stretch(wall_s, engine_s, tier_s, nbytes / 1e9)
 
 
@@ -221,14 +220,6 @@ def table(found: Mapping[str, Sequence[Triple]]) -> list[Lost]:
 def _pin(pid: int, core: int) -> None:
     for task in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(task), {core})
-
-
-def _processor_s(pid: int) -> float:
-    """Return the processor time of a process, ended threads included.
-
-    This is Linux' clock of another process (clock_getcpuclockid): /proc counts in ticks of 10 ms.
-    """
-    return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
 
 
 # --- in the engine's process ---------------------------------------------------------------------

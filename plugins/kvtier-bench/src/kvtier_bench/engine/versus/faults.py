@@ -19,10 +19,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvtier_bench.engine.compared import PLAIN, EngineError, make_model, make_prompt, say
-from kvtier_bench.engine.versus.systems import NATIVE, NotRun, System
+from kvtier_bench.engine.versus.systems import KEEP_S, NATIVE, NO_MORE_S, NotRun, System
 from kvtier_bench.machine import drop_from_page_cache
 
 CONTROL, FLIPPED, CUT, ZEROED = "none (control)", "one bit flipped", "file cut in half", "second half zeros"
@@ -32,6 +32,7 @@ WEIGHTS, KILLED, STOPPED = (
     "SIGSTOP of the cache's process for 15 s",
 )
 PROCESS = (STOPPED, KILLED)
+HOST = "one bit flipped in kept host memory, engine restarted"
 FULL, TENSORS = "disk full", "two tensor-parallel sizes, one directory"
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 512, 16
 RUNS = 3  # of each fault of a process, which depends on what it meets
@@ -40,6 +41,7 @@ HANG_S, PATIENCE_S, PAUSE_S = 15.0, 60.0, 10.0
 DISK_MIB = 24
 _UNDER_WAY_S = 0.5  # a request that waits for a stopped process has come as far as it can
 _NEW_WEIGHTS = 7
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Faults:
 
     def run(self, names: Sequence[str]) -> Generator[Record]:
         """Yield what was found."""
-        self._refer((*_DAMAGED, *_OF_PROCESS, FULL, _BY_ONE, _BY_TWO), self._old)
+        self._refer((*_DAMAGED, *_OF_PROCESS, FULL, _BY_ONE, _BY_TWO, HOST), self._old)
         self._refer((WEIGHTS,), self._new)
         for name in names:
             self._replace_model(self._old)
@@ -164,6 +166,7 @@ class Faults:
                 system.stop()
             yield from self._fill_disk(name)
             yield from self._share_directory(name)
+            yield from self._damage_memory(name)
 
     def _attempt(
         self, system: System, fault: str, go: Callable[[System], Iterator[Record]]
@@ -324,6 +327,32 @@ class Faults:
             seen.append(self._ask(system, prompts))
         yield _outcome(TENSORS, system, seen)
 
+    def _damage_memory(self, name: str) -> Iterator[Record]:
+        if name == NATIVE:
+            yield NotRun(name, f"{HOST}: its host memory ends with the engine")
+            return
+        (folder := self._folder / "kept").mkdir(exist_ok=True)
+        system = self._make(name, folder)
+        system.keep_s = KEEP_S
+        self._replace_model(self._old)
+        try:
+            yield from self._attempt(system, HOST, self._restart_on_damage)
+        finally:
+            system.stop()
+
+    def _restart_on_damage(self, system: System) -> Iterator[Record]:
+        self._fill(system, HOST)
+        memory = system.kept_memory()
+        system.stop_engine()
+        deadline = time.monotonic() + PATIENCE_S
+        while memory is None or not memory.exists():
+            if memory is None or time.monotonic() > deadline:
+                raise EngineError("no host memory is kept")
+            time.sleep(_POLL_S)
+        flip_bits(memory, system.chunk_bytes)
+        system.keep_s = NO_MORE_S
+        yield _outcome(HOST, system, [self._ask(system, HOST)])
+
     def _overfill(self, folder: Path, system: System) -> Iterator[Record]:
         """Store more than a file system holds, and ask for the last of it after a restart."""
         for number in range(6):
@@ -373,10 +402,22 @@ def _first_line(error: Exception) -> str:
 def flip_a_bit(path: Path) -> None:
     """Flip the highest bit of the exponent of one number in the middle of a file."""
     with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 8 * 4 + 3)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 0x40]))
+        _flip(file, path.stat().st_size // 8 * 4)
+
+
+def flip_bits(path: Path, chunk_bytes: int) -> None:
+    """Do that with a number in each quarter of a chunk, in all whole chunks of a file."""
+    with path.open("r+b") as file:
+        chunks = path.stat().st_size // chunk_bytes
+        for at in range(chunk_bytes // 8, chunks * chunk_bytes, chunk_bytes // 4):
+            _flip(file, at // 4 * 4)
+
+
+def _flip(file: IO[bytes], number: int) -> None:
+    file.seek(number + 3)
+    byte = file.read(1)[0]
+    file.seek(number + 3)
+    file.write(bytes([byte ^ 0x40]))
 
 
 def _cut(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ def run(
         parts: the parts to measure.
     """
     records: list[Record] = []
-    pythons = {name: sys.executable for name in (PLAIN, *SYSTEMS)} | {LMCACHE: lmcache or sys.executable}
+    pythons = dict.fromkeys((PLAIN, *SYSTEMS), sys.executable) | {LMCACHE: interpreter(lmcache)}
     with open_folder(root) as files, open_folder(None) as logs:
         machine = Machine.here(files)
         records += _versions(pythons, machine, setting)
@@ -84,6 +85,14 @@ def run(
                     records.append(record)
         records = [_with_transfers(record, logs) for record in records]
         return [*records, setting, machine.again()]
+
+
+def interpreter(python: str | None) -> str:
+    """Return the absolute path of an interpreter, which may be a link into an environment; None for this one.
+
+    Engines run in other directories.
+    """
+    return sys.executable if python is None else str(Path(shutil.which(python) or python).absolute())
 
 
 def _with_transfers(record: Record, logs: Path) -> Record:

@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import median
 
 from kvtier_bench.engine.compared import PLAIN, EngineError, make_prompt, say, spread_of_median
-from kvtier_bench.engine.versus.systems import KVTIER, SYSTEMS, NotRun, System
+from kvtier_bench.engine.versus.systems import KEEP_S, KVTIER, NO_MORE_S, SYSTEMS, NotRun, System
 from kvtier_bench.machine import drop_from_page_cache
 
 COLD, HOST, STORAGE = "TTFT cold, ms", "TTFT host hit, ms", "TTFT storage hit, ms"
+RESTARTED = "TTFT first hit of a restarted engine, ms"
 CONVOY, CONVOY_TTFT = "convoy from storage, s", "convoy from storage, TTFT ms"
 UNSEEN, READY, WRITTEN = "nothing reused, s", "until ready, s", "bytes written per byte served"
 UNSEEN_CPU, CONVOY_CPU = "nothing reused, processor s", "convoy from storage, processor s"
@@ -70,7 +71,7 @@ class Work:
     @property
     def stored_tokens(self) -> int:
         """Tokens that each system stores, in the round that does not count too."""
-        singles = 2 * self.prompts * self.single_tokens  # "storage" and "cold"
+        singles = 3 * self.prompts * self.single_tokens  # "storage", "cold" and "restarted"
         convoy = self.convoy * (self.batch_tokens + TAIL_TOKENS + OUTPUT_TOKENS)
         return (self.rounds + 1) * (singles + convoy + self.batch * (self.batch_tokens + BATCH_OUTPUT))
 
@@ -90,7 +91,7 @@ class Speeds:
         self._found: Found = {}
         self._cached: dict[tuple[str, str], list[int]] = {}
         self._served = dict.fromkeys(self._systems, 0)
-        self._computed: dict[tuple[str, str, int], Sequence[Sequence[int]]] = {}  # answers
+        self._first_answers: dict[tuple[str | int, ...], list[int]] = {}  # by system and prompt
         self._wrong: Counter[str] = Counter()
         self._not_run: list[NotRun] = []
         self._random = random.Random(0)
@@ -113,10 +114,13 @@ class Speeds:
         for name, system in self._systems.items():
             self._note(MEMORY, name, system.memory_mib())
             system.stop()
-            if name != PLAIN:
-                self._note(WRONG, name, self._wrong[name])
             if served := self._served[name]:
                 self._note(WRITTEN, name, system.bytes_written() / (served * token_bytes))
+        self._systems.pop(PLAIN, None)
+        self._turns(self._restart)
+        for name, system in self._systems.items():
+            system.stop()
+            self._note(WRONG, name, self._wrong[name])
         return [*table(self._found, self._cached), *self._not_run]
 
     def _warm_up(self) -> None:
@@ -154,17 +158,17 @@ class Speeds:
     def _fill(self, system: System) -> None:
         say(f"filling the files of {system.name}")
         for number in range(-1, self._work.rounds):
-            answer = system.ask(self._work.single("storage", number), 1, together=False)
-            self._computed[system.name, "storage", number] = answer["answers"]
+            self._compute(system, self._work.single("storage", number))
             system.ask(self._work.together("convoy", number), 1)
             system.await_stores()
 
     def _before(self, system: System, number: int) -> None:
-        self._first_tokens(COLD, system, "cold", number)
+        prompts = self._work.single("cold", number)
+        self._first_tokens(COLD, system, prompts, number)
         system.await_stores()
         system.forget()
         if system.name != PLAIN:
-            self._first_tokens(HOST, system, "cold", number)
+            self._first_tokens(HOST, system, prompts, number)
         before_s = system.cpu_s()
         answer = system.ask(self._work.together("unseen", number), BATCH_OUTPUT)
         system.await_stores()
@@ -175,7 +179,7 @@ class Speeds:
     def _after(self, system: System, number: int) -> None:
         drop_from_page_cache(system.files)
         if system.name != PLAIN:
-            self._first_tokens(STORAGE, system, "storage", number)
+            self._first_tokens(STORAGE, system, self._work.single("storage", number), number)
         prefixes = self._work.together("convoy", number)
         prompts = [
             make_prompt(f"tail {number} {i}", len(prefix) + TAIL_TOKENS, prefix)
@@ -190,13 +194,35 @@ class Speeds:
             self._note(CONVOY_CPU, system.name, system.cpu_s() - before_s)
             self._note(CONVOY_TTFT, system.name, median(answer["ttft_s"]) * 1e3)
 
-    def _first_tokens(self, measure: str, system: System, kind: str, number: int) -> None:
-        """Ask for prompts one after the other, and compare the answers with those given before."""
-        prompts = self._work.single(kind, number)
+    def _restart(self, system: System, number: int) -> None:
+        """Start an engine again, without its cache's process, on what the one before has left."""
+        system.keep_s = KEEP_S if number + 1 < self._work.rounds else NO_MORE_S
+        drop_from_page_cache(system.files)
+        system.start(self._model)
+        if number >= 0:
+            self._first_tokens(RESTARTED, system, self._work.single("restarted", number - 1)[:1], number)
+        self._compute(system, self._work.single("restarted", number))
+        system.await_stores()
+        system.stop_engine()
+
+    def _compute(self, system: System, prompts: Sequence[Sequence[int]]) -> None:
+        """Have prompts computed, one after the other."""
+        answer = system.ask(prompts, 1, together=False)
+        self._compare(system, prompts, answer["answers"])
+
+    def _compare(
+        self, system: System, prompts: Sequence[Sequence[int]], answers: Sequence[list[int]]
+    ) -> None:
+        """Count answers that differ from the first ones to the same prompts."""
+        for prompt, answer in zip(prompts, answers, strict=True):
+            first = self._first_answers.setdefault((system.name, *prompt), answer)
+            self._wrong[system.name] += answer[: len(first)] != first
+
+    def _first_tokens(
+        self, measure: str, system: System, prompts: Sequence[Sequence[int]], number: int
+    ) -> None:
         answer = system.ask(prompts, OUTPUT_TOKENS, together=False)
-        computed = self._computed.setdefault((system.name, kind, number), answer["answers"])
-        pairs = zip(answer["answers"], computed, strict=True)
-        self._wrong[system.name] += sum(found[: len(first)] != first for found, first in pairs)
+        self._compare(system, prompts, answer["answers"])
         self._count(measure, system.name, answer["cached"], sum(map(len, prompts)), number)
         if number >= 0:
             self._note(measure, system.name, median(answer["ttft_s"]) * 1e3)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier._memory._locked_file import KEPT
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
     FOR_A_GPU,
@@ -29,6 +30,7 @@ from kvtier_bench.engine.compared import (
     engine_arguments,
 )
 from kvtier_bench.engine.server import free_port
+from kvtier_bench.machine import family, processor_s
 
 KVTIER, NATIVE, LMCACHE = "kvtier", "vLLM native", "LMCache"
 SYSTEMS = (KVTIER, NATIVE, LMCACHE)
@@ -37,6 +39,7 @@ _SETTLE_S = 60.0
 _STEADY_S = 0.5  # no file has changed for so long: everything is stored
 _POLL_S = 0.05
 SERVER_LOG = "lmcache-server.log"
+KEEP_S, NO_MORE_S = 300.0, 0.1
 AWAY_S = 15.0  # LMCache's engine notices within 10 s that its server is gone
 _SHARED_MEMORY = Path(f"/dev/shm/lmcache_l1_pool_kvtier-bench-{os.getpid()}")
 
@@ -97,6 +100,7 @@ class System:
     Attributes:
         ranks: tensor-parallel size of the engines started from now on.
         is_canonical: whether kvtier's engines share chunks with engines of other sizes.
+        keep_s: how long host memory of kvtier's engines stays when they end; LMCache's is its server's.
     """
 
     def __init__(self, name: str, setting: Setting, files: Path, logs: Path, python: str) -> None:
@@ -105,12 +109,18 @@ class System:
         self.engine: Engine | None = None
         self.ranks = 1
         self.is_canonical = False
+        self.keep_s = 0.0
         self.written = 0  # bytes, by processes that have ended
         self._setting = setting
         self._logs = logs
         self._python = python
         self._server: subprocess.Popen[bytes] | None = None
         self._ports = (0, 0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of KV cache of a chunk."""
+        return self._setting.chunk_tokens * self._setting.token_bytes
 
     def start(self, model: Path) -> float:
         """Start everything; return the seconds that it took.
@@ -142,10 +152,7 @@ class System:
     def stop(self) -> None:
         """Stop everything in an orderly way, or by force where that fails."""
         self.written += self._written()
-        if self.engine is not None:
-            with suppress(EngineError):
-                self.engine.ask("stop", 30.0)
-            self.kill_engine()
+        self.stop_engine()
         if self._server is not None:
             for number in (signal.SIGCONT, signal.SIGTERM):  # it may have been stopped
                 self._server.send_signal(number)
@@ -156,6 +163,13 @@ class System:
             self._server.wait()
             self._server = None
             _SHARED_MEMORY.unlink(missing_ok=True)
+
+    def stop_engine(self) -> None:
+        """Stop the engine alone in an orderly way, or by force where that fails."""
+        if self.engine is not None:
+            with suppress(EngineError):
+                self.engine.ask("stop", 30.0)
+            self.kill_engine()
 
     def kill_engine(self) -> None:
         """End the engine by force."""
@@ -215,7 +229,7 @@ class System:
 
     def chunks(self) -> dict[Path, int]:
         """Return the files that hold chunks, and their sizes: none is smaller than a tenth of a chunk."""
-        least = self._setting.chunk_tokens * self._setting.token_bytes // 10
+        least = self.chunk_bytes // 10
         return {path: size for path, size, _ in self._state() if size > least}
 
     def cache_process(self) -> int | None:
@@ -224,8 +238,17 @@ class System:
             return self._server.pid
         if self.engine is None:
             return None
-        found = [pid for pid in _family(self.engine.pid) if "kvtier._isolation" in _command(pid)]
+        found = [pid for pid in family(self.engine.pid) if "kvtier._isolation" in _command(pid)]
         return found[0] if found else None
+
+    def kept_memory(self) -> Path | None:
+        """Return the file of the host memory that outlives the engine, which runs; None if there is none."""
+        if self.name == LMCACHE:
+            return _SHARED_MEMORY
+        assert self.engine is not None
+        maps = Path("/proc", str(self.engine.pid), "maps").read_text()
+        found = re.search(r"/dev/shm/kvtier_\S+", maps) if self.keep_s else None
+        return Path(found[0] + KEPT) if found else None
 
     def restart_cache(self) -> None:
         """Do what a supervisor would when the cache's process has died: kvtier restarts its own itself."""
@@ -241,7 +264,7 @@ class System:
 
     def cpu_s(self) -> float:
         """Processor time that the processes that run now have taken, in seconds."""
-        return sum(map(_cpu_s, self.processes()))
+        return sum(map(processor_s, self.processes()))
 
     def memory_mib(self) -> float:
         """Return the memory of all processes in MiB. Shared memory counts once."""
@@ -254,7 +277,7 @@ class System:
         """Return all processes."""
         roots = [self.engine.pid] if self.engine else []
         roots += [self._server.pid] if self._server else []
-        return [pid for root in roots for pid in _family(root)]
+        return [pid for root in roots for pid in family(root)]
 
     def _state(self) -> list[tuple[Path, int, int]]:
         found = []
@@ -275,7 +298,7 @@ class System:
         }
         if self.name == KVTIER:
             own = {"spec_name": "KVTierOffloadingSpec", "canonical_layout": self.is_canonical}
-            return {**common, **own}
+            return {**common, **own, "keep_host_memory_s": self.keep_s}
         if self.name == NATIVE:
             module = "kvtier_bench.managers.vllm_tiering"
             return {**common, "spec_name": "NativeTieringSpec", "spec_module_path": module}
@@ -333,16 +356,6 @@ def _answers(port: int) -> bool:
     return False
 
 
-def _family(root: int) -> list[int]:
-    """Return a process and its descendants."""
-    found = [root]
-    for pid in found:
-        with suppress(OSError):
-            for task in Path("/proc", str(pid), "task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found
-
-
 def _command(pid: int) -> str:
     with suppress(OSError):
         return Path("/proc", str(pid), "cmdline").read_text()
@@ -356,10 +369,3 @@ def _figure(pid: int, file: str, name: str) -> int:
             if line.startswith(name):
                 return int(line.split()[1])
     return 0
-
-
-def _cpu_s(pid: int) -> float:
-    with suppress(OSError):
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime and stime: proc(5)
-    return 0.0
