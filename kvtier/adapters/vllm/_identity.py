@@ -53,11 +53,14 @@ def engine_identity(
     shape: SlotShape,
     settings: TieringConfig,
     page_formats: Iterable[int],
+    *,
+    received: Sequence[str] = (),
 ) -> Identity:
     """Return the identity of the KV cache of this engine.
 
     With canonical pages it equals a single worker's identity; otherwise it includes the parallel layout. If
     block hashes do not name all content, it is unique to this start. ``page_formats`` come from the workers.
+    ``received`` are connectors that bring what other engines have computed, with settings of their own.
     ConfigError if nothing distinguishes the weights or a setting from others of the same name.
     """
     vllm_config, namespace = engine.vllm_config, settings.namespace
@@ -74,6 +77,7 @@ def engine_identity(
             "hash": _hash(vllm_config, settings),
             "settings": canonical_settings(vllm_config, is_reviewed=is_reviewed()),
             "environment": relevant_environment(),
+            **({"received": list(received)} if received else {}),
         },
     )
 
