@@ -601,6 +601,29 @@ def test_version_that_prepares_media_counts(
     assert identity_of(config).digest != before
 
 
+def test_tokenizer_counts_where_models_compute_with_it(models: Callable[[str], Path], tmp_path: Path) -> None:
+    config = configure(models("llama"))
+    model = config.model_config
+
+    def kinds() -> int:
+        digests = set()
+        for text, mode in [("a", "hf"), ("a", "hf"), ("b", "hf"), ("b", "mistral")]:
+            (tmp_path / "tokenizer.json").write_text(text)
+            model.tokenizer, model.tokenizer_mode = str(tmp_path), mode
+            digests.add(identity_of(config).digest)
+        for model.tokenizer_revision in ("a" * 40, "b" * 40):
+            model.tokenizer = "org/tokenizer"
+            digests.add(identity_of(config).digest)
+        return len(digests)
+
+    assert kinds() == 1
+    model.hf_config.engram_layer_ids = [1]
+    assert kinds() == 5
+    del model.hf_config.engram_layer_ids
+    model.multimodal_config = MultiModalConfig()
+    assert kinds() == 5
+
+
 def test_length_counts_for_code_of_others(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

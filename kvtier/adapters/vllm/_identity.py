@@ -19,6 +19,7 @@ from kvtier._weights import (
     code_fingerprint,
     hub_commit,
     remote_code,
+    tokenizer_fingerprint,
     transformers_release,
     weights_fingerprint,
 )
@@ -78,6 +79,7 @@ def engine_identity(
             "settings": canonical_settings(vllm_config, is_reviewed=is_reviewed()),
             "environment": relevant_environment(),
             **({"received": list(received)} if received else {}),
+            **_tokenizer(vllm_config.model_config),
         },
     )
 
@@ -166,6 +168,21 @@ def _code_version(module: str) -> str:
     return code_fingerprint(module) or _of_this_start(
         f"the code of the model ({module}) cannot be found", "install it as a package, or as a module"
     )
+
+
+def _tokenizer(model: ModelConfig) -> Mapping[str, object]:
+    """Return the tokenizer of a model that may compute with it.
+
+    Image processors are made from it (Pixtral), texts within videos are embedded in the worker (Qwen3-VL,
+    Nemotron), and Engram hashes n-grams of normalized tokens.
+    """
+    fields = {**model.hf_config.to_dict(), **model.hf_text_config.to_dict()}
+    if model.multimodal_config is None and not any("engram" in field for field in fields):
+        return {}
+    files = tokenizer_fingerprint(Path(model.tokenizer))
+    revision = getattr(model.tokenizer_revision, "resolved", model.tokenizer_revision)
+    named = {"files": files} if files else {"name": model.tokenizer, "revision": revision}
+    return {"tokenizer": {**named, "mode": model.tokenizer_mode}}
 
 
 def _other_models(model: ModelConfig, load: LoadConfig) -> dict[str, str | None]:
