@@ -624,6 +624,21 @@ def test_tokenizer_counts_where_models_compute_with_it(models: Callable[[str], P
     assert kinds() == 5
 
 
+@pytest.mark.parametrize("field", ["worker_cls", "worker_extension_cls"])
+def test_code_of_workers_counts(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    config = configure(models("llama"))
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {identity_of(config).digest}
+    setattr(config.parallel_config, field, "workers_of_others.module.Worker")
+    (tmp_path / "workers_of_others").mkdir()
+    for scale in (1, 1, 2):
+        (tmp_path / "workers_of_others" / "__init__.py").write_text(f"SCALE = {scale}")
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 3
+
+
 def test_length_counts_for_code_of_others(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

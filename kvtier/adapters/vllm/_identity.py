@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -149,10 +149,19 @@ def _code(vllm_config: VllmConfig) -> Mapping[str, Any]:
     names.update(*(model.model_class_overrides.values() for model in models))
     if vllm_config.model_config.multimodal_config is not None:
         others.add("transformers")
+    others.update(_foreign_workers(vllm_config.parallel_config))
     versions: dict[str, str | None] = {module: _code_version(module) for module in sorted(others)}
     if "transformers" in others:
         versions.update(item for model in models for item in _remote_code(model).items())
     return {"kv_format": kv_format(names), **versions}
+
+
+def _foreign_workers(parallel: ParallelConfig) -> Iterator[str]:
+    """Yield the classes of workers that are not vLLM's own, such as those of a platform's plug-in."""
+    for worker in (parallel.worker_cls, parallel.worker_extension_cls):
+        name = f"{worker.__module__}.{worker.__qualname__}" if isinstance(worker, type) else str(worker)
+        if name not in ("", "auto") and not name.startswith("vllm."):
+            yield name
 
 
 def _remote_code(model: ModelConfig) -> Mapping[str, str | None]:
