@@ -639,6 +639,25 @@ def test_code_of_workers_counts(
     assert len(digests) == 3
 
 
+def test_code_of_loaded_plugins_counts(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(models("llama"))
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {identity_of(config).digest}
+    (found := tmp_path / "plugins-1.0.dist-info").mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\npatches = patches_of_others.all:apply\n")
+    (tmp_path / "patches_of_others").mkdir()
+    for scale in (1, 1, 2):
+        (tmp_path / "patches_of_others" / "__init__.py").write_text(f"SCALE = {scale}")
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 3
+    monkeypatch.setattr("vllm.envs.VLLM_PLUGINS", ["kvtier"], raising=False)
+    digests.add(identity_of(config).digest)
+    assert len(digests) == 3, "it is not loaded"
+
+
 def test_length_counts_for_code_of_others(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -149,7 +152,7 @@ def _code(vllm_config: VllmConfig) -> Mapping[str, Any]:
     names.update(*(model.model_class_overrides.values() for model in models))
     if vllm_config.model_config.multimodal_config is not None:
         others.add("transformers")
-    others.update(_foreign_workers(vllm_config.parallel_config))
+    others.update(_foreign_workers(vllm_config.parallel_config), _plugins())
     versions: dict[str, str | None] = {module: _code_version(module) for module in sorted(others)}
     if "transformers" in others:
         versions.update(item for model in models for item in _remote_code(model).items())
@@ -162,6 +165,14 @@ def _foreign_workers(parallel: ParallelConfig) -> Iterator[str]:
         name = f"{worker.__module__}.{worker.__qualname__}" if isinstance(worker, type) else str(worker)
         if name not in ("", "auto") and not name.startswith("vllm."):
             yield name
+
+
+def _plugins() -> Iterator[str]:
+    """Yield the modules of plug-ins that vLLM loads into every process, where they can change anything."""
+    for plugin in entry_points(group=DEFAULT_PLUGINS_GROUP):
+        is_loaded = envs.VLLM_PLUGINS is None or plugin.name in envs.VLLM_PLUGINS
+        if is_loaded and plugin.module.partition(".")[0] not in ("kvtier", "vllm"):
+            yield plugin.module
 
 
 def _remote_code(model: ModelConfig) -> Mapping[str, str | None]:
