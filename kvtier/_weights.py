@@ -16,6 +16,7 @@ _FILES_BESIDE = ("*.json", "*.py")
 _NOT_THE_WEIGHTS = re.compile(
     r"config\.json|tokenizer|vocab|added_tokens|special_tokens_map|chat_template|merges", re.IGNORECASE
 )
+_OF_TOKENIZERS = (".json", ".model", ".py", ".tiktoken", ".txt")
 _CODE = (".py", ".so")
 _SAMPLES = 1024
 _SAMPLE_BYTES = 4096
@@ -44,6 +45,16 @@ def weights_fingerprint(model: Path) -> str | None:
     for path in files:
         _add_samples(digest, path, path.name if path == model else str(path.relative_to(model)))
     return digest.hexdigest()[:32]
+
+
+def tokenizer_fingerprint(place: Path) -> str | None:
+    """Return a digest of the files in a folder that a tokenizer may be made of; None if there are none."""
+    digest = hashlib.sha256()
+    named = (it for it in sorted(place.glob("*")) if it.suffix in _OF_TOKENIZERS and it.name != "config.json")
+    found = [it for it in named if it.is_file() and os.access(it, os.R_OK)]
+    for path in found:
+        _add_samples(digest, path, path.name)
+    return digest.hexdigest()[:32] if found else None
 
 
 def code_fingerprint(module: str) -> str | None:

@@ -601,6 +601,63 @@ def test_version_that_prepares_media_counts(
     assert identity_of(config).digest != before
 
 
+def test_tokenizer_counts_where_models_compute_with_it(models: Callable[[str], Path], tmp_path: Path) -> None:
+    config = configure(models("llama"))
+    model = config.model_config
+
+    def kinds() -> int:
+        digests = set()
+        for text, mode in [("a", "hf"), ("a", "hf"), ("b", "hf"), ("b", "mistral")]:
+            (tmp_path / "tokenizer.json").write_text(text)
+            model.tokenizer, model.tokenizer_mode = str(tmp_path), mode
+            digests.add(identity_of(config).digest)
+        for model.tokenizer_revision in ("a" * 40, "b" * 40):
+            model.tokenizer = "org/tokenizer"
+            digests.add(identity_of(config).digest)
+        return len(digests)
+
+    assert kinds() == 1
+    model.hf_config.engram_layer_ids = [1]
+    assert kinds() == 5
+    del model.hf_config.engram_layer_ids
+    model.multimodal_config = MultiModalConfig()
+    assert kinds() == 5
+
+
+@pytest.mark.parametrize("field", ["worker_cls", "worker_extension_cls"])
+def test_code_of_workers_counts(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    config = configure(models("llama"))
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {identity_of(config).digest}
+    setattr(config.parallel_config, field, "workers_of_others.module.Worker")
+    (tmp_path / "workers_of_others").mkdir()
+    for scale in (1, 1, 2):
+        (tmp_path / "workers_of_others" / "__init__.py").write_text(f"SCALE = {scale}")
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 3
+
+
+def test_code_of_loaded_plugins_counts(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(models("llama"))
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {identity_of(config).digest}
+    (found := tmp_path / "plugins-1.0.dist-info").mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\npatches = patches_of_others.all:apply\n")
+    (tmp_path / "patches_of_others").mkdir()
+    for scale in (1, 1, 2):
+        (tmp_path / "patches_of_others" / "__init__.py").write_text(f"SCALE = {scale}")
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 3
+    monkeypatch.setattr("vllm.envs.VLLM_PLUGINS", ["kvtier"], raising=False)
+    digests.add(identity_of(config).digest)
+    assert len(digests) == 3, "it is not loaded"
+
+
 def test_length_counts_for_code_of_others(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,18 @@ def test_neighbour_waits_for_stores(
     assert loaded["cpu"] >= len(asked) * 16, "each text is stored whole"
 
 
+def test_received_chunks_are_not_for_engines_that_compute(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    asked = prompt(1)
+    with start(launcher, llama, TRANSPORT, ours(settings, CHECKED)) as engine:
+        engine.call("serve", module=MODULE, prompts=[asked], output_tokens=OUTPUT_TOKENS, how=["async"])
+        assert engine.settled().value("kvtier_stored_chunks") >= PROMPT_CHUNKS
+    with launcher.start(llama, patient(settings)) as engine:
+        answers = engine.generate(asked)
+    assert answers == reference(asked)
+
+
 def test_plain_connector_stores_nothing(launcher: Launcher, llama: Path, settings: dict[str, Any]) -> None:
     with start_small(launcher, llama, TRANSPORT, ours(settings, PLAIN)) as engine:
         texts(engine, "async")

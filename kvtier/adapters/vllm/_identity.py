@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm import envs
+from vllm.config import LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -19,6 +22,7 @@ from kvtier._weights import (
     code_fingerprint,
     hub_commit,
     remote_code,
+    tokenizer_fingerprint,
     transformers_release,
     weights_fingerprint,
 )
@@ -53,11 +57,14 @@ def engine_identity(
     shape: SlotShape,
     settings: TieringConfig,
     page_formats: Iterable[int],
+    *,
+    received: Sequence[str] = (),
 ) -> Identity:
     """Return the identity of the KV cache of this engine.
 
     With canonical pages it equals a single worker's identity; otherwise it includes the parallel layout. If
     block hashes do not name all content, it is unique to this start. ``page_formats`` come from the workers.
+    ``received`` are connectors that bring what other engines have computed, with settings of their own.
     ConfigError if nothing distinguishes the weights or a setting from others of the same name.
     """
     vllm_config, namespace = engine.vllm_config, settings.namespace
@@ -74,6 +81,8 @@ def engine_identity(
             "hash": _hash(vllm_config, settings),
             "settings": canonical_settings(vllm_config, is_reviewed=is_reviewed()),
             "environment": relevant_environment(),
+            **({"received": list(received)} if received else {}),
+            **_tokenizer(vllm_config.model_config),
         },
     )
 
@@ -143,10 +152,27 @@ def _code(vllm_config: VllmConfig) -> Mapping[str, Any]:
     names.update(*(model.model_class_overrides.values() for model in models))
     if vllm_config.model_config.multimodal_config is not None:
         others.add("transformers")
+    others.update(_foreign_workers(vllm_config.parallel_config), _plugins())
     versions: dict[str, str | None] = {module: _code_version(module) for module in sorted(others)}
     if "transformers" in others:
         versions.update(item for model in models for item in _remote_code(model).items())
     return {"kv_format": kv_format(names), **versions}
+
+
+def _foreign_workers(parallel: ParallelConfig) -> Iterator[str]:
+    """Yield the classes of workers that are not vLLM's own, such as those of a platform's plug-in."""
+    for worker in (parallel.worker_cls, parallel.worker_extension_cls):
+        name = f"{worker.__module__}.{worker.__qualname__}" if isinstance(worker, type) else str(worker)
+        if name not in ("", "auto") and not name.startswith("vllm."):
+            yield name
+
+
+def _plugins() -> Iterator[str]:
+    """Yield the modules of plug-ins that vLLM loads into every process, where they can change anything."""
+    for plugin in entry_points(group=DEFAULT_PLUGINS_GROUP):
+        is_loaded = envs.VLLM_PLUGINS is None or plugin.name in envs.VLLM_PLUGINS
+        if is_loaded and plugin.module.partition(".")[0] not in ("kvtier", "vllm"):
+            yield plugin.module
 
 
 def _remote_code(model: ModelConfig) -> Mapping[str, str | None]:
@@ -162,6 +188,21 @@ def _code_version(module: str) -> str:
     return code_fingerprint(module) or _of_this_start(
         f"the code of the model ({module}) cannot be found", "install it as a package, or as a module"
     )
+
+
+def _tokenizer(model: ModelConfig) -> Mapping[str, object]:
+    """Return the tokenizer of a model that may compute with it.
+
+    Image processors are made from it (Pixtral), texts within videos are embedded in the worker (Qwen3-VL,
+    Nemotron), and Engram hashes n-grams of normalized tokens.
+    """
+    fields = {**model.hf_config.to_dict(), **model.hf_text_config.to_dict()}
+    if model.multimodal_config is None and not any("engram" in field for field in fields):
+        return {}
+    files = tokenizer_fingerprint(Path(model.tokenizer))
+    revision = getattr(model.tokenizer_revision, "resolved", model.tokenizer_revision)
+    named = {"files": files} if files else {"name": model.tokenizer, "revision": revision}
+    return {"tokenizer": {**named, "mode": model.tokenizer_mode}}
 
 
 def _other_models(model: ModelConfig, load: LoadConfig) -> dict[str, str | None]:

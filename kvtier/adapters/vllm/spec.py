@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -80,7 +80,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._engine = engine_context()
-        self._is_blind = _has_neighbours() and not self._engine.sees_blocks
+        neighbours = _neighbours()
+        self._is_blind = bool(neighbours) and not self._engine.sees_blocks
+        bring = [] if self._is_blind else [it for it in neighbours if it.get("kv_role") != "kv_producer"]
+        self._received = sorted(it["kv_connector"] for it in bring)
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
@@ -328,21 +331,24 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not tiers:  # no chunk leaves this process
             return Identity.make(self.config.model.name, {})
         formats = [row[StatusField.PAGES] for row in status_table.rows]
-        return engine_identity(self.config, self._engine, self._shape, self._settings, formats)
+        return engine_identity(
+            self.config, self._engine, self._shape, self._settings, formats, received=self._received
+        )
 
 
-def _has_neighbours() -> bool:
-    """Return whether the engine has other connectors; raise ConfigError if one of them is kvtier's."""
+def _neighbours() -> Sequence[Mapping[str, Any]]:
+    """Return the configurations of the engine's other connectors; ConfigError if one of them is kvtier's."""
     if (outer := outer_connector()) is None:
-        return False
-    children = outer.kv_connector_extra_config.get("connectors", ())
-    specs = [child.get("kv_connector_extra_config", {}).get("spec_name") for child in children]
-    if specs.count(KVTierOffloadingSpec.__name__) > 1:
+        return ()
+    children = outer.kv_connector_extra_config.get("connectors") or [{"kv_connector": outer.kv_connector}]
+    ours = KVTierOffloadingSpec.__name__
+    others = [it for it in children if (it.get("kv_connector_extra_config") or {}).get("spec_name") != ours]
+    if len(children) - len(others) > 1:
         raise ConfigError(
             f"{outer.kv_connector} has two connectors with kvtier's spec, which would use the same memory: "
             "keep one, and list all tiers in its secondary_tiers"
         )
-    return len(children) != 1
+    return others
 
 
 def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:

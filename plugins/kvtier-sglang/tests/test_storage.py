@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pools
@@ -17,10 +18,12 @@ from conftest import Attach, settings, storage_config
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageFailureInjector
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from kvtier import ConfigError, StateError
-from kvtier_sglang import KVTierStorage
+from kvtier_sglang import KVTierStorage, _updates
 from kvtier_sglang._identity import key_of
+from kvtier_sglang._updates import UPDATES
 
 STORED = range(8)
 ELSEWHERE = range(16, 24)
@@ -206,6 +209,48 @@ def test_clear_hides_for_ever(attach: Attach) -> None:
     assert load(storage, pool) == [True] * 8
     storage.close()
     assert load(attach(pool), pool) == [False] * 8
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_new_weights_get_no_old_pages(attach: Attach, monkeypatch: pytest.MonkeyPatch, update: str) -> None:
+    monkeypatch.setattr(_updates, "_count", 0)
+    pool = pools.mha()
+    storage = attach(pool)
+    store(storage, pool)
+    replace_weights(update)
+    for each in (storage, attach(pool)):  # also where the storage is attached after the update
+        assert each.batch_exists(hashes()) == 0
+        assert load(each, pool) == store(each, pool) == [False] * 8
+        each.clear()
+        assert load(each, pool) == [False] * 8
+        assert store(each, pool) == load(each, pool) == [True] * 8
+    replace_weights(update)
+    assert load(storage, pool) == [False] * 8
+
+
+def replace_weights(update: str) -> None:
+    given = {"begin_weight_update": 0, "update_weights_from_disk": 2}.get(update, 1)
+    with pytest.raises(AttributeError):  # of the stand-in for an updater: the update fails midway
+        getattr(WeightUpdater, update)(SimpleNamespace(), *[None] * given)
+
+
+def test_experts_that_move_are_no_new_weights(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_updates, "_count", 0)
+    pool = pools.mha()
+    storage = attach(pool)
+    store(storage, pool)
+    with pytest.raises(AttributeError):
+        WeightUpdater.update_weights_from_disk(SimpleNamespace(), None, None, weight_name_filter=bool)
+    assert load(storage, pool) == [True] * 8
+
+
+def test_all_updates_are_counted() -> None:
+    named = {it for it in vars(WeightUpdater) if not it.startswith("_") and callable(vars(WeightUpdater)[it])}
+    harmless = {
+        "init_weights_update_group", "destroy_weights_update_group", "receive_weights_from_distributed",
+        "end_weight_update",
+    }  # fmt: skip
+    assert named == harmless | set(UPDATES)
 
 
 def test_closed_storage_misses(attach: Attach) -> None:

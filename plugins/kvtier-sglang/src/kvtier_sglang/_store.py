@@ -26,6 +26,7 @@ from kvtier import (
 from kvtier.tiers import GuardedLogger
 from kvtier_sglang._loop import LoopThread
 from kvtier_sglang._pages import HostPages
+from kvtier_sglang._updates import updates
 
 logger = GuardedLogger("kvtier.sglang")
 
@@ -58,6 +59,7 @@ class PageStore:
         self._loop = loop
         self.close_s = config.drain_on_shutdown_s + _CLOSE_S
         self._resets = 0
+        self._updates = 0  # of weights, at the last reset: the identity names those of the start
         self._reset: Future[list[str]] | None = None
         self._close: Future[None] | None = None
         self._manager = self._open(config, identity)
@@ -74,7 +76,7 @@ class PageStore:
         Raises:
             TimeoutError: it is not known by then.
         """
-        if not self._is_reset:
+        if not self._is_current:
             return [False] * len(keys)
         return self._loop.call(self._manager.locate(keys), _left_s(end_s + _GRACE_S))
 
@@ -83,7 +85,7 @@ class PageStore:
         pages = self._pages.pages(host_indices, len(keys))
         done, resets = 0, self._resets
         with suppress(TimeoutError):  # pages copied before are valid
-            while self._is_reset and done < len(keys) and (left_s := end_s - time.monotonic()) > 0:
+            while self._is_current and done < len(keys) and (left_s := end_s - time.monotonic()) > 0:
                 part = keys[done : done + self._part]
                 with self._loop.lend(self._manager.acquire(part), left_s + _GRACE_S) as acquired:
                     for slot, page in zip(acquired.views, pages[done:], strict=False):
@@ -91,7 +93,7 @@ class PageStore:
                     done += len(acquired.keys)
                 if not acquired.keys:
                     break  # fewer than asked for can also be what the promotion budget had room for
-        if resets != self._resets:
+        if resets != self._resets or not self._is_current:
             done = 0  # it was hidden meanwhile
         return [index < done for index in range(len(keys))]
 
@@ -122,8 +124,8 @@ class PageStore:
         self, keys: Sequence[OffloadKey], pages: Mapping[OffloadKey, list[int]], end_s: float, resets: int
     ) -> list[bool]:
         with self._loop.lend(self._manager.write(keys), _left_s(end_s)) as written:
-            if resets != self._resets or not self._is_reset:  # a later reset hides the pages
-                raise StateError("the cache was cleared meanwhile: these pages are not stored")
+            if resets != self._resets or not self._is_current:  # a later reset hides the pages
+                raise StateError("the cache was cleared, or has to be: these pages are not stored")
             for key, slot in zip(written.keys, written.views, strict=True):
                 self._pages.copy_in(pages[key], slot)
         if len(written.keys) == len(keys):
@@ -137,7 +139,9 @@ class PageStore:
 
         Nothing is read or written until every tier has answered, however long that takes.
         """
+        seen = updates()
         self._reset = self._loop.start(self._reset_tiers())
+        self._updates = seen
         self._resets += 1  # only now: a read that begins before sees it change
 
     def end_reset(self, end_s: float) -> None:
@@ -154,10 +158,11 @@ class PageStore:
             )
 
     @property
-    def _is_reset(self) -> bool:
-        """Whether the last reset, if any, has come to its end."""
+    def _is_current(self) -> bool:
+        """Whether the last reset, if any, has come to its end, and no weights were replaced after it."""
         reset = self._reset
-        return reset is None or (reset.done() and not reset.cancelled() and reset.exception() is None)
+        is_reset = reset is None or (reset.done() and not reset.cancelled() and reset.exception() is None)
+        return is_reset and self._updates == updates()
 
     async def _reset_tiers(self) -> list[str]:
         await self._manager.reset()

@@ -26,6 +26,7 @@ from kvtier_sglang._older import V1Only
 from kvtier_sglang._pages import HostPages
 from kvtier_sglang._pools import leading, restorable
 from kvtier_sglang._store import PageStore
+from kvtier_sglang._updates import watch
 
 logger = GuardedLogger("kvtier.sglang")
 
@@ -62,6 +63,7 @@ class KVTierStorage(V1Only):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         _require_version(version("sglang"))
+        watch()
         self._storage = storage_config
         self._config = _settings(storage_config.extra_config or {})
         self._stores: dict[str, PageStore] = {}
