@@ -10,7 +10,6 @@ the batch's slots any more.** Other chunks take them at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +147,7 @@ class Batch:
         trailers: list[bytes] | None = None,
     ) -> None:
         self.keys = tuple(keys)
-        self.slots = array("q", slots)
+        self.slots = tuple(slots)  # no tier can change it: the checks after a get use it, too
         self.memory = memory
         self.trailers = trailers if trailers is not None else [b""] * len(self.keys)
         self._views: tuple[memoryview, ...] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 
 from kvtier import _reasons as reasons
+from kvtier._core.kv_events import MOST_REMOVED
 from kvtier._core.messages import (
     Answer,
     Event,
@@ -28,7 +29,7 @@ from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger, LogLimit
 from kvtier.errors import TierError
-from kvtier.keys import OffloadKey
+from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 from kvtier.tiers._activity import ConcurrencyLimit, TierActivity, usage_of
 from kvtier.tiers._base import (
     Batch,
@@ -156,8 +157,11 @@ class TierRunner:
         self._is_removing = False
         removed = self._removed
         keys = [removed.popleft() for _ in range(len(removed))]
-        if keys:
-            self._post(Removed(self.index, keys))
+        known = [key for key in keys if type(key) is bytes and 0 < len(key) <= MAX_KEY_BYTES]
+        if len(known) < len(keys):
+            self._warn("removed", f"{len(keys) - len(known)} values given to removed() are no offload keys")
+        if known:
+            self._post(Removed(self.index, known if len(known) <= MOST_REMOVED else ()))
 
     def note_touched(self, keys: Sequence[OffloadKey]) -> bool:
         """Note that chunks were used; return whether the caller must start ``send_touched``."""
@@ -350,6 +354,8 @@ class TierRunner:
         statuses = tuple(outcome.statuses)
         if len(statuses) != count:
             raise TierError(f"the outcome has {len(statuses)} statuses for {count} chunks")
+        if any(type(status) is not Status for status in statuses):  # False would be OK
+            raise TierError(f"the statuses {statuses!r:.200} are not all of kvtier.tiers.Status")
         failed = sum(status not in (Status.OK, Status.ABSENT) for status in statuses)
         return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
 

@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis.strategies import floats
 from pydantic import ByteSize
 
+from kvtier._core.kv_events import MOST_REMOVED
 from kvtier._core.messages import Answer, Event, GetEnded, Put, PutEnded, Removed, TierDown, TierUp, Touch
 from kvtier._execution import executor as _executor
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier, time_left
 from kvtier._memory.region import HeapMemory
 from kvtier.errors import TierError
-from kvtier.keys import OffloadKey
+from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 from kvtier.tiers import _runner as runners
 from kvtier.tiers import _supervisor
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
@@ -393,6 +394,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing of use": (lambda: "odd", "error"),
     "too few": (lambda: Outcome((Status.OK,)), "error"),
     "too many": (lambda: Outcome((Status.OK,) * 9), "error"),
+    "truths": (lambda: Outcome((False,) * 3), "error"),  # type: ignore[arg-type]
+    "odd statuses": (lambda: Outcome([Status.OK, Status.OK, "OK"]), "error"),  # type: ignore[list-item]
     "no reasons": (lambda: Outcome((Status.OK,) * 3, None), "error"),  # type: ignore[arg-type]
     "odd reasons": (lambda: Outcome((Status.OK,) * 3, {"x": "many"}), "error"),  # type: ignore[dict-item]
 }
@@ -408,6 +411,20 @@ async def test_failed_transfer_answers_once(fault: str) -> None:
         event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12], tier=1))
         assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
         await it.hold([4], tier=2)  # the others go on
+
+
+async def test_tier_cannot_move_chunks_between_slots() -> None:
+    class Reversing(DummyTier):
+        async def get(self, batch: Batch) -> Outcome:
+            batch.slots.reverse()  # type: ignore[attr-defined]
+            return await super().get(batch)
+
+    async with world(Reversing(DummyConfig())) as it:
+        await it.hold([1, 2])
+        event = await it.ended(it.fetch([1, 2], [11, 10]))
+        found = dict(zip([11, 10], [content(1), content(2)], strict=True))
+        copied = [slot for slot, answer in zip(found, event.answers, strict=True) if answer is Answer.COPIED]
+        assert [it.bytes_in(slot) for slot in copied] == [found[slot] for slot in copied]
 
 
 @pytest.mark.parametrize("verb", ["known", "contains"])
@@ -625,6 +642,18 @@ async def test_failed_usage_is_asked_again(error: BaseException, monkeypatch: py
     assert seen[-1] is None  # an earlier result is not reported any more
 
 
+class Telling(DummyTier):
+    """Shows the test its context."""
+
+    def __init__(self, context: list[TierContext], **settings: Any) -> None:
+        super().__init__(DummyConfig(**settings))
+        self._shown = context
+
+    async def open(self, context: TierContext) -> None:
+        self._shown.append(context)
+        await super().open(context)
+
+
 async def test_removals_are_batched() -> None:
     context: list[TierContext] = []
 
@@ -632,13 +661,8 @@ async def test_removals_are_batched() -> None:
         for number in range(10, 300):
             context[0].removed([key(number)])
 
-    class Telling(DummyTier):
-        async def open(self, given: TierContext) -> None:
-            context.append(given)
-            await super().open(given)
-
     room = 2 * (CHUNK_BYTES + TRAILER_BYTES)
-    async with world(dummy(), Telling(DummyConfig(capacity_bytes=ByteSize(room)))) as it:
+    async with world(dummy(), Telling(context, capacity_bytes=ByteSize(room))) as it:
         await it.hold([1, 2, 3, 4], tier=1)
         await it.until(lambda: removed_of(it.events) == keys([1, 2]))
         await anyio.to_thread.run_sync(tell)
@@ -646,6 +670,30 @@ async def test_removals_are_batched() -> None:
         told = [event for event in it.events if isinstance(event, Removed)]
         assert {event.tier for event in told} == {1}
     context[0].removed([key(5)])  # after the end the call has no listener and no effect
+
+
+async def test_odd_removals_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    context: list[TierContext] = []
+    tier = Telling(context)
+    odd: list[Any] = [[object()], key(1), [b""], [bytes(MAX_KEY_BYTES + 1)], [bytearray(b"key")], ["key"]]
+    async with world(tier) as it:
+        await it.hold([1])
+        for removed in odd:
+            context[0].removed(removed)
+        context[0].removed([key(2)])
+        await it.until(lambda: removed_of(it.events))
+        assert removed_of(it.events) == [key(2)]
+    assert "given to removed() are no offload keys" in caplog.text
+
+
+async def test_vast_removal_concerns_the_whole_tier() -> None:
+    context: list[TierContext] = []
+    tier = Telling(context)
+    async with world(tier) as it:
+        await it.hold([1])
+        context[0].removed(keys(range(MOST_REMOVED + 1)))
+        await it.until(lambda: any(isinstance(event, Removed) for event in it.events))
+        assert removed_of(it.events) == []
 
 
 def removed_of(events: Iterable[Event]) -> list[OffloadKey]:
