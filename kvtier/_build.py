@@ -164,8 +164,8 @@ def open_manager(
 
     Raises:
         ConfigError: the primary tier is smaller than one chunk, a tier smaller than four, no backend can copy
-            these tensors, ``canonical_layout`` is set and ``kv_caches`` has no page mappings, or
-            ``keep_host_memory_s`` is set.
+            these tensors, ``canonical_layout`` is set and ``kv_caches`` has no page mappings, mappings leave
+            bytes of a page to other workers, or ``keep_host_memory_s`` is set.
         RegionError: the machine has not enough memory for the primary tier.
     """
     from kvtier._device.auto import open_transfer_engine
@@ -178,6 +178,11 @@ def open_manager(
     if config.canonical_layout and not all(ref.mapping for ref in refs):
         raise ConfigError(
             "canonical_layout is set, but the KV tensors have no mappings (PageRef.mapping): remove it"
+        )
+    if not all(ref.is_whole for ref in refs):
+        raise ConfigError(
+            "the mappings of the KV tensors (PageRef.mapping) leave bytes of a page to other workers, but a "
+            "manager works without other workers: remove them, and give each worker an identity of its own"
         )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
     region, slot_checksums = _make_memory(config, layout)
