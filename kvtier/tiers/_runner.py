@@ -284,14 +284,15 @@ class TierRunner:
         return [damaged.get(index, status) for index, status in enumerate(outcome.statuses)]
 
     async def _find(self, command: Get, epoch: Epoch, progress: Progress) -> list[bool]:
-        keys, addresses = command.keys, command.addresses
+        keys, addresses = tuple(command.keys), command.addresses  # a tier cannot change them
         known = self._tier.known(keys)
         found = [knowledge == Knowledge.PRESENT for knowledge in known]
         unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
         if len(found) != len(keys):
             raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
         if unknown:
-            answers = await self._contains([keys[index] for index in unknown], addresses, epoch, progress)
+            asked = tuple(keys[index] for index in unknown)
+            answers = await self._contains(asked, addresses, epoch, progress)
             for index, there in zip(unknown, answers, strict=True):
                 found[index] = bool(there)
         return found

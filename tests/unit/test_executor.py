@@ -413,18 +413,39 @@ async def test_failed_transfer_answers_once(fault: str) -> None:
         await it.hold([4], tier=2)  # the others go on
 
 
-async def test_tier_cannot_move_chunks_between_slots() -> None:
-    class Reversing(DummyTier):
-        async def get(self, batch: Batch) -> Outcome:
-            batch.slots.reverse()  # type: ignore[attr-defined]
-            return await super().get(batch)
+class Reversing(DummyTier):
+    """Changes an argument, if it can be changed."""
 
-    async with world(Reversing(DummyConfig())) as it:
+    def __init__(self, verb: str) -> None:
+        super().__init__(DummyConfig(complete_index=verb == "known"))
+        self._verb = verb
+
+    def _reverse(self, verb: str, values: Any) -> None:
+        if verb == self._verb:
+            values.reverse()
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        self._reverse("known", keys)
+        return super().known(keys)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self._reverse("contains", keys)
+        return await super().contains(keys)
+
+    async def get(self, batch: Batch) -> Outcome:
+        self._reverse("get", batch.slots)
+        return await super().get(batch)
+
+
+@pytest.mark.parametrize("verb", ["known", "contains", "get"])
+async def test_tier_cannot_move_chunks_between_slots(verb: str) -> None:
+    async with world(Reversing(verb)) as it:
         await it.hold([1, 2])
         event = await it.ended(it.fetch([1, 2], [11, 10]))
         found = dict(zip([11, 10], [content(1), content(2)], strict=True))
         copied = [slot for slot, answer in zip(found, event.answers, strict=True) if answer is Answer.COPIED]
         assert [it.bytes_in(slot) for slot in copied] == [found[slot] for slot in copied]
+        assert list(event.answers) == [MISSING] * 2
 
 
 @pytest.mark.parametrize("verb", ["known", "contains"])
