@@ -217,7 +217,7 @@ class TierRunner:
         if not await self._integrity.are_slots_intact(command):
             raise _NotBegunError("audit")
         self._require_usable(epoch)  # it may have changed meanwhile
-        batch = Batch(command.keys, command.slots, self._memory)
+        batch = Batch(command.keys, command.slots, self._memory, is_put=True)
         if not self._tier.verifies:
             await self._integrity.seal(batch)
             self._require_usable(epoch)  # else the tier would put it into the new epoch

@@ -448,6 +448,21 @@ async def test_tier_cannot_move_chunks_between_slots(verb: str) -> None:
         assert list(event.answers) == [MISSING] * 2
 
 
+@pytest.mark.parametrize("fault", [None, OSError("net"), ConnectionResetError("again")])
+async def test_put_cannot_change_slots(fault: Exception | None) -> None:
+    class Encrypting(DummyTier):
+        async def put(self, batch: Batch) -> Outcome:
+            for view in batch.views:
+                view[:] = bytes(len(view))
+            if fault is not None:
+                raise fault
+            return await super().put(batch)
+
+    async with world(Encrypting(DummyConfig())) as it:
+        assert list((await it.ended(it.put([1, 2]))).kept) == [False] * 2
+        assert [it.bytes_in(number) for number in (1, 2)] == [content(1), content(2)]
+
+
 @pytest.mark.parametrize("verb", ["known", "contains"])
 @pytest.mark.parametrize(
     "act",
