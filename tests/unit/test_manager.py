@@ -459,6 +459,29 @@ async def test_open_manager_wires_all(tmp_path: Path) -> None:
                 assert device.holds(keys, range(12, 24))
 
 
+@pytest.mark.blocking(reason="plug-ins are looked up where the manager is made")
+async def test_namespaces_share_no_chunks(tmp_path: Path) -> None:
+    device, keys = Device(), prompt(1, 2)
+    device.fill(keys, range(2))
+    root = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0, "max_bytes": 2**50}
+    found = []
+    for namespace in ("", "one", "two", "one"):
+        config = TieringConfig.from_mapping(
+            {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [root], "namespace": namespace}
+        )
+        async with open_manager(config, IDENTITY, device.caches) as manager:
+            found.append(await manager.lookup(keys))
+            await manager.store(keys, range(2))
+    assert found == [0, 0, 0, 2]
+
+
+def test_namespace_of_identity_must_agree() -> None:
+    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "namespace": "one"})
+    other = Identity.make("model", {"namespace": "two"})
+    with pytest.raises(ConfigError, match="'two'"):
+        open_manager(config, other, Device().caches)
+
+
 def test_canonical_pages_must_be_known() -> None:
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "canonical_layout": True})
     with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* no mappings"):
