@@ -157,8 +157,8 @@ def open_manager(
 
     Args:
         config: the settings. ``blocks_per_chunk`` is 1 by default.
-        identity: everything that the bytes depend on; see ``Identity.make``. The settings' ``namespace`` is
-            added to it.
+        identity: everything that the bytes depend on; see ``Identity.make``. The settings' ``namespace``, and
+            the layout of slots that hold several pages, are added to it.
         kv_caches: the engine's KV tensors.
         windowed_groups: KV cache groups with sliding-window attention: a lookup may hit in the middle of a
             prompt without its front.
@@ -186,8 +186,8 @@ def open_manager(
             "the mappings of the KV tensors (PageRef.mapping) leave bytes of a page to other workers, but a "
             "manager works without other workers: remove them, and give each worker an identity of its own"
         )
-    identity = _within(identity, config.namespace)
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
+    identity = _with_settings(identity, config.namespace, layout)
     region, slot_checksums = _make_memory(config, layout)
     engine = open_transfer_engine(kv_caches, layout, region, deadline_s=config.copy_deadline_s)
     if slot_checksums is not None:
@@ -213,14 +213,17 @@ def open_manager(
     )
 
 
-def _within(identity: Identity, namespace: str) -> Identity:
-    """Return the identity with the ``namespace`` of the settings, which it may have already."""
-    own = identity.fields.get("namespace", namespace)
-    if namespace and own != namespace:
+def _with_settings(identity: Identity, namespace: str, layout: SlotLayout) -> Identity:
+    """Return the identity with the settings' ``namespace``, and with the layout of slots of several pages."""
+    fields = dict(identity.fields)
+    if namespace and fields.setdefault("namespace", namespace) != namespace:
         raise ConfigError(
-            f"namespace is {namespace!r} in the settings, but {own!r} in the identity: remove one of them"
+            f"namespace is {namespace!r} in the settings, but {fields['namespace']!r} in the identity: "
+            "remove one of them"
         )
-    return Identity(identity.model, {**identity.fields, "namespace": namespace}) if namespace else identity
+    if layout.blocks_per_chunk > 1 or len(layout.page_bytes) > 1:
+        fields["kvtier_layout"] = [layout.blocks_per_chunk, *layout.page_bytes]
+    return Identity(identity.model, fields)
 
 
 def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, SlotChecksums | None]:

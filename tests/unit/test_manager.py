@@ -475,6 +475,23 @@ async def test_namespaces_share_no_chunks(tmp_path: Path) -> None:
     assert found == [0, 0, 0, 2]
 
 
+@pytest.mark.blocking(reason="plug-ins are looked up where the manager is made")
+async def test_other_layouts_share_no_chunks(tmp_path: Path) -> None:
+    """Blocks of half as many tokens, twice as many in a chunk: keys and lengths of chunks are the same."""
+    root = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0, "max_bytes": 2**50}
+    found = []
+    for blocks_per_chunk in (1, 2, 1):
+        config = TieringConfig.from_mapping(
+            {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [root], "blocks_per_chunk": blocks_per_chunk}
+        )
+        pages = torch.zeros((8, 4096 // blocks_per_chunk), dtype=torch.int8)
+        caches = KVCaches((pages, pages), ((PageRef(0, pages.shape[1]), PageRef(1, pages.shape[1])),))
+        async with open_manager(config, IDENTITY, caches) as manager:
+            found.append(await manager.lookup(prompt(1, 2)))
+            await manager.store(prompt(1, 2), range(2 * blocks_per_chunk))
+    assert found == [0, 0, 2]
+
+
 def test_namespace_of_identity_must_agree() -> None:
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "namespace": "one"})
     other = Identity.make("model", {"namespace": "two"})
