@@ -140,7 +140,8 @@ class TierRunner:
     def _note_lost(self, why: str) -> None:
         """Request a restart of the tier. Any thread may call it."""
         if self._loop is not None:
-            call_soon(self._loop, partial(self.supervisor.request_restart, why))
+            text = self._words(TierError(why))
+            call_soon(self._loop, partial(self.supervisor.request_restart, text))
 
     def _is_idle(self) -> bool:
         """Return whether no command of the tier runs. While it is down, none starts."""

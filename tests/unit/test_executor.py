@@ -252,6 +252,24 @@ async def test_lost_tier_reopens_once_idle() -> None:
     assert it.bytes_in(11) == content(1)
 
 
+class Unspeakable(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise Panic("str")
+
+
+@pytest.mark.parametrize("why", [Unspeakable(), "redis://me:hunter22@host has gone"], ids=["none", "secret"])
+async def test_any_text_of_a_loss_reopens(why: Any) -> None:
+    tier = Losing()
+    tier.open_all()
+    async with world(tier) as it:
+        await tier.until_opened(1)
+        tier.context.lost(why)
+        await tier.until_opened(2)
+        assert "hunter22" not in it.downs[0].reason
+
+
 async def test_loss_while_opening_reopens() -> None:
     class LosesAtOnce(Losing):
         async def open(self, context: TierContext) -> None:
@@ -374,13 +392,6 @@ class SlowReset(DummyTier):
 
 class Panic(BaseException):
     """Raised by Rust extensions that panic; not an ``Exception``."""
-
-
-class Unspeakable(Exception):
-    """Its text cannot be had."""
-
-    def __str__(self) -> str:
-        raise Panic("str")
 
 
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
