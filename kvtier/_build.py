@@ -16,6 +16,7 @@ from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
 from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
+from kvtier._identity import Identity
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._log import GuardedLogger
@@ -34,7 +35,6 @@ LEAST_CHUNKS = 4  # with fewer chunks a tier refuses every put
 if TYPE_CHECKING:
     from kvtier._core.slot_trailers import SlotTrailers
     from kvtier._device.base import KVCaches
-    from kvtier._identity import Identity
     from kvtier._manager.manager import TieringManager
     from kvtier._memory.layout import SlotLayout
     from kvtier._memory.region import Region
@@ -157,14 +157,16 @@ def open_manager(
 
     Args:
         config: the settings. ``blocks_per_chunk`` is 1 by default.
-        identity: everything that the bytes depend on; see ``Identity.make``.
+        identity: everything that the bytes depend on; see ``Identity.make``. The settings' ``namespace``, and
+            the layout of slots that hold several pages, are added to it.
         kv_caches: the engine's KV tensors.
         windowed_groups: KV cache groups with sliding-window attention: a lookup may hit in the middle of a
             prompt without its front.
 
     Raises:
         ConfigError: the primary tier is smaller than one chunk, a tier smaller than four, no backend can copy
-            these tensors, ``canonical_layout`` is set and ``kv_caches`` has no page mappings, or
+            these tensors, ``canonical_layout`` is set and ``kv_caches`` has no page mappings, mappings leave
+            bytes of a page to other workers, the identity has another ``namespace`` than the settings, or
             ``keep_host_memory_s`` is set.
         RegionError: the machine has not enough memory for the primary tier.
     """
@@ -179,7 +181,13 @@ def open_manager(
         raise ConfigError(
             "canonical_layout is set, but the KV tensors have no mappings (PageRef.mapping): remove it"
         )
+    if not all(ref.is_whole for ref in refs):
+        raise ConfigError(
+            "the mappings of the KV tensors (PageRef.mapping) leave bytes of a page to other workers, but a "
+            "manager works without other workers: remove them, and give each worker an identity of its own"
+        )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
+    identity = _with_settings(identity, config.namespace, layout)
     region, slot_checksums = _make_memory(config, layout)
     engine = open_transfer_engine(kv_caches, layout, region, deadline_s=config.copy_deadline_s)
     if slot_checksums is not None:
@@ -203,6 +211,19 @@ def open_manager(
         slot_checksums=slot_checksums,
         make_executor=partial(RemoteExecutor, make_process) if config.isolation == "process" else None,
     )
+
+
+def _with_settings(identity: Identity, namespace: str, layout: SlotLayout) -> Identity:
+    """Return the identity with the settings' ``namespace``, and with the layout of slots of several pages."""
+    fields = dict(identity.fields)
+    if namespace and fields.setdefault("namespace", namespace) != namespace:
+        raise ConfigError(
+            f"namespace is {namespace!r} in the settings, but {fields['namespace']!r} in the identity: "
+            "remove one of them"
+        )
+    if layout.blocks_per_chunk > 1 or len(layout.page_bytes) > 1:
+        fields["kvtier_layout"] = [layout.blocks_per_chunk, *layout.page_bytes]
+    return Identity(identity.model, fields)
 
 
 def _make_memory(config: TieringConfig, layout: SlotLayout) -> tuple[Region, SlotChecksums | None]:

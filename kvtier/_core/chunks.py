@@ -130,20 +130,25 @@ class ChunkTable:
         Chunks of the ``spared`` run stay. LRU replaces a policy that chooses what it must not.
         """
         evicted: list[OffloadKey] = []
-        kept: list[Chunk] = []  # of the spared run: the orders are told of them again
+        kept: dict[OffloadKey, Chunk] = {}  # of the spared run: the orders are told of them again
         for priority in range(len(self.orders)) if self.users else (DEFAULT,):
             before = -1
             while before < len(kept) and len(evicted) < count:
                 before = len(kept)
                 if fault := self._evict(priority, count - len(evicted), evicted, spared, kept):
                     self._replace_policy(fault)  # by one that knows of those kept
-                    kept = [chunk for chunk in kept if chunk.key in self.users]
+                    kept = {key: chunk for key, chunk in kept.items() if key in self.users}
                     self._evict(DEFAULT, count - len(evicted), evicted, spared, kept)
-        self._add_candidates(kept, used=False)
+        self._add_candidates([*kept.values()], used=False)
         return evicted
 
     def _evict(
-        self, priority: int, count: int, evicted: list[OffloadKey], spared: Run, kept: list[Chunk]
+        self,
+        priority: int,
+        count: int,
+        evicted: list[OffloadKey],
+        spared: Run,
+        kept: dict[OffloadKey, Chunk],
     ) -> str:
         """Free what an order chooses as far as it may be freed; return what was wrong with the choice."""
         fault, order, users, free = "", self.orders[priority], self.users, self.free
@@ -160,11 +165,12 @@ class ChunkTable:
                     chunk is None
                     or chunk.state is not _READY
                     or chunk.pins
+                    or key in kept
                     or (users and self.priority(key) != priority)
                 ):
                     fault = "not_a_candidate"
                 elif chunk.run is spared:
-                    kept.append(chunk)
+                    kept[key] = chunk
                 else:
                     if users:
                         self._forget_user(key)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kvtier._core.messages import Event, ProcessEnded, Removed, TierDown, TierUp
 from kvtier.keys import OffloadKey
 
-_MOST_REMOVED = 32_768
+MOST_REMOVED = 32_768
+"""A removal of more chunks has no keys, and concerns the whole tier."""
 
 
 class EventQueue(deque[Event]):
@@ -28,7 +29,7 @@ class EventQueue(deque[Event]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most_removed = _MOST_REMOVED
+        self.most_removed = MOST_REMOVED
         self._cleared: set[int] = set()  # tiers whose removal without keys waits
         self._removed = 0
         self._newest: dict[tuple[type[Event], int | str], Event] = {}  # those that may be replaced

@@ -15,13 +15,14 @@ from msgspec import Meta, Struct, field
 from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 
 MAX_TEXT = 16_384
+MAX_WORD = 64
 MAX_ADDRESS = 300
 MAX_ADDRESSES = 16
 
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Key = Annotated[OffloadKey, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
-Word = Annotated[str, Meta(max_length=64)]
+Word = Annotated[str, Meta(max_length=MAX_WORD)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS)]
 

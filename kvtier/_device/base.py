@@ -186,6 +186,11 @@ class PageRef:
             self.mapping.require_cover(self.page_bytes)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this worker alone writes all bytes of the page in a slot."""
+        return self.slot_bytes == self.page_bytes and (self.mapping is None or self.mapping.writers == 1)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot for this page; with a mapping it shares them with other workers."""
         return self.page_bytes if self.mapping is None else self.mapping.canonical_bytes

@@ -10,7 +10,6 @@ the batch's slots any more.** Other chunks take them at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +137,7 @@ class Batch:
             a get must fill in the stored ones. Unused if the tier ``verifies``.
     """
 
-    __slots__ = ("_views", "keys", "memory", "slots", "trailers")
+    __slots__ = ("_is_put", "_views", "keys", "memory", "slots", "trailers")
 
     def __init__(
         self,
@@ -146,9 +145,12 @@ class Batch:
         slots: Sequence[int],
         memory: SlotMemory,
         trailers: list[bytes] | None = None,
+        *,
+        is_put: bool = False,
     ) -> None:
+        self._is_put = is_put
         self.keys = tuple(keys)
-        self.slots = array("q", slots)
+        self.slots = tuple(slots)  # no tier can change it: the checks after a get use it, too
         self.memory = memory
         self.trailers = trailers if trailers is not None else [b""] * len(self.keys)
         self._views: tuple[memoryview, ...] | None = None
@@ -158,9 +160,10 @@ class Batch:
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """Bytes of the slots: a put reads them, a get writes them."""
+        """Bytes of the slots: a get writes them, a put may only read them."""
         if self._views is None:
-            self._views = tuple(self.memory.view(slot) for slot in self.slots)
+            views = map(self.memory.view, self.slots)
+            self._views = tuple(map(memoryview.toreadonly, views) if self._is_put else views)
         return self._views
 
     def part(self, indices: Sequence[int]) -> Batch:
@@ -170,6 +173,7 @@ class Batch:
             [self.slots[index] for index in indices],
             self.memory,
             [self.trailers[index] for index in indices],
+            is_put=self._is_put,
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from importlib_metadata import EntryPoint
 
 from kvtier import _plugins as plugins
+from kvtier._core.messages import MAX_WORD
 from kvtier._settings import validation
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers._adopted import ADOPTED, AdoptedConfig, AdoptedTier
@@ -25,7 +26,7 @@ def load(name: str, field: str = "type") -> type[SecondaryTier[Any]]:
     if name == ADOPTED:
         return AdoptedTier
     tier = plugins.load(plugins.TIERS, name, SecondaryTier, field)
-    if problem := _config_problem(tier):
+    if problem := _problem(tier):
         origin = next(plugins.origin(entry) for entry in installed() if entry.name == name)
         raise TierError(f"the tier {name!r} of {origin} cannot be used: {problem}")
     return tier
@@ -52,11 +53,21 @@ def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
     return validation.build(load(name, f"{where}.type").Config, raw, where)
 
 
-def _config_problem(tier: type[SecondaryTier[Any]]) -> str:
-    """Return why a tier's settings model would accept a misspelled setting; "" if it would not."""
+def _problem(tier: type[SecondaryTier[Any]]) -> str:
+    """Return why a tier cannot be used; "" if it can.
+
+    Its settings model must accept no misspelled setting. The tier process must be able to send its reasons.
+    """
     config = getattr(tier, "Config", None)
     if not (isinstance(config, type) and issubclass(config, TierConfig)):
         return f"{tier.__qualname__}.Config is not a subclass of TierConfig"
     if config.model_config.get("extra") != "forbid" or not config.model_config.get("frozen"):
         return f'{config.__qualname__} must keep extra="forbid" and frozen=True of TierConfig'
+    reasons: object = tier.reasons
+    if not isinstance(reasons, Mapping) or not all(map(_is_word, reasons)):
+        return f"{tier.__qualname__}.reasons must map words of up to {MAX_WORD} characters to their meanings"
     return ""
+
+
+def _is_word(word: object) -> bool:
+    return isinstance(word, str) and 0 < len(word) <= MAX_WORD and word.isascii()

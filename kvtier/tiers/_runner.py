@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 
 from kvtier import _reasons as reasons
+from kvtier._core.kv_events import MOST_REMOVED
 from kvtier._core.messages import (
     Answer,
     Event,
@@ -28,7 +29,7 @@ from kvtier._core.tiers.backoff import RandomSource
 from kvtier._identity import Identity
 from kvtier._log import GuardedLogger, LogLimit
 from kvtier.errors import TierError
-from kvtier.keys import OffloadKey
+from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 from kvtier.tiers._activity import ConcurrencyLimit, TierActivity, usage_of
 from kvtier.tiers._base import (
     Batch,
@@ -139,7 +140,8 @@ class TierRunner:
     def _note_lost(self, why: str) -> None:
         """Request a restart of the tier. Any thread may call it."""
         if self._loop is not None:
-            call_soon(self._loop, partial(self.supervisor.request_restart, why))
+            text = self._words(TierError(why))
+            call_soon(self._loop, partial(self.supervisor.request_restart, text))
 
     def _is_idle(self) -> bool:
         """Return whether no command of the tier runs. While it is down, none starts."""
@@ -156,8 +158,11 @@ class TierRunner:
         self._is_removing = False
         removed = self._removed
         keys = [removed.popleft() for _ in range(len(removed))]
-        if keys:
-            self._post(Removed(self.index, keys))
+        known = [key for key in keys if type(key) is bytes and 0 < len(key) <= MAX_KEY_BYTES]
+        if len(known) < len(keys):
+            self._warn("removed", f"{len(keys) - len(known)} values given to removed() are no offload keys")
+        if known:
+            self._post(Removed(self.index, known if len(known) <= MOST_REMOVED else ()))
 
     def note_touched(self, keys: Sequence[OffloadKey]) -> bool:
         """Note that chunks were used; return whether the caller must start ``send_touched``."""
@@ -213,7 +218,7 @@ class TierRunner:
         if not await self._integrity.are_slots_intact(command):
             raise _NotBegunError("audit")
         self._require_usable(epoch)  # it may have changed meanwhile
-        batch = Batch(command.keys, command.slots, self._memory)
+        batch = Batch(command.keys, command.slots, self._memory, is_put=True)
         if not self._tier.verifies:
             await self._integrity.seal(batch)
             self._require_usable(epoch)  # else the tier would put it into the new epoch
@@ -280,14 +285,15 @@ class TierRunner:
         return [damaged.get(index, status) for index, status in enumerate(outcome.statuses)]
 
     async def _find(self, command: Get, epoch: Epoch, progress: Progress) -> list[bool]:
-        keys, addresses = command.keys, command.addresses
+        keys, addresses = tuple(command.keys), command.addresses  # a tier cannot change them
         known = self._tier.known(keys)
         found = [knowledge == Knowledge.PRESENT for knowledge in known]
         unknown = [index for index, knowledge in enumerate(known) if knowledge == Knowledge.UNKNOWN]
         if len(found) != len(keys):
             raise TierError(f"known() answered {len(found)} of {len(keys)} keys")
         if unknown:
-            answers = await self._contains([keys[index] for index in unknown], addresses, epoch, progress)
+            asked = tuple(keys[index] for index in unknown)
+            answers = await self._contains(asked, addresses, epoch, progress)
             for index, there in zip(unknown, answers, strict=True):
                 found[index] = bool(there)
         return found
@@ -350,6 +356,8 @@ class TierRunner:
         statuses = tuple(outcome.statuses)
         if len(statuses) != count:
             raise TierError(f"the outcome has {len(statuses)} statuses for {count} chunks")
+        if any(type(status) is not Status for status in statuses):  # False would be OK
+            raise TierError(f"the statuses {statuses!r:.200} are not all of kvtier.tiers.Status")
         failed = sum(status not in (Status.OK, Status.ABSENT) for status in statuses)
         return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
 

@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis.strategies import floats
 from pydantic import ByteSize
 
+from kvtier._core.kv_events import MOST_REMOVED
 from kvtier._core.messages import Answer, Event, GetEnded, Put, PutEnded, Removed, TierDown, TierUp, Touch
 from kvtier._execution import executor as _executor
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier, time_left
 from kvtier._memory.region import HeapMemory
 from kvtier.errors import TierError
-from kvtier.keys import OffloadKey
+from kvtier.keys import MAX_KEY_BYTES, OffloadKey
 from kvtier.tiers import _runner as runners
 from kvtier.tiers import _supervisor
 from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
@@ -251,6 +252,24 @@ async def test_lost_tier_reopens_once_idle() -> None:
     assert it.bytes_in(11) == content(1)
 
 
+class Unspeakable(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise Panic("str")
+
+
+@pytest.mark.parametrize("why", [Unspeakable(), "redis://me:hunter22@host has gone"], ids=["none", "secret"])
+async def test_any_text_of_a_loss_reopens(why: Any) -> None:
+    tier = Losing()
+    tier.open_all()
+    async with world(tier) as it:
+        await tier.until_opened(1)
+        tier.context.lost(why)
+        await tier.until_opened(2)
+        assert "hunter22" not in it.downs[0].reason
+
+
 async def test_loss_while_opening_reopens() -> None:
     class LosesAtOnce(Losing):
         async def open(self, context: TierContext) -> None:
@@ -375,13 +394,6 @@ class Panic(BaseException):
     """Raised by Rust extensions that panic; not an ``Exception``."""
 
 
-class Unspeakable(Exception):
-    """Its text cannot be had."""
-
-    def __str__(self) -> str:
-        raise Panic("str")
-
-
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "an error": (raises(OSError("disk")), "error"),
     "a time-out": (raises(TimeoutError()), "timeout"),
@@ -393,6 +405,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing of use": (lambda: "odd", "error"),
     "too few": (lambda: Outcome((Status.OK,)), "error"),
     "too many": (lambda: Outcome((Status.OK,) * 9), "error"),
+    "truths": (lambda: Outcome((False,) * 3), "error"),  # type: ignore[arg-type]
+    "odd statuses": (lambda: Outcome([Status.OK, Status.OK, "OK"]), "error"),  # type: ignore[list-item]
     "no reasons": (lambda: Outcome((Status.OK,) * 3, None), "error"),  # type: ignore[arg-type]
     "odd reasons": (lambda: Outcome((Status.OK,) * 3, {"x": "many"}), "error"),  # type: ignore[dict-item]
 }
@@ -408,6 +422,56 @@ async def test_failed_transfer_answers_once(fault: str) -> None:
         event = await it.ended(it.fetch([1, 2, 3], [10, 11, 12], tier=1))
         assert (list(event.answers), event.reasons) == ([MISSING] * 3, {reason: 3})
         await it.hold([4], tier=2)  # the others go on
+
+
+class Reversing(DummyTier):
+    """Changes an argument, if it can be changed."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(DummyConfig(complete_index=verb == "known"))
+        self._verb = verb
+
+    def _reverse(self, verb: str, values: Any) -> None:
+        if verb == self._verb:
+            values.reverse()
+
+    def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
+        self._reverse("known", keys)
+        return super().known(keys)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self._reverse("contains", keys)
+        return await super().contains(keys)
+
+    async def get(self, batch: Batch) -> Outcome:
+        self._reverse("get", batch.slots)
+        return await super().get(batch)
+
+
+@pytest.mark.parametrize("verb", ["known", "contains", "get"])
+async def test_tier_cannot_move_chunks_between_slots(verb: str) -> None:
+    async with world(Reversing(verb)) as it:
+        await it.hold([1, 2])
+        event = await it.ended(it.fetch([1, 2], [11, 10]))
+        found = dict(zip([11, 10], [content(1), content(2)], strict=True))
+        copied = [slot for slot, answer in zip(found, event.answers, strict=True) if answer is Answer.COPIED]
+        assert [it.bytes_in(slot) for slot in copied] == [found[slot] for slot in copied]
+        assert list(event.answers) == [MISSING] * 2
+
+
+@pytest.mark.parametrize("fault", [None, OSError("net"), ConnectionResetError("again")])
+async def test_put_cannot_change_slots(fault: Exception | None) -> None:
+    class Encrypting(DummyTier):
+        async def put(self, batch: Batch) -> Outcome:
+            for view in batch.views:
+                view[:] = bytes(len(view))
+            if fault is not None:
+                raise fault
+            return await super().put(batch)
+
+    async with world(Encrypting(DummyConfig())) as it:
+        assert list((await it.ended(it.put([1, 2]))).kept) == [False] * 2
+        assert [it.bytes_in(number) for number in (1, 2)] == [content(1), content(2)]
 
 
 @pytest.mark.parametrize("verb", ["known", "contains"])
@@ -625,6 +689,18 @@ async def test_failed_usage_is_asked_again(error: BaseException, monkeypatch: py
     assert seen[-1] is None  # an earlier result is not reported any more
 
 
+class Telling(DummyTier):
+    """Shows the test its context."""
+
+    def __init__(self, context: list[TierContext], **settings: Any) -> None:
+        super().__init__(DummyConfig(**settings))
+        self._shown = context
+
+    async def open(self, context: TierContext) -> None:
+        self._shown.append(context)
+        await super().open(context)
+
+
 async def test_removals_are_batched() -> None:
     context: list[TierContext] = []
 
@@ -632,13 +708,8 @@ async def test_removals_are_batched() -> None:
         for number in range(10, 300):
             context[0].removed([key(number)])
 
-    class Telling(DummyTier):
-        async def open(self, given: TierContext) -> None:
-            context.append(given)
-            await super().open(given)
-
     room = 2 * (CHUNK_BYTES + TRAILER_BYTES)
-    async with world(dummy(), Telling(DummyConfig(capacity_bytes=ByteSize(room)))) as it:
+    async with world(dummy(), Telling(context, capacity_bytes=ByteSize(room))) as it:
         await it.hold([1, 2, 3, 4], tier=1)
         await it.until(lambda: removed_of(it.events) == keys([1, 2]))
         await anyio.to_thread.run_sync(tell)
@@ -646,6 +717,30 @@ async def test_removals_are_batched() -> None:
         told = [event for event in it.events if isinstance(event, Removed)]
         assert {event.tier for event in told} == {1}
     context[0].removed([key(5)])  # after the end the call has no listener and no effect
+
+
+async def test_odd_removals_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    context: list[TierContext] = []
+    tier = Telling(context)
+    odd: list[Any] = [[object()], key(1), [b""], [bytes(MAX_KEY_BYTES + 1)], [bytearray(b"key")], ["key"]]
+    async with world(tier) as it:
+        await it.hold([1])
+        for removed in odd:
+            context[0].removed(removed)
+        context[0].removed([key(2)])
+        await it.until(lambda: removed_of(it.events))
+        assert removed_of(it.events) == [key(2)]
+    assert "given to removed() are no offload keys" in caplog.text
+
+
+async def test_vast_removal_concerns_the_whole_tier() -> None:
+    context: list[TierContext] = []
+    tier = Telling(context)
+    async with world(tier) as it:
+        await it.hold([1])
+        context[0].removed(keys(range(MOST_REMOVED + 1)))
+        await it.until(lambda: any(isinstance(event, Removed) for event in it.events))
+        assert removed_of(it.events) == []
 
 
 def removed_of(events: Iterable[Event]) -> list[OffloadKey]:

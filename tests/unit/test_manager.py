@@ -19,11 +19,12 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
+from kvtier import Identity, KVCaches, PageMapping, PageRef, TieringConfig, open_manager, pack_key
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
+from kvtier._device.base import Run
 from kvtier._device.plan import CopyPlan
 from kvtier._execution.executor import NamedTier
 from kvtier._manager.manager import TieringManager
@@ -458,10 +459,66 @@ async def test_open_manager_wires_all(tmp_path: Path) -> None:
                 assert device.holds(keys, range(12, 24))
 
 
+@pytest.mark.blocking(reason="plug-ins are looked up where the manager is made")
+async def test_namespaces_share_no_chunks(tmp_path: Path) -> None:
+    device, keys = Device(), prompt(1, 2)
+    device.fill(keys, range(2))
+    root = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0, "max_bytes": 2**50}
+    found = []
+    for namespace in ("", "one", "two", "one"):
+        config = TieringConfig.from_mapping(
+            {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [root], "namespace": namespace}
+        )
+        async with open_manager(config, IDENTITY, device.caches) as manager:
+            found.append(await manager.lookup(keys))
+            await manager.store(keys, range(2))
+    assert found == [0, 0, 0, 2]
+
+
+@pytest.mark.blocking(reason="plug-ins are looked up where the manager is made")
+async def test_other_layouts_share_no_chunks(tmp_path: Path) -> None:
+    """Blocks of half as many tokens, twice as many in a chunk: keys and lengths of chunks are the same."""
+    root = {"type": "fs", "root_dir": str(tmp_path), "min_free_bytes": 0, "max_bytes": 2**50}
+    found = []
+    for blocks_per_chunk in (1, 2, 1):
+        config = TieringConfig.from_mapping(
+            {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [root], "blocks_per_chunk": blocks_per_chunk}
+        )
+        pages = torch.zeros((8, 4096 // blocks_per_chunk), dtype=torch.int8)
+        caches = KVCaches((pages, pages), ((PageRef(0, pages.shape[1]), PageRef(1, pages.shape[1])),))
+        async with open_manager(config, IDENTITY, caches) as manager:
+            found.append(await manager.lookup(prompt(1, 2)))
+            await manager.store(prompt(1, 2), range(2 * blocks_per_chunk))
+    assert found == [0, 0, 2]
+
+
+def test_namespace_of_identity_must_agree() -> None:
+    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "namespace": "one"})
+    other = Identity.make("model", {"namespace": "two"})
+    with pytest.raises(ConfigError, match="'two'"):
+        open_manager(config, other, Device().caches)
+
+
 def test_canonical_pages_must_be_known() -> None:
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "canonical_layout": True})
     with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* no mappings"):
         open_manager(config, IDENTITY, Device().caches)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        PageMapping(PAGES[0], (Run(0, 0, PAGES[0]),), writers=2, writer=1),
+        PageMapping(2 * PAGES[0], (Run(0, PAGES[0], PAGES[0]),)),
+    ],
+    ids=["turns", "half"],
+)
+def test_pages_of_other_workers_are_refused(mapping: PageMapping) -> None:
+    """Nobody would write their bytes, which loads would read: here, or in another worker from a tier."""
+    caches = KVCaches(Device().caches.tensors, ((PageRef(0, PAGES[0], mapping),),))
+    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB"})
+    with pytest.raises(ConfigError, match="without other workers"):
+        open_manager(config, IDENTITY, caches)
 
 
 async def test_close_puts_running_store(tmp_path: Path) -> None:

@@ -167,3 +167,26 @@ def test_random_policies_are_safe(seed: int) -> None:
             core.reset()
         core.settle(0.0)
         invariants.check(core)
+
+
+class Clinging(LRU):
+    """A policy that keeps a chunk which it has chosen, and chooses it again."""
+
+    calls = 0
+
+    def evict(self, count: int) -> list[OffloadKey]:
+        self.calls += 1
+        if self.calls > 100:
+            raise RuntimeError("the core asks for ever")
+        return [key for key in HELD if key in self][:count]
+
+
+def test_spared_chunk_is_not_chosen_for_ever() -> None:
+    core, request = core_of(2, 0, Clinging()), Request()
+    stored = core.reserve(HELD, request)
+    assert stored is not None
+    core.commit(stored, 0.0)
+    assert core.reserve(keys("next", 1), request) is None, "its other chunks are of the same prompt"
+    core.settle(0.0)
+    invariants.check(core)
+    assert core.take_counts()["policy_replaced", "not_a_candidate"] == 1

@@ -243,7 +243,7 @@ async def writes_later(self: GoodTier, batch: Batch) -> Outcome:
 @bug("put", (PUT_AND_GOT, "changed the bytes of a slot"))
 async def compresses_in_place(self: GoodTier, batch: Batch) -> Outcome:
     outcome = await GoodTier.put(self, batch)
-    batch.views[-1][:4] = b"done"
+    batch.memory.view(batch.slots[-1])[:4] = b"done"  # the views are read-only
     return outcome
 
 

@@ -59,6 +59,17 @@ class Tier(DummyTier): Config = Loose
         registry.load("loose")
 
 
+@pytest.mark.parametrize(
+    "reasons", ["{'w' * 65: 'too long'}", "{'\\udce9': 'no text'}", "{7: 'no word'}", "['full']"]
+)
+def test_reasons_that_cannot_be_sent_are_refused(install_distribution, reasons):
+    install_distribution(
+        "acme-wordy", f"{DUMMY}class Tier(DummyTier): reasons = {reasons}", {"wordy": "Tier"}
+    )
+    with pytest.raises(TierError, match=r"acme-wordy 1\.2.*Tier.reasons must map words of up to 64"):
+        registry.load("wordy")
+
+
 @pytest.mark.parametrize("raw", [{}, {"type": 3}, {"root_dir": "/x"}])
 def test_missing_type(raw):
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.type is missing; installed are: .*dummy"):

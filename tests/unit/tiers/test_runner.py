@@ -156,7 +156,7 @@ async def test_location_hint_reaches_tier() -> None:
     async with world(tier) as it:
         end = await it.ended(it.submit(Get, 0, [key(1)], [], False, ("10.0.0.1:18570",)))
         assert (list(end.answers), end.retry) == ([Answer.MISSING], "helped")
-    assert asked == 2 * [([key(1)], ("10.0.0.1:18570",))], "in the second attempt, too"
+    assert asked == 2 * [((key(1),), ("10.0.0.1:18570",))], "in the second attempt, too"
     assert len(tier.of("contains")) == 2
 
 

@@ -163,7 +163,7 @@ class FileCall:
         self,
         place: Place,
         keys: Sequence[OffloadKey],
-        slots: array[int] | None = None,
+        slots: Sequence[int] | None = None,
         memory: SlotMemory | None = None,
         serial: int = 0,
     ) -> None:
@@ -174,13 +174,14 @@ class FileCall:
         self.inodes = array("Q", bytes(8 * len(keys)))  # of files whose result is in CORRUPT
         self.added = 0  # bytes that a put wrote, new directories included
         self._index: Index | None = None
-        self._key_ends, self._slots, self._memory = ends_of(keys), slots, memory  # C has their addresses
+        self._slots = array("q", slots) if slots is not None else None
+        self._key_ends, self._memory = ends_of(keys), memory  # C has their addresses, and that of the slots
         self._record = Call(
             place.data_dir.encode(),
             place.tmp_dir.encode(),
             b"".join(keys),
             self._key_ends.buffer_info()[0],
-            slots.buffer_info()[0] if slots is not None else None,
+            self._slots.buffer_info()[0] if self._slots is not None else None,
             self.stop.address,
             self.results.buffer_info()[0],
             self.inodes.buffer_info()[0],

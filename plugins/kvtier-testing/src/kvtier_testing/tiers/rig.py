@@ -184,7 +184,7 @@ class TierRig:
 
     def batch(self, chosen: Sequence[OffloadKey], slots: Slots) -> Batch:
         """Make a batch to put ``slots``, with trailers if the tier needs them."""
-        return self.sealed(Batch(chosen, slots.numbers, slots.memory))
+        return self.sealed(Batch(chosen, slots.numbers, slots.memory, is_put=True))
 
     def sealed(self, batch: Batch) -> Batch:
         """Add trailers to a batch for a put, if the tier needs them."""
