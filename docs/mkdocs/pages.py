@@ -211,6 +211,7 @@ _FAULTS = {
     "weights replaced in place": "the weights are replaced in place",
     "kill -9 of the cache's process": "the cache's process is killed",
     "SIGSTOP of the cache's process for 15 s": "the cache's process hangs for 15 s",
+    "one bit flipped in kept host memory, engine restarted": "one bit flips in a restarted engine's memory",
     "disk full": "the disk is full",
     "two tensor-parallel sizes, one directory": "two tensor-parallel sizes share a directory",
 }
@@ -229,13 +230,14 @@ def outcomes(name: str) -> str:
 def _outcome(row: dict[str, Any]) -> str:
     wrong, failed = (row[word].partition(",")[0] for word in ("wrong", "failed"))
     later = max(map(int, re.findall(r"(\d+) s later", row["recovers"])), default=0)
+    when = " when the engine is restarted" if "started again" in row["recovers"] else ""
     parts = [
         "0 wrong" if wrong.startswith("0 ") else f"**{wrong} wrong**",
         "0 failed" if failed.startswith("0 ") else f"**{failed} failed**",
         f"{row['longest_s']} s",
         "**stays wrong**"
         if row["recovers"].startswith("no")
-        else f"recovers{f' in {later} s' * bool(later)}",
+        else f"recovers{f' in {later} s' * bool(later)}{when}",
     ]
     return ", ".join(parts)
 
