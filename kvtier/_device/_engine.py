@@ -135,7 +135,7 @@ class TransferEngine:
         """Let a load start, or be reported as ended, if its thread may wait for the interpreter lock.
 
         For a caller that runs Python without a pause, which would keep the lock for 5 ms
-        (``sys.getswitchinterval``). Blocks for 1 ms at most.
+        (``sys.getswitchinterval``). Blocks for 2 ms at most, and raises nothing.
         """
         loads = self._queues[CopyQueue.LOAD]
         loads.let_start()

@@ -26,7 +26,7 @@ LOST_AFTER = 5
 """This many failures of transfers in a row, in every attempt and over all queues, mean a lost device."""
 
 HAND_OVER_S = 0.001
-"""``TransferEngine.hand_over`` blocks for this long at most."""
+"""Each wait of ``TransferEngine.hand_over`` ends after this time."""
 
 CHECKS_PER_DEADLINE = 8
 """A transfer is abandoned after this many checks. If a process was stopped for long, and its copy too, the
@@ -132,7 +132,10 @@ class QueueThread:
             oldest = self._begun[0] if self._begun else None
         if oldest is None or oldest.check is not None or isinstance(oldest.begun, BaseException):
             return None
-        is_over = self._runtime.starts_with_copies if oldest.begun is None else oldest.begun[1].query()
+        try:
+            is_over = self._runtime.starts_with_copies if oldest.begun is None else oldest.begun[1].query()
+        except Exception:  # the thread reports it
+            is_over = True
         return oldest.transfer_id if is_over else None
 
     def start(self) -> None:
@@ -146,7 +149,7 @@ class QueueThread:
         """End the thread after its transfers. A stuck thread is left alone."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None and not self.is_stuck:
             self._thread.join()
 

@@ -185,12 +185,15 @@ class HeldEvent:
 
     def __init__(self) -> None:
         self.awaited, self.reached = threading.Event(), threading.Event()
+        self.is_broken = False
 
     def synchronize(self) -> None:
         self.awaited.set()
         assert self.reached.wait(20)
 
     def query(self) -> bool:
+        if self.is_broken:
+            raise RuntimeError("the device is lost")
         return self.reached.is_set()
 
     def elapsed_time(self, _: object) -> float:
@@ -252,6 +255,19 @@ def test_busy_caller_hands_over_the_lock() -> None:
             end.reached.set()
             it.engine.hand_over()
             assert [end.transfer_id for end in it.engine.finished()] == [transfer_id]
+
+
+def test_broken_event_reaches_no_caller() -> None:
+    runtime = HeldRuntime()
+    with rig(engine_on(runtime), SHAPE) as it:
+        blocks, slots = _scattered(2)
+        it.engine.submit_load(1, slots, blocks)
+        wait_until(lambda: runtime.ends)
+        (end,) = runtime.ends
+        assert end.awaited.wait(20)
+        end.is_broken = True
+        it.engine.hand_over()
+        end.reached.set()
 
 
 def _scattered(count: int) -> tuple[Blocks, list[int]]:

@@ -7,6 +7,7 @@ is added to these times.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -63,7 +64,10 @@ def run(gib: Sequence[float], chunk_bytes: Sequence[int], rounds: int) -> list[R
     machine = Machine.here()
     found = []
     for size, chunk in product(gib, chunk_bytes):
-        rows = [astuple(_measure(int(size * 2**30) // chunk, chunk)) for _ in range(rounds)]
+        rows = []
+        for _ in range(rounds):
+            rows.append(astuple(_measure(int(size * 2**30) // chunk, chunk)))
+            gc.collect()  # memory is freed with its last view, and an executor has reference cycles
         found.append(Restart(*map(median, zip(*rows, strict=True))))
     return [*found, machine.again()]
 
