@@ -266,8 +266,10 @@ def test_broken_event_reaches_no_caller() -> None:
         (end,) = runtime.ends
         assert end.awaited.wait(20)
         end.is_broken = True
-        it.engine.hand_over()
-        end.reached.set()
+        try:
+            it.engine.hand_over()
+        finally:
+            end.reached.set()
 
 
 def _scattered(count: int) -> tuple[Blocks, list[int]]:
