@@ -82,6 +82,21 @@ async def test_hanging_server_frees_slots(own_server: Server, verb: str) -> None
         assert set(stored.statuses) <= {Status.OK, Status.ABSENT}
 
 
+async def test_all_connections_can_be_used(own_server: Server) -> None:
+    outcomes: list[Outcome] = []
+
+    async def note(call: Awaitable[Outcome]) -> None:
+        outcomes.append(await call)
+
+    async with opened(own_server, connections=64, **HANGING) as it:
+        with own_server.stopped():
+            async with anyio.create_task_group() as tasks:
+                for number in range(64):
+                    tasks.start_soon(note, it.outcome_of_put(range(number, number + 1)))
+                    tasks.start_soon(note, it.outcome_of_get(range(number, number + 1)))
+    assert [outcome.reasons for outcome in outcomes] == [{"timeout": 1}] * 128
+
+
 async def test_close_ignores_hanging_server(own_server: Server) -> None:
     tier = opened(own_server)
     it = await tier.__aenter__()

@@ -38,6 +38,7 @@ _KEPT_ALIVE: Final[Mapping[str, Any]] = {
 """A middlebox that forgets idle connections sees traffic, or the dead connection ends after a minute."""
 
 _IDLE_S: Final = 60.0
+_MAX_CONNECTIONS: Final = 2**31  # ``Connections`` bounds them; redis-py 8 has a bound of 100 by default
 _COMMAND_TIMEOUT_S: Final = 30.0
 _COMMAND_VALID_S: Final = 60.0
 _PASSWORDS_HIDDEN: Final = 8
@@ -196,7 +197,11 @@ class ClientFactory:
 
     def pool(self, address: Address) -> Pool:
         """Return a pool of connections to one server. It connects when one is taken."""
-        options = {**self.options(), "redis_connect_func": partial(_greet, self._login, self._name)}
+        options = {
+            **self.options(),
+            "redis_connect_func": partial(_greet, self._login, self._name),
+            "max_connections": _MAX_CONNECTIONS,
+        }
         if address.path:
             return Pool(_Unix, path=address.path, **options)
         kind = _Tls if self._config.tls else _Tcp
