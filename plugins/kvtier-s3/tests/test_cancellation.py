@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import obstore
 import pytest
 from proxy import Faults, Proxy
 from rigs import Place, wait_until
@@ -42,6 +43,26 @@ async def test_put_holds_slots_to_the_end(place: Place, proxy: Proxy) -> None:
         async with cancelled(proxy, it.tier.put(it.filled(range(3))[0]), ("PUT",), held=3) as put:
             assert not put.done()
         assert await it.get(range(3)) == [Status.OK] * 3
+
+
+async def test_panic_spares_other_puts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with place.opened(**UNLISTED) as it:
+        released = asyncio.Event()
+        errors: list[BaseException | None] = [BaseException("a panic"), None]
+
+        async def put_async(*_: object, **__: object) -> None:
+            if error := errors.pop(0):
+                raise error
+            await released.wait()  # reads its slot, also when it is cancelled
+
+        monkeypatch.setattr(obstore, "put_async", put_async)
+        put = asyncio.ensure_future(it.tier.put(it.filled(range(2))[0]))
+        await asyncio.wait((put,), timeout=SETTLE_S)
+        assert not put.done()
+        released.set()
+        outcome = await put
+    assert sorted(outcome.statuses) == [Status.OK, Status.FAILED]
+    assert outcome.reasons == {"error": 1}
 
 
 async def test_unsent_puts_are_dropped(place: Place, proxy: Proxy) -> None:

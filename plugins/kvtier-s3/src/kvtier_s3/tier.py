@@ -236,7 +236,8 @@ class S3Tier(SecondaryTier[S3Config]):
         is_new = False
         try:
             is_new = await self._send(chunk_path(prefix, key), view, batch.trailers[index])
-        except Exception as error:
+        except BaseException as error:  # a panic of the client, too: it must not end the requests beside it
+            require_fault(error)
             failure = classify(error)
             self._warn("put", failure)
             return Status.REFUSED if failure.reason == "full" else Status.FAILED, failure.reason
