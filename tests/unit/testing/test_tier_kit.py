@@ -577,6 +577,26 @@ async def reads_the_cache_late(self: GoodTier, batch: Batch) -> Outcome:
     return stored(batch)
 
 
+@bug("put", (PUT_AT_RESET, "the tier that was reset gives"))
+async def stores_a_cancelled_put_later(self: GoodTier, batch: Batch) -> Outcome:
+    """Copies the slots, so a cancelled put may continue; but it must not continue beyond a reset."""
+    resets, was_cancelled = self.resets, False
+    chunks = await in_thread(self.copies, batch)
+
+    async def store() -> Outcome:
+        await asyncio.sleep(0.005)
+        if resets != self.resets and not was_cancelled:
+            return Outcome.all(Status.REFUSED, len(batch), "reset")
+        self.store.update(chunks)
+        return stored(batch)
+
+    try:
+        return await asyncio.shield(store())
+    except asyncio.CancelledError:
+        was_cancelled = True
+        raise
+
+
 @bug("put", (PUT_AT_RESET, "opened later gives"))
 async def writes_into_the_cache_of_before(self: GoodTier, batch: Batch) -> Outcome:
     """A put that crosses a reset goes where whoever opens later looks."""

@@ -27,6 +27,7 @@ from kvtier_testing.tiers.steps import Ended, Way, held, run_cancelled
 
 _MOST_WAITS = 24
 _MOST_RESETS = 8
+_MOST_CANCELLED = 4
 _MOST_PASSES = 8
 _TRIES = 3
 _CHUNKS = 4
@@ -105,6 +106,7 @@ class CancellationTests(TierSetup):
         moments: list[Callable[[TierRig, Batch], Coroutine[Any, Any, None]]] = [
             *(partial(self._reset_at_wait, at_wait) for at_wait in _some(waits, _MOST_RESETS)),
             *(partial(self._reset_after_passes, passes) for passes in range(1, _MOST_PASSES)),
+            *(partial(self._reset_after_cancellation, at_wait) for at_wait in _some(waits, _MOST_CANCELLED)),
         ]
         if self.defines("slowed"):
             moments.append(self._reset_while_slow)
@@ -182,6 +184,12 @@ class CancellationTests(TierSetup):
             for _ in range(passes):
                 await asyncio.sleep(0)
             await it.tier.reset()
+
+    async def _reset_after_cancellation(self, at_wait: int, it: TierRig, batch: Batch) -> None:
+        """Cancel a put at one of its waits, and reset: what the put left running must not arrive later."""
+        await run_cancelled(lambda: it.tier.put(batch), Way.CANCEL, at_wait=at_wait)
+        await it.tier.reset()
+        await anyio.sleep(self.settle_s)
 
     async def _reset_while_slow(self, it: TierRig, batch: Batch) -> None:
         """Reset while the backend is slow with a put."""
