@@ -259,10 +259,12 @@ def mark_down_soon(ports: Sequence[int]) -> None:
 def fail_over(ports: Sequence[int], primary: Server) -> None:
     """Have sentinels promote the replica, and wait until the primary is its replica."""
 
-    def is_accepted() -> bool:
-        with redis.Redis(port=ports[0], retry=Retry(NoBackoff(), 0)) as client, suppress(redis.ResponseError):
-            client.execute_command("SENTINEL", "FAILOVER", "kv")
-            return True
+    def is_replaced() -> bool:
+        with redis.Redis(port=ports[0], retry=Retry(NoBackoff(), 0), decode_responses=True) as client:
+            if int(client.sentinel_master("kv")["port"]) != primary.port:
+                return True
+            with suppress(redis.ResponseError):  # no replica is fit yet, or a failover runs, which may fail
+                client.execute_command("SENTINEL", "FAILOVER", "kv")
         return False
 
     def is_replica() -> bool:
@@ -270,7 +272,7 @@ def fail_over(ports: Sequence[int], primary: Server) -> None:
             return bool(client.role()[0] == b"slave")
         return False
 
-    wait_for(is_accepted, "a sentinel finds the replica fit")
+    wait_for(is_replaced, "the sentinels promote the replica")
     wait_for(is_replica, "the primary is a replica")
 
 

@@ -365,3 +365,21 @@ async def test_reset_reaches_new_primary(tmp_path: Path) -> None:
             assert set(await it.put(range(4))) == {Status.OK}
         with two.client() as client:
             assert client.role()[0] == b"master"
+
+
+async def test_reset_on_lonely_primary_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A partition cuts a primary off from its replicas, one of which the sentinels promote elsewhere."""
+    with (
+        Server(tmp_path / "one") as one,
+        Server(tmp_path / "two", f"--replicaof 127.0.0.1 {one.port}") as two,
+        redis_servers.sentinels(tmp_path, one) as ports,
+    ):
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
+            await anyio.to_thread.run_sync(two.kill)
+            with one.client() as client:
+                redis_servers.wait_for(
+                    lambda: client.info("replication")["connected_slaves"] == 0, "the replica is gone"
+                )
+            await it.tier.reset()
+    assert "reset not confirmed by all replicas" in caplog.text

@@ -266,6 +266,7 @@ SENTINEL = {"mode": "sentinel", "sentinel_master": "kv"}
             "give one of password and password_file and password_command",
         ),
         ({"tls_ca_file": "/ca"}, "need tls = true"),
+        ({"tls_verify": "none"}, "need tls = true"),
         ({"tls": True, "tls_key_file": "/key"}, "tls_key_file needs tls_cert_file"),
         ({"pasword": "hunter2"}, "did you mean password?"),
     ],

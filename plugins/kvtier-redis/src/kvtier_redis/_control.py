@@ -223,6 +223,8 @@ class ControlClient:
         client.set(key, _token())
         try:
             replicas = int(cast("Mapping[str, Any]", client.info("replication")).get("connected_slaves", 0))
+            if self._config.mode == "sentinel":  # a primary that a partition cuts off has no replica left
+                replicas = max(1, replicas)
             confirmed = cast("int", client.wait(replicas, _WAIT_FOR_REPLICAS_MS)) if replicas else 0
         except ResponseError:  # INFO or WAIT is refused
             replicas, confirmed = 1, 0

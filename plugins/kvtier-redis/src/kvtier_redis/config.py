@@ -161,8 +161,9 @@ class RedisConfig(TierConfig):
                 self.mode == "single" and len(self.addresses) > 1
             ),
             f"give one of {' and '.join(passwords)}": len(passwords) > 1,
-            "tls_ca_file, tls_cert_file and tls_key_file need tls = true": (
-                not self.tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file)
+            "tls_ca_file, tls_cert_file, tls_key_file and tls_verify need tls = true": (
+                not self.tls
+                and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file or self.tls_verify != "full")
             ),
             "tls_key_file needs tls_cert_file": self.tls_key_file and not self.tls_cert_file,
         }
