@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._base import EvictionPolicy
+from kvtier.policies._base import EvictionPolicy, Run
 from kvtier.policies._lru import LRU
 from kvtier_testing.policies import PolicyConformance
 
@@ -66,6 +66,15 @@ class ForgetsPins(LRU):
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
         super().add([key for key in keys if key not in self], used=used)
+
+
+class LosesLateParts(LRU):
+    _newest = 0
+
+    def add_run(self, run: Run, keys: Sequence[OffloadKey], *, used: bool) -> None:
+        self._newest = max(self._newest, run.time)
+        if run.time == self._newest:
+            super().add_run(run, keys, used=used)
 
 
 class ForgetsToClear(LRU):
@@ -128,6 +137,7 @@ CAUGHT = [
     (KeepsVictims, SEQUENCE, "__len__.. is .* after these calls"),
     (ReturnsAKeyTwice, SEQUENCE, "evict.. returned a key twice"),
     (ForgetsPins, SEQUENCE, "__len__.. is .* after these calls"),
+    (LosesLateParts, SEQUENCE, "__len__.. is .* after these calls"),
     (ForgetsToClear, SEQUENCE, "__len__.. is .* after these calls; there are 0"),
     (RefusesBeyondItsCapacity, SEQUENCE, "__len__.. is .* after these calls"),
     (WantsArguments, SEQUENCE, "ghosts"),

@@ -32,6 +32,7 @@ _VERBS = ("resize", "add", "add_run", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
 _MOST_TIMES_AS_LONG = 8  # a call that walks over all candidates takes about 16 times as long
 _ATTEMPTS = 10
+_NUMBERS = st.lists(st.integers(0, 23), min_size=1, max_size=12, unique=True)
 _HOPELESS = 2  # more attempts are made if even the best one took twice the limit
 
 
@@ -170,14 +171,29 @@ class PolicyMachine(RuleBasedStateMachine):
         self.candidates: set[OffloadKey] = set()
         self.pinned: set[OffloadKey] = set()
         self.world = keys(0, 24)
+        self.uses = 0
+        self.runs = [Run(place=self.world.index) for _ in range(3)]
 
-    @rule(numbers=st.lists(st.integers(0, 23), min_size=1, max_size=12, unique=True), used=st.booleans())
+    @rule(numbers=_NUMBERS, used=st.booleans())
     def add(self, numbers: list[int], used: bool) -> None:
         """Add new keys, evicted ones and pinned ones."""
-        added = [self.world[number] for number in numbers if self.world[number] not in self.candidates]
+        added = self._note_added(numbers)
         self.policy.add(added, used=used)
+
+    @rule(numbers=_NUMBERS.map(sorted), used=st.booleans(), at=st.integers(0, 2), is_used_now=st.booleans())
+    def add_run(self, numbers: list[int], used: bool, at: int, is_used_now: bool) -> None:
+        """Add keys as kvtier does: as part of a run, which may be an earlier one."""
+        added, run = self._note_added(numbers), self.runs[at]
+        if is_used_now:
+            self.uses += len(added)
+            run.time = self.uses
+        self.policy.add_run(run, added, used=used)
+
+    def _note_added(self, numbers: list[int]) -> list[OffloadKey]:
+        added = [self.world[number] for number in numbers if self.world[number] not in self.candidates]
         self.candidates |= set(added)
         self.pinned -= set(added)
+        return added
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
