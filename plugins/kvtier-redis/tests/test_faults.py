@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from redis_servers import GENEROUS_S, Server, TlsServer, opened
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
+from kvtier_redis._control import ControlClient
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._forgetful import ForgetfulProxy
 from kvtier_testing.tiers.driver import Driver
@@ -95,6 +97,29 @@ async def test_all_connections_can_be_used(own_server: Server) -> None:
                     tasks.start_soon(note, it.outcome_of_put(range(number, number + 1)))
                     tasks.start_soon(note, it.outcome_of_get(range(number, number + 1)))
     assert [outcome.reasons for outcome in outcomes] == [{"timeout": 1}] * 128
+
+
+async def test_removal_after_reset_spares_usage(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    removing, may_end = threading.Event(), threading.Event()
+
+    def remove_epoch(*_: object) -> None:
+        removing.set()
+        may_end.wait(60)
+
+    monkeypatch.setattr(ControlClient, "remove_epoch", remove_epoch)
+    async with opened(own_server) as it:
+        await it.tier.reset()
+        await it.tier.reset()  # the first one's private epoch is to be removed
+        await anyio.to_thread.run_sync(removing.wait, 60)
+        before = it.tier.usage()
+        try:
+            with own_server.client() as client:
+                client.set("other", bytes(32 << 20))
+            with anyio.fail_after(30):
+                while it.tier.usage() == before:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+        finally:
+            may_end.set()
 
 
 async def test_close_ignores_hanging_server(own_server: Server) -> None:

@@ -318,22 +318,32 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return self._servers[address]
 
     async def _maintain(self, control: ControlClient) -> None:
-        """Read the memory usage every second; discover the servers again after an error that suggests it."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_USAGE_INTERVAL_S):
-                    await self._topology_doubted.wait()
-            try:
-                if self._topology_doubted.is_set():
-                    await self._rediscover(control)
-                put_before = self._put_bytes
-                self._memory = await self._threads.start(partial(control.memory_usage, self._topology))
-                self._put_bytes -= put_before
-                await self._remove_abandoned(control, _CLEANUP_S)
-            except BaseException as error:  # the next attempt may succeed
-                require_fault(error)
-                self._warn(reason_of(error), error)
-                await asyncio.sleep(_USAGE_INTERVAL_S)
+        """Watch the servers, and remove abandoned epochs beside that: with many keys it takes long."""
+        removing: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await self._watch(control)
+                if self._abandoned and (removing is None or removing.done()):
+                    removing = asyncio.create_task(self._remove_abandoned(control, _CLEANUP_S))
+        finally:
+            if removing is not None:
+                removing.cancel()
+
+    async def _watch(self, control: ControlClient) -> None:
+        """Read the memory usage after a second, and discover the servers after an error that suggests it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_USAGE_INTERVAL_S):
+                await self._topology_doubted.wait()
+        try:
+            if self._topology_doubted.is_set():
+                await self._rediscover(control)
+            put_before = self._put_bytes
+            self._memory = await self._threads.start(partial(control.memory_usage, self._topology))
+            self._put_bytes -= put_before
+        except BaseException as error:  # the next attempt may succeed
+            require_fault(error)
+            self._warn(reason_of(error), error)
+            await asyncio.sleep(_USAGE_INTERVAL_S)
 
     async def _rediscover(self, control: ControlClient) -> None:
         self._topology_doubted.clear()
