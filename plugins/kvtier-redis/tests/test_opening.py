@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tiers import Status, TierContext
 from kvtier.tiers import _registry as registry
 from kvtier_redis import RedisConfig, RedisTier
+from kvtier_redis._client import ClientFactory, PasswordError
 from kvtier_redis._reasons import REASONS
 from kvtier_testing.settings_tables import own_table
 from kvtier_testing.tiers import TierRig
@@ -135,6 +139,29 @@ async def check_degraded(
     if "info" in refused:
         async with opened(server, max_bytes="600KiB", **login) as it:
             assert set(await it.put(range(10, 12))) == {Status.REFUSED}
+
+
+def test_failed_command_runs_once_for_all(tmp_path: Path) -> None:
+    """Else connections wait for each other's runs, and threads pile up while the command hangs."""
+    runs, end = tmp_path / "runs", tmp_path / "end"
+    script = f"echo run >> {runs}; until [ -e {end} ]; do sleep 0.05; done; exit 1"
+    config = RedisConfig(password_command=("sh", "-c", script))
+    login = ClientFactory(config, "tests").options()["credential_provider"]
+    all_there = threading.Barrier(5)
+
+    def ask() -> str:
+        all_there.wait(60)
+        with pytest.raises(PasswordError) as caught:
+            login.get_credentials()
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask) for _ in range(4)]
+        all_there.wait(60)
+        time.sleep(0.5)  # until all of them wait
+        end.touch()
+        assert {one.result(60) for one in asked} == {"password_command = 'sh' failed (exit status 1)"}
+    assert runs.read_text() == "run\n"
 
 
 async def test_wrong_sentinel_passwords(tmp_path: Path) -> None:

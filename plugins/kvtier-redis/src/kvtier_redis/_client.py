@@ -113,7 +113,8 @@ class _Login(CredentialProvider):
         self._command: tuple[str, ...] | None = getattr(config, f"{prefix}password_command")
         self._prefix = prefix
         self._lock = threading.Lock()
-        self._valid_until_s = 0.0
+        self._valid_until_s = self._failed_s = 0.0
+        self._failure = ""
         self.passwords: deque[str] = deque(maxlen=_PASSWORDS_HIDDEN)
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
@@ -139,11 +140,22 @@ class _Login(CredentialProvider):
             return self._first_line(f"password_file = {str(self._file)!r}", self._file.read_bytes)
         if self._command is None:
             return self._given.get_secret_value() if self._given is not None else None
-        with self._lock:  # one run for all connections
+        asked_s = time.monotonic()
+        with self._lock:  # one run for all connections, and one that fails is for all who waited for it
+            if self._failed_s > asked_s:
+                raise PasswordError(self._failure)
             if time.monotonic() >= self._valid_until_s:
-                self._printed = self._first_line(f"password_command = {self._command[0]!r}", self._run)
-                self._valid_until_s = time.monotonic() + _COMMAND_VALID_S
+                self._run_command()
             return self._printed
+
+    def _run_command(self) -> None:
+        assert self._command is not None
+        try:
+            self._printed = self._first_line(f"password_command = {self._command[0]!r}", self._run)
+        except PasswordError as error:
+            self._failure, self._failed_s = str(error), time.monotonic()
+            raise
+        self._valid_until_s = time.monotonic() + _COMMAND_VALID_S
 
     def _run(self) -> bytes:
         assert self._command is not None
