@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from rigs import CHUNK_BYTES, IDENTITY, Place, wait_until
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
 from kvtier.tiers import Outcome, Status
+from kvtier_s3 import _profile
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._forgetful import ForgetfulProxy
 from kvtier_testing.tiers.driver import Driver
@@ -31,6 +33,7 @@ TIMES: dict[str, Any] = {"timeout_s": 4.0, "connect_timeout_s": 4.0}
 BOUND_S = 16.0
 """For each call on a busy machine; a call without a timeout takes longer."""
 UNTIL_RELEASED_S = 3600.0
+PROFILE: dict[str, Any] = {"profile": "kv", "access_key_id": None, "secret_access_key": None}
 
 pytestmark = pytest.mark.anyio
 
@@ -176,7 +179,7 @@ async def test_rotated_credentials_are_read(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     old = place.server.add_key(file)
-    async with place.opened(profile="kv", access_key_id=None, secret_access_key=None) as it:
+    async with place.opened(**PROFILE) as it:
         await put(it)
         place.server.add_key(file)
         place.server.remove_key(old)
@@ -184,6 +187,41 @@ async def test_rotated_credentials_are_read(
             while set((outcome := await get(it)).statuses) != {Status.OK}:
                 assert set(outcome.reasons) == {"forbidden"}
                 await anyio.sleep(0.05)
+
+
+@pytest.fixture
+def hang(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A profile ``kv`` whose program hangs while this file exists. boto3 runs it for each request."""
+    hang, program, config = (tmp_path / name for name in ("hang", "program", "config"))
+    keys = {"AccessKeyId": place.server.access_key_id, "SecretAccessKey": place.server.secret_access_key}
+    text = json.dumps({"Version": 1, **keys, "Expiration": "SOON"})
+    program.write_text(
+        f"#!/bin/sh\nwhile [ -e {hang} ]; do sleep 0.05; done\n"
+        f"echo '{text}' | sed s/SOON/$(date -u -d '+5 min' +%Y-%m-%dT%H:%M:%SZ)/\n"
+    )
+    program.chmod(0o755)
+    config.write_text(f"[profile kv]\ncredential_process = {program}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr(_profile, "_VALID_S", 0.0)
+    yield hang
+    hang.unlink(missing_ok=True)
+
+
+async def test_hanging_program_keeps_credentials(place: Place, hang: Path) -> None:
+    async with place.opened(**PROFILE, **TIMES, index_keys=0) as it:
+        await it.put(range(3))
+        hang.touch()
+        with within():
+            assert await it.put(range(3, 9)) == [Status.OK] * 6
+            assert await it.get(range(9)) == [Status.OK] * 9
+
+
+async def test_hanging_program_fails_open(place: Place, hang: Path) -> None:
+    hang.touch()
+    with within(), pytest.raises(TierError, match=r"open_timeout_s \(0\.5"):
+        async with place.opened(**PROFILE, open_timeout_s=0.5):
+            pass
 
 
 async def test_unreachable_server_fails_chunks(place: Place, server: ceph.Ceph) -> None:

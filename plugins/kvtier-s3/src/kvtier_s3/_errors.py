@@ -47,6 +47,7 @@ _TLS: Final = re.compile(
 )
 _TOKENS: Final = re.compile(
     r"token request|/latest/(?:api/token|meta-data)|Credential \{|WebIdentity|Invalid Access Key"
+    r"|External AWS credential provider"
 )
 
 _THROTTLES: Final = frozenset({"SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded"})

@@ -11,17 +11,17 @@ from pydantic import SecretStr
 
 from kvtier.errors import TierError
 from kvtier_s3._errors import Failure
+from kvtier_s3._profile import ProfileCredentials
 from kvtier_s3.config import S3Config
 
 if TYPE_CHECKING:
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3CredentialProvider
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig
     from obstore.store import S3Config as ClientS3Config
 
 Store = S3Store | GCSStore | AzureStore
 
 _NO_RETRIES: Final[RetryConfig] = {"max_retries": 0, "retry_timeout": timedelta(0)}  # kvtier retries
 _IDLE_S: Final = 60.0
-_CREDENTIALS_S: Final = 600.0  # boto3 renews expiring ones 10 minutes before; obstore asks 5 minutes early
 
 
 def make_store(config: S3Config) -> Store:
@@ -33,7 +33,7 @@ def make_store(config: S3Config) -> Store:
     try:
         common: dict[str, Any] = {"client_options": _client(config), "retry_config": _NO_RETRIES}
         if config.provider == "s3":
-            credentials = _profile(config)
+            credentials = ProfileCredentials(config) if config.profile is not None else None
             return S3Store(config.bucket, config=_s3(config), credential_provider=credentials, **common)
         if config.provider == "gcs":
             return GCSStore(config.bucket, config=_gcs(config), **common)
@@ -93,24 +93,6 @@ def _endpoint(config: S3Config, endpoint: str) -> str:
     if config.addressing == "path" or parts.netloc.startswith(f"{config.bucket}."):
         return endpoint
     return parts._replace(netloc=f"{config.bucket}.{parts.netloc}").geturl()
-
-
-def _profile(config: S3Config) -> S3CredentialProvider | None:
-    if config.profile is None:
-        return None
-    try:
-        import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise TierError("profile needs boto3: pip install boto3") from error
-    try:
-        session = boto3.Session(profile_name=config.profile)
-        return Boto3CredentialProvider(session, ttl=timedelta(seconds=_CREDENTIALS_S))
-    except Exception as error:  # of boto3, or anything that a credential process raises
-        raise TierError(
-            f"profile {config.profile!r} has no usable credentials ({type(error).__name__}): see "
-            "`aws configure list`"
-        ) from error
 
 
 def _gcs(config: S3Config) -> GCSConfig:
