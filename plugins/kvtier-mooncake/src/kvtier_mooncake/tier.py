@@ -10,7 +10,7 @@ from typing import ClassVar, Final, TypeVar
 
 import anyio
 
-from kvtier.errors import StateError, TierError
+from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import (
     Batch,
@@ -22,6 +22,7 @@ from kvtier.tiers import (
     TierConfig,
     TierContext,
     in_thread,
+    require_answers,
     until_done,
 )
 from kvtier_mooncake._store import REASONS, TRANSIENT, Store, Trailers, result_of
@@ -87,19 +88,15 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
         """Return which keys the pool has. See ``SecondaryTier.contains``.
 
         Raises:
-            ConnectionError: the master cannot be reached.
-            TierError: it could answer for none of the keys.
+            TierError: it could not answer for most of the keys.
         """
         names = self._names(keys)
         if not names:
             return [False] * len(keys)
         codes = await self._call(self._opened.contains, names)
         failed = [code for code in codes if result_of(code, 1)[0] is Status.FAILED]
-        if len(failed) == len(codes):
-            word = result_of(failed[0])[1]
-            error = ConnectionError if word == "connection" else TierError
-            raise error(f"lookup of {len(keys)} chunks failed: {word} (code {failed[0]})")
         self._warn_of(failed)
+        require_answers(Counter(result_of(code)[1] for code in failed), len(codes))
         return [code == 1 for code in codes]
 
     async def put(self, batch: Batch) -> Outcome:
