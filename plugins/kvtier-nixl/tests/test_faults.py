@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -24,6 +25,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import Status
 from kvtier_nixl import NixlTier, _agent, _peers, _server
 from kvtier_nixl import _protocol as protocol
+from kvtier_nixl._agent import ReadError
 from kvtier_nixl._peers import Lease, Peer, PeerError, Peers
 from kvtier_nixl.config import parse_address
 from kvtier_testing.tiers import TierRig
@@ -175,6 +177,37 @@ async def test_late_bytes_are_harmless(holder: Holder, monkeypatch: pytest.Monke
         slots.check_reused("a read that was given up")
         await until_found(it, EIGHT)
         assert set(await it.get(EIGHT)) == {Status.OK}
+
+
+async def test_unreadable_peer_is_used_less(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its control channel works, as behind a firewall."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    async with opened(holder.address) as it:
+        await until_found(it, EIGHT)
+        agent = tier_of(it)._opened
+
+        async def read(_peer: str, _addresses: Sequence[int], rows: Sequence[int]) -> None:
+            agent.free_rows(rows)
+            raise ReadError("unreachable")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(agent, "read", read)
+            patch.setattr(_peers, "anyio", SimpleNamespace(sleep=sleep))
+            for _ in range(4):
+                assert (await it.outcome_of_get(EIGHT)).reasons == {"transfer": 8}
+                await until_found(it, EIGHT)
+            assert pauses == [0.2, 0.4, 0.8, 1.6]
+            patch.undo()
+            assert set(await it.get(EIGHT)) == {Status.OK}
+            first_peer(it).drop("of the test")
+            patch.setattr(_peers, "anyio", SimpleNamespace(sleep=sleep))
+            await until_found(it, EIGHT)
+        assert pauses[4:] == [0.2]
 
 
 async def test_get_waiting_for_memory_keeps_peer() -> None:

@@ -21,7 +21,7 @@ import anyio
 
 from kvtier.keys import OffloadKey
 from kvtier_nixl import _protocol as protocol
-from kvtier_nixl._agent import Agent
+from kvtier_nixl._agent import Agent, ReadError
 from kvtier_nixl._pace import Pace, share_out
 from kvtier_nixl._protocol import Challenge, Hello, Message, MessageT, ProtocolError, Welcome
 from kvtier_nixl._server import Facts
@@ -29,6 +29,10 @@ from kvtier_nixl.config import parse_address
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
+_LONGEST_PENALTY_S: Final = 60.0
+"""Pause after many failed reads. A peer whose control channel alone works, as behind a firewall, must not
+take all receiving memory: a read that hangs keeps its part for minutes."""
+
 _FIRST_TRIES_S: Final = 5.0
 _PATIENCE: Final = 0.1
 """Fraction of ``answer_timeout_s`` to wait for late peers once half of them have answered."""
@@ -98,6 +102,7 @@ class Peer:
         self.pace = Pace()
         self.is_late = False
         self._is_self = False
+        self._penalty_s = 0.0  # pause before it is connected to again, after reads that failed
 
     async def keep_connected(self) -> None:
         """Connect, and connect again whenever the connection is lost, until this task is cancelled."""
@@ -118,7 +123,7 @@ class Peer:
                 if self._link is not None:
                     pause_s = _FIRST_PAUSE_S
                     await self._is_lost.wait()
-                await anyio.sleep(pause_s)
+                await anyio.sleep(max(pause_s, self._penalty_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             self.was_tried.set()
@@ -176,7 +181,7 @@ class Peer:
     async def read(self, addresses: Sequence[int], rows: Sequence[int]) -> None:
         """Read chunks into rows of the receiving memory. See ``Agent.read``.
 
-        One whose read is cancelled, as at the deadline, is dropped: it is asked again once it answers.
+        One whose read fails, or is cancelled as at the deadline, is dropped, and connected to again later.
         """
         link = self._link
         if link is None:
@@ -185,10 +190,12 @@ class Peer:
         try:
             with self.pace.reading(len(rows)):
                 await self._agent.read(link.welcome.agent, addresses, rows)
-        except asyncio.CancelledError:
-            if self._link is link:
-                self.drop("a read took too long")
+        except BaseException as error:
+            if self._link is link:  # else another read of this connection has failed
+                self._penalty_s = min(max(_FIRST_PAUSE_S, 2 * self._penalty_s), _LONGEST_PENALTY_S)
+                self.drop(str(error) if isinstance(error, ReadError) else "a read took too long")
             raise
+        self._penalty_s = 0.0
 
     def drop(self, why: str) -> None:
         """Use it no longer, until it is connected to again."""

@@ -326,9 +326,8 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 await self._read(peer, batch, dict(zip(part, rows, strict=True)), results)
         except PeerError:  # dropped if the peer is to blame
             _fail(indices, results, "connection")
-        except ReadError as error:
+        except ReadError:
             _fail(indices, results, "transfer")
-            peer.drop(str(error))
 
     async def _read(self, peer: Peer, batch: Batch, rows: dict[int, int], results: dict[int, Result]) -> None:
         """Lease chunks, read them into rows, and copy them to their slots if the lease has lasted."""
