@@ -408,3 +408,22 @@ async def test_reset_on_lonely_primary_warns(tmp_path: Path, caplog: pytest.LogC
                 )
             await it.tier.reset()
     assert "reset not confirmed by all replicas" in caplog.text
+
+
+async def test_replaced_primary_is_not_used(tmp_path: Path) -> None:
+    """A partition cuts off a primary with the sentinels that come first in the settings."""
+    with (
+        Server(tmp_path / "old") as old,
+        Server(tmp_path / "its-replica", f"--replicaof 127.0.0.1 {old.port}"),
+        Server(tmp_path / "one") as one,
+        Server(tmp_path / "two", f"--replicaof 127.0.0.1 {one.port}") as two,
+        redis_servers.sentinels(tmp_path / "minority", old) as few,
+        redis_servers.sentinels(tmp_path / "majority", one) as most,
+    ):
+        await anyio.to_thread.run_sync(redis_servers.fail_over, most, one)
+        addresses = [f"127.0.0.1:{port}" for port in (*few, *most)]
+        async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
+            assert set(await it.put(range(4))) == {Status.OK}
+            await it.tier.reset()
+        with two.client() as new_client, old.client() as old_client:
+            assert [client.dbsize() for client in (new_client, old_client)] == [6, 0]

@@ -111,7 +111,7 @@ class ControlClient:
             TierError: the tier cannot work; the message names the setting and the remedy.
         """
         try:
-            topology = self.discover()
+            topology = self.discover(ask_all=True)
             for address in topology.addresses:
                 self._check_server(address)
             self._check_manifest(topology)
@@ -131,13 +131,13 @@ class ControlClient:
         for client in list(self._clients.values()):  # an abandoned thread may add one meanwhile
             client.close()
 
-    def discover(self, known: Sequence[Address] = ()) -> Topology:
+    def discover(self, known: Sequence[Address] = (), *, ask_all: bool = False) -> Topology:
         """Return the servers that store chunks now. Each call asks another node first: one may be outdated.
 
         See ``discover``.
         """
         self._discoveries += 1
-        return discover(self._config, self._factory, known, self._discoveries - 1)
+        return discover(self._config, self._factory, known, self._discoveries - 1, ask_all=ask_all)
 
     def key_prefix(self, epoch: str) -> str:
         """Return what the keys of an epoch's chunks begin with."""
@@ -156,7 +156,7 @@ class ControlClient:
             TierError: the epoch could not be stored.
         """
         try:
-            topology = self.discover(before.addresses)
+            topology = self.discover(before.addresses, ask_all=True)
             self._on_key(topology, "epoch", self._advance)
         except (RedisError, OSError) as error:
             raise TierError(f"the reset could not be stored: {self._explain(error)}") from None
@@ -311,19 +311,26 @@ class ControlClient:
 
 
 def discover(
-    config: RedisConfig, factory: ClientFactory, known: Sequence[Address] = (), first: int = 0
+    config: RedisConfig,
+    factory: ClientFactory,
+    known: Sequence[Address] = (),
+    first: int = 0,
+    *,
+    ask_all: bool = False,
 ) -> Topology:
     """Return the servers that store chunks. Blocks.
 
     Args:
         known: nodes of the cluster to ask, in addition to the settings.
         first: index of the node to ask first, modulo their number; the next ones are asked if it is away.
+        ask_all: whether to wait for all sentinels: epochs must not be read from, or reset on, a primary that
+            a partition has cut off and the others have replaced.
 
     Raises:
         RedisError, OSError: no server could be reached, or none knows.
     """
     if config.mode == "sentinel":
-        return Topology((_primary(config, factory),))
+        return Topology((_primary(config, factory, ask_all=ask_all),))
     if config.mode == "single":
         return Topology(config.parsed_addresses)
     last_error: Exception | None = None
@@ -339,11 +346,13 @@ def discover(
     raise last_error
 
 
-def _primary(config: RedisConfig, factory: ClientFactory) -> Address:
+def _primary(config: RedisConfig, factory: ClientFactory, *, ask_all: bool) -> Address:
     """Ask the sentinels in turn. ``Sentinel.discover_master`` does too, but does not tell why one failed."""
     sentinel, name = factory.sentinel(), str(config.sentinel_master)
+    found: list[tuple[int, Address]] = []  # with the numbers of their elections
     problems: list[str] = []
     denied: list[str] = []
+    refused: ResponseError | None = None
     for address, client in zip(config.parsed_addresses, sentinel.sentinels, strict=True):
         try:
             state = cast("Mapping[str, Any]", client.sentinel_masters()).get(name)
@@ -352,9 +361,20 @@ def _primary(config: RedisConfig, factory: ClientFactory) -> Address:
         except (ConnectionError, TimeoutError) as error:
             (denied if isinstance(error, AuthenticationError) else problems).append(f"{address}: {error}")
             continue
-        if state and sentinel.check_master_state(state, name):
-            return Address(str(state["ip"]), int(state["port"]))
-        problems.append(f"{address} reports {name!r} as down" if state else f"{address} has no {name!r}")
+        except ResponseError as error:
+            refused = error
+            continue
+        if not state or not sentinel.check_master_state(state, name):
+            problems.append(f"{address} reports {name!r} as down" if state else f"{address} has no {name!r}")
+            continue
+        election = int(state.get("config-epoch", 0))
+        found.append((election, Address(str(state["ip"]), int(state["port"]))))
+        if not ask_all:
+            break
+    if found:
+        return max(found, key=lambda one: one[0])[1]
+    if refused is not None:
+        raise refused
     if denied:
         raise _SentinelAuthError("; ".join(denied))
     raise MasterNotFoundError("; ".join(problems))
