@@ -259,6 +259,7 @@ async def test_read_only_credentials(place: Place, proxy: Proxy, caplog: pytest.
         it.expect_kept(await it.get(ALL), "a get after a refused discard")
     check_all(outcome, Status.REFUSED, "read_only")
     assert "is read-only" in caplog.text
+    assert "discard failed: read_only" in caplog.text
 
 
 async def test_faults_logged_without_secrets(

@@ -298,7 +298,10 @@ class S3Tier(SecondaryTier[S3Config]):
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Delete the objects of ``keys``. See ``SecondaryTier.discard``."""
         prefix = self._prefix
-        if prefix is None or self._read_only or not keys:
+        if prefix is None or not keys:
+            return
+        if self._read_only:
+            self._warn("discard", Failure("read_only"))
             return
         self._index.remove(keys, self._context.chunk_bytes)
         paths = [chunk_path(prefix, key) for key in dict.fromkeys(keys)]
