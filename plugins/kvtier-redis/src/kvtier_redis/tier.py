@@ -318,7 +318,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return self._servers[address]
 
     async def _maintain(self, control: ControlClient) -> None:
-        """Watch the servers, and remove abandoned epochs beside that: with many keys it takes long."""
+        """Watch the servers, and remove abandoned epochs in a task, which takes long with many keys."""
         removing: asyncio.Task[None] | None = None
         try:
             while True:

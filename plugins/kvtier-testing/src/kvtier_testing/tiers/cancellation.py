@@ -186,7 +186,7 @@ class CancellationTests(TierSetup):
             await it.tier.reset()
 
     async def _reset_after_cancellation(self, at_wait: int, it: TierRig, batch: Batch) -> None:
-        """Cancel a put at one of its waits, and reset: what the put left running must not arrive later."""
+        """Cancel a put at one of its waits, and reset: leftovers of the put must not arrive later."""
         await run_cancelled(lambda: it.tier.put(batch), Way.CANCEL, at_wait=at_wait)
         await it.tier.reset()
         await anyio.sleep(self.settle_s)
