@@ -138,6 +138,15 @@ async def test_slow_miss_keeps_client(client: StandIn) -> None:
     await it.tier.aclose()
 
 
+async def test_put_of_removed_chunk_fails(client: StandIn) -> None:
+    it = await open_tier(pytest.fail)
+    client.codes = [0, NOT_FOUND]
+    outcome = await it.tier.put(it.filled(range(2))[0])
+    assert list(outcome.statuses) == [Status.OK, Status.FAILED]
+    assert outcome.reasons == {"error": 1}
+    await it.tier.aclose()
+
+
 async def test_raising_call_closes_client(client: StandIn) -> None:
     it = await open_tier(lambda why: None)
     client.error = MemoryError()

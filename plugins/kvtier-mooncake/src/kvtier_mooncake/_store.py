@@ -72,6 +72,12 @@ def result_of(code: int, expected: int = _OK) -> tuple[Status, str]:
     return Status.FAILED, {TRANSFER: "transfer", LEASE_EXPIRED: "lease"}.get(code, "error")
 
 
+def _result_of_put(code: int) -> tuple[Status, str]:
+    """Return the result of a put. One whose chunk another client removes meanwhile has failed."""
+    status, reason = result_of(code)
+    return (Status.FAILED, "error") if status in (Status.ABSENT, Status.CORRUPT) else (status, reason)
+
+
 class Trailers:
     """Memory that the client may read and write, with room for the trailers of ``ROWS`` chunks."""
 
@@ -145,7 +151,7 @@ class Store:
                 trailers[row][:] = batch.trailers[i]
             arguments = self._arguments(names, batch, trailers, rows)
             codes = self._move("batch_put_from_multi_buffers", *arguments, self._put_config)
-            results += map(result_of, codes)
+            results += map(_result_of_put, codes)
         return results
 
     def get(self, names: Sequence[str], batch: Batch, trailers: Trailers) -> list[tuple[Status, str]]:
