@@ -39,7 +39,7 @@ SGLANG_IMPORTS = (  # imports of its host pools' modules; the rest is for GPUs, 
 CONFORMANCE = ("tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 PRINTED = ("README.md", "docs/get-started.md")  # their shell blocks run as printed
-KVCR = "kvcr==0.1.1"  # names NIXL 1.5.0, and runs with NIXL
+KVCR = "kvcr==0.1.1"  # it names NIXL 1.5.0, and runs with NIXL below
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 LMCACHE = "0.5.6"
 LMCACHE_NEEDS = (  # imported on the CPU, and not installed with vLLM
