@@ -237,7 +237,7 @@ def _of_kvcr(work: Work) -> Way:
     ports = [free_port() for _ in range(2)]
     host = "127.0.0.1"
     # By default a source stops serving for good if its thread stands still for 1 s, as in an engine's start.
-    patience = {"operation_timeout_ms": 5000}
+    patience = {"operation_timeout_ms": 2500}
     tier = {"type": "kvcr", **patience, "router_capabilities": ["router_hint"], "control_host": host}
     first, second = (
         {
