@@ -39,6 +39,7 @@ SGLANG_IMPORTS = (  # imports of its host pools' modules; the rest is for GPUs, 
 CONFORMANCE = ("tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 PRINTED = ("README.md", "docs/get-started.md")  # their shell blocks run as printed
+KVCR = "kvcr==0.1.1"  # it names NIXL 1.5.0, and runs with NIXL below
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
 LMCACHE = "0.5.6"
 LMCACHE_NEEDS = (  # imported on the CPU, and not installed with vLLM
@@ -325,16 +326,16 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``device``, ``gate`` and so on."""
+    """How fast is it? ``nox -s bench -- core``, ``fs DIRECTORY``, ``fleet --kvcr python`` and so on."""
     if {"core", "fleet", "gate", "replay"} & set(session.posargs):
         install_cpu_engine(session, VLLM)
         install_kvtier(session, distributions=["kvtier-bench"])
     else:
         install_torch_cpu(session)
         install_kvtier(session, "torch", distributions=["kvtier-bench"])
-    if {"peers", "--nixl"} & set(session.posargs):
+    if {"peers", "--nixl", "--kvcr"} & set(session.posargs):
         session.install("-e", "plugins/kvtier-nixl")
-        session.install("--no-deps", *NIXL)
+        session.install("--no-deps", *NIXL, *([KVCR] if "--kvcr" in session.posargs else []))
     session.run("kvtier", "bench", *session.posargs)
 
 

@@ -227,6 +227,34 @@ def outcomes(name: str) -> str:
     return "\n".join(lines)
 
 
+def fleet(name: str) -> str:
+    """Return the times of a report of ``kvtier bench fleet --json``."""
+    lines = ["| way | TTFT, ms | ratio | tokens from the cache | wrong |", "|---" * 5 + "|"]
+    for row in _versus(name)["Served"]:
+        bounds = f" ({row['low']:.2f} to {row['high']:.2f})" if row["low"] != row["high"] else ""
+        cells = (
+            row["way"],
+            f"{row['ttft_ms']:.0f}",
+            f"{row['ratio']:.2f}{bounds}",
+            row["from_cache"],
+            row["wrong"],
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fleet_faults(name: str) -> str:
+    """Return the faults of a report of ``kvtier bench fleet --kvcr PYTHON --json``."""
+    lines = ["| fault | way | wrong | tokens from the cache | longest wait, s |", "|---" * 5 + "|"]
+    rows = _versus(name)["Fault"]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        for row in rows:
+            if row["fault"] == fault:
+                cells = (fault, row["way"], row["wrong"], row["from_cache"], f"{row['longest_s']:.2g}")
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _outcome(row: dict[str, Any]) -> str:
     wrong, failed = (row[word].partition(",")[0] for word in ("wrong", "failed"))
     later = max(map(int, re.findall(r"(\d+) s later", row["recovers"])), default=0)
@@ -303,6 +331,8 @@ GENERATORS: dict[str, Callable[[str], str]] = {
     "speed": speed,
     "faults": faults,
     "outcomes": outcomes,
+    "fleet": fleet,
+    "fleet_faults": fleet_faults,
     "first_token": first_token,
     "first_token_gpu": first_token_gpu,
     "models": models,

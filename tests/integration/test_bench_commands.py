@@ -99,6 +99,20 @@ def test_fleet(tmp_path: Path) -> None:
 
 
 @needs_nixl
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("kvcr") is None, reason="KVCR is not installed")
+def test_fleet_beside_kvcr(tmp_path: Path) -> None:
+    report = run(tmp_path, "fleet", "--kvcr", sys.executable, "--model", "tiny", "--rounds", "1")
+    served = {row["way"]: row for row in report["Served"]}
+    assert served["nixl, kv.fetch"]["wrong"] == "0 of 4"
+    assert served["nixl, kv.fetch"]["from_cache"] == "5120 of 5120"
+    assert served["KVCR, kv.fetch"]["wrong"] == "0 of 4"
+    wrong = {(row["way"], row["fault"]): row["wrong"] for row in report["Fault"]}
+    assert {found for (way, _), found in wrong.items() if way == "nixl, kv.fetch"} == {"0 of 4", "0 of 12"}
+    assert wrong["KVCR, kv.fetch", "none (control)"] == "0 of 4"
+
+
+@needs_nixl
 def test_losses_while_reading() -> None:
     report = measure("fleet", "--serve", "0.2", "--model", "tiny", "--rounds", "1")
     control, *read = report["Lost"]

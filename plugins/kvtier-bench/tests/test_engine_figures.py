@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import subprocess
 import sys
 from collections import Counter
 from itertools import accumulate, pairwise
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_bench.engine import demo, fleet, hints, restart, serving
+from kvtier_bench.engine import demo, fleet, fleet_faults, hints, restart, serving
 from kvtier_bench.engine.compared import PLAIN, Sample
 from kvtier_bench.engine.versus import faults, speed
 from kvtier_bench.engine.versus.run import interpreter
 from kvtier_bench.engine.versus.systems import KVTIER, LMCACHE
+
+FLEET_FAULTS = [fleet_faults.CONTROL, fleet_faults.ALTERED, fleet_faults.STOPPED]
 
 
 def test_second_engine_compared_per_round() -> None:
@@ -28,6 +31,36 @@ def test_second_engine_compared_per_round() -> None:
     files, redis, computed, device = fleet.table(answers)
     assert (files.ratio, redis.ratio, computed.ratio, device.ratio) == (1.0, 3.0, 7.5, 0.375)
     assert (redis.ttft_ms, redis.from_cache, redis.wrong) == (4500.0, "1280 of 2560", "1 of 2")
+
+
+def test_faults_add_up_over_pairs() -> None:
+    def seen(fault: str, right: bool) -> fleet_faults.Seen:
+        sample = Sample(1.0, [1.0, 3.0], [[1], [2]], {"cached": 64, "tokens": 128})
+        return fleet_faults.Seen(fault, [([1], [1]), ([2], [2 if right else 3])], sample)
+
+    rows = fleet_faults.table("x", [seen(name, name != fleet_faults.ALTERED) for name in FLEET_FAULTS * 2])
+    assert [(row.fault, row.wrong) for row in rows] == [
+        (name, "2 of 4" if name == fleet_faults.ALTERED else "0 of 4") for name in FLEET_FAULTS
+    ]
+    assert {(row.way, row.from_cache, row.longest_s) for row in rows} == {("x", "128 of 256", 3.0)}
+
+
+HOLDER = """
+import mmap, sys
+memory = mmap.mmap(-1, 1 << 20)
+print(flush=True)
+sys.stdin.readline()
+print(sum(byte != 0 for byte in memory[:]))
+"""
+
+
+def test_flips_four_bits_a_chunk() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=-1, stdout=-1, text=True) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        fleet_faults.flip_memory(holder.pid, 1 << 20, chunk_bytes=1 << 18)
+        changed, _ = holder.communicate("\n")
+    assert int(changed) == 16
 
 
 def test_kept_memory_compares_in_pairs() -> None:

@@ -160,13 +160,21 @@ def fleet(
         typer.Option(metavar="JSON", help="Settings of a tier that two engines share; repeatable."),
     ] = None,
     nixl: Annotated[bool, typer.Option("--nixl", help="Engines that read each other's memory, too.")] = False,
+    kvcr: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="Interpreter that has NVIDIA KVCR: requests that name their source, with KVCR and with "
+            "kvtier, times and faults. Implies --nixl.",
+        ),
+    ] = None,
     serve: Annotated[
         float | None,
         typer.Option(
             metavar="GB/S",
             min=0.001,
             help="Measure only the tokens per second that an engine loses while a peer reads its chunks "
-            "over NIXL at this rate; --tier, --nixl and --root are ignored.",
+            "over NIXL at this rate; the options above and --root are ignored.",
         ),
     ] = None,
     root: RootOption = None,
@@ -182,7 +190,9 @@ def fleet(
         figures.report(_lazy("engine.serving").run(model.value, rounds, serve), as_json)
         return
     measure = _lazy("engine.fleet")
-    figures.report(measure.run(root, measure.Work(model.value, rounds), tier or (), nixl=nixl), as_json)
+    figures.report(
+        measure.run(root, measure.Work(model.value, rounds), tier or (), nixl=nixl, kvcr=kvcr), as_json
+    )
 
 
 @bench.command()

@@ -305,6 +305,8 @@ def open_engines(
     size: str,
     settings: Mapping[str, Settings | None],
     on_gpu: Mapping[str, Any] | None = None,
+    python: str = sys.executable,
+    variables: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[dict[str, Engine]]:
     """Start engines that differ only in their connectors, and stop them at the end.
@@ -314,11 +316,12 @@ def open_engines(
         size: a size in ``MODELS``.
         settings: settings of each engine's connector, by the engine's name; None for no connector.
         on_gpu: arguments of the engines on a GPU, which replace others.
+        python, variables: see ``Engine``.
         arguments: arguments of all engines.
     """
     with ExitStack() as stack:
         model = make_model(folder, size)
-        engines = {name: stack.enter_context(Engine(name, folder)) for name in settings}
+        engines = {name: stack.enter_context(Engine(name, folder, python, variables)) for name in settings}
         for engine in engines.values():
             engine.tell("load")  # the imports, which take most of a start, go on side by side
         for name, engine in engines.items():

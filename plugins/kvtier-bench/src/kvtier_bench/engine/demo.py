@@ -134,8 +134,14 @@ def _run_engines(folder: Path) -> dict[str, Round]:
         ("new engine on the same root", kvtier, [(("restart_fs_hit",), PROMPTS)]),
     )
     for warm_up, (title, settings, prompts) in enumerate(plan, WARM_UP):
-        arguments = {"num_gpu_blocks_override": DEVICE_BLOCKS, "max_model_len": 4096}
-        with open_engines(folder, MODEL, {title: settings}, ON_GPU, **arguments) as engines:
+        with open_engines(
+            folder,
+            MODEL,
+            {title: settings},
+            ON_GPU,
+            num_gpu_blocks_override=DEVICE_BLOCKS,
+            max_model_len=4096,
+        ) as engines:
             if "restart_host_hit" in prompts[0][0]:
                 wait_until_verified(engines[title])
             _ask(engines[title], warm_up, PROMPT_TOKENS, Round())

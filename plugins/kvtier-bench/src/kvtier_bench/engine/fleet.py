@@ -8,28 +8,36 @@ asked again, and has them on its device.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier_bench.engine import fleet_faults
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
     Engine,
     Sample,
+    Settings,
     block_bytes,
     make_prompt,
     measure,
     open_engines,
     spread_of_median,
 )
+from kvtier_bench.engine.fleet_faults import Fault, Faults, Seen
+from kvtier_bench.engine.pair import OUTPUT_TOKENS, Pair, Way
 from kvtier_bench.engine.server import free_port
 from kvtier_bench.machine import Machine, files_below, open_folder
 
 FILES, NIXL, COMPUTED, DEVICE = "files", "nixl", "computed", "device"
-PROMPT_TOKENS, OUTPUT_TOKENS, CHUNK_TOKENS = 1280, 8, 256
+FETCH, KVCR = "nixl, kv.fetch", "KVCR, kv.fetch"
+PROMPT_TOKENS, CHUNK_TOKENS = 1280, 256
 _ROOM = 20  # size of primary tiers, and of a tier's own memory, in prompts of a round
 _SECOND = "{} (second)"
 
@@ -39,8 +47,9 @@ class Served:
     """Time to the first token of the second engine, by the tier that it shares with the first
 
     Attributes:
-        way: the tier; ``computed`` is the first engine, which finds nothing and computes; ``device`` is the
-            first engine when it is asked again.
+        way: the tier, with ``kv.fetch`` if each request names the first engine as its source; ``computed``
+            is the first engine, which finds nothing and computes; ``device`` is the first engine when it is
+            asked again.
         ttft_ms: median over rounds of the median over prompts.
         ratio: the time divided by the time with files in the same round; median over rounds.
         low, high: 95 % of the medians of resampled rounds lie between them.
@@ -84,53 +93,82 @@ class Work:
         return (self.rounds + 1) * blocks * block_bytes(self.model)
 
 
-def run(root: Path | None, work: Work, tiers: Sequence[str], *, nixl: bool) -> list[Served | Work | Machine]:
+def run(
+    root: Path | None, work: Work, tiers: Sequence[str], *, nixl: bool, kvcr: str | None = None
+) -> list[Served | Fault | Work | Machine]:
     """Measure.
 
     Args:
         root: directory for the files, which are removed afterwards. Default: a temporary one.
         tiers: settings of tiers, as JSON; both engines of a pair get the same.
         nixl: whether one more pair reads each other's memory over NIXL.
+        kvcr: interpreter for all engines, which has KVCR. It is compared with kvtier over NIXL, both with
+            hints: times, and answers after faults.
     """
     with open_folder(root) as folder, open_folder(None) as logs:
         machine = Machine.here(folder)
-        ways = {FILES: (files_below(folder),) * 2}
-        for way, pair in [*map(_way, tiers), *([(NIXL, _peers(work))] if nixl else [])]:
-            if way in ways:
-                raise ConfigError(f"--tier: there are two with the type {way!r}; name each type once")
-            ways[way] = pair
-        settings = {
-            name: _connector(tier, work)
-            for way, pair in ways.items()
-            for name, tier in zip((way, _SECOND.format(way)), pair, strict=True)
+        ways = {FILES: _of_kvtier((files_below(folder),) * 2, work)}
+        for name, tier in map(_parse, tiers):
+            if name in ways:
+                raise ConfigError(f"--tier: there are two with the type {name!r}; name each type once")
+            ways[name] = _of_kvtier((tier, tier), work)
+        if nixl or kvcr:
+            ways[NIXL] = _peers(work)
+        python = kvcr or sys.executable
+        hinted = _HINTED if kvcr else {}
+        ways |= {name: make(work) for name, make in hinted.items()}
+        answers = _measure(logs, work, ways, python)
+        faults = [fault for name, make in hinted.items() for fault in _fail(logs, work, name, make, python)]
+        return [*table(answers), *faults, work, machine.again()]
+
+
+@contextmanager
+def _open_pairs(logs: Path, work: Work, ways: Mapping[str, Way], python: str) -> Iterator[dict[str, Pair]]:
+    settings = {
+        name: one
+        for way, pair in ways.items()
+        for name, one in zip((way, _SECOND.format(way)), pair.settings, strict=True)
+    }
+    length = PROMPT_TOKENS + OUTPUT_TOKENS
+    blocks = (work.prompts + 1) * -(-length // BLOCK_TOKENS)
+    arguments: dict[str, Any] = {"max_model_len": length, "num_gpu_blocks_override": blocks}
+    variables = {"PYTHONHASHSEED": "0"}  # engines hash alike, as routers need it
+    with open_engines(logs, work.model, settings, python=python, variables=variables, **arguments) as engines:
+        yield {
+            name: Pair(way, engines[name], engines[_SECOND.format(name)], logs) for name, way in ways.items()
         }
-        length = PROMPT_TOKENS + OUTPUT_TOKENS
-        blocks = (work.prompts + 1) * -(-length // BLOCK_TOKENS)
-        arguments: dict[str, Any] = {"max_model_len": length, "num_gpu_blocks_override": blocks}
-        with open_engines(logs, work.model, settings, **arguments) as engines:
-            firsts = {way: engines[way] for way in ways}
-            answers: dict[str, list[Answers]] = {way: [] for way in ways}
-            measure(
-                firsts,
-                range(-1, work.rounds),
-                lambda way, first, number: _ask(
-                    first, engines[_SECOND.format(way)], work.of_round(way, number), answers[way]
-                ),
+
+
+def _measure(logs: Path, work: Work, ways: Mapping[str, Way], python: str) -> dict[str, list[Answers]]:
+    """Return the answers of each pair in each round."""
+    answers: dict[str, list[Answers]] = {way: [] for way in ways}
+
+    def ask(way: str, first: Engine, number: int) -> Sample:
+        """Have the first engine compute and store, ask the second, and the first again."""
+        pair, prompts = pairs[way], work.of_round(way, number)
+        found = Answers(pair.ask(first, prompts), pair.fetch(prompts), pair.ask(first, prompts))
+        answers[way].append(found)
+        return found.second
+
+    with _open_pairs(logs, work, ways, python) as pairs:
+        measure({name: pair.first for name, pair in pairs.items()}, range(-1, work.rounds), ask)
+    return {way: rows[1:] for way, rows in answers.items()}
+
+
+def _fail(logs: Path, work: Work, name: str, make: Callable[[Work], Way], python: str) -> list[Fault]:
+    """Return the answers of pairs after faults, with memory for the prompts of two rounds."""
+    seen: list[Seen] = []
+    small = replace(work, rounds=1)
+    for _ in range(work.rounds):  # in new engines: KVCR's serve no more after a stop
+        with _open_pairs(logs, small, {name: make(small)}, python) as pairs:
+            faults = Faults(
+                pairs[name],
+                prompts=lambda fault: small.of_round(f"{name} {fault}", 0),
+                memory_bytes=small.bytes_in_all,
+                chunk_bytes=CHUNK_TOKENS // BLOCK_TOKENS * block_bytes(work.model),
             )
-    return [*table({way: rows[1:] for way, rows in answers.items()}), work, machine.again()]
-
-
-def _ask(first: Engine, second: Engine, prompts: Sequence[Sequence[int]], answers: list[Answers]) -> Sample:
-    """Have the first engine compute and store, ask the second, and the first again; return the second's."""
-    found = []
-    for engine in (first, second, first):
-        answer = engine.ask("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS, together=False)
-        counts = {"cached": sum(answer["cached"])}
-        sample = Sample(answer["wall_s"], answer["ttft_s"], answer["answers"], counts)
-        found.append(sample)
-        engine.ask("settle")
-    answers.append(Answers(*found))
-    return found[1]
+            seen += faults.run()
+    return fleet_faults.table(name, seen)
 
 
 def table(answers: Mapping[str, Sequence[Answers]]) -> list[Served]:
@@ -168,27 +206,54 @@ def _served(way: str, rows: Sequence[Sample], firsts: Sequence[Sample], base: Se
     )
 
 
-def _way(text: str) -> tuple[str, tuple[dict[str, Any], dict[str, Any]]]:
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
     try:
-        tier = json.loads(text)
-        return tier["type"], (tier, tier)
+        tier: dict[str, Any] = json.loads(text)
+        return tier["type"], tier
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"--tier {text!r} is not a tier's settings as JSON with a type: {error!r}"
         ) from None
 
 
-def _peers(work: Work) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of two engines that read from each other's memory."""
+def _of_kvtier(tiers: tuple[Settings, Settings], work: Work, source: str | None = None) -> Way:
+    first, second = (
+        {"spec_name": "KVTierOffloadingSpec", **_host_memory(work), "secondary_tiers": [tier]}
+        for tier in tiers
+    )
+    return Way((first, second), source)
+
+
+def _peers(work: Work, *, has_hints: bool = False) -> Way:
+    """Return two engines that read from each other's memory."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     common = {"type": "nixl", "peers": addresses, "serve_bytes": work.bytes_in_all}
-    return {**common, "listen": addresses[0]}, {**common, "listen": addresses[1]}
+    first, second = ({**common, "listen": address} for address in addresses)
+    return _of_kvtier((first, second), work, addresses[0] if has_hints else None)
 
 
-def _connector(tier: Mapping[str, Any], work: Work) -> dict[str, Any]:
-    return {
-        "spec_name": "KVTierOffloadingSpec",
-        "cpu_bytes_to_use": work.bytes_in_all,
-        "block_size": CHUNK_TOKENS,
-        "secondary_tiers": [dict(tier)],
-    }
+def _of_kvcr(work: Work) -> Way:
+    """Return two engines with vLLM's own tiering that read from each other's memory by KVCR."""
+    ports = [free_port() for _ in range(2)]
+    host = "127.0.0.1"
+    # By default a source stops serving for good if its thread stands still for 1 s, as in an engine's start.
+    patience = {"operation_timeout_ms": 2500}
+    tier = {"type": "kvcr", **patience, "router_capabilities": ["router_hint"], "control_host": host}
+    first, second = (
+        {
+            "spec_name": "NativeTieringSpec",
+            "spec_module_path": "kvtier_bench.managers.vllm_tiering",
+            **_host_memory(work),
+            "secondary_tiers": [{**tier, "control_advertise_host": host, "control_ports": [port]}],
+        }
+        for port in ports
+    )
+    return Way((first, second), f"tcp://{host}:{ports[0]}", is_stepped=True)
+
+
+def _host_memory(work: Work) -> dict[str, Any]:
+    return {"cpu_bytes_to_use": work.bytes_in_all, "block_size": CHUNK_TOKENS}
+
+
+_HINTED: Mapping[str, Callable[[Work], Way]] = {FETCH: partial(_peers, has_hints=True), KVCR: _of_kvcr}
+"""Pairs whose requests name their source."""

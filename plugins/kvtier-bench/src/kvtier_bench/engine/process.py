@@ -74,8 +74,8 @@ def serve(channel: socket.socket, engine: Engine) -> None:
 class Engine:
     """One engine in this process, and the orders that it understands."""
 
-    def __init__(self) -> None:
-        self._llm: Any = None
+    def __init__(self, llm: Any = None) -> None:
+        self._llm = llm
 
     def make_model(self, order: Order) -> Answer:
         """Make a random model with classes of transformers. Nothing is downloaded."""

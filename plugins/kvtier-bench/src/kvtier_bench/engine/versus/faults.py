@@ -402,7 +402,7 @@ def _first_line(error: Exception) -> str:
 def flip_a_bit(path: Path) -> None:
     """Flip the highest bit of the exponent of one number in the middle of a file."""
     with path.open("r+b") as file:
-        _flip(file, path.stat().st_size // 8 * 4)
+        flip_number(file, path.stat().st_size // 8 * 4)
 
 
 def flip_bits(path: Path, chunk_bytes: int) -> None:
@@ -410,10 +410,11 @@ def flip_bits(path: Path, chunk_bytes: int) -> None:
     with path.open("r+b") as file:
         chunks = path.stat().st_size // chunk_bytes
         for at in range(chunk_bytes // 8, chunks * chunk_bytes, chunk_bytes // 4):
-            _flip(file, at // 4 * 4)
+            flip_number(file, at // 4 * 4)
 
 
-def _flip(file: IO[bytes], number: int) -> None:
+def flip_number(file: IO[bytes], number: int) -> None:
+    """Flip the highest bit of the exponent of the number at an offset."""
     file.seek(number + 3)
     byte = file.read(1)[0]
     file.seek(number + 3)
