@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import secrets
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -37,9 +38,11 @@ _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
 _DURABILITY: Final = {"none": Flag.NONE, "data": Flag.SYNC_DATA, "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY}
-_OUTLIVING_READS: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p"})
-"""File systems whose direct reads do not hold up the end of a killed process. A late answer of the server
-would overwrite the chunk that has the slot by then."""
+_AWAITED_READS: Final = re.compile(
+    "ext[234]|xfs|btrfs|f2fs|bcachefs|zfs|tmpfs|overlay|virtiofs|fuse(blk|[.].+)?"
+)
+"""File systems whose direct reads hold up the end of a killed process. With others, such as NFS, a late
+answer of the server would overwrite the chunk that has the slot by then."""
 
 _EPOCHS_APART: Final = 2**24
 _FIRST_TRY_PAUSE_S: Final = 2.0
@@ -315,8 +318,9 @@ class OpenNamespace:
         return True
 
     def _try_direct(self) -> None:
-        if (kind := layout.file_system_of(self.root_fd)) in _OUTLIVING_READS:
-            raise OSError(errno.EOPNOTSUPP, f"on {kind} a direct read can outlive its process")
+        if not _AWAITED_READS.fullmatch(kind := layout.file_system_of(self.root_fd)):
+            why = f"on {kind or 'an unknown file system'} a direct read may outlive its process"
+            raise OSError(errno.EOPNOTSUPP, why)
         if self.read_only is not None:
             path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
         else:
