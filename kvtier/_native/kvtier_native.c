@@ -637,15 +637,18 @@ static void note_failure(int error, struct tree_sums *sums)
     sums->error = error;
 }
 
-static void walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
-                       struct tree_sums *sums)
+/* Returns -errno if the process or the machine has no descriptor or memory left: the sum would be far too low. */
+static int walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
+                      struct tree_sums *sums)
 {
     struct stat found;
     if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
-        return;
+        return 0;
     int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {
         int error = walk(fd, name, removing, stop, depth + 1, sums);
+        if (error == -EMFILE || error == -ENFILE || error == -ENOMEM)
+            return error;
         if (error)
             note_failure(-error, sums);
         flags = AT_REMOVEDIR;
@@ -655,6 +658,7 @@ static void walk_entry(int fd, const char *name, dev_t device, bool removing, co
         sums->bytes += (int64_t)found.st_blocks * 512;
     else if (!flags || errno != ENOTEMPTY) /* what is in it was counted */
         note_failure(errno, sums);
+    return 0;
 }
 
 /* Add up, or remove, what is in a directory. What vanishes meanwhile is no error. Returns 0 or -errno. */
@@ -665,11 +669,12 @@ static int walk(int parent_fd, const char *name, bool removing, const uint32_t *
     DIR *entries = kvt_open_folder(parent_fd, name, &here);
     if (entries == NULL)
         return -errno;
-    for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
+    int error = 0;
+    for (struct dirent *entry; !error && !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (!kvt_is_dot(entry->d_name))
-            walk_entry(dirfd(entries), entry->d_name, here.st_dev, removing, stop, depth, sums);
+            error = walk_entry(dirfd(entries), entry->d_name, here.st_dev, removing, stop, depth, sums);
     closedir(entries);
-    return stopped(stop) ? -ECANCELED : 0;
+    return stopped(stop) ? -ECANCELED : error;
 }
 
 /* Add up what is below a directory of this file system. Returns 0 or -errno. */
