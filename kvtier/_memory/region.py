@@ -195,16 +195,17 @@ class Region:
                 f"{self.path} belongs to another running engine: set a different engine_id for each engine"
             )
 
-    def start_guard(self) -> None:
+    def start_guard(self, *, until_claimed: bool = False) -> None:
         """Start a process that removes the file when all its users are gone, however they end.
 
         If that fails, it logs a warning, and the next start on this machine removes the file.
+        ``until_claimed``: it ends when another process has claimed the region, which then starts its own.
         """
         self._require_open()
         if self._file is None or self._file.path is None or self._guard is not None:
             return
         try:
-            fd = guard.start(str(self._file.path), self._file.fd, self._keep_s)
+            fd = guard.start(str(self._file.path), self._file.fd, self._keep_s, until_claimed=until_claimed)
         except OSError as error:
             logger.warning("%s: if the engine is killed, its file stays until the next start", error)
             return
