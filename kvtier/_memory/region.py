@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ class Region:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
         self._has_huge_pages: bool | None = None  # None until they were asked for
+        self._backing = threading.Lock()  # held while ``back`` uses the file
         # Also runs at interpreter exit, so that a forgotten region frees its memory.
         self._keep_s = keep_s
         self._release = weakref.finalize(self, _locked_file.release, file, keeps=keep_s > 0) if file else None
@@ -230,7 +232,10 @@ class Region:
 
     def back(self, slots: range) -> None:
         """Allocate memory for slots at once, or raise OSError. Their content stays."""
-        mapping = self._require_open()
+        with self._backing:
+            self._back(self._require_open(), slots)
+
+    def _back(self, mapping: mmap.mmap, slots: range) -> None:
         if self._has_huge_pages is None:
             self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
         start, nbytes = slots.start * self.chunk_bytes, len(slots) * self.chunk_bytes
@@ -252,7 +257,8 @@ class Region:
         for population in self._populations:
             population.join(until_s)
         self._populations.clear()
-        mapping, self._map = self._map, None
+        with self._backing:
+            mapping, self._map = self._map, None
         if mapping is not None:
             try:
                 mapping.close()

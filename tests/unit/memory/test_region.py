@@ -255,6 +255,25 @@ def test_populating_memory_stays_mapped(shm: Path, monkeypatch: pytest.MonkeyPat
     assert pieces == []
 
 
+def test_close_awaits_allocation(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be made in another file, which has the descriptor's number by then."""
+    region = Region.open("a", 1, PAGE, shm)
+    closer, own = threading.Thread(target=region.close), os.fstat(region.fileno())
+    files: list[os.stat_result] = []
+
+    def back(address: int, nbytes: int, fd: int, *arguments: object, **more: object) -> int:
+        closer.start()
+        closer.join(0.1)  # it ends at once if it does not wait
+        with (shm / "other").open("wb"):
+            files.append(os.fstat(fd))
+        return 0
+
+    monkeypatch.setattr(pages, "back", back)
+    region.back(range(1))
+    closer.join(30)
+    assert os.path.samestat(files[0], own)
+
+
 def mapped(folder: Path) -> list[str]:
     """Return the files of a folder that this process has mapped."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
