@@ -137,6 +137,21 @@ def test_memory_that_is_not_to_be_kept_goes(shm: Path, holding: Holding) -> None
         assert os.listdir(shm) == ["kvtier_next"]
 
 
+def test_failed_start_keeps_memory(shm: Path, holding: Holding) -> None:
+    """It is killed before it has a scheduler."""
+    kept = shm / "kvtier_engine.kept"
+    with engine(holding) as holder:
+        holder.kill()
+    wait_until(kept.exists)
+    with holding("engine", keep_s=LONG_S) as worker:
+        assert (worker.answer(), worker.tell("guard first")) == ("open", "guarded")
+        assert not kept.exists()
+        worker.kill()
+    wait_until(kept.exists)
+    with open_region(shm) as region:
+        assert bytes(region.view(1)[:4]) == b"abcd"
+
+
 def test_memory_without_a_guard_gets_one(shm: Path, holding: Holding) -> None:
     with engine(holding) as holder:
         kill_guards(shm)
