@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,8 @@ class Region:
             raise RegionError(f"{text}: lower cpu_bytes_to_use") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
+        with suppress(OSError):  # a dump takes minutes, in which a tier process may write to slots
+            self._map.madvise(mmap.MADV_DONTDUMP)
         if file is not None:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []

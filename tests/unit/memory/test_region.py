@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -210,6 +211,19 @@ def test_unnamed_memory_is_populated(
         assert region.path is None
         region.claim()
         assert ready_slots(region, 8) == [range(8)]
+
+
+@pytest.mark.parametrize("make", [Region.anonymous, Region.unnamed])
+def test_core_dumps_lack_slots(make: Callable[[int, int], Region]) -> None:
+    with make(8, PAGE) as region:
+        places = re.findall(
+            r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$",
+            Path("/proc/self/smaps").read_text(),
+            re.MULTILINE | re.DOTALL,
+        )
+        at = region.address
+        flags = [flags for start, end, flags in places if int(start, 16) <= at < int(end, 16)]
+        assert "dd" in flags[0].split()
 
 
 def test_close_stops_population(shm: Path) -> None:
