@@ -423,7 +423,7 @@ extern int renameat2(int, const char *, int, const char *, unsigned) __attribute
 static int rename_new(int root_fd, const char *from, const char *to)
 {
     int failed = renameat2 ? renameat2(root_fd, from, root_fd, to, RENAME_NOREPLACE) : (errno = ENOSYS, -1);
-    return failed && (errno == EINVAL || errno == ENOSYS) ? renameat(root_fd, from, root_fd, to) : failed;
+    return failed && errno != EEXIST && errno != ENOENT ? renameat(root_fd, from, root_fd, to) : failed;
 }
 
 /* Give a whole temporary file its name, unless another writer was faster (EEXIST): its bytes would count twice.
