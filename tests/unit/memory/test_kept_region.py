@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._core.slot_trailers import slot_trailers_bytes
-from kvtier._memory._locked_file import remove_kept
+from kvtier._memory._locked_file import kept_files, remove_kept
 from kvtier._memory.region import Region
 from tests.common import wait_until
 from tests.unit.memory.conftest import PAGE, Holder, Holding, Mounted
@@ -171,6 +171,14 @@ def test_memory_with_another_name_is_left(shm: Path, holding: Holding) -> None:
     assert remove_kept(kept)
     assert not kept.exists()
     assert other.stat().st_size == nbytes
+
+
+def test_other_things_are_not_kept(shm: Path) -> None:
+    """Any user may put something into /dev/shm."""
+    os.mkfifo(shm / "kvtier_fifo.kept")
+    (shm / "kvtier_folder.kept").mkdir()
+    (shm / "kvtier_link.kept").symlink_to("/proc/self/mem")
+    assert kept_files(shm) == []
 
 
 def test_region_is_removed_after_its_time(shm: Path, holding: Holding) -> None:
