@@ -325,7 +325,7 @@ class OpenNamespace:
             path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
         else:
             path, flags = f"{self.tmp_dir}/probe", os.O_RDWR | os.O_CREAT
-        fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=self.root_fd)
+        fd = os.open(path, flags | os.O_DIRECT | layout.CAREFULLY, 0o600, dir_fd=self.root_fd)
         try:
             with mmap.mmap(-1, layout.BLOCK_BYTES) as block:
                 if self.read_only is None:
@@ -351,7 +351,7 @@ class OpenNamespace:
     def _write_small(self, name: str, text: str) -> None:
         """Write a small file completely or not at all, even in a power cut."""
         tmp = f"{self.tmp_dir}/{name}"
-        fd = layout.create_file(self.root_fd, tmp, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        fd = layout.create_file(self.root_fd, tmp, os.O_WRONLY | os.O_TRUNC | layout.CAREFULLY)
         with open(fd, "w", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
