@@ -65,11 +65,12 @@ def main(
     for fd in (engine, given_back):
         poll.register(fd, select.POLLIN)
     while not poll.poll(1000 * _CLAIM_EVERY_S if until_claimed else None):
-        with open(path, "rb") as file:  # fails once the file is gone
-            if _is_claimed(file.fileno()):
-                return
+        fd = _open(path)  # fails once the file is gone
+        if _is_claimed(fd):
+            return
+        os.close(fd)
     with suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = _open(path)
         if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != (device, inode):
             return  # another engine's by now
         until_s = time.monotonic() + keep_s
@@ -77,6 +78,10 @@ def main(
             _keep(fd, path, until_s)
         else:  # processes that have mapped a removed file keep its memory, and their end frees it
             _unlink(fd, path)
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _keep(fd: int, path: str, until_s: float) -> None:

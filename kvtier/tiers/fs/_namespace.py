@@ -160,9 +160,9 @@ class OpenNamespace:
     def _remove_writer(self) -> None:
         """Remove this writer's directory and lock. If the disk fails, sweeps remove them later."""
         if self._writer_fd is not None:
-            with suppress(OSError):
-                for name in layout.names_in(self.root_fd, self.tmp_dir, follow=True):
-                    os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
+            with suppress(OSError), layout.open_folder(self.root_fd, self.tmp_dir) as folder:
+                for name in os.listdir(folder):
+                    os.unlink(name, dir_fd=folder)
             with suppress(OSError):
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
             with suppress(OSError):
