@@ -151,7 +151,7 @@ class TieringConfig(Settings):
     )
     copy_deadline_s: float = Field(
         default=60.0,
-        gt=0,
+        ge=1,
         le=_LONGEST_WAIT_S,
         description="Seconds after which a device copy counts as hung. kvtier then stops using the device "
         "until the engine is restarted.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections import deque
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from kvtier._isolation.wire import Frames
 
 _AT_ONCE = 64
+_LATER = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM))  # the last two at a container's memory limit
 _READ_BYTES = 256 * 1024
 
 
@@ -76,9 +78,10 @@ class Channel:
                 self._rest = memoryview(b"".join([self._frames.popleft() for _ in range(count)]))
             try:
                 sent = self._sock.send(self._rest, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return False
-            except OSError:  # the other process is gone, which its owner notices by other means
+            except OSError as error:
+                if error.errno in _LATER:
+                    return False
+                # The other process is gone, which its owner notices by other means.
                 self._rest = memoryview(b"")
                 self._frames.clear()
                 return True

@@ -47,6 +47,7 @@ HANDOVER_S = 2.0  # a guard looks ten times a second whether its file was claime
 PASSES = 2  # a guard may rename a file during the first one
 RENAME_S = 0.05  # a guard that begins to keep a file holds the exclusive lock for microseconds
 _NOBODY = 0
+_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the FIFO of another user would block
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,10 @@ def kept_files(directory: Path) -> list[KeptFile]:
     """Return the files that are kept in a directory, as far as this user may read them."""
     found = []
     for path in sorted(directory.glob(f"{PREFIX}*{KEPT}")):
-        with suppress(OSError), path.open("rb") as file:
-            note, status = _note_of(file.fileno()), os.fstat(file.fileno())
+        with ExitStack() as undo, suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | _CAREFULLY)
+            undo.callback(os.close, fd)
+            note, status = _note_of(fd), os.fstat(fd)
             contents = _words(note).removeprefix(KEPT_FOR).partition(" ")[2]
             found.append(KeptFile(path, _owner_of(note), contents, status.st_size, status.st_mtime))
     return found
@@ -391,7 +394,7 @@ def _set_claim(fd: int, kind: int) -> None:
 
 def _open_existing(path: Path) -> int | None:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return os.open(path, os.O_RDWR | _CAREFULLY)
     except FileNotFoundError:
         return None
 

@@ -19,20 +19,22 @@ from contextlib import suppress
 
 _RETRY_S = 0.05
 _LOOK_EVERY_S = 0.1
+_CLAIM_EVERY_S = 1.0
 _KEPT = ".kept"
 _GRACE_S = 5  # for processes that still use the file; one that hangs in the kernel may use it for hours
 
 
-def start(path: str, fd: int, keep_s: float = 0.0) -> int:
+def start(path: str, fd: int, keep_s: float = 0.0, *, until_claimed: bool = False) -> int:
     """Start a guard of the file ``path``, open as ``fd``, for the life of this process, or raise OSError.
 
     Returns a descriptor to close when the file is released properly. The guard then ends when the file is
     gone, or removes it when it has no user, or after five seconds. With ``keep_s`` it keeps the file for so
-    many seconds from then on, until it is claimed.
+    many seconds from then on, until it is claimed. ``until_claimed``: it ends at the latest when the file is
+    claimed, whose claimant starts another one.
     """
     status = os.fstat(fd)
     theirs, ours = os.pipe2(os.O_CLOEXEC)
-    facts = [path, keep_s, status.st_dev, status.st_ino, os.getpid(), theirs]
+    facts = [path, keep_s, status.st_dev, status.st_ino, os.getpid(), theirs, int(until_claimed)]
     try:
         subprocess.run(
             [sys.executable, "-I", "-S", __file__, *map(str, facts)],
@@ -51,7 +53,9 @@ def start(path: str, fd: int, keep_s: float = 0.0) -> int:
     return ours
 
 
-def main(path: str, keep_s: float, device: int, inode: int, pid: int, given_back: int) -> None:
+def main(
+    path: str, keep_s: float, device: int, inode: int, pid: int, given_back: int, until_claimed: int
+) -> None:
     """Wait until process ``pid`` has ended or ``given_back`` is closed; then keep or remove the file."""
     engine = os.pidfd_open(pid)  # before the engine goes on
     if os.fork():
@@ -60,10 +64,13 @@ def main(path: str, keep_s: float, device: int, inode: int, pid: int, given_back
     poll = select.poll()
     for fd in (engine, given_back):
         poll.register(fd, select.POLLIN)
-    while not poll.poll():
-        pass
+    while not poll.poll(1000 * _CLAIM_EVERY_S if until_claimed else None):
+        fd = _open(path)  # fails once the file is gone
+        if _is_claimed(fd):
+            return
+        os.close(fd)
     with suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = _open(path)
         if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != (device, inode):
             return  # another engine's by now
         until_s = time.monotonic() + keep_s
@@ -71,6 +78,10 @@ def main(path: str, keep_s: float, device: int, inode: int, pid: int, given_back
             _keep(fd, path, until_s)
         else:  # processes that have mapped a removed file keep its memory, and their end frees it
             _unlink(fd, path)
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _keep(fd: int, path: str, until_s: float) -> None:

@@ -11,9 +11,11 @@ import hashlib
 import mmap
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -61,10 +63,13 @@ class Region:
             raise RegionError(f"{text}: lower cpu_bytes_to_use") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._guard: Callable[[], object] | None = None
+        with suppress(OSError):  # a dump takes minutes, in which a tier process may write to slots
+            self._map.madvise(mmap.MADV_DONTDUMP)
         if file is not None:
             keep_memory_from_children(self._map, self._address)
         self._populations: list[Population] = []
         self._has_huge_pages: bool | None = None  # None until they were asked for
+        self._backing = threading.Lock()  # held while ``back`` uses the file
         # Also runs at interpreter exit, so that a forgotten region frees its memory.
         self._keep_s = keep_s
         self._release = weakref.finalize(self, _locked_file.release, file, keeps=keep_s > 0) if file else None
@@ -195,16 +200,17 @@ class Region:
                 f"{self.path} belongs to another running engine: set a different engine_id for each engine"
             )
 
-    def start_guard(self) -> None:
+    def start_guard(self, *, until_claimed: bool = False) -> None:
         """Start a process that removes the file when all its users are gone, however they end.
 
         If that fails, it logs a warning, and the next start on this machine removes the file.
+        ``until_claimed``: it ends when another process has claimed the region, which then starts its own.
         """
         self._require_open()
         if self._file is None or self._file.path is None or self._guard is not None:
             return
         try:
-            fd = guard.start(str(self._file.path), self._file.fd, self._keep_s)
+            fd = guard.start(str(self._file.path), self._file.fd, self._keep_s, until_claimed=until_claimed)
         except OSError as error:
             logger.warning("%s: if the engine is killed, its file stays until the next start", error)
             return
@@ -229,7 +235,10 @@ class Region:
 
     def back(self, slots: range) -> None:
         """Allocate memory for slots at once, or raise OSError. Their content stays."""
-        mapping = self._require_open()
+        with self._backing:
+            self._back(self._require_open(), slots)
+
+    def _back(self, mapping: mmap.mmap, slots: range) -> None:
         if self._has_huge_pages is None:
             self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
         start, nbytes = slots.start * self.chunk_bytes, len(slots) * self.chunk_bytes
@@ -251,7 +260,8 @@ class Region:
         for population in self._populations:
             population.join(until_s)
         self._populations.clear()
-        mapping, self._map = self._map, None
+        with self._backing:
+            mapping, self._map = self._map, None
         if mapping is not None:
             try:
                 mapping.close()

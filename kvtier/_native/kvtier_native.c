@@ -413,29 +413,42 @@ static int write_temporary(const struct call *call, const struct chunk *chunk, c
     return error;
 }
 
-/* Give a whole temporary file its name. Directories are made when they are found missing, so that
- * another process may remove them at any time. Returns the directories made, or -errno. */
-static int publish(const struct call *call, char *tmp, struct chunk *chunk)
+#ifndef RENAME_NOREPLACE
+#define RENAME_NOREPLACE 1
+#endif
+/* Older C libraries than the ones that kvtier is built with have none. */
+extern int renameat2(int, const char *, int, const char *, unsigned) __attribute__((weak));
+
+/* Rename a file to a name that none has: EEXIST where the file system can tell. */
+static int rename_new(int root_fd, const char *from, const char *to)
 {
-    int made = 0;
+    int failed = renameat2 ? renameat2(root_fd, from, root_fd, to, RENAME_NOREPLACE) : (errno = ENOSYS, -1);
+    return failed && errno != EEXIST && errno != ENOENT ? renameat(root_fd, from, root_fd, to) : failed;
+}
+
+/* Give a whole temporary file its name, unless another writer was faster (EEXIST): its bytes would count twice.
+ * Directories are made when they are found missing, so that another process may remove them at any time. Adds those
+ * made to `made`. Returns 0 or -errno. */
+static int publish(const struct call *call, char *tmp, struct chunk *chunk, int *made)
+{
     for (int attempt = 0;; attempt++) {
-        if (renameat(call->root_fd, tmp, call->root_fd, chunk->path) == 0)
+        if (rename_new(call->root_fd, tmp, chunk->path) == 0)
             break;
         int error = -errno;
         if (error == -ENOENT && attempt < PUBLISH_ATTEMPTS) {
             int more = kvt_make_parents(call->root_fd, chunk->path, call->flags & FLAG_SHARED);
             error = more < 0 ? more : 0;
-            made += more < 0 ? 0 : more;
+            *made += more < 0 ? 0 : more;
         }
         if (error) {
             unlinkat(call->root_fd, tmp, 0);
             return error;
         }
     }
-    int error = call->flags & FLAG_SYNC_DIRECTORY ? kvt_sync_parents(call->root_fd, chunk->path, made) : 0;
+    int error = call->flags & FLAG_SYNC_DIRECTORY ? kvt_sync_parents(call->root_fd, chunk->path, *made) : 0;
     if (error) /* or the next put would find it, and call it durable */
         unlinkat(call->root_fd, chunk->path, 0);
-    return error ? error : made;
+    return error;
 }
 
 /* Return what the directory of a new file takes on disk. Many file systems keep small ones in their inodes, and
@@ -480,11 +493,10 @@ static int put_chunk(const struct call *call, size_t i, uint8_t *block, int64_t 
     result = write_temporary(call, &chunk, tmp, block);
     if (result)
         return result;
-    int made = publish(call, tmp, &chunk);
-    if (made < 0)
-        return made;
-    *added += (int64_t)file_bytes(call) + (made ? made * directory_bytes(call, chunk.path) : 0);
-    return RESULT_OK;
+    int made = 0;
+    result = publish(call, tmp, &chunk, &made);
+    *added += (result ? 0 : (int64_t)file_bytes(call)) + (made ? made * directory_bytes(call, chunk.path) : 0);
+    return result == -EEXIST ? existing(call, i, &chunk) : result;
 }
 
 /* Put a run of chunks. Returns the bytes that the file system has got more, directories included. */
@@ -637,15 +649,18 @@ static void note_failure(int error, struct tree_sums *sums)
     sums->error = error;
 }
 
-static void walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
-                       struct tree_sums *sums)
+/* Returns -errno if the process or the machine has no descriptor or memory left: the sum would be far too low. */
+static int walk_entry(int fd, const char *name, dev_t device, bool removing, const uint32_t *stop, int depth,
+                      struct tree_sums *sums)
 {
     struct stat found;
     if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
-        return;
+        return 0;
     int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {
         int error = walk(fd, name, removing, stop, depth + 1, sums);
+        if (error == -EMFILE || error == -ENFILE || error == -ENOMEM)
+            return error;
         if (error)
             note_failure(-error, sums);
         flags = AT_REMOVEDIR;
@@ -655,6 +670,7 @@ static void walk_entry(int fd, const char *name, dev_t device, bool removing, co
         sums->bytes += (int64_t)found.st_blocks * 512;
     else if (!flags || errno != ENOTEMPTY) /* what is in it was counted */
         note_failure(errno, sums);
+    return 0;
 }
 
 /* Add up, or remove, what is in a directory. What vanishes meanwhile is no error. Returns 0 or -errno. */
@@ -665,11 +681,12 @@ static int walk(int parent_fd, const char *name, bool removing, const uint32_t *
     DIR *entries = kvt_open_folder(parent_fd, name, &here);
     if (entries == NULL)
         return -errno;
-    for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
+    int error = 0;
+    for (struct dirent *entry; !error && !stopped(stop) && (entry = readdir(entries)) != NULL;)
         if (!kvt_is_dot(entry->d_name))
-            walk_entry(dirfd(entries), entry->d_name, here.st_dev, removing, stop, depth, sums);
+            error = walk_entry(dirfd(entries), entry->d_name, here.st_dev, removing, stop, depth, sums);
     closedir(entries);
-    return stopped(stop) ? -ECANCELED : 0;
+    return stopped(stop) ? -ECANCELED : error;
 }
 
 /* Add up what is below a directory of this file system. Returns 0 or -errno. */

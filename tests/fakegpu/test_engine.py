@@ -104,6 +104,7 @@ class Engine(process.Engine):
         self.start({"arguments": engine_arguments(model, settings, {**FOR_FOUR, **more})})
         self._numbers = itertools.count()
         self._names: list[str] = []
+        self.idle_aborts = 0  # while no copy was in flight
 
     def serve(self, events: Mapping[int, Event]) -> Answers:
         """Answer all prompts at once; None for one that is aborted. See ``Chapter`` for the events."""
@@ -137,8 +138,8 @@ class Engine(process.Engine):
         process.forget(self._llm)
 
     def abort(self, *places: int) -> None:
-        """Abort requests while copies are in flight."""
-        assert not self._is_idle()
+        """Abort requests, while copies are in flight if these are late."""
+        self.idle_aborts += self._is_idle()
         self._llm.llm_engine.abort_request([self._names[place] for place in places])
 
     def sleep(self, level: int) -> None:
@@ -231,6 +232,7 @@ def test_tokens_survive_everything(
         it.settle({})
     with engine(order, model, settings(tmp_path), WHOLE) as it:
         it.tell(CHAPTERS, expected)
+        assert not it.idle_aborts or order != "late"
 
 
 @pytest.mark.parametrize("order", ["late"], indirect=True)

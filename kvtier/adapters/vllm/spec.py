@@ -275,6 +275,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         stages = self._engine.vllm_config.parallel_config.pipeline_parallel_size
         layout = slot_layout(self._shape, caches.page_bytes, parallel.rank, stages)
         region = self._open_region(is_first=parallel.rank == 0)
+        if parallel.rank == 0:  # vLLM makes the scheduler, which claims the region, only after its warm-up
+            region.start_guard(until_claimed=True)
         engine = open_transfer_engine(caches, layout, region, deadline_s=self._settings.copy_deadline_s)
         if (slot_checksums := self._slot_checksums(region)) is not None:
             engine.begin_audits(slot_checksums)

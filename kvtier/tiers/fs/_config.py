@@ -36,8 +36,8 @@ class FsConfig(TierConfig):
     )
     direct_io: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Bypass the page cache (O_DIRECT). `auto`: if the file system supports it, except on "
-        "NFS, SMB and 9p, where a read can outlive its process.",
+        description="Bypass the page cache (O_DIRECT). `auto`: on local file systems and FUSE, if they "
+        "support it. On others, such as NFS, a read may outlive its process.",
     )
     durability: Literal["none", "data", "full"] = Field(
         default="none",

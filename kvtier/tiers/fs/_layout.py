@@ -54,6 +54,7 @@ _DATA_DIR: Final = re.compile(r"([A-Za-z0-9.-]+_[0-9a-f]{16})_r0(?:\.e([1-9][0-9
 _USERS_LOCK: Final = re.compile(r"users\.e([0-9]{1,15})\.lock")
 _MAX_SMALL_BYTES: Final = 1 << 20
 _MOUNTS: Final = Path("/proc/self/mountinfo")
+_MOUNT_ID: Final = re.compile(r"^mnt_id:\s*(\d+)$", re.MULTILINE)
 
 
 def is_shared(root_fd: int) -> bool:
@@ -63,11 +64,10 @@ def is_shared(root_fd: int) -> bool:
 
 def file_system_of(fd: int) -> str:
     """Return the type of an open file's file system; "" if it is unknown. OSError."""
-    device = os.fstat(fd).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+    number = _MOUNT_ID.findall(Path(f"/proc/self/fdinfo/{fd}").read_text())
     for line in _MOUNTS.read_text(errors="replace").splitlines():
         mount, _, kind = line.partition(" - ")
-        if mount.split()[2] == number:
+        if mount.split()[:1] == number:  # Btrfs lists other device numbers than its files have
             return kind.split()[0]
     return ""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import secrets
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -37,9 +38,11 @@ _READ_ONLY: Final = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOLCK}
 )
 _DURABILITY: Final = {"none": Flag.NONE, "data": Flag.SYNC_DATA, "full": Flag.SYNC_DATA | Flag.SYNC_DIRECTORY}
-_OUTLIVING_READS: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p"})
-"""File systems whose direct reads do not hold up the end of a killed process. A late answer of the server
-would overwrite the chunk that has the slot by then."""
+_AWAITED_READS: Final = re.compile(
+    "ext[234]|xfs|btrfs|f2fs|bcachefs|zfs|tmpfs|overlay|virtiofs|fuse(blk|[.].+)?"
+)
+"""File systems whose direct reads hold up the end of a killed process. With others, such as NFS, a late
+answer of the server would overwrite the chunk that has the slot by then."""
 
 _EPOCHS_APART: Final = 2**24
 _FIRST_TRY_PAUSE_S: Final = 2.0
@@ -157,9 +160,9 @@ class OpenNamespace:
     def _remove_writer(self) -> None:
         """Remove this writer's directory and lock. If the disk fails, sweeps remove them later."""
         if self._writer_fd is not None:
-            with suppress(OSError):
-                for name in layout.names_in(self.root_fd, self.tmp_dir, follow=True):
-                    os.unlink(f"{self.tmp_dir}/{name}", dir_fd=self.root_fd)
+            with suppress(OSError), layout.open_folder(self.root_fd, self.tmp_dir) as folder:
+                for name in os.listdir(folder):
+                    os.unlink(name, dir_fd=folder)
             with suppress(OSError):
                 os.rmdir(self.tmp_dir, dir_fd=self.root_fd)
             with suppress(OSError):
@@ -315,13 +318,14 @@ class OpenNamespace:
         return True
 
     def _try_direct(self) -> None:
-        if (kind := layout.file_system_of(self.root_fd)) in _OUTLIVING_READS:
-            raise OSError(errno.EOPNOTSUPP, f"on {kind} a direct read can outlive its process")
+        if not _AWAITED_READS.fullmatch(kind := layout.file_system_of(self.root_fd)):
+            why = f"on {kind or 'an unknown file system'} a direct read may outlive its process"
+            raise OSError(errno.EOPNOTSUPP, why)
         if self.read_only is not None:
             path, flags = f"{self.name}/{layout.MANIFEST}", os.O_RDONLY
         else:
             path, flags = f"{self.tmp_dir}/probe", os.O_RDWR | os.O_CREAT
-        fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=self.root_fd)
+        fd = os.open(path, flags | os.O_DIRECT | layout.CAREFULLY, 0o600, dir_fd=self.root_fd)
         try:
             with mmap.mmap(-1, layout.BLOCK_BYTES) as block:
                 if self.read_only is None:
@@ -347,7 +351,7 @@ class OpenNamespace:
     def _write_small(self, name: str, text: str) -> None:
         """Write a small file completely or not at all, even in a power cut."""
         tmp = f"{self.tmp_dir}/{name}"
-        fd = layout.create_file(self.root_fd, tmp, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        fd = layout.create_file(self.root_fd, tmp, os.O_WRONLY | os.O_TRUNC | layout.CAREFULLY)
         with open(fd, "w", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()

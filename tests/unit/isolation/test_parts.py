@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from pydantic import SecretStr
@@ -140,6 +141,20 @@ def test_full_socket_keeps_order(pair: Any) -> None:
         found += [int.from_bytes(body[:4], "little") for body in frames.feed(theirs.recv(1 << 16))]
         channel.flush()
     assert found == list(range(50))
+    assert not channel.is_full
+
+
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM])
+def test_no_memory_delays_frames(pair: Any, number: int) -> None:
+    """A lost command would keep its slots for ever."""
+    ours, theirs = pair
+    sock = Mock(wraps=ours)
+    sock.send.side_effect = [OSError(number, "no memory"), DEFAULT]
+    channel = Channel(sock, lambda: None)
+    channel.add(frame(1, 8))
+    assert channel.is_full
+    channel.flush()
+    assert theirs.recv(100) == frame(1, 8)
     assert not channel.is_full
 
 

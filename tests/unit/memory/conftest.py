@@ -48,7 +48,7 @@ for line in sys.stdin:
         except RegionError as error:
             print(error, flush=True)
     elif command == "guard":
-        region.start_guard()
+        region.start_guard(until_claimed=words == ["first"])
         print("guarded", flush=True)
     elif command == "close":
         region.close()

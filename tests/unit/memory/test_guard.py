@@ -68,6 +68,27 @@ def test_orderly_close_ends_guard(shm: Path, engine: Holder) -> None:
     wait_until(lambda: guards(shm) == [])
 
 
+def test_unclaimed_region_leaves_no_file(shm: Path, holding: Holding) -> None:
+    """The engine is killed before it has a scheduler, while a worker pins the memory."""
+    with holding("engine") as worker:
+        assert (worker.answer(), worker.tell("guard first")) == ("open", "guarded")
+        worker.kill()
+        wait_until(lambda: os.listdir(shm) == [])
+        wait_until(lambda: guards(shm) == [])
+
+
+def test_claim_ends_first_guard(shm: Path, holding: Holding) -> None:
+    with holding("engine") as worker, holding("engine") as scheduler:
+        assert (worker.answer(), worker.tell("guard first"), scheduler.answer()) == (
+            "open",
+            "guarded",
+            "open",
+        )
+        assert scheduler.tell("claim") == "claimed"
+        wait_until(lambda: guards(shm) == [])
+        assert os.listdir(shm) == ["kvtier_engine"]
+
+
 def test_works_without_guard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

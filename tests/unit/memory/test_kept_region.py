@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier._core.slot_trailers import slot_trailers_bytes
-from kvtier._memory._locked_file import remove_kept
+from kvtier._memory._locked_file import kept_files, remove_kept
 from kvtier._memory.region import Region
 from tests.common import wait_until
 from tests.unit.memory.conftest import PAGE, Holder, Holding, Mounted
@@ -137,6 +137,21 @@ def test_memory_that_is_not_to_be_kept_goes(shm: Path, holding: Holding) -> None
         assert os.listdir(shm) == ["kvtier_next"]
 
 
+def test_failed_start_keeps_memory(shm: Path, holding: Holding) -> None:
+    """It is killed before it has a scheduler."""
+    kept = shm / "kvtier_engine.kept"
+    with engine(holding) as holder:
+        holder.kill()
+    wait_until(kept.exists)
+    with holding("engine", keep_s=LONG_S) as worker:
+        assert (worker.answer(), worker.tell("guard first")) == ("open", "guarded")
+        assert not kept.exists()
+        worker.kill()
+    wait_until(kept.exists)
+    with open_region(shm) as region:
+        assert bytes(region.view(1)[:4]) == b"abcd"
+
+
 def test_memory_without_a_guard_gets_one(shm: Path, holding: Holding) -> None:
     with engine(holding) as holder:
         kill_guards(shm)
@@ -156,6 +171,14 @@ def test_memory_with_another_name_is_left(shm: Path, holding: Holding) -> None:
     assert remove_kept(kept)
     assert not kept.exists()
     assert other.stat().st_size == nbytes
+
+
+def test_other_things_are_not_kept(shm: Path) -> None:
+    """Any user may put something into /dev/shm."""
+    os.mkfifo(shm / "kvtier_fifo.kept")
+    (shm / "kvtier_folder.kept").mkdir()
+    (shm / "kvtier_link.kept").symlink_to("/proc/self/mem")
+    assert kept_files(shm) == []
 
 
 def test_region_is_removed_after_its_time(shm: Path, holding: Holding) -> None:

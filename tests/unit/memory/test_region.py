@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,6 +213,19 @@ def test_unnamed_memory_is_populated(
         assert ready_slots(region, 8) == [range(8)]
 
 
+@pytest.mark.parametrize("make", [Region.anonymous, Region.unnamed])
+def test_core_dumps_lack_slots(make: Callable[[int, int], Region]) -> None:
+    with make(8, PAGE) as region:
+        places = re.findall(
+            r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$",
+            Path("/proc/self/smaps").read_text(),
+            re.MULTILINE | re.DOTALL,
+        )
+        at = region.address
+        flags = [flags for start, end, flags in places if int(start, 16) <= at < int(end, 16)]
+        assert "dd" in flags[0].split()
+
+
 def test_close_stops_population(shm: Path) -> None:
     seen: list[range] = []
     first = threading.Event()
@@ -253,6 +267,25 @@ def test_populating_memory_stays_mapped(shm: Path, monkeypatch: pytest.MonkeyPat
     assert mapped(shm) == []
     assert os.listdir(shm) == []
     assert pieces == []
+
+
+def test_close_awaits_allocation(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be made in another file, which has the descriptor's number by then."""
+    region = Region.open("a", 1, PAGE, shm)
+    closer, own = threading.Thread(target=region.close), os.fstat(region.fileno())
+    files: list[os.stat_result] = []
+
+    def back(address: int, nbytes: int, fd: int, *arguments: object, **more: object) -> int:
+        closer.start()
+        closer.join(0.1)  # it ends at once if it does not wait
+        with (shm / "other").open("wb"):
+            files.append(os.fstat(fd))
+        return 0
+
+    monkeypatch.setattr(pages, "back", back)
+    region.back(range(1))
+    closer.join(30)
+    assert os.path.samestat(files[0], own)
 
 
 def mapped(folder: Path) -> list[str]:

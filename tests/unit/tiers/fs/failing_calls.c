@@ -65,6 +65,9 @@ ONE(PWRITE, pwrite, const void *) ONE(PWRITE, pwrite64, const void *)
 int renameat(int d, const char *p, int e, const char *q) {
     REAL("renameat", int, int, const char *, int, const char *);
     return due(RENAMEAT) ? -1 : real(d, p, e, q); }
+int renameat2(int d, const char *p, int e, const char *q, unsigned f) {
+    REAL("renameat2", int, int, const char *, int, const char *, unsigned);
+    return due(RENAMEAT) ? -1 : real(d, p, e, q, f); }
 int fdatasync(int fd) { REAL("fdatasync", int, int); return due(FDATASYNC) ? -1 : real(fd); }
 int fsync(int fd) { REAL("fsync", int, int); return due(FSYNC) ? -1 : real(fd); }
 int mkdirat(int d, const char *p, mode_t m) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 
 import anyio
@@ -10,6 +11,8 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.tiers._base import Status
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._maintenance import maintenance
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,3 +108,19 @@ async def test_anything_may_be_removed(world, monkeypatch):
             while (await world.put(tier, range(10))).statuses != (OK,) * 10:  # noqa: ASYNC110
                 await anyio.sleep(0.005)
         assert (await world.get(tier, range(10))).statuses == (OK,) * 10
+
+
+async def test_no_descriptors_end_count(world):
+    """A count that lacks what could not be opened would let puts exceed the bound."""
+    await world.put(await world.open(), range(4))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    root_fd = os.open(world.root, os.O_RDONLY)
+    held = [os.dup(root_fd) for _ in range(256)]  # no number below is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            tree_bytes(root_fd, ".", StopFlag())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in (*held, root_fd):
+            os.close(fd)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -180,21 +181,42 @@ async def test_missing_direct_io_is_refused(world, monkeypatch):
     assert tier.statistics().direct_io is False
 
 
-@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "9p"])
-async def test_no_read_outlives_its_process(world, monkeypatch, tmp_path, kind):
+@pytest.fixture
+def mount_as(world, monkeypatch, tmp_path):
+    """Have the root on a file system of a type; None: of one that is not listed."""
+
+    def mount(kind):
+        with world.root.parent.joinpath("file").open("w") as file:
+            facts = Path(f"/proc/self/fdinfo/{file.fileno()}").read_text()
+        number = re.findall(r"mnt_id:\s*(\d+)", facts)[0]
+        lines = ["1 0 0:1 / /other rw - ext4 /dev/sda rw\n"]
+        # Btrfs has other device numbers in the list than files of its subvolumes.
+        lines += [f"{number} 1 0:9999 / /mnt rw shared:1 - {kind} server:/export rw\n"] if kind else []
+        mounts = tmp_path / "mountinfo"
+        mounts.write_text("".join(lines))
+        monkeypatch.setattr(layout, "_MOUNTS", mounts)
+
+    return mount
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "lustre", "gpfs", "wekafs", "beegfs", "ceph", None])
+async def test_no_read_outlives_its_process(world, mount_as, kind):
     """A server that answers late would overwrite the chunk that has the slot by then."""
-    device = os.stat(world.root.parent).st_dev
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "23 1 0:1 / /other rw - ext4 /dev/sda rw\n"
-        f"24 1 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {kind} server:/export rw,vers=4.2\n"
-    )
-    monkeypatch.setattr(layout, "_MOUNTS", mounts)
+    mount_as(kind)
     tier = await world.open(direct_io="auto")
     assert tier.statistics().direct_io is False
     await tier.aclose()
-    with pytest.raises(TierError, match=f"on {kind} a direct read can outlive its process"):
+    with pytest.raises(
+        TierError, match=f"on {kind or 'an unknown .*'} a direct read may outlive its process"
+    ):
         await world.open(direct_io="always")
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "fuse.juicefs"])
+async def test_awaited_reads_are_direct(world, mount_as, kind):
+    mount_as(kind)
+    tier = await world.open(direct_io="always")
+    assert tier.statistics().direct_io is True
 
 
 # -------------------------------------------------------------------------------------- epochs

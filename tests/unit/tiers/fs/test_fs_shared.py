@@ -61,6 +61,22 @@ async def test_engines_fill_one_bound(world):
     assert sum(outcome.reasons.get("max_bytes", 0) for outcome in outcomes) == refused
 
 
+async def test_simultaneous_puts_count_once(world):
+    """Else engines that put the same chunks at once would evict chunks to make room for nothing."""
+    world.chunk_bytes = 131_072
+    tiers = [await world.open(max_bytes=10**9) for _ in range(4)]
+    drift = accounts_of(world).used - await world.bytes_below()
+    for first in range(0, 320, 64):
+        batch = world.to_put(range(first, first + 64))
+        async with anyio.create_task_group() as tasks:
+            for tier in tiers:
+                tasks.start_soon(tier.put, batch)
+        assert (await world.get(tiers[0], range(first, first + 64))).statuses == (OK,) * 64
+    for tier in tiers:
+        await anyio.to_thread.run_sync(tier._session.quota.flush)
+    assert accounts_of(world).used - await world.bytes_below() == drift
+
+
 async def test_restart_knows_size(world, hung_count):
     hung_count.open()
     tier = await world.open(max_bytes=400_000, eviction="none")

@@ -72,6 +72,27 @@ async def test_as_epoch_hides_or_refuses(world, replace):
     assert (await world.get(again, [1])).statuses == (Status.ABSENT,)
 
 
+async def test_link_as_writer_removes_nothing(world, tmp_path):
+    tier = await world.open()
+    (writer,) = (path for path in (world.namespace / ".tmp").iterdir() if path.is_dir())
+    (tmp_path / "mine").touch()
+    writer.rmdir()
+    writer.symlink_to(tmp_path)
+    await tier.aclose()
+    assert (tmp_path / "mine").exists()
+
+
+async def test_as_unfinished_epoch_fails_reset(world, replace):
+    tier = await world.open()
+    await world.put(tier, [1])
+    (writer,) = (path for path in (world.namespace / ".tmp").iterdir() if path.is_dir())
+    replace(writer / "epoch")
+    with pytest.raises(TierError, match="could not be stored"):
+        await tier.reset()
+    assert not (writer / "nowhere").exists(), "a link could name any file of this user"
+    assert (await world.get(tier, [1])).statuses == (Status.ABSENT,)
+
+
 async def test_as_ledger_names_remedy(world, replace):
     await (await world.open()).aclose()
     ledger = world.root / ".kvtier" / "ledger"
