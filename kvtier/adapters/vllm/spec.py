@@ -289,7 +289,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _owner(self) -> str:
         """Return a word and a space for this engine among others on the machine, the same after a restart."""
-        rank, model = self._engine.vllm_config.parallel_config.data_parallel_rank, self.config.model.name
+        # vLLM numbers the replicas of a dense model by this index alone: each has the rank 0.
+        rank, model = self.config.parallel.data_parallel_index, self.config.model.name
         digest = hashlib.sha256(f"{model}\0{self._settings.namespace}\0{rank}".encode()).hexdigest()[:16]
         shown = re.sub(r"[^A-Za-z0-9._-]", "-", model.rsplit("/", 1)[-1])[:40]
         return f"{shown}.{rank}.{digest} "
