@@ -82,8 +82,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self._engine = engine_context()
         neighbours = _neighbours()
         self._is_blind = bool(neighbours) and not self._engine.sees_blocks
-        bring = [] if self._is_blind else [it for it in neighbours if it.get("kv_role") != "kv_producer"]
-        self._received = sorted(it["kv_connector"] for it in bring)
+        # Roles are no proof: NixlConnector receives in any of them, if a request says so.
+        self._received = [] if self._is_blind else sorted(it["kv_connector"] for it in neighbours)
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
