@@ -351,6 +351,13 @@ def test_processes_that_schedule_alone_are_refused() -> None:
         KVTierOffloadingSpec(cache.spec.config)
 
 
+def test_ids_of_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's connector fails in a step if a request has the id of one that has just ended."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(ConfigError, match="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported"):
+        Cache(CASES["full attention"], 1)
+
+
 def test_workers_with_other_memory_are_refused() -> None:
     """Their parts of a chunk would be zeros in every tier."""
     cache = Cache(CASES["full attention"], 1)

@@ -25,6 +25,7 @@ from kvtier.adapters.vllm._compat import (
 )
 
 # isort: split
+from vllm import envs
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingKVEventsConfig,
@@ -116,6 +117,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             raise ConfigError(
                 "enable_fault_tolerance is not supported: after a failed step vLLM continues with blocks "
                 "that the step did not compute, and offers them to be stored. Remove it, or kvtier"
+            )
+        if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+            raise ConfigError(
+                "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported: vLLM's connector confuses requests "
+                "of one id, so a client that uses an id again ends the engine. Unset it"
             )
         if (why := self._engine.prevents_reuse()) is not None:
             raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
