@@ -29,6 +29,7 @@ def start(launcher: Launcher, llama: Path, tmp_path: Path) -> Start:
     settings = {"cpu_bytes_to_use": "16MiB", "audit_rate": 1, "secondary_tiers": [files]}
     settings["eviction_policy"] = "lru"  # others would keep what was used twice
     state = {"XDG_STATE_HOME": str(tmp_path)}
+    settings["sync_load_budget_bytes"] = 1 << 30  # vLLM 0.33 cannot be told that a load within a step failed
     return partial(launcher.start, llama, settings, environment=state, kv_transfer_config=RECOMPUTING)
 
 

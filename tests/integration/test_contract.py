@@ -46,7 +46,15 @@ NOT_DEFINED = {
     "OffloadingManager.touch": "a lookup touches",
 }
 OWN = {
-    *("fail_loads", "fail_stores", "report_failed_loads", "response_params", "restart", "resume"),
+    *(
+        "fail_loads",
+        "fail_stores",
+        "is_audited",
+        "report_failed_loads",
+        "response_params",
+        "restart",
+        "resume",
+    ),
     *("suspend", "take_failed_requests"),
 }
 """Methods for ``KVTierConnector``."""
