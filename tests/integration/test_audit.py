@@ -76,6 +76,7 @@ def test_audits_hold_on_every_path(start: Start, reference: Ask) -> None:
     assert "an audit" not in log
 
 
+@pytest.mark.releases
 @pytest.mark.full
 def test_changed_chunk_is_never_used(start: Start, reference: Ask, tmp_path: Path) -> None:
     folder = tmp_path / "kvtier" / "evidence"
