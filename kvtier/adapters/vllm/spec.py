@@ -118,7 +118,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "enable_fault_tolerance is not supported: after a failed step vLLM continues with blocks "
                 "that the step did not compute, and offers them to be stored. Remove it, or kvtier"
             )
-        if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):  # a later vLLM may lack it
             raise ConfigError(
                 "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported: vLLM's connector confuses requests "
                 "of one id, so a client that uses an id again ends the engine. Unset it"
