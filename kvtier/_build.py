@@ -30,6 +30,15 @@ from kvtier.tiers._base import TierConfig
 
 logger = GuardedLogger("kvtier.executor")
 
+_OF_VLLM = (
+    "block_size",
+    "explain_rate",
+    "immutable_adapters",
+    "keep_host_memory_s",
+    "self_describing_kv_events",
+)
+"""Settings whose default is nothing and that ``open_manager`` cannot honour."""
+
 LEAST_CHUNKS = 4  # with fewer chunks a tier refuses every put
 
 if TYPE_CHECKING:
@@ -166,16 +175,17 @@ def open_manager(
     Raises:
         ConfigError: the primary tier is smaller than one chunk, a tier smaller than four, no backend can copy
             these tensors, ``canonical_layout`` is set and ``kv_caches`` has no page mappings, mappings leave
-            bytes of a page to other workers, the identity has another ``namespace`` than the settings, or
-            ``keep_host_memory_s`` is set.
+            bytes of a page to other workers, the identity has another ``namespace`` than the settings, or a
+            setting works only with vLLM, as ``block_size`` and ``keep_host_memory_s`` do.
         RegionError: the machine has not enough memory for the primary tier.
     """
     from kvtier._device.auto import open_transfer_engine
     from kvtier._manager.manager import TieringManager
     from kvtier._memory.layout import SlotLayout
 
-    if config.keep_host_memory_s:
-        raise ConfigError("keep_host_memory_s works only with vLLM: remove it")
+    if given := [name for name in _OF_VLLM if getattr(config, name)]:
+        more = "; set blocks_per_chunk in place of block_size" if "block_size" in given else ""
+        raise ConfigError(f"only with vLLM: {', '.join(given)}; remove them{more}")
     refs = [ref for group in kv_caches.groups for ref in group]
     if config.canonical_layout and not all(ref.mapping for ref in refs):
         raise ConfigError(

@@ -46,7 +46,15 @@ NOT_DEFINED = {
     "OffloadingManager.touch": "a lookup touches",
 }
 OWN = {
-    *("fail_loads", "fail_stores", "report_failed_loads", "response_params", "restart", "resume"),
+    *(
+        "fail_loads",
+        "fail_stores",
+        "is_audited",
+        "report_failed_loads",
+        "response_params",
+        "restart",
+        "resume",
+    ),
     *("suspend", "take_failed_requests"),
 }
 """Methods for ``KVTierConnector``."""
@@ -68,7 +76,7 @@ USED: Mapping[type, str] = {
     config.OffloadingGroupConfig: "tokens_per_block layer_names group_id",
     config.OffloadingModelConfig: "name dtype",
     config.OffloadingParallelConfig: "rank world_size tp_size pp_size pcp_size dcp_size "
-    "is_parallelism_agnostic",
+    "data_parallel_index is_parallelism_agnostic",
 }
 """The fields of vLLM's records that the adapter uses."""
 
@@ -77,7 +85,6 @@ UNUSED = {
     "OffloadingConfig.replicated_layout": "each worker keeps its own bytes, equal or not",
     "OffloadingGroupConfig.sliding_window_size_in_chunks": "computed as vLLM does, for the chosen chunks",
     "OffloadingModelConfig.max_model_len": "the bytes do not depend on it",
-    "OffloadingParallelConfig.data_parallel_index": "replicas have the same bytes",
     "OffloadingParallelConfig.data_parallel_rank_local": "replicas have the same bytes",
     "OffloadingParallelConfig.data_parallel_size": "replicas have the same bytes",
 }

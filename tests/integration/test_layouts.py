@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core import kv_cache_utils
@@ -351,12 +351,34 @@ def test_processes_that_schedule_alone_are_refused() -> None:
         KVTierOffloadingSpec(cache.spec.config)
 
 
+def test_ids_of_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's connector fails in a step if a request has the id of one that has just ended."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(ConfigError, match="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported"):
+        Cache(CASES["full attention"], 1)
+
+
 def test_workers_with_other_memory_are_refused() -> None:
     """Their parts of a chunk would be zeros in every tier."""
     cache = Cache(CASES["full attention"], 1)
     with pytest.raises(ConfigError, match=r"workers \[0\] of the engine do not share its memory"):
         cache.spec.get_manager()
     cache.connector.shutdown()
+
+
+def test_replicas_keep_memory_of_their_own() -> None:
+    """Each would remove what is kept for the other one, or find its own removed."""
+    cache = Cache(CASES["full attention"], 1)
+    parallel = cache.vllm_config.parallel_config
+    parallel.node_rank_within_dp = 0
+    make_independent: Any = ParallelConfig.reconfigure_for_independent_dp_rank
+    owners = []
+    for parallel.data_parallel_index in range(2):
+        make_independent(parallel)  # as vLLM does with replicas of a dense model
+        with providing_engine(EngineContext(cache.vllm_config, cache.config)):
+            spec = KVTierOffloadingSpec(build_offloading_config(cache.vllm_config, cache.config))
+        owners.append(spec._owner())
+    assert owners[0] != owners[1]
 
 
 def test_late_loads_are_refused() -> None:

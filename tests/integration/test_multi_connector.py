@@ -77,11 +77,13 @@ def test_neighbour_waits_for_stores(
     assert loaded["cpu"] >= len(asked) * 16, "each text is stored whole"
 
 
+@pytest.mark.parametrize("role", [in_full("kv_both"), "kv_producer"])
 def test_received_chunks_are_not_for_engines_that_compute(
-    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any], role: str
 ) -> None:
+    """A producer receives, too: vLLM's NixlConnector does with bidirectional_kv_xfer."""
     asked = prompt(1)
-    with start(launcher, llama, TRANSPORT, ours(settings, CHECKED)) as engine:
+    with start(launcher, llama, {**TRANSPORT, "kv_role": role}, ours(settings, CHECKED)) as engine:
         engine.call("serve", module=MODULE, prompts=[asked], output_tokens=OUTPUT_TOKENS, how=["async"])
         assert engine.settled().value("kvtier_stored_chunks") >= PROMPT_CHUNKS
     with launcher.start(llama, patient(settings)) as engine:

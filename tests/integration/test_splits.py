@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     derive_canonical_mappings,
 )
@@ -150,7 +151,9 @@ class Rank:
             rank=rank,
         )
         counts = SimpleNamespace(
-            get_total_num_kv_heads=lambda: model.heads, get_total_num_hidden_layers=lambda: LAYERS
+            get_total_num_kv_heads=lambda: model.heads,
+            get_total_num_hidden_layers=lambda: LAYERS,
+            hf_text_config=PretrainedConfig(num_key_value_heads=model.heads),
         )
         self.vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=counts)
         self.engine = EngineContext(self.vllm_config, self.kv_cache_config)
@@ -318,6 +321,28 @@ def test_irreversible_engine_is_refused(change: dict[str, Any], words: str) -> N
     config = replace(rank.config, parallel=replace(rank.config.parallel, **change))
     with pytest.raises(ConfigError, match=f"^canonical_layout .*{words}.*; remove canonical_layout"):
         slot_shape(config, rank.engine)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_key_value_heads": 2, "swa_num_key_value_heads": 4},
+        {"num_attention_heads": 8, "block_configs": [{"attention": {"n_heads_in_group": n}} for n in (4, 2)]},
+    ],
+    ids=["windows", "some layers"],
+)
+def test_layers_with_more_heads_are_refused(fields: dict[str, Any]) -> None:
+    """vLLM lets two of four ranks write one head, although these layers have four heads, one on each."""
+    rank = ranks(Model(KINDS["packed, tokens inside"], 4), 4)[1]
+    model = rank.vllm_config.model_config
+    model.get_total_num_kv_heads, model.hf_text_config = lambda: 2, PretrainedConfig(**fields)
+    mapping = rank.caches().group_data_refs[0][0].mapping
+    assert mapping is not None
+    assert mapping.num_writers == 2
+    with pytest.raises(ConfigError, match=r"but the model's number of KV heads is 2\..*; remove canonical"):
+        slot_shape(rank.config, rank.engine)
+    parallel = replace(rank.config.parallel, tp_size=2, world_size=2)
+    assert slot_shape(replace(rank.config, parallel=parallel), rank.engine).is_canonical
 
 
 # --- stages -------------------------------------------------------------------------------------------

@@ -499,6 +499,13 @@ def test_namespace_of_identity_must_agree() -> None:
         open_manager(config, other, Device().caches)
 
 
+def test_settings_of_engines_are_refused() -> None:
+    given = {"cpu_bytes_to_use": "1MiB", "block_size": 64, "keep_host_memory_s": 5, "explain_rate": 0.5}
+    words = "block_size, explain_rate, keep_host_memory_s; remove them; set blocks_per_chunk in place of"
+    with pytest.raises(ConfigError, match=words):
+        open_manager(TieringConfig.from_mapping(given), IDENTITY, Device().caches)
+
+
 def test_canonical_pages_must_be_known() -> None:
     config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "canonical_layout": True})
     with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* no mappings"):

@@ -133,6 +133,7 @@ class KVTierManager(OffloadingManager):
         self._core = core
         self._published = published or Published(core, executor.activity)
         self._workers = self._published.workers
+        self._slot_checksums = slot_checksums
         self._driver = Driver(
             core,
             executor.submit,
@@ -257,6 +258,15 @@ class KVTierManager(OffloadingManager):
             if self._steps is not None and key == request.first:
                 request.base = self._steps.place(req_context, key) or 0
         return _RESULTS[answer]
+
+    def is_audited(self, req_id: str) -> bool:
+        """Return whether a load of what a request's lookups have found is audited, so that it can fail."""
+        audits, visible = self._slot_checksums, self._core.table.visible
+        if audits is None or (request := self._requests.get(req_id)) is None:
+            return False
+        found = [*request.held, *filter(None, map(visible.get, request.hits))]
+        slots = [chunk.slot for chunk in found]
+        return any(audits.audited(slots, area) for area in range(audits.areas))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """See vLLM."""

@@ -7,7 +7,8 @@ A worker then checks it against its tensors, and the region refuses a process wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
@@ -19,6 +20,9 @@ from kvtier._memory.layout import SlotLayout, default_blocks_per_chunk, whole_pa
 from kvtier.adapters.vllm._compat import EngineContext
 from kvtier.errors import ConfigError, RegionError
 
+_COUNTS_KV_HEADS = re.compile(
+    r"(kv|key_value)_heads|heads?_kv|heads_in_group|attention_groups|query_group_num"
+)
 _REMEDY = "remove canonical_layout: the chunks are then kept for engines of this parallel layout alone"
 
 
@@ -126,8 +130,41 @@ def _canonical_shape(config: OffloadingConfig, engine: EngineContext) -> SlotSha
             f"canonical_layout does not support this KV cache ({', '.join(kinds)}): as far as vLLM says, its "
             f"blocks may depend on the tensor-parallel size; {_REMEDY}"
         )
+    _require_alike_heads(parallel.tp_size, engine)
     per_block = _canonical_bytes_per_block(config, engine)
     return SlotShape(1, per_block, config.cache.blocks_per_chunk, canonical_format_id(config.kv_cache_layout))
+
+
+def _require_alike_heads(workers: int, engine: EngineContext) -> None:
+    """Raise ConfigError if workers that vLLM takes for holders of one KV head may hold different ones.
+
+    With more workers than heads, each layer has one head per worker. vLLM maps them all by the model's number
+    of heads (0.31 to 0.33), although some layers can have more (MiMo-V2, Nemotron-NAS), or a draft model.
+    """
+    heads, speculative = total_kv_heads(engine), getattr(engine.vllm_config, "speculative_config", None)
+    if workers <= heads:
+        return
+    models = engine.vllm_config.model_config, getattr(speculative, "draft_model_config", None)
+    for model in filter(None, models):
+        for name, number in _numbers(model.hf_text_config.to_dict()):
+            if _COUNTS_KV_HEADS.search(name) and number != heads:
+                raise ConfigError(
+                    f"canonical_layout: {name} is {number}, but the model's number of KV heads is {heads}. "
+                    f"{workers} workers hold one head each, and vLLM may take different heads for copies of "
+                    f"one; {_REMEDY}"
+                )
+
+
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int]]:
+    """Yield each number in a configuration with the name of its field."""
+    if isinstance(value, Mapping):
+        for field, inner in value.items():
+            yield from _numbers(inner, str(field))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif isinstance(value, int):
+        yield name, value
 
 
 def _canonical_bytes_per_block(config: OffloadingConfig, engine: EngineContext) -> int:

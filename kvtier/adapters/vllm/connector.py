@@ -111,11 +111,18 @@ class KVTierConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See vLLM: the scheduler's process. vLLM's connector forgets blocks from before a preemption."""
-        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._manager is not None:
-            self._manager.restart(request.request_id)
-        return found
+        """See vLLM: the scheduler's process. vLLM's connector forgets blocks from before a preemption.
+
+        A load within the step cannot be reported as failed (0.33), so one that is audited takes its own time.
+        """
+        tokens, waits = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._manager is None:
+            return tokens, waits
+        self._manager.restart(request.request_id)
+        if tokens and not waits and self._manager.is_audited(request.request_id):
+            self.scheduler._current_batch_sync_loads.discard(request.request_id)
+            waits = True
+        return tokens, waits
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """See vLLM, which calls it before a lookup.

@@ -25,6 +25,7 @@ from kvtier.adapters.vllm._compat import (
 )
 
 # isort: split
+from vllm import envs
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingKVEventsConfig,
@@ -82,8 +83,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self._engine = engine_context()
         neighbours = _neighbours()
         self._is_blind = bool(neighbours) and not self._engine.sees_blocks
-        bring = [] if self._is_blind else [it for it in neighbours if it.get("kv_role") != "kv_producer"]
-        self._received = sorted(it["kv_connector"] for it in bring)
+        # Roles are no proof: NixlConnector receives in any of them, if a request says so.
+        self._received = [] if self._is_blind else sorted(it["kv_connector"] for it in neighbours)
         config = with_chunk_size(config, self._engine)
         super().__init__(config)
         self._settings = TieringConfig.from_extra_config(config.extra_config)
@@ -116,6 +117,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             raise ConfigError(
                 "enable_fault_tolerance is not supported: after a failed step vLLM continues with blocks "
                 "that the step did not compute, and offers them to be stored. Remove it, or kvtier"
+            )
+        if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):  # a later vLLM may lack it
+            raise ConfigError(
+                "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported: vLLM's connector confuses requests "
+                "of one id, so a client that uses an id again ends the engine. Unset it"
             )
         if (why := self._engine.prevents_reuse()) is not None:
             raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
@@ -291,7 +297,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def _owner(self) -> str:
         """Return a word and a space for this engine among others on the machine, the same after a restart."""
-        rank, model = self._engine.vllm_config.parallel_config.data_parallel_rank, self.config.model.name
+        # vLLM numbers the replicas of a dense model by this index alone: each has the rank 0.
+        rank, model = self.config.parallel.data_parallel_index, self.config.model.name
         digest = hashlib.sha256(f"{model}\0{self._settings.namespace}\0{rank}".encode()).hexdigest()[:16]
         shown = re.sub(r"[^A-Za-z0-9._-]", "-", model.rsplit("/", 1)[-1])[:40]
         return f"{shown}.{rank}.{digest} "
