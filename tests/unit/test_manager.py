@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import coroutine
 from typing import Any
@@ -64,19 +64,21 @@ def files(root: Path, **settings: object) -> FsTier:
 class Device:
     """The engine's tensors. A chunk's content follows from its key and a version, for each page."""
 
-    def __init__(self, groups: int = 1, blocks_per_chunk: int = 1, blocks: int = 128) -> None:
+    def __init__(
+        self, groups: int = 1, blocks_per_chunk: int = 1, blocks: int = 128, pages: Sequence[int] = PAGES
+    ) -> None:
         self.blocks = blocks
         self.blocks_per_chunk = blocks_per_chunk
-        tensors = tuple(torch.zeros((blocks, size), dtype=torch.int8) for size in PAGES)
-        refs = tuple(PageRef(index, size) for index, size in enumerate(PAGES))
+        tensors = tuple(torch.zeros((blocks, size), dtype=torch.int8) for size in pages)
+        refs = tuple(PageRef(index, size) for index, size in enumerate(pages))
         # Group 1 uses the first tensor alone, and not all of its page.
         self.caches = KVCaches(tensors, (refs, (PageRef(0, 256),))[:groups])
 
-    def fill(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int = 0) -> None:
+    def fill(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: object = 0) -> None:
         for tensor, block, page in self._pages(keys, blocks, version):
             self.caches.tensors[tensor][block, : len(page)] = page
 
-    def holds(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int = 0) -> bool:
+    def holds(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: object = 0) -> bool:
         pages = self._pages(keys, blocks, version)
         return all(torch.equal(self.caches.tensors[t][b, : len(page)], page) for t, b, page in pages)
 
@@ -88,7 +90,7 @@ class Device:
         return not any(tensor[list(blocks)].any() for tensor in self.caches.tensors)
 
     def _pages(
-        self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int
+        self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: object
     ) -> list[tuple[int, int, torch.Tensor]]:
         pages = []
         for index, key in enumerate(keys):
@@ -99,8 +101,8 @@ class Device:
         return pages
 
 
-@cache
-def _page(key: OffloadKey, part: int, ref: PageRef, version: int) -> torch.Tensor:
+@lru_cache(10_000)
+def _page(key: OffloadKey, part: int, ref: PageRef, version: object) -> torch.Tensor:
     noise = random.Random(repr((key, part, ref.tensor, version))).randbytes(ref.page_bytes)
     return torch.frombuffer(bytearray(noise), dtype=torch.int8)
 
