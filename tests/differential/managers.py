@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import faulthandler
 import itertools
+import os
 import sys
 import tempfile
 import time
@@ -44,6 +45,7 @@ from kvtier import (
 from kvtier._device.base import Run
 from kvtier._memory.layout import SlotLayout
 from kvtier.keys import OffloadKey
+from kvtier.tiers import until_done
 from kvtier_testing import invariants
 from tests.differential.draws import draw_tiers
 from tests.differential.hostile import TIER_FAULTS, HostilePolicy, installed
@@ -52,12 +54,12 @@ from tests.sim.mutations import MUTATIONS, planted
 from tests.unit.test_manager import Device, prompt
 
 SLOT_BYTES = 4096  # of a block, at most
-CALLERS, BLOCKS = 3, 48
-PROBE = 99
+CALLERS, BLOCKS = 3, 24
 BOUND_S = 30.0
 NEVER = ("audit_failed",)
 
 Keys = list[OffloadKey]
+PROBE: Keys = prompt(99, 2)
 
 
 class Variant(NamedTuple):
@@ -136,7 +138,7 @@ class Life:
         self.chance = chance = Random(seed)
         HostilePolicy.chance = Random(seed)
         self.root, self.room = folder / "root", chance.choice([2**50, 2**50, 120 * SLOT_BYTES])
-        self.may_reset = chance.random() < 0.5
+        self.may_reset, self.has_files = chance.random() < 0.5, chance.random() < 0.6
         self.new_weights = itertools.count(1)
         self.caches: defaultdict[Variant, Cache] = defaultdict(Cache)
         self.variants = [*self._variants()]
@@ -167,8 +169,6 @@ class Life:
         async def seat() -> None:
             nonlocal loaded
             for _ in range(self.chance.randrange(1, 4)):
-                if self.chance.random() < 0.1:
-                    self._require_refusal()
                 loaded += await Opening(self).run()
 
         with anyio.fail_after(BOUND_S):
@@ -177,37 +177,28 @@ class Life:
                     tasks.start_soon(seat)
         return loaded
 
-    def _require_refusal(self) -> None:
-        """Raise AssertionError unless what cannot work is refused."""
-        opening, chance = Opening(self), self.chance
-        config: Mapping[str, Any] = opening.settings
-        ref = PageRef(0, 960, chance.choice(_OF_OTHER_WORKERS))
-        caches, fields = opening.device.caches, {}
-        match chance.randrange(5):
-            case 0:
-                config = {**config, "keep_host_memory_s": 1}
-            case 1:
-                config, caches = (
-                    {**config, "canonical_layout": True},
-                    Tensors(Variant(), 1, swapped=False).caches,
-                )
-            case 2:
-                config = {**config, "secondary_tiers": [{"type": "unsendable"}]}
-            case 3:
-                config, fields = {**config, "namespace": "one"}, {"namespace": "two"}
-            case 4:
-                caches = KVCaches(caches.tensors, ((ref,),))
+
+def require_refusals() -> None:
+    """Raise AssertionError unless managers that cannot work, or would give wrong bytes, are refused."""
+    plain: dict[str, Any] = {"cpu_bytes_to_use": 2**20}
+    caches = Device().caches
+    turns = PageMapping(960, (Run(0, 0, 960),), writers=2, writer=1)
+    half = PageMapping(1920, (Run(0, 960, 960),))
+    of_one = [KVCaches(caches.tensors, ((PageRef(0, 960, mapping),),)) for mapping in (turns, half)]
+    refused: list[tuple[dict[str, Any], dict[str, str], KVCaches]] = [
+        ({"keep_host_memory_s": 1}, {}, caches),
+        ({"canonical_layout": True}, {}, caches),
+        ({"secondary_tiers": [{"type": "unsendable"}]}, {}, caches),
+        ({"namespace": "one"}, {"namespace": "two"}, caches),
+        *(({}, {}, of_another) for of_another in of_one),
+    ]
+    for settings, fields, tensors in refused:
         try:
-            open_manager(TieringConfig.from_mapping(config), Identity.make("model", fields), caches)
+            config = TieringConfig.from_mapping({**plain, **settings})
+            open_manager(config, Identity.make("model", fields), tensors)
         except (ConfigError, TierError):
-            return
-        raise AssertionError(f"{config}, {fields} and {caches.groups} are not refused")
-
-
-_OF_OTHER_WORKERS = (
-    PageMapping(960, (Run(0, 0, 960),), writers=2, writer=1),
-    PageMapping(1920, (Run(0, 960, 960),)),
-)
+            continue
+        raise AssertionError(f"{settings}, {fields} and {tensors.groups} are not refused")
 
 
 class Opening:
@@ -225,8 +216,11 @@ class Opening:
         self._variant, self.cache = variant, life.caches[variant]
         self.groups = self.chance.choice([1, 2])
         self.device = Tensors(variant, self.groups, swapped=self.chance.random() < 0.3)
-        self.slots = self.chance.choice([6, 12, 24, 60])
-        self._tiers = [self._tier(dict(tier)) for tier in draw_tiers(self.chance)]
+        self.slots = self.chance.choice([8, 24, 24, 64])
+        tiers = [*draw_tiers(self.chance)]
+        while life.has_files and all(tier["type"] != "fs" for tier in tiers):
+            tiers = [*draw_tiers(self.chance)]
+        self._tiers = [self._tier(dict(tier)) for tier in tiers]
         self._kinds = [tier["type"] for tier in self._tiers]
         self._closes_amid = self.chance.random() < 0.15
         self._named_by_identity = self.chance.random() < 0.5
@@ -240,9 +234,9 @@ class Opening:
         if tier["type"] == "fs":
             room = self.life.room
             return {**tier, "root_dir": str(self.life.root), "min_free_bytes": 0, "max_bytes": room}
-        if chance.random() < 0.5:
+        if chance.random() < 0.3:
             return {**tier, "deadline_s": 0.3}
-        faults = chance.sample(TIER_FAULTS, chance.randrange(1, 5))
+        faults = chance.sample(TIER_FAULTS, chance.randrange(1, 6))
         hostile = {"type": "hostile", "faults": faults, "rate": chance.choice([0.05, 0.3, 1])}
         return {**tier, **hostile, **quick, "deadline_s": 0.3, "breaker_failures": chance.choice([5, 10**6])}
 
@@ -255,7 +249,7 @@ class Opening:
             "blocks_per_chunk": variant.width,
             "namespace": "" if self._named_by_identity else variant.namespace,
             "eviction_policy": chance.choice(["auto", "lru", "arc", "lhd", "hostile"]),
-            "promotion_budget": chance.choice([0.1, 0.25, 0.9]),
+            "promotion_budget": chance.choice([0.1, 0.5, 0.9]),
             "store_threshold": chance.choice([0, 0, 0, 2]),
             "max_tracker_size": chance.choice([1, 64_000]),
             "load_gate": chance.choice(["off", "off", "latency", "throughput"]),
@@ -286,7 +280,7 @@ class Opening:
             await self._find_probe()
             async with anyio.create_task_group() as tasks:
                 for caller in callers:
-                    tasks.start_soon(caller.run, self.chance.randrange(10, 40))
+                    tasks.start_soon(caller.run, self.chance.randrange(20, 60))
                 if self._closes_amid:
                     tasks.start_soon(self._close_amid)
             if not self._closes_amid:
@@ -318,7 +312,7 @@ class Opening:
 
     def draw(self, chance: Random) -> Keys:
         """Draw the beginning of a prompt, in one group or chunk by chunk in all."""
-        name, most = chance.randrange(8), BLOCKS // self._variant.width // self.groups
+        name, most = chance.randrange(6), BLOCKS // self._variant.width // self.groups
         keys = [prompt(name, chance.randrange(1, most + 1), group) for group in range(self.groups)]
         return [key for chunk in zip(*keys, strict=False) for key in chunk]
 
@@ -349,20 +343,18 @@ class Opening:
             invariants.check(self.manager._core)
 
     async def reset(self) -> None:
-        """Reset, perhaps cancelled and repeated."""
-        if not self.life.may_reset:
-            return
+        """Reset, perhaps cancelled and repeated. It goes on when the caller is cancelled."""
+        if self.life.may_reset:
+            await until_done(self._reset())
+
+    async def _reset(self) -> None:
         async with self.cache.lock:
-            with anyio.CancelScope(shield=True):
-                for patience_s in self.chance.choice([(None,), (0, None)]):
-                    with (
-                        anyio.move_on_after(patience_s),
-                        suppress(StateError) if self.is_closing else nullcontext(),
-                    ):
-                        self.weights = next(self.life.new_weights)
-                        await self.manager.reset()
-                if "fs" in self._kinds:
-                    self.cache.weights = next(self.life.new_weights)
+            for patience_s in self.chance.choice([(None,), (0, None)]):
+                with anyio.move_on_after(patience_s):
+                    self.weights = next(self.life.new_weights)
+                    await self.manager.reset()
+            if "fs" in self._kinds:
+                self.cache.weights = next(self.life.new_weights)
 
     # --- at rest ---------------------------------------------------------------------------------
 
@@ -400,30 +392,23 @@ class Opening:
         """Store a new prompt, which must be found at once, and perhaps by the next manager."""
         before = self._lost()
         for _ in range(max(1, self.settings["store_threshold"])):
-            await caller.store(self._probe)
+            await caller.store(PROBE)
             await self.manager.drain()
-        assert (
-            await self.manager.lookup(self._probe) == len(self._probe)
-            or self.settings["max_tracker_size"] == 1
-        )
+        assert await self.manager.lookup(PROBE) == len(PROBE) or self.settings["max_tracker_size"] == 1
         is_put = all(tier["write_policy"] == "all" for tier in self._tiers) and self._lost() == before
         is_last = self.weights == self.cache.weights and self.settings["store_threshold"] == 0
-        if "fs" in self._kinds and self.life.room == 2**50 and is_put and is_last and self.slots == 60:
+        if "fs" in self._kinds and self.life.room == 2**50 and is_put and is_last:
             self.cache.probe = self.weights
 
     async def _find_probe(self) -> None:
         """Wait for the probe if files must have it: the tier may be late for a short deadline."""
         if "fs" in self._kinds and self.cache.probe == self.weights:
-            while not all(await self.manager.locate(self._probe)):  # noqa: ASYNC110
+            while not all(await self.manager.locate(PROBE)):  # noqa: ASYNC110
                 await anyio.sleep(0.01)
 
     def _lost(self) -> float:
         counts = self.manager.statistics().counts
         return sum(count for name, count in counts.items() if name[0] in ("put_dropped", "put_failed"))
-
-    @property
-    def _probe(self) -> Keys:
-        return prompt(PROBE, self.slots // 4)
 
 
 class Caller:
@@ -547,7 +532,9 @@ class Caller:
 def run(seed: int) -> int:
     """Run a life; return how many chunks were loaded. Raises AssertionError if a judge objects."""
     torch.set_num_threads(1)  # several of them wait for each other where the cores are busy
-    with tempfile.TemporaryDirectory() as name, installed(Path(name)):
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as name, installed(Path(name)):
+        require_refusals()
         return asyncio.run(Life(seed, Path(name)).run())
 
 
