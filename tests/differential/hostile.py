@@ -22,19 +22,8 @@ from kvtier_testing.dummy import DummyConfig, DummyTier
 T = TypeVar("T")
 
 TIER_FAULTS = (
-    *(
-        "raises",
-        "blocks",
-        "lingers",
-        "tells",
-        "lies",
-        "miscounts",
-        "reorders",
-        "reassigns",
-        "writes",
-        "keeps",
-    ),
-    *("forgets", "swaps", "claims", "garbles", "foreign", "trailers", "statuses", "reasons", "usage"),
+    *("raises", "stalls", "tells", "lies", "miscounts", "reorders", "writes", "swaps", "claims", "garbles"),
+    *("foreign", "statuses"),
 )
 POLICY_FAULTS = (
     *("clings", "foreign", "twice", "too many", "nothing", "no list", "no keys", "unpins", "raises"),
@@ -74,7 +63,7 @@ class HostileTier(DummyTier):
     def _act(self, work: Callable[[], T], *given: Any) -> T:
         """Return the result of a call, unless a fault comes first."""
         choose = self._random.choice
-        if self._does("blocks"):
+        if self._does("stalls"):
             time.sleep(0.003)
         if self._does("tells"):
             junk: list[Any] = [[b"x"], [7], [bytes(MAX_KEY_BYTES + 1)], b"key", [key for _, key, *_ in _put]]
@@ -93,7 +82,7 @@ class HostileTier(DummyTier):
     async def _wait(self, work: Callable[[], Awaitable[T]], *given: Any) -> T:
         """Return the result of a call, which may go on after it was cancelled."""
         awaited = self._act(work, *given)
-        return await until_done(awaited) if self._does("lingers") else await awaited
+        return await until_done(awaited) if self._does("stalls") else await awaited
 
     def _answers(self, answers: Sequence[Any]) -> Sequence[Any]:
         if self._does("lies"):
@@ -111,7 +100,7 @@ class HostileTier(DummyTier):
             odd: list[Any] = [(False,) * count, (Status.OK,) * (count + 1), (), ["OK"] * count, None,
                               (Status.ABSENT,) * count, (Status.REFUSED,) * count]  # fmt: skip
             outcome = Outcome(choose(odd), outcome.reasons)
-        if self._does("reasons"):
+        if self._does("statuses"):
             strange: list[Any] = [None, {"x" * 99: 1}, {"error": 2**70}, {"error": -1}, {7: "many"}]
             outcome = Outcome(outcome.statuses, choose(strange))
         return outcome
@@ -121,7 +110,7 @@ class HostileTier(DummyTier):
         await self._wait(partial(super().open, context))
 
     def usage(self) -> Usage:
-        if self._does("usage"):
+        if self._does("tells"):
             odd: list[Any] = [Usage(2**70, -1), Usage(None, 2**70), Usage("much", None), 7]  # type: ignore[arg-type]
             return self._random.choice(odd)
         return super().usage()
@@ -141,16 +130,16 @@ class HostileTier(DummyTier):
         for key in batch.keys:
             if (chunk := self._chunks.get(key)) is not None:
                 _put.append((self.context.identity.short_digest, key, *chunk))
-                if self._does("forgets"):
+                if self._does("claims"):
                     await self.discard([key])
-                elif self._does("keeps"):  # to be read when the slot may have another chunk
+                elif self._does("writes"):  # to be read when the slot may have another chunk
                     self._chunks[key] = batch.views[batch.keys.index(key)], chunk[1]  # type: ignore[assignment]
         if self._does("swaps") and {first, last} <= self._chunks.keys():
             self._chunks[first], self._chunks[last] = self._chunks[last], self._chunks[first]
         return self._outcome(outcome)
 
     async def get(self, batch: Batch) -> Outcome:
-        if self._does("reassigns"):
+        if self._does("reorders"):
             with suppress(AttributeError):  # it cannot be assigned
                 batch.slots = batch.slots[::-1]
         if self._does("garbles"):
@@ -164,7 +153,7 @@ class HostileTier(DummyTier):
                 view = batch.views[index]
                 if (digest, other) != (self.context.identity.short_digest, key) and len(view) == len(payload):
                     view[:], batch.trailers[index] = payload, trailer
-        if self._does("trailers"):
+        if self._does("foreign"):
             self._random.choice((batch.trailers.clear, batch.trailers.reverse))()
         return self._outcome(outcome)
 

@@ -138,7 +138,8 @@ class Life:
         self.chance = chance = Random(seed)
         HostilePolicy.chance = Random(seed)
         self.root, self.room = folder / "root", chance.choice([2**50, 2**50, 120 * SLOT_BYTES])
-        self.may_reset, self.has_files = chance.random() < 0.5, chance.random() < 0.6
+        self.may_reset = chance.random() < 0.5
+        self.kinds: set[str] = chance.choice([set(), {"fs"}, {"fs"}, {"dummy"}])  # tiers of all managers
         self.new_weights = itertools.count(1)
         self.caches: defaultdict[Variant, Cache] = defaultdict(Cache)
         self.variants = [*self._variants()]
@@ -218,7 +219,7 @@ class Opening:
         self.device = Tensors(variant, self.groups, swapped=self.chance.random() < 0.3)
         self.slots = self.chance.choice([8, 24, 24, 64])
         tiers = [*draw_tiers(self.chance)]
-        while life.has_files and all(tier["type"] != "fs" for tier in tiers):
+        while not life.kinds <= {tier["type"] for tier in tiers}:
             tiers = [*draw_tiers(self.chance)]
         self._tiers = [self._tier(dict(tier)) for tier in tiers]
         self._kinds = [tier["type"] for tier in self._tiers]
@@ -236,7 +237,7 @@ class Opening:
             return {**tier, "root_dir": str(self.life.root), "min_free_bytes": 0, "max_bytes": room}
         if chance.random() < 0.3:
             return {**tier, "deadline_s": 0.3}
-        faults = chance.sample(TIER_FAULTS, chance.randrange(1, 6))
+        faults = chance.sample(TIER_FAULTS, chance.randrange(1, 4))
         hostile = {"type": "hostile", "faults": faults, "rate": chance.choice([0.05, 0.3, 1])}
         return {**tier, **hostile, **quick, "deadline_s": 0.3, "breaker_failures": chance.choice([5, 10**6])}
 
