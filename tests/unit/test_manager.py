@@ -19,19 +19,18 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from kvtier import Identity, KVCaches, PageMapping, PageRef, TieringConfig, open_manager, pack_key
+from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
-from kvtier._device.base import Run
 from kvtier._device.plan import CopyPlan
 from kvtier._execution.executor import NamedTier
 from kvtier._manager.manager import TieringManager
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
-from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferError
+from kvtier.errors import DeviceStuckError, StateError, TransferError
 from kvtier.keys import OffloadKey, group_index
 from kvtier.policies._lru import LRU
 from kvtier.tiers._base import Batch, Outcome, SecondaryTier
@@ -492,35 +491,6 @@ async def test_other_layouts_share_no_chunks(tmp_path: Path) -> None:
             found.append(await manager.lookup(prompt(1, 2)))
             await manager.store(prompt(1, 2), range(2 * blocks_per_chunk))
     assert found == [0, 0, 2]
-
-
-def test_namespace_of_identity_must_agree() -> None:
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "namespace": "one"})
-    other = Identity.make("model", {"namespace": "two"})
-    with pytest.raises(ConfigError, match="'two'"):
-        open_manager(config, other, Device().caches)
-
-
-def test_canonical_pages_must_be_known() -> None:
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "canonical_layout": True})
-    with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* no mappings"):
-        open_manager(config, IDENTITY, Device().caches)
-
-
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        PageMapping(PAGES[0], (Run(0, 0, PAGES[0]),), writers=2, writer=1),
-        PageMapping(2 * PAGES[0], (Run(0, PAGES[0], PAGES[0]),)),
-    ],
-    ids=["turns", "half"],
-)
-def test_pages_of_other_workers_are_refused(mapping: PageMapping) -> None:
-    """Nobody would write their bytes, which loads would read: here, or in another worker from a tier."""
-    caches = KVCaches(Device().caches.tensors, ((PageRef(0, PAGES[0], mapping),),))
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB"})
-    with pytest.raises(ConfigError, match="without other workers"):
-        open_manager(config, IDENTITY, caches)
 
 
 async def test_close_puts_running_store(tmp_path: Path) -> None:
