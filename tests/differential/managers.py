@@ -349,7 +349,7 @@ class Opening:
             await until_done(self._reset())
 
     async def _reset(self) -> None:
-        async with self.cache.lock:
+        async with self.cache.lock, asyncio.timeout(BOUND_S / 2):
             for patience_s in self.chance.choice([(None,), (0, None)]):
                 with anyio.move_on_after(patience_s):
                     self.weights = next(self.life.new_weights)
