@@ -238,7 +238,7 @@ class Opening:
         if chance.random() < 0.3:
             return {**tier, "deadline_s": 0.3}
         faults = chance.sample(TIER_FAULTS, chance.randrange(1, 4))
-        hostile = {"type": "hostile", "faults": faults, "rate": chance.choice([0.05, 0.3, 1])}
+        hostile = {"type": "hostile", "hang_rate": 0, "faults": faults, "rate": chance.choice([0.05, 0.3, 1])}
         return {**tier, **hostile, **quick, "deadline_s": 0.3, "breaker_failures": chance.choice([5, 10**6])}
 
     def _settings(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Opening:
             * -(-sum(variant.pages) * variant.width // SLOT_BYTES),
             "blocks_per_chunk": variant.width,
             "namespace": "" if self._named_by_identity else variant.namespace,
-            "eviction_policy": chance.choice(["auto", "lru", "arc", "lhd", "hostile"]),
+            "eviction_policy": chance.choice(["auto", "lru", "arc", "lhd", "hostile", "hostile"]),
             "promotion_budget": chance.choice([0.1, 0.5, 0.9]),
             "store_threshold": chance.choice([0, 0, 0, 2]),
             "max_tracker_size": chance.choice([1, 64_000]),
