@@ -345,8 +345,11 @@ class Opening:
 
     async def reset(self) -> None:
         """Reset, perhaps cancelled and repeated. It goes on when the caller is cancelled."""
-        if self.life.may_reset:
-            await until_done(self._reset())
+        try:
+            if self.life.may_reset:
+                await until_done(self._reset())
+        except TimeoutError:
+            raise AssertionError("a reset does not end") from None
 
     async def _reset(self) -> None:
         async with self.cache.lock, asyncio.timeout(BOUND_S / 2):
