@@ -92,7 +92,7 @@ def draw_case(chance: Random, model: Model) -> Case:
         arguments=arguments,
         settings=settings,
         tiers=tiers,
-        copy_s=chance.choice([0.05, 0.2] if has_transport else [0, 0, 0.01, 0.1]),
+        copy_s=chance.choice([0.02, 0.05] if has_transport else [0, 0, 0.01, 0.1]),
         publishes=chance.random() < 0.4,
     )
     if case.lacks_parts and chance.random() < 0.8:
