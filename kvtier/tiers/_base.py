@@ -150,10 +150,16 @@ class Batch:
     ) -> None:
         self._is_put = is_put
         self.keys = tuple(keys)
-        self.slots = tuple(slots)  # no tier can change it: the checks after a get use it, too
+        self.slots = tuple(slots)
         self.memory = memory
         self.trailers = trailers if trailers is not None else [b""] * len(self.keys)
         self._views: tuple[memoryview, ...] | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse to replace keys or slots: kvtier checks them after the tier has had the batch."""
+        if name in ("keys", "memory", "slots") and hasattr(self, name):
+            raise AttributeError(f"{name} of a batch cannot be replaced")
+        super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self.keys)

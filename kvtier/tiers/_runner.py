@@ -245,7 +245,10 @@ class TierRunner:
         return answers, outcome
 
     async def _put_once(self, batch: Batch) -> Outcome:
-        return self._complete(await self._tier.put(batch), len(batch))
+        outcome = await self._tier.put(batch)
+        if Status.ABSENT in outcome.statuses:  # it would be neither put nor failed
+            raise TierError("put() answered ABSENT")
+        return self._complete(outcome, len(batch))
 
     async def _get_once(self, batch: Batch) -> Outcome:
         outcome = self._complete(await self._tier.get(batch), len(batch))

@@ -137,7 +137,8 @@ def play(
     Args:
         llm: the engine.
         orders: of each request; see ``Request``. Each comes in its step ``at``.
-        resets: steps and kinds of resets.
+        resets: steps and kinds of resets. If vLLM refuses the last one, it is repeated at the end: kvtier
+            stores nothing until then.
         weights: that the model has. See ``reweigh``.
         new: weights that it gets with the resets, one after the other. One that vLLM does not make changes
             none.
@@ -149,7 +150,7 @@ def play(
     engine = llm.llm_engine
     requests = [Request(engine, order) for order in orders]
     waiting, running = list(requests), {}
-    heard_s = time.monotonic()
+    heard_s, is_refused = time.monotonic(), False
     for step in itertools.count():
         for request in [one for one in waiting if one.order["at"] <= step]:
             waiting.remove(request)
@@ -161,6 +162,7 @@ def play(
         for what in [what for at, what in resets if at == step]:
             try:
                 is_done = engine.reset_prefix_cache(what == "preempt", reset_connector=what != "device")
+                is_refused = what != "device" and not is_done
                 if is_done and what != "device":
                     weights = new.pop(0)
                     reweigh(llm, weights)
@@ -174,6 +176,9 @@ def play(
         if time.monotonic() > heard_s + _PATIENCE_S:
             left = {name: one.turns for name, (_, one) in running.items() if one.end is None}
             raise TimeoutError(f"no answer within {_PATIENCE_S} s: {left}")
+    if is_refused and engine.reset_prefix_cache(True, reset_connector=True):
+        weights = new.pop(0)
+        reweigh(llm, weights)
     heard = [{"turns": one.turns, "end": one.end, "cached": one.cached} for one in requests]
     return {"heard": heard, "weights": weights}
 

@@ -1,43 +1,133 @@
-"""Random lives of ``TieringManager`` with real tiers, judged by a dictionary: ``python -m
-tests.differential.managers [--minutes N] [--seed N]``. No engine."""
+"""Random lives of ``TieringManager`` over real and hostile tiers, judged by a dictionary. No engine.
+
+``python -m tests.differential.managers [--minutes N] [--seed N] [--bugs NAME ...]``. Bugs are those of
+``tests.differential.mutations.OF_MANAGERS`` and of ``tests.sim.mutations``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
+import itertools
+import os
+import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import torch
 
-from kvtier import Acquired, TieringConfig, TieringManager, open_manager
-from kvtier.errors import TransferError
+from kvtier import (
+    Acquired,
+    ConfigError,
+    Identity,
+    KVCaches,
+    PageMapping,
+    PageRef,
+    StateError,
+    TierError,
+    TieringConfig,
+    TransferError,
+    open_manager,
+    prometheus_collector,
+)
+from kvtier._device.base import Run
+from kvtier._memory.layout import SlotLayout
 from kvtier.keys import OffloadKey
+from kvtier.tiers import until_done
 from kvtier_testing import invariants
 from tests.differential.draws import draw_tiers
-from tests.unit.test_manager import IDENTITY, Device, prompt
+from tests.differential.hostile import TIER_FAULTS, HostilePolicy, installed
+from tests.differential.mutations import OF_MANAGERS
+from tests.sim.mutations import MUTATIONS, planted
+from tests.unit.test_manager import Device, prompt
 
-SLOT_BYTES = 4096  # of a block
-CALLERS, BLOCKS = 4, 48
-PROBE = 99
+SLOT_BYTES = 4096  # of a block, at most
+CALLERS, BLOCKS = 3, 24
 BOUND_S = 30.0
-NEVER = ("policy_replaced", "audit_failed")
+NEVER = ("audit_failed",)
 
 Keys = list[OffloadKey]
+PROBE: Keys = prompt(99, 2)
+
+
+class Variant(NamedTuple):
+    """All that separates the chunks of managers on one root.
+
+    Attributes:
+        pages: bytes of a block's page in each tensor.
+        width: blocks of a chunk.
+    """
+
+    pages: tuple[int, ...] = (3072, 960)
+    width: int = 1
+    dtype: str = "int8"
+    namespace: str = ""
+
+
+LAYOUTS = (((3072, 960), 1), ((960, 3072), 1), ((1536, 480), 2), ((4032,), 1), ((3072, 960), 3))
+"""Of the chunks of all but the last, the lengths are equal."""
+
+
+class Tensors(Device):
+    """The tensors of an engine. Slots can hold the halves of its pages in the other order."""
+
+    def __init__(self, variant: Variant, groups: int, *, swapped: bool) -> None:
+        super().__init__(groups, variant.width, CALLERS * BLOCKS, variant.pages)
+        self._swapped = swapped
+        self._layout = SlotLayout.make(self.caches.page_bytes, variant.width)
+        if swapped:
+            refs = (tuple(replace(ref, mapping=_swap(ref)) for ref in group) for group in self.caches.groups)
+            self.caches = KVCaches(self.caches.tensors, tuple(refs))
+
+    def _pages(self, *chunks: Any) -> list[tuple[int, int, torch.Tensor]]:
+        pages = super()._pages(*chunks)
+        return [(at, block, page.roll(len(page) // 2 * self._swapped)) for at, block, page in pages]
+
+    def slot(self, key: OffloadKey, version: object) -> Iterator[tuple[slice, bytes]]:
+        """Yield the pages of a chunk in a slot, and where they are."""
+        layout, blocks = self._layout, range(self.blocks_per_chunk)
+        for tensor, block, page in super()._pages([key], blocks, version):
+            first = layout.tensor_offsets[tensor] + block * layout.page_bytes[tensor]
+            yield slice(first, first + len(page)), page.numpy().tobytes()
+
+
+def _swap(ref: PageRef) -> PageMapping:
+    half = ref.page_bytes // 2
+    return PageMapping(ref.page_bytes, (Run(0, half, half), Run(half, 0, half)))
+
+
+@dataclass
+class Cache:
+    """The chunks that managers of one variant share.
+
+    Attributes:
+        weights: a number, of the model of managers that open next. A reset gives the manager that is reset a
+            new one, and another one to those that open its files later.
+        offered: the keys that were stored, by weights.
+        probe: the weights for which files must have the probe.
+        lock: held while a manager opens or is reset: one that opened meanwhile could have either weights.
+    """
+
+    weights: int = 0
+    offered: defaultdict[int, set[OffloadKey]] = field(default_factory=lambda: defaultdict(set))
+    probe: int | None = None
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
 
 
 class Life:
-    """Concurrent calls of a manager, which is closed and opened again.
-
-    The content of a chunk follows from its key and the number of resets before its store.
+    """Managers on one root, side by side and one after the other.
 
     Args:
         seed: draws everything.
@@ -45,242 +135,447 @@ class Life:
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
-        self._chance = chance = Random(seed)
-        self._width, self._groups = chance.choice([1, 1, 2, 3]), chance.choice([1, 2])
-        self.device = Device(self._groups, self._width, blocks=CALLERS * BLOCKS)
-        self._slots = chance.choice([6, 12, 24, 60])
-        self._tiers = [self._tier(dict(tier), folder) for tier in draw_tiers(chance)]
-        self._may_reset = chance.random() < 0.5
-        self._resets = 0
-        self._offered: defaultdict[int, set[OffloadKey]] = defaultdict(set)  # by resets before
-        self._is_kept = False  # whether files must have the probe
+        self.chance = chance = Random(seed)
+        HostilePolicy.chance = Random(seed)
+        self.root, self.room = folder / "root", chance.choice([2**50, 2**50, 120 * SLOT_BYTES])
+        self.may_reset = chance.random() < 0.5
+        self.kinds: set[str] = chance.choice([set(), {"fs"}, {"fs"}, {"dummy"}])  # tiers of all managers
+        self.new_weights = itertools.count(1)
+        self.caches: defaultdict[Variant, Cache] = defaultdict(Cache)
+        self.variants = [*self._variants()]
 
-    def _tier(self, tier: dict[str, Any], folder: Path) -> dict[str, Any]:
-        if tier["type"] == "dummy":
-            return {**tier, "deadline_s": 0.3}
-        room = self._chance.choice([2**50, 2**50, 40 * SLOT_BYTES * self._width])
-        return {**tier, "root_dir": str(folder / "root"), "min_free_bytes": 0, "max_bytes": room}
-
-    def config(self) -> TieringConfig:
-        """Draw the settings of an opening; tiers and chunks are the same in all of them."""
-        chance = self._chance
-        return TieringConfig.from_mapping(
-            {
-                "cpu_bytes_to_use": self._slots * SLOT_BYTES * self._width,
-                "blocks_per_chunk": self._width,
-                "eviction_policy": chance.choice(["auto", "lru", "arc", "lhd"]),
-                "promotion_budget": chance.choice([0.1, 0.25, 0.9]),
-                "isolation": "thread",
-                "audit_rate": chance.choice([0, 1.0]),
-                "request_deadline_s": chance.choice([0.05, 2.0]),
-                "secondary_tiers": self._tiers,
-            }
-        )
+    def _variants(self) -> Iterator[Variant]:
+        """Yield variants that differ in one respect from the first."""
+        chance = self.chance
+        pages, width = chance.choice([LAYOUTS[0], *LAYOUTS])
+        yield (first := Variant(pages, width))
+        for _ in range(chance.randrange(3)):
+            pages, width = chance.choice(LAYOUTS)
+            others: list[dict[str, Any]] = [
+                {"namespace": "one"},
+                {"dtype": "int4"},
+                {"pages": pages, "width": width},
+            ]
+            yield first._replace(**chance.choice(others))
 
     async def run(self) -> int:
         """Live; return how many chunks were loaded.
 
         Raises:
-            AssertionError: bytes are wrong, pins or transfers are left, or chunks are lost.
+            AssertionError: bytes are wrong, pins or transfers are left, counts do not add up, or chunks are
+                lost.
         """
         loaded = 0
-        for _ in range(self._chance.randrange(1, 4)):
-            resets = self._resets
-            async with open_manager(self.config(), IDENTITY, self.device.caches) as manager:
-                callers = [
-                    Caller(self, manager, Random(self._chance.getrandbits(60)), number)
-                    for number in range(CALLERS)
-                ]
-                await self._find_probe(callers[0])
-                with anyio.fail_after(BOUND_S):
-                    async with anyio.create_task_group() as tasks:
-                        for caller in callers:
-                            tasks.start_soon(caller.run, self._chance.randrange(10, 40))
-                await self._rest(manager)
-                is_kept = await self._probe(callers[0])
-                # Later openings do not see the chunks that were stored after a reset.
-                self._is_kept = is_kept and self._resets == resets
-                loaded += sum(caller.loaded for caller in callers)
+
+        async def seat() -> None:
+            nonlocal loaded
+            for _ in range(self.chance.randrange(1, 4)):
+                loaded += await Opening(self).run()
+
+        with anyio.fail_after(BOUND_S):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(self.chance.choice([1, 1, 2, 3])):
+                    tasks.start_soon(seat)
         return loaded
+
+
+def require_refusals() -> None:
+    """Raise AssertionError unless managers that cannot work, or would give wrong bytes, are refused."""
+    plain: dict[str, Any] = {"cpu_bytes_to_use": 2**20}
+    caches = Device().caches
+    turns = PageMapping(960, (Run(0, 0, 960),), writers=2, writer=1)
+    half = PageMapping(1920, (Run(0, 960, 960),))
+    of_one = [KVCaches(caches.tensors, ((PageRef(0, 960, mapping),),)) for mapping in (turns, half)]
+    refused: list[tuple[dict[str, Any], dict[str, str], KVCaches]] = [
+        ({"keep_host_memory_s": 1}, {}, caches),
+        ({"canonical_layout": True}, {}, caches),
+        ({"secondary_tiers": [{"type": "unsendable"}]}, {}, caches),
+        ({"namespace": "one"}, {"namespace": "two"}, caches),
+        *(({}, {}, of_another) for of_another in of_one),
+    ]
+    for settings, fields, tensors in refused:
+        try:
+            config = TieringConfig.from_mapping({**plain, **settings})
+            open_manager(config, Identity.make("model", fields), tensors)
+        except (ConfigError, TierError):
+            continue
+        raise AssertionError(f"{settings}, {fields} and {tensors.groups} are not refused")
+
+
+class Opening:
+    """A manager from its opening to its end, and what it has to give back.
+
+    Attributes:
+        weights: a number, of the model that its engine has.
+        stored: how many chunks its callers have stored, as far as they know.
+        loaded: how many they have loaded.
+    """
+
+    def __init__(self, life: Life) -> None:
+        self.life, self.chance = life, life.chance
+        variant = self.chance.choice(life.variants)
+        self._variant, self.cache = variant, life.caches[variant]
+        self.groups = self.chance.choice([1, 2])
+        self.device = Tensors(variant, self.groups, swapped=self.chance.random() < 0.3)
+        self.slots = self.chance.choice([8, 24, 24, 64])
+        tiers = [*draw_tiers(self.chance)]
+        while not life.kinds <= {tier["type"] for tier in tiers}:
+            tiers = [*draw_tiers(self.chance)]
+        self._tiers = [self._tier(dict(tier)) for tier in tiers]
+        self._kinds = [tier["type"] for tier in self._tiers]
+        self._closes_amid = self.chance.random() < 0.15
+        self._named_by_identity = self.chance.random() < 0.5
+        self.settings = self._settings()
+        self.is_closing = False
+        self.stored = self.loaded = 0
+
+    def _tier(self, tier: dict[str, Any]) -> dict[str, Any]:
+        chance = self.chance
+        quick = {"breaker_pause_s": 0.01, "retry_share": chance.choice([0, 1])}
+        if tier["type"] == "fs":
+            room = self.life.room
+            return {**tier, "root_dir": str(self.life.root), "min_free_bytes": 0, "max_bytes": room}
+        if chance.random() < 0.3:
+            return {**tier, "deadline_s": 0.3}
+        faults = chance.sample(TIER_FAULTS, chance.randrange(1, 4))
+        hostile = {"type": "hostile", "hang_rate": 0, "faults": faults, "rate": chance.choice([0.05, 0.3, 1])}
+        return {**tier, **hostile, **quick, "deadline_s": 0.3, "breaker_failures": chance.choice([5, 10**6])}
+
+    def _settings(self) -> dict[str, Any]:
+        chance, variant = self.chance, self._variant
+        return {
+            "cpu_bytes_to_use": self.slots
+            * SLOT_BYTES
+            * -(-sum(variant.pages) * variant.width // SLOT_BYTES),
+            "blocks_per_chunk": variant.width,
+            "namespace": "" if self._named_by_identity else variant.namespace,
+            "eviction_policy": chance.choice(["auto", "lru", "arc", "lhd", "hostile", "hostile"]),
+            "promotion_budget": chance.choice([0.1, 0.5, 0.9]),
+            "store_threshold": chance.choice([0, 0, 0, 2]),
+            "max_tracker_size": chance.choice([1, 64_000]),
+            "load_gate": chance.choice(["off", "off", "latency", "throughput"]),
+            "isolation": "process" if chance.random() < 0.03 else chance.choice(["auto", "thread"]),
+            "audit_rate": chance.choice([0, 1.0]),
+            "request_deadline_s": chance.choice([0.05, 2.0]),
+            "drain_on_shutdown_s": chance.choice([0, 3.0]),
+            "secondary_tiers": self._tiers,
+        }
+
+    async def run(self) -> int:
+        """Open, call, rest and close; return how many chunks were loaded."""
+        fields = {"dtype": self._variant.dtype}
+        if self._named_by_identity and self._variant.namespace:
+            fields["namespace"] = self._variant.namespace
+        self.manager = open_manager(
+            TieringConfig.from_mapping(self.settings),
+            Identity.make("model", fields),
+            self.device.caches,
+            windowed_groups=range(self.groups)[1 : self.chance.randrange(1, 3)],
+        )
+        callers = [Caller(self, number) for number in range(CALLERS)]
+        async with self.cache.lock:
+            self.weights = self.cache.weights
+            await self.manager.__aenter__()
+            await self._files_open()
+        try:
+            await self._find_probe()
+            async with anyio.create_task_group() as tasks:
+                for caller in callers:
+                    tasks.start_soon(caller.run, self.chance.randrange(20, 60))
+                if self._closes_amid:
+                    tasks.start_soon(self._close_amid)
+            if not self._closes_amid:
+                await self._rest(callers[0])
+        finally:
+            await self.manager.aclose()
+        self.check()
+        assert self.manager.statistics().pinned_chunks == 0
+        return self.loaded
+
+    async def _files_open(self) -> None:
+        """Wait until files are open, and so of the weights that are known."""
+        activities = self.manager._executor.activity if "fs" in self._kinds else ()
+        while activities and activities[self._kinds.index("fs")].usage is None:  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+    async def _close_amid(self) -> None:
+        await anyio.sleep(self.chance.choice([0, 0.01, 0.1]))
+        async with self.cache.lock:  # files whose reset was cut short give older chunks to those that open
+            self.is_closing = True
+            await self.manager.aclose()
 
     # --- what is right ---------------------------------------------------------------------------
 
     @property
-    def resets(self) -> int:
-        return self._resets
+    def version(self) -> tuple[Variant, int]:
+        """The bytes of a chunk follow from its key and this."""
+        return self._variant, self.weights
 
     def draw(self, chance: Random) -> Keys:
         """Draw the beginning of a prompt, in one group or chunk by chunk in all."""
-        name, most = chance.randrange(8), BLOCKS // self._width // self._groups
-        keys = [prompt(name, chance.randrange(1, most + 1), group) for group in range(self._groups)]
+        name, most = chance.randrange(6), BLOCKS // self._variant.width // self.groups
+        keys = [prompt(name, chance.randrange(1, most + 1), group) for group in range(self.groups)]
         return [key for chunk in zip(*keys, strict=False) for key in chunk]
 
     def offer(self, keys: Keys) -> None:
         """Note that these keys may be found from now on."""
-        self._offered[self._resets].update(keys)
+        self.cache.offered[self.weights].update(keys)
 
     def require_offered(self, keys: Keys) -> None:
-        """Raise AssertionError for a key that was not stored since the last reset."""
-        known = self._offered[self._resets]
+        """Raise AssertionError for a key that was not stored with these weights."""
+        known = self.cache.offered[self.weights]
         assert known.issuperset(keys), f"{set(keys) - known} were found, and were not stored"
 
     def require_content(self, keys: Keys, blocks: list[int]) -> None:
-        """Raise AssertionError if a block has not what was stored in it since the last reset."""
+        """Raise AssertionError if a block has not what was stored in it with these weights."""
         self.require_offered(keys)
         for place, key in enumerate(keys):
-            mine = blocks[place * self._width :][: self._width]
-            assert self.device.holds([key], mine, self._resets), f"{key!r} is wrong"
+            mine = blocks[place * self._variant.width :][: self._variant.width]
+            assert self.device.holds([key], mine, self.version), f"{key!r} is wrong"
 
-    async def reset(self, manager: TieringManager) -> None:
-        if self._may_reset:
-            self._resets += 1
-            await manager.reset()
+    @property
+    def has_honest_tiers(self) -> bool:
+        return "hostile" not in self._kinds
+
+    def check(self) -> None:
+        """Check the core, unless its policy lies about its candidates."""
+        policy = self.manager._core.table.orders[1]
+        if not isinstance(policy, HostilePolicy):
+            invariants.check(self.manager._core)
+
+    async def reset(self) -> None:
+        """Reset, perhaps cancelled and repeated. It goes on when the caller is cancelled."""
+        try:
+            if self.life.may_reset:
+                await until_done(self._reset())
+        except TimeoutError:
+            raise AssertionError("a reset does not end") from None
+
+    async def _reset(self) -> None:
+        async with self.cache.lock, asyncio.timeout(BOUND_S / 2):
+            for patience_s in self.chance.choice([(None,), (0, None)]):
+                with anyio.move_on_after(patience_s):
+                    self.weights = next(self.life.new_weights)
+                    await self.manager.reset()
+            if "fs" in self._kinds:
+                self.cache.weights = next(self.life.new_weights)
 
     # --- at rest ---------------------------------------------------------------------------------
 
-    async def _rest(self, manager: TieringManager) -> None:
-        with anyio.fail_after(BOUND_S):
-            await manager.drain()
-        invariants.check(manager._core)
-        seen = manager.statistics()
+    async def _rest(self, caller: Caller) -> None:
+        await self.manager.drain_puts()
+        await self.manager.drain()
+        self.check()
+        seen = self.manager.statistics()
         assert seen.pinned_chunks == 0
-        assert seen.free_slots + seen.ready_chunks == seen.slots == self._slots
-        assert not [name for name in seen.counts if name[0] in NEVER], "nothing injects these"
+        assert seen.free_slots + seen.ready_chunks == seen.slots == self.slots
+        never = NEVER if self.settings["eviction_policy"] == "hostile" else (*NEVER, "policy_replaced")
+        assert not [name for name in seen.counts if name[0] in never], "nothing injects these"
+        self._require_sums(seen.counts)
+        await self._store_probe(caller)
 
-    async def _probe(self, caller: Caller) -> bool:
-        """Store a new prompt, which must be found at once. Return whether files must have it."""
-        keys, manager = self._probe_keys, caller.manager
-        before = _lost(manager)
-        await caller.store(keys)
-        await self._rest(manager)
-        assert await manager.lookup(keys) == len(keys)
-        is_whole = any(tier["type"] == "fs" and tier["max_bytes"] == 2**50 for tier in self._tiers)
-        is_quiet = all(tier["write_policy"] == "all" for tier in self._tiers) and _lost(manager) == before
-        return is_whole and is_quiet
+    def _require_sums(self, counts: Mapping[tuple[str, ...], float]) -> None:
+        """Raise AssertionError if counts of the tiers do not add up."""
 
-    async def _find_probe(self, caller: Caller) -> None:
-        with anyio.fail_after(BOUND_S):
-            while self._is_kept and not all(await caller.manager.locate(self._probe_keys)):  # noqa: ASYNC110
-                await anyio.sleep(0.01)  # the tier is not open yet, or late for a short deadline
+        def total(*name: str) -> float:
+            return sum(count for key, count in counts.items() if key[: len(name)] == name)
 
-    @property
-    def _probe_keys(self) -> Keys:
-        return prompt(PROBE, self._slots // 4)
+        stored = total("stored")
+        assert stored <= self.stored
+        assert total("loaded") >= self.loaded
+        for kind, tier in zip(self._kinds, self._tiers, strict=True):
+            put, lost = total("put", kind), total("put_dropped", kind) + total("put_failed", kind)
+            missing = put + lost - stored - total("backfilled", kind)
+            # What was lost is put again when it is used again.
+            assert tier["write_policy"] != "all" or 0 <= missing <= lost, f"puts into {kind}: {counts}"
+            asked, found = total("asked", kind), total("found", kind)
+            missed = total("absent", kind) + total("get_failed", kind)
+            assert found <= asked <= found + missed, f"lookups in {kind}: {counts}"
 
+    async def _store_probe(self, caller: Caller) -> None:
+        """Store a new prompt, which must be found at once, and perhaps by the next manager."""
+        before = self._lost()
+        for _ in range(max(1, self.settings["store_threshold"])):
+            await caller.store(PROBE)
+            await self.manager.drain()
+        assert await self.manager.lookup(PROBE) == len(PROBE) or self.settings["max_tracker_size"] == 1
+        is_put = all(tier["write_policy"] == "all" for tier in self._tiers) and self._lost() == before
+        is_last = self.weights == self.cache.weights and self.settings["store_threshold"] == 0
+        if "fs" in self._kinds and self.life.room == 2**50 and is_put and is_last:
+            self.cache.probe = self.weights
 
-def _lost(manager: TieringManager) -> float:
-    """Return how many puts were dropped or have failed."""
-    counts = manager.statistics().counts
-    return sum(count for name, count in counts.items() if name[0] in ("put_dropped", "put_failed"))
+    async def _find_probe(self) -> None:
+        """Wait for the probe if files must have it: the tier may be late for a short deadline."""
+        if "fs" in self._kinds and self.cache.probe == self.weights:
+            while not all(await self.manager.locate(PROBE)):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+
+    def _lost(self) -> float:
+        counts = self.manager.statistics().counts
+        return sum(count for name, count in counts.items() if name[0] in ("put_dropped", "put_failed"))
 
 
 class Caller:
     """Calls a manager with blocks of its own."""
 
-    def __init__(self, life: Life, manager: TieringManager, chance: Random, number: int) -> None:
-        self.manager, self.loaded = manager, 0
-        self._life, self._chance = life, chance
+    def __init__(self, opening: Opening, number: int) -> None:
+        self._opening, self._manager, self._device = opening, opening.manager, opening.device
+        self._chance = Random(opening.chance.getrandbits(60))
         self._blocks = list(range(number * BLOCKS, (number + 1) * BLOCKS))
+        self._scribbled: list[memoryview] = []  # of a write that was given up
 
     async def run(self, calls: int) -> None:
         """Make random calls; some are cancelled."""
-        kinds = [self.store, self._load, self._hold, self._look, self._write, self._forget]
+        kinds = [self.store, self._load, self._hold, self._look, self._write, self._forget, self._drain]
         for _ in range(calls):
-            (call,) = self._chance.choices(kinds, [28, 28, 14, 14, 14, 2])
-            with anyio.move_on_after(self._chance.choice([None, None, None, 0, 0.001])):
-                await call(self._life.draw(self._chance))
-            invariants.check(self.manager._core)
+            (call,) = self._chance.choices(kinds, [28, 28, 14, 14, 14, 2, 2])
+            limit_s = self._chance.choice([None, None, None, 0, 0.001])
+            with suppress(TimeoutError), self._may_be_closed():
+                if self._chance.random() < 0.5:
+                    with anyio.move_on_after(limit_s):
+                        await call(self._opening.draw(self._chance))
+                else:
+                    async with asyncio.timeout(limit_s):
+                        await call(self._opening.draw(self._chance))
+            self._opening.check()
+        self._scribbled.clear()
+
+    @contextmanager
+    def _may_be_closed(self) -> Iterator[None]:
+        try:
+            yield
+        except StateError:
+            assert self._opening.is_closing
 
     async def store(self, keys: Keys) -> None:
-        device, blocks = self._life.device, self._chance.sample(self._blocks, len(self._blocks))
-        device.fill(keys, blocks, self._life.resets)
-        self._life.offer(keys)
-        with anyio.CancelScope(shield=True):  # a copy must not read blocks that the next call fills
-            assert 0 <= await self.manager.store(keys, self._used(keys, blocks)) <= len(keys)
+        blocks = self._chance.sample(self._blocks, len(self._blocks))
+        self._device.fill(keys, blocks, self._opening.version)
+        self._opening.offer(keys)
+        self._opening.stored += len(keys)  # at most: it may be cancelled
+        assert 0 <= await self._manager.store(keys, self._used(keys, blocks)) <= len(keys)
 
     async def _load(self, keys: Keys) -> None:
-        device, blocks = self._life.device, self._clear()
-        with anyio.CancelScope(shield=True), self._voided_by_resets():
-            count = await self.manager.load(keys, self._used(keys, blocks))
-            self._life.require_content(keys[:count], blocks)
-            assert device.is_clear(blocks[count * device.blocks_per_chunk :])
-            self.loaded += count
+        blocks = self._clear()
+        with self._voided_by_resets():
+            count = await self._manager.load(keys, self._used(keys, blocks))
+            self._opening.require_content(keys[:count], blocks)
+            assert self._device.is_clear(blocks[count * self._device.blocks_per_chunk :])
+            self._opening.loaded += count
 
     async def _hold(self, keys: Keys) -> None:
-        """Load chunks late in a block that pins them."""
+        """Read and load chunks late in a block that pins them."""
+        version = self._opening.version
         with self._voided_by_resets():
-            async with self.manager.acquire(keys) as acquired:
+            async with self._manager.acquire(keys) as acquired:
                 await anyio.sleep(self._chance.choice([0, 0, 0.001, 0.01]))
-                with anyio.CancelScope(shield=True):
-                    await self._load_acquired(acquired)
+                if version == self._opening.version:
+                    for key, view in zip(acquired.keys, acquired.views, strict=True):
+                        for place, page in self._device.slot(key, version):
+                            assert view[place] == page, f"{key!r} is wrong in its slot"
+                await self._load_acquired(acquired)
 
     async def _load_acquired(self, acquired: Acquired) -> None:
         blocks, keys = self._clear(), list(acquired.keys)
         if keys:
             await acquired.load(self._used(keys, blocks))
-        self._life.require_content(keys, blocks)
+        self._opening.require_content(keys, blocks)
 
     @contextmanager
     def _voided_by_resets(self) -> Iterator[None]:
         """Accept the error of a load that a reset overtook."""
-        before = self._life.resets
+        before = self._opening.weights
         try:
             yield
         except TransferError:
-            assert self._life.resets > before
+            assert self._opening.weights > before
 
     async def _look(self, keys: Keys) -> None:
-        self._life.require_offered(keys[: await self.manager.lookup(keys)])
-        found = await self.manager.locate(keys)
-        self._life.require_offered([key for key, is_there in zip(keys, found, strict=True) if is_there])
+        self._opening.require_offered(keys[: await self._manager.lookup(keys)])
+        found = await self._manager.locate(keys)
+        if self._opening.has_honest_tiers:
+            there = [key for key, is_there in zip(keys, found, strict=True) if is_there]
+            self._opening.require_offered(there)
+        self._manager.report_computed(len(keys), self._chance.choice([0, 1e-6, 1.0]))
 
     async def _forget(self, keys: Keys) -> None:
         """Reset while chunks are put into tiers, and look for them."""
         await self.store(keys)
-        await self._life.reset(self.manager)
+        await self._opening.reset()
         await self._load(keys)
 
     async def _write(self, keys: Keys) -> None:
-        """Begin to fill slots, and give up."""
-        try:
-            async with self.manager.write(keys) as written:
-                for view in written.views:
-                    view[:100] = bytes(100)
+        """Fill slots, or give up and go on writing: until the views are gone they are nobody else's."""
+        version = self._opening.version
+        self._opening.offer(keys)
+        self._scribbled.clear()
+        with suppress(InterruptedError):
+            async with self._manager.write(keys) as written:
+                for key, view in zip(written.keys, written.views, strict=True):
+                    for place, page in self._device.slot(key, version):
+                        view[place] = page
                     await anyio.lowlevel.checkpoint()
-                raise InterruptedError
-        except InterruptedError:
-            pass
+                if self._chance.random() < 0.4:
+                    self._scribbled += written.views
+                    raise InterruptedError
+                self._opening.stored += len(written.keys)
+        for view in self._scribbled:
+            view[:100] = bytes(100)
+
+    async def _drain(self, keys: Keys) -> None:
+        await self._manager.drain_puts()
+        await anyio.to_thread.run_sync(list, prometheus_collector(self._manager).collect())
 
     def _used(self, keys: Keys, blocks: list[int]) -> list[int]:
-        return blocks[: len(keys) * self._life.device.blocks_per_chunk]
+        return blocks[: len(keys) * self._device.blocks_per_chunk]
 
     def _clear(self) -> list[int]:
-        self._life.device.clear(self._blocks)
+        self._device.clear(self._blocks)
         return self._chance.sample(self._blocks, len(self._blocks))
 
 
 def run(seed: int) -> int:
     """Run a life; return how many chunks were loaded. Raises AssertionError if a judge objects."""
     torch.set_num_threads(1)  # several of them wait for each other where the cores are busy
-    with tempfile.TemporaryDirectory() as name:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as name, installed(Path(name)):
+        require_refusals()
         return asyncio.run(Life(seed, Path(name)).run())
 
 
 def main() -> None:
-    """Run lives until time is over, and print the seeds of those that fail."""
+    """Run lives until time is over, or until each bug is found; the exit status is 1 if a life has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--minutes", type=float, default=1.0, help="in all, or for each bug")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bugs", nargs="*", default=[])
     options = parser.parse_args()
-    until_s, seed, loaded = time.monotonic() + options.minutes * 60, options.seed, 0
-    while time.monotonic() < until_s:
+    bugs = {bug.name: bug for bug in (*OF_MANAGERS, *MUTATIONS)}
+    failed = False
+    for name in options.bugs or [""]:
+        with planted(bugs[name]) if name else nullcontext():
+            failed |= _search(name, options.seed, time.monotonic() + options.minutes * 60)
+    sys.exit(failed)
+
+
+def _search(bug: str, first: int, until_s: float) -> bool:
+    """Run lives from a seed on; with a bug, end when one fails. Return whether any has."""
+    failed, loaded, seed = 0, 0, first
+    while time.monotonic() < until_s and not (bug and failed):
+        faulthandler.dump_traceback_later(4 * BOUND_S, exit=True)
         try:
             loaded += run(seed)
-        except BaseException:
-            print(f"seed {seed} fails", flush=True)
-            raise
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            failed += 1
+            print(f"{bug} seed {seed} fails", flush=True)
+            print(
+                "".join(traceback.format_exception(error))[-3000:] if not bug else repr(error)[:200],
+                flush=True,
+            )
         seed += 1
-    print(f"{seed - options.seed} lives are right; {loaded} chunks were loaded")
+    print(f"{bug} {seed - first} lives, {failed} wrong; {loaded} chunks were loaded", flush=True)
+    return failed > 0
 
 
 if __name__ == "__main__":

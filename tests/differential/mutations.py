@@ -94,3 +94,87 @@ MUTATIONS = (
         (("if room < len(chosen) and is_new:", "if False:"),),
     ),
 )
+
+OF_MANAGERS = (
+    Mutation(
+        "namespace_is_ignored",
+        "kvtier._build:_with_settings",
+        (("fields.setdefault(", "fields.get("),),
+    ),
+    Mutation(
+        "layout_is_no_part_of_the_identity",
+        "kvtier._build:_with_settings",
+        (("if layout.blocks_per_chunk > 1 or len(layout.page_bytes) > 1:", "if False:"),),
+    ),
+    Mutation(
+        "pages_of_other_workers_are_taken",
+        "kvtier._build:open_manager",
+        (("if not all(ref.is_whole for ref in refs):", "if False:"),),
+    ),
+    Mutation(
+        "kept_memory_is_ignored",
+        "kvtier._build:open_manager",
+        (("if config.keep_host_memory_s:", "if False:"),),
+    ),
+    Mutation(
+        "reasons_of_any_length",
+        "kvtier.tiers._registry:_problem",
+        (("if not isinstance(reasons, Mapping) or not all(map(_is_word, reasons)):", "if False:"),),
+    ),
+    Mutation(
+        "lookup_keys_can_be_reordered",
+        "kvtier.tiers._runner:TierRunner._find",
+        (("keys, addresses = tuple(command.keys)", "keys, addresses = command.keys"),),
+    ),
+    Mutation(
+        "keys_of_a_batch_can_be_reordered",
+        "kvtier.tiers._base:Batch.__init__",
+        (("self.keys = tuple(keys)", "self.keys = list(keys)"),),
+    ),
+    Mutation(
+        "slots_of_a_batch_can_be_reordered",
+        "kvtier.tiers._base:Batch.__init__",
+        (("self.slots = tuple(slots)", "self.slots = list(slots)"),),
+    ),
+    Mutation(
+        "views_of_a_put_can_be_written",
+        "kvtier.tiers._runner:TierRunner._put",
+        (("is_put=True", "is_put=False"),),
+    ),
+    Mutation(
+        "outcome_of_any_length",
+        "kvtier.tiers._runner:TierRunner._complete",
+        (("if len(statuses) != count:", "if False:"),),
+    ),
+    Mutation(
+        "known_answers_of_any_length",
+        "kvtier.tiers._runner:TierRunner._find",
+        (("if len(found) != len(keys):", "if False:"),),
+    ),
+    Mutation(
+        "words_of_a_loss_are_not_checked",
+        "kvtier.tiers._runner:TierRunner._note_lost",
+        (("text = self._words(TierError(why))", "text = why"),),
+    ),
+    Mutation(
+        "policy_evicts_pinned_chunks",
+        "kvtier._core.chunks:ChunkTable._evict",
+        (("or chunk.pins", ""),),
+    ),
+    Mutation(
+        "slots_are_free_while_a_view_is_left",
+        "kvtier._manager.manager:TieringManager._filling",
+        (("if not is_used and (written is None or not written._is_used):", "if not is_used:"),),
+    ),
+    Mutation(
+        "cancelled_copy_is_not_waited_for",
+        "kvtier._manager.device_copies:DeviceCopies._copy",
+        (
+            (
+                "cancelled = await wait_for_end(self.in_flight[copy])",
+                "cancelled = await self.in_flight[copy] and None",
+            ),
+        ),
+    ),
+)
+"""Bugs where a program, a tier or a policy meets kvtier, for ``tests.differential.managers``."""

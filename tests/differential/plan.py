@@ -38,9 +38,6 @@ class Plan:
     @property
     def is_fit(self) -> bool:
         """Whether the life shows much: it loads, from a tier if it has one that takes everything."""
-        case = self._case
-        if case.connector == "blind":
-            return True
         return self.loads >= ENOUGH and (self.promotions > 0 or not self._given)
 
     def _round(self, each: Round) -> None:
@@ -70,7 +67,7 @@ class Plan:
             engine.host.add([key])
         engine.device.add(keys)
         self._uses.update(keys)
-        if not ask.more and self._case.connector != "blind":
+        if not ask.more:
             self._store(engine, keys)
 
     def _store(self, engine: _Engine, keys: Iterable[Key]) -> None:

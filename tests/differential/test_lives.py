@@ -10,7 +10,7 @@ import pytest
 from tests.differential import draws, lives
 from tests.differential.lives import Ask, Case, Life, Round, code
 from tests.differential.models import Model
-from tests.differential.mutations import MUTATIONS
+from tests.differential.mutations import MUTATIONS, OF_MANAGERS
 from tests.differential.plan import ENOUGH, Plan
 from tests.differential.shrink import shrink, smaller
 from tests.sim.mutations import planted
@@ -77,12 +77,13 @@ def asks_of(life: Life) -> list[lives.Ask]:
 
 
 def test_bugs_have_names_of_their_own() -> None:
-    assert len({bug.name for bug in MUTATIONS}) == len(MUTATIONS)
+    bugs = (*MUTATIONS, *OF_MANAGERS)
+    assert len({bug.name for bug in bugs}) == len(bugs)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in vLLM's imports
 def test_every_bug_can_be_planted() -> None:
     pytest.importorskip("vllm")
-    for bug in MUTATIONS:
+    for bug in (*MUTATIONS, *OF_MANAGERS):
         with planted(bug):
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.differential import managers
+from tests.differential.mutations import OF_MANAGERS
 from tests.sim.mutations import MUTATIONS, planted
 
 pytestmark = pytest.mark.blocking(reason="the lives' own loops read and write what they judge")
@@ -25,6 +26,7 @@ FOUND = (
     "aborted_store_keeps_its_slots",
     "budget_not_given_back",
     "backlog_not_given_back",
+    *(bug.name for bug in OF_MANAGERS),
 )
 
 
@@ -38,6 +40,6 @@ def test_a_manager_gives_back_what_was_stored(seed: int) -> None:
     "name", [*QUICKLY_FOUND, *(pytest.param(name, marks=pytest.mark.full) for name in FOUND)]
 )
 def test_a_planted_bug_shows(name: str) -> None:
-    (mutation,) = [one for one in MUTATIONS if one.name == name]
-    with planted(mutation), pytest.raises((AssertionError, ExceptionGroup)):
+    (mutation,) = [one for one in (*OF_MANAGERS, *MUTATIONS) if one.name == name]
+    with planted(mutation), pytest.raises((AssertionError, ExceptionGroup, TimeoutError)):
         [managers.run(seed) for seed in range(LIVES)]

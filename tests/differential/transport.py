@@ -70,6 +70,10 @@ class Transport(KVConnectorBase_V1, SupportsHMA):
                 _kept[_key(request, blocks * self._block_tokens)] = [page[:blocks] for page in pages]
         return False, None
 
+    def reset_cache(self) -> bool:
+        _kept.clear()  # of old weights
+        return True
+
     # --- in the worker ---
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

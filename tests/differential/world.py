@@ -265,7 +265,7 @@ class Run:
             self._round(each)
         for number in sorted(self._engines):
             self._rest(number)
-        is_judged = self._connector and not self.case.lacks_parts
+        is_judged = self._connector and not self.case.lacks_parts and self.case.connector != "blind"
         if is_judged and not self._stage.loaded and (planned := Plan(life).loads) >= ENOUGH:
             raise Failure("hits", f"nothing was loaded, not about {planned} chunks")
         if life.probe is not None and self._connector:

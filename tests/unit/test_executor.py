@@ -424,6 +424,11 @@ async def test_failed_transfer_answers_once(fault: str) -> None:
         await it.hold([4], tier=2)  # the others go on
 
 
+async def test_put_that_answers_absent_has_failed() -> None:
+    async with world(Scripted(put=lambda: Outcome.all(Status.ABSENT, 3))) as it:
+        assert (await it.ended(it.put([1, 2, 3]))).reasons == {"error": 3}
+
+
 class Reversing(DummyTier):
     """Changes an argument, if it can be changed."""
 
@@ -445,10 +450,12 @@ class Reversing(DummyTier):
 
     async def get(self, batch: Batch) -> Outcome:
         self._reverse("get", batch.slots)
+        if self._verb == "assign":
+            batch.slots = batch.slots[::-1]
         return await super().get(batch)
 
 
-@pytest.mark.parametrize("verb", ["known", "contains", "get"])
+@pytest.mark.parametrize("verb", ["known", "contains", "get", "assign"])
 async def test_tier_cannot_move_chunks_between_slots(verb: str) -> None:
     async with world(Reversing(verb)) as it:
         await it.hold([1, 2])

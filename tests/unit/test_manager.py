@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import coroutine
 from typing import Any
@@ -19,12 +19,11 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from kvtier import Identity, KVCaches, PageMapping, PageRef, TieringConfig, open_manager, pack_key
+from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
-from kvtier._device.base import Run
 from kvtier._device.plan import CopyPlan
 from kvtier._execution.executor import NamedTier
 from kvtier._manager.manager import TieringManager
@@ -64,19 +63,21 @@ def files(root: Path, **settings: object) -> FsTier:
 class Device:
     """The engine's tensors. A chunk's content follows from its key and a version, for each page."""
 
-    def __init__(self, groups: int = 1, blocks_per_chunk: int = 1, blocks: int = 128) -> None:
+    def __init__(
+        self, groups: int = 1, blocks_per_chunk: int = 1, blocks: int = 128, pages: Sequence[int] = PAGES
+    ) -> None:
         self.blocks = blocks
         self.blocks_per_chunk = blocks_per_chunk
-        tensors = tuple(torch.zeros((blocks, size), dtype=torch.int8) for size in PAGES)
-        refs = tuple(PageRef(index, size) for index, size in enumerate(PAGES))
+        tensors = tuple(torch.zeros((blocks, size), dtype=torch.int8) for size in pages)
+        refs = tuple(PageRef(index, size) for index, size in enumerate(pages))
         # Group 1 uses the first tensor alone, and not all of its page.
         self.caches = KVCaches(tensors, (refs, (PageRef(0, 256),))[:groups])
 
-    def fill(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int = 0) -> None:
+    def fill(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: object = 0) -> None:
         for tensor, block, page in self._pages(keys, blocks, version):
             self.caches.tensors[tensor][block, : len(page)] = page
 
-    def holds(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int = 0) -> bool:
+    def holds(self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: object = 0) -> bool:
         pages = self._pages(keys, blocks, version)
         return all(torch.equal(self.caches.tensors[t][b, : len(page)], page) for t, b, page in pages)
 
@@ -88,7 +89,7 @@ class Device:
         return not any(tensor[list(blocks)].any() for tensor in self.caches.tensors)
 
     def _pages(
-        self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: int
+        self, keys: Sequence[OffloadKey], blocks: Sequence[int], version: object
     ) -> list[tuple[int, int, torch.Tensor]]:
         pages = []
         for index, key in enumerate(keys):
@@ -99,8 +100,8 @@ class Device:
         return pages
 
 
-@cache
-def _page(key: OffloadKey, part: int, ref: PageRef, version: int) -> torch.Tensor:
+@lru_cache(10_000)
+def _page(key: OffloadKey, part: int, ref: PageRef, version: object) -> torch.Tensor:
     noise = random.Random(repr((key, part, ref.tensor, version))).randbytes(ref.page_bytes)
     return torch.frombuffer(bytearray(noise), dtype=torch.int8)
 
@@ -492,40 +493,11 @@ async def test_other_layouts_share_no_chunks(tmp_path: Path) -> None:
     assert found == [0, 0, 2]
 
 
-def test_namespace_of_identity_must_agree() -> None:
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "namespace": "one"})
-    other = Identity.make("model", {"namespace": "two"})
-    with pytest.raises(ConfigError, match="'two'"):
-        open_manager(config, other, Device().caches)
-
-
 def test_settings_of_engines_are_refused() -> None:
     given = {"cpu_bytes_to_use": "1MiB", "block_size": 64, "keep_host_memory_s": 5, "explain_rate": 0.5}
     words = "block_size, explain_rate, keep_host_memory_s; remove them; set blocks_per_chunk in place of"
     with pytest.raises(ConfigError, match=words):
         open_manager(TieringConfig.from_mapping(given), IDENTITY, Device().caches)
-
-
-def test_canonical_pages_must_be_known() -> None:
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB", "canonical_layout": True})
-    with pytest.raises(ConfigError, match=r"canonical_layout is set, but .* no mappings"):
-        open_manager(config, IDENTITY, Device().caches)
-
-
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        PageMapping(PAGES[0], (Run(0, 0, PAGES[0]),), writers=2, writer=1),
-        PageMapping(2 * PAGES[0], (Run(0, PAGES[0], PAGES[0]),)),
-    ],
-    ids=["turns", "half"],
-)
-def test_pages_of_other_workers_are_refused(mapping: PageMapping) -> None:
-    """Nobody would write their bytes, which loads would read: here, or in another worker from a tier."""
-    caches = KVCaches(Device().caches.tensors, ((PageRef(0, PAGES[0], mapping),),))
-    config = TieringConfig.from_mapping({"cpu_bytes_to_use": "1MiB"})
-    with pytest.raises(ConfigError, match="without other workers"):
-        open_manager(config, IDENTITY, caches)
 
 
 async def test_close_puts_running_store(tmp_path: Path) -> None:
