@@ -114,7 +114,7 @@ OF_MANAGERS = (
     Mutation(
         "kept_memory_is_ignored",
         "kvtier._build:open_manager",
-        (("if config.keep_host_memory_s:", "if False:"),),
+        (("for name in _OF_VLLM if", "for name in () if"),),
     ),
     Mutation(
         "reasons_of_any_length",
