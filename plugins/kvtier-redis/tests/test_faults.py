@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -355,58 +355,53 @@ async def test_cluster_survives_lost_server(own_cluster: list[Server]) -> None:
         assert 0 < sum(found) < 48
 
 
-async def test_follows_failover(tmp_path: Path) -> None:
+@asynccontextmanager
+async def behind_sentinels(folder: Path) -> AsyncIterator[tuple[Server, Server, list[int], TierRig]]:
+    """Yield a primary, its replica, the ports of their sentinels, and a tier that asks these."""
     with (
-        Server(tmp_path / "one") as one,
-        Server(tmp_path / "two", f"--replicaof 127.0.0.1 {one.port}") as two,
-        redis_servers.sentinels(tmp_path, one) as ports,
+        Server(folder / "one") as one,
+        Server(folder / "two", f"--replicaof 127.0.0.1 {one.port}") as two,
+        redis_servers.sentinels(folder, one) as ports,
     ):
         addresses = [f"127.0.0.1:{port}" for port in ports]
         async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
-            assert set(await it.put(range(8))) == {Status.OK}
-            with one.client(socket_timeout=30.0) as client:
-                assert client.wait(1, 20_000) == 1
-            await anyio.to_thread.run_sync(one.kill)
-            await anyio.to_thread.run_sync(redis_servers.mark_down_soon, ports)
-            await until_ok(lambda: it.outcome_of_put(range(100, 104)), 80.0)
-            assert await all_ok(it, range(8))  # the replica has them
-            with two.client() as client:
-                assert client.role()[0] == b"master"
+            yield one, two, ports, it
+
+
+async def test_follows_failover(tmp_path: Path) -> None:
+    async with behind_sentinels(tmp_path) as (one, two, ports, it):
+        assert set(await it.put(range(8))) == {Status.OK}
+        with one.client(socket_timeout=30.0) as client:
+            assert client.wait(1, 20_000) == 1
+        await anyio.to_thread.run_sync(one.kill)
+        await anyio.to_thread.run_sync(redis_servers.mark_down_soon, ports)
+        await until_ok(lambda: it.outcome_of_put(range(100, 104)), 80.0)
+        assert await all_ok(it, range(8))  # the replica has them
+        with two.client() as client:
+            assert client.role()[0] == b"master"
 
 
 async def test_reset_reaches_new_primary(tmp_path: Path) -> None:
     """The former primary answers all but writes, and nothing is put while the reset is missing."""
-    with (
-        Server(tmp_path / "one") as one,
-        Server(tmp_path / "two", f"--replicaof 127.0.0.1 {one.port}") as two,
-        redis_servers.sentinels(tmp_path, one) as ports,
-    ):
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
-            assert set(await it.put(range(4))) == {Status.OK}
-            await anyio.to_thread.run_sync(redis_servers.fail_over, ports, one)
-            await it.tier.reset()
-            assert not any(await it.tier.contains(keys(range(4))))
-            assert set(await it.put(range(4))) == {Status.OK}
+    async with behind_sentinels(tmp_path) as (one, two, ports, it):
+        assert set(await it.put(range(4))) == {Status.OK}
+        await anyio.to_thread.run_sync(redis_servers.fail_over, ports, one)
+        await it.tier.reset()
+        assert not any(await it.tier.contains(keys(range(4))))
+        assert set(await it.put(range(4))) == {Status.OK}
         with two.client() as client:
             assert client.role()[0] == b"master"
 
 
 async def test_reset_on_lonely_primary_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A partition cuts a primary off from its replicas, one of which the sentinels promote elsewhere."""
-    with (
-        Server(tmp_path / "one") as one,
-        Server(tmp_path / "two", f"--replicaof 127.0.0.1 {one.port}") as two,
-        redis_servers.sentinels(tmp_path, one) as ports,
-    ):
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        async with opened(addresses=addresses, mode="sentinel", sentinel_master="kv") as it:
-            await anyio.to_thread.run_sync(two.kill)
-            with one.client() as client:
-                redis_servers.wait_for(
-                    lambda: client.info("replication")["connected_slaves"] == 0, "the replica is gone"
-                )
-            await it.tier.reset()
+    async with behind_sentinels(tmp_path) as (one, two, _, it):
+        await anyio.to_thread.run_sync(two.kill)
+        with one.client() as client:
+            redis_servers.wait_for(
+                lambda: client.info("replication")["connected_slaves"] == 0, "the replica is gone"
+            )
+        await it.tier.reset()
     assert "reset not confirmed by all replicas" in caplog.text
 
 

@@ -114,14 +114,12 @@ def run(
             ways[name] = _of_kvtier((tier, tier), work)
         if nixl or kvcr:
             ways[NIXL] = _peers(work)
-        python = kvcr or sys.executable
-        hinted = _HINTED if kvcr else {}
-        if kvcr:
-            ways[FETCH] = hinted[FETCH](work)
-        answers = _measure(logs, work, ways, python)
-        if kvcr:  # alone: a thread of NIXL spins in each of its engines, which would slow the others
-            answers |= _measure(logs, work, {KVCR: hinted[KVCR](work)}, python)
-        faults = [fault for name, make in hinted.items() for fault in _fail(logs, work, name, make, python)]
+        if kvcr is None:
+            return [*table(_measure(logs, work, ways, sys.executable)), work, machine.again()]
+        answers = _measure(logs, work, {**ways, FETCH: _HINTED[FETCH](work)}, kvcr)
+        # Alone: a thread of NIXL spins in each of KVCR's engines, which would slow the others.
+        answers |= _measure(logs, work, {KVCR: _HINTED[KVCR](work)}, kvcr)
+        faults = [fault for name, make in _HINTED.items() for fault in _fail(logs, work, name, make, kvcr)]
         return [*table(answers), *faults, work, machine.again()]
 
 
