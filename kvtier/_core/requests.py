@@ -110,6 +110,7 @@ class Request(Stateful):
     hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
     wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
     held: dict[Chunk, object] = field(default_factory=dict)
+    missed: set[OffloadKey] = field(default_factory=set)  # counted as misses
     absent: set[OffloadKey] = field(default_factory=set)
     gated: set[OffloadKey] = field(default_factory=set)  # keys that are computed faster than loaded
     not_arrived: set[OffloadKey] = field(default_factory=set)  # awaited in vain until its time was over

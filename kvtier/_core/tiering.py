@@ -77,6 +77,7 @@ class Tiering:
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
+        self._missed: list[tuple[Request, OffloadKey, str]] = []  # in this round
         self._round: object = object()
         self._has_damage = False
         self.is_disabled = False  # nothing is stored and nothing found any more: see disable_after_audit
@@ -132,15 +133,28 @@ class Tiering:
 
     def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
         if not request.is_prefetch:
-            self._counts["miss", reason] += 1
+            self._missed.append((request, key, reason))
         if request.record is not None:
             request.record.missed(self._round, key, reason)
         return _MISS
+
+    def _count_misses(self) -> None:
+        """Count the round's misses, except of requests that are asked again, each of a request once.
+
+        The engine repeats a scan whose answers are pending, and one of a request that it cannot schedule yet.
+        """
+        missed, self._missed = self._missed, []
+        for request, key, reason in missed:
+            is_pending = request.round is self._round and request.wanted
+            if not is_pending and key not in request.missed:
+                request.missed.add(key)
+                self._counts["miss", reason] += 1
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
         self.claims.start_round(now_s)
         self.priorities.expire(now_s)
+        self._count_misses()
         asked, self._asked = self._asked, []
         self.shared.gate.begin_round()
         self.promotions.start_round(now_s)
@@ -224,6 +238,7 @@ class Tiering:
             request.no_store = request.no_store or "preempted"
         self.shared.gate.running.discard(request)
         request.hits += told
+        request.missed.clear()
         request.forget_locations()
 
     def close(self, request: Request, now_s: float = -inf) -> None:

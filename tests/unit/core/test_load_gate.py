@@ -209,6 +209,7 @@ def test_slow_tier_misses() -> None:
     request, chunks = Request(), keys("a", 8)
     assert world.step(core, request, chunks) == []
     assert world.ask(core, request, chunks) == [MISS]
+    core.settle(0.0)
     assert core.take_counts()["miss", "gate"] == 1
 
 
@@ -244,6 +245,7 @@ def test_slow_front_is_computed() -> None:
     assert end(core, get, 4 * SLOW_S, 0.2) == []
     assert len(core.table.visible) == 64, "nothing is evicted for what is not got"
     assert world.ask(core, request, chunks) == [HIT] * 4 + [MISS]
+    core.settle(0.0)
     counts = core.take_counts()
     assert {name: count for name, count in counts.items() if name[0] == "miss"} == {("miss", "gate"): 1}
     invariants.check(core)
@@ -456,6 +458,7 @@ def test_computed_front_skips_windows() -> None:
     know(core, SLOW_S)
     assert scanned(core, request, 8) == []
     assert scan(core, request, 8) == [MISS]
+    core.settle(0.0)
     assert core.take_counts()["miss", "gate"] == 1
     invariants.check(core)
 

@@ -113,6 +113,22 @@ def test_absent_chunk_evicts_nothing() -> None:
     assert core.take_counts()["evicted",] == 4
 
 
+def test_miss_counts_once_per_request() -> None:
+    core, prompt = make(), keys("a", 4)
+    other, request = Request(), Request()
+    (rest,) = step(core, other, prompt[2:])
+    (front,) = step(core, request, prompt)
+    answer(core, rest, [MISSING] * 2)
+    assert ask(core, request, prompt) == [RETRY, RETRY, MISS]
+    core.settle(0.0)
+    assert ("miss", "absent") not in core.take_counts(), "an earlier chunk is still pending"
+    answer(core, front, [MISSING] * 2)
+    for _ in range(3):  # the engine has no blocks for it
+        assert ask(core, request, prompt) == [MISS]
+        core.settle(0.0)
+    assert core.take_counts()["miss", "absent"] == 1
+
+
 def test_first_request_fits_budget() -> None:
     core, first, second = make(slots=16, budget=0.25), Request(), Request()
     long, other = keys("long", 8), keys("other", 8)
