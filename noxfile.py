@@ -210,6 +210,8 @@ def contract(session: nox.Session) -> None:
     env = overlay_next_engine(session)
     session.run("python", "-c", f"import vllm; assert vllm.__version__ == '{VLLM_NEXT}', vllm", env=env)
     run_in_engine(session, "releases", env)
+    if not session.posargs:
+        draw_lives(session, "--seeds", "289", "1056", env=env)
 
 
 @nox.session
@@ -228,8 +230,7 @@ def generations(session: nox.Session) -> None:
 def differential(session: nox.Session) -> None:
     """Does any combination of the engine's features give a wrong token? ``-- --minutes 30 --seed 1``."""
     install_engine_tests(session, VLLM)
-    arguments = session.posargs or ["--seeds", "1", "2", "3", "76", "77"]
-    session.run("python", "-m", "tests.differential", *arguments, env=CPU_ENGINE_ENV)
+    draw_lives(session, *(session.posargs or ["--seeds", "1", "2", "3", "76", "77"]))
 
 
 @nox.session
@@ -500,6 +501,11 @@ def run_in_engine(session: nox.Session, marks: str, env: Mapping[str, str] | Non
     # The engine itself warns of much: here a warning is no error.
     options = ["-W", "default", *chosen]
     run_pytest(session, *options, marks=marks, processes=0, env={**CPU_ENGINE_ENV, **(env or {})})
+
+
+def draw_lives(session: nox.Session, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    """Run random lives of engines, and compare their answers with those of an engine without a connector."""
+    session.run("python", "-m", "tests.differential", *arguments, env={**CPU_ENGINE_ENV, **(env or {})})
 
 
 def run_pytest(
