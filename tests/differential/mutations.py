@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "stores_beside_a_transport_that_it_does_not_see",
         f"{_MANAGER}.on_new_request",
-        (('"neighbour" if self._is_blind else None', "None"),),
+        (('"neighbour" if self._engine.is_blind else None', "None"),),
     ),
     Mutation(
         "eviction_is_not_announced",

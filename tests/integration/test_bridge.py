@@ -41,7 +41,7 @@ from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import Fault, SlotChecksums
 from kvtier._memory.worker_status import StatusField, StatusTable, Unfilled, status_table_bytes
 from kvtier.adapters.vllm._compat import REPORTS_RESET_FLUSH, limit_refusals
-from kvtier.adapters.vllm._manager import KVTierManager, Slots
+from kvtier.adapters.vllm._manager import EngineFacts, KVTierManager, Slots
 from kvtier.adapters.vllm._telemetry.events import EventStream, location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
@@ -132,12 +132,11 @@ class World:
             self.core,
             self.thread,
             published,
-            steps_ahead=steps_ahead,
+            EngineFacts(steps_ahead=steps_ahead, has_blocks=lambda: self.has_blocks),
             explainer=explainer,
             addresses=addresses,
             peers=peers,
             clock=clock,
-            has_blocks=lambda: self.has_blocks,
             on_shutdown=self._shut_down,
             slot_checksums=self.slot_checksums,
         )

@@ -90,6 +90,25 @@ class _Flushing:
     steps_left: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """The engine's behaviour, as far as the manager depends on it.
+
+    Attributes:
+        steps_ahead: the most scheduled steps in flight, the current one included.
+        names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
+        is_blind: whether vLLM's connector is not told of all new owners of blocks.
+        has_blocks: whether requests, or the prefix cache, have blocks on the device.
+        why_not_stored: why a request's keys may not name the KV of its blocks; see ``EngineContext``.
+    """
+
+    steps_ahead: int = 2
+    names_resumed: bool = False
+    is_blind: bool = False
+    has_blocks: Callable[[], bool] = lambda: False
+    why_not_stored: Callable[[str], str | None] = lambda _: None
+
+
 class KVTierManager(OffloadingManager):
     """The manager that vLLM's scheduler calls.
 
@@ -99,13 +118,8 @@ class KVTierManager(OffloadingManager):
         sources: the name of each secondary tier in vLLM's cache-hit metrics.
         addresses: where other engines read from a tier, by its index.
         peers: addresses of engines that the tiers may ask.
-        steps_ahead: the most scheduled steps in flight, the current one included.
         on_reset: waits for the copies of workers in this process.
         on_shutdown: gives back what the manager was made with; ``drain_s`` is how long it waits for puts.
-        names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
-        is_blind: whether vLLM's connector is not told of all new owners of blocks.
-        has_blocks: whether requests, or the prefix cache, have blocks on the device.
-        why_not_stored: why a request's keys may not name the KV of its blocks; see ``EngineContext``.
     """
 
     def __init__(
@@ -113,24 +127,21 @@ class KVTierManager(OffloadingManager):
         core: Tiering,
         executor: AnyExecutor,
         published: Published | None = None,
+        engine: EngineFacts | None = None,
         *,
         sources: Sequence[CacheHitSource] = (),
         addresses: Mapping[int, str] = MappingProxyType({}),
         peers: Collection[str] = (),
-        steps_ahead: int = 2,
         on_reset: Callable[[], None] = lambda: None,
         on_shutdown: Callable[[], None] = lambda: None,
         drain_s: float = 0.0,
         slot_checksums: SlotChecksums | None = None,
         steps: StepMeter | None = None,
         explainer: Explainer | None = None,
-        names_resumed: bool = False,
-        is_blind: bool = False,
-        has_blocks: Callable[[], bool] = lambda: False,
-        why_not_stored: Callable[[str], str | None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
+        self._engine = engine or EngineFacts()
         self._published = published or Published(core, executor.activity)
         self._workers = self._published.workers
         self._slot_checksums = slot_checksums
@@ -144,7 +155,6 @@ class KVTierManager(OffloadingManager):
         )
         self._sources = sources
         self._addresses = addresses
-        self._steps_ahead = steps_ahead
         self._on_reset = on_reset
         self._on_shutdown = on_shutdown
         self._drain_s = drain_s
@@ -165,11 +175,7 @@ class KVTierManager(OffloadingManager):
         self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
         self._stores: dict[OffloadKey, Reservation] = {}
         self._doubtful: set[Reservation] = set()  # stores in flight that may hold no KV
-        self._names_resumed = names_resumed
-        self._is_blind = is_blind
         self._flushing: list[_Flushing] = []
-        self._has_blocks = has_blocks
-        self._why_not_stored = why_not_stored
         self._has_old_blocks = False  # the device may hold KV from before the last reset, until the next one
         self._closed = False
 
@@ -184,7 +190,7 @@ class KVTierManager(OffloadingManager):
         params, session, self.session = req_context.kv_transfer_params, self.session, ""
         is_asked, hints = self._hints.read(req_context.req_id, params, req_context.kv_hints)
         needs_all = self._actions.begin(request, hints, session)
-        request.no_store = "neighbour" if self._is_blind else None
+        request.no_store = "neighbour" if self._engine.is_blind else None
         request.places = places_of(req_context)
         if is_asked or self._explainer.is_on:
             self._explainer.follow(req_context, request, hints, is_asked=is_asked)
@@ -326,7 +332,7 @@ class KVTierManager(OffloadingManager):
             self._core.scheduled(request)
         refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
         refusal = refusal or (None if request is None else request.no_store)
-        if refusal := refusal or self._why_not_stored(req_context.req_id):
+        if refusal := refusal or self._engine.why_not_stored(req_context.req_id):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             # An empty answer: vLLM does not offer the chunks again.
             return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
@@ -373,7 +379,7 @@ class KVTierManager(OffloadingManager):
         for req_id in context.preempted_req_ids:  # a reset's, perhaps: they may be named as new, too
             if (request := self._requests.get(req_id)) is not None:
                 self._core.restart(request)
-                request.is_placed = request.is_placed and not self._names_resumed
+                request.is_placed = request.is_placed and not self._engine.names_resumed
                 if self._steps is not None:
                     self._steps.forget(req_id)
         for req_id in context.new_req_ids:
@@ -411,7 +417,7 @@ class KVTierManager(OffloadingManager):
         failed because blocks are in use. Its prefix cache then gives old blocks to later requests.
         """
         self._on_reset()
-        self._has_old_blocks = self._has_blocks()
+        self._has_old_blocks = self._engine.has_blocks()
         if self._has_old_blocks:
             logger.warning(
                 "nothing is stored until the next reset: the device kept its blocks through the last one, "
@@ -421,7 +427,7 @@ class KVTierManager(OffloadingManager):
             # vLLM tells workers with the next step which copies to wait for. From 0.33 on it says when
             # they are through; before, they are when the step after so many others is scheduled.
             stores, loads = list(self._stores.values()), list(self._loads.values())
-            self._flushing.append(_Flushing(stores, loads, self._steps_ahead + 1))
+            self._flushing.append(_Flushing(stores, loads, self._engine.steps_ahead + 1))
         self._stores.clear()
         self._loads.clear()
         self._failed_loads.clear()

@@ -50,7 +50,7 @@ from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._identity import engine_identity
-from kvtier.adapters.vllm._manager import KVTierManager
+from kvtier.adapters.vllm._manager import EngineFacts, KVTierManager
 from kvtier.adapters.vllm._pages import page_format
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm._telemetry.events import location_of
@@ -182,20 +182,22 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             self._published(core, executor, tiers, status_table),
+            EngineFacts(
+                steps_ahead=self._engine.steps_ahead,
+                names_resumed=self._engine.vllm_config.use_v2_model_runner,
+                is_blind=self._is_blind,
+                has_blocks=self._engine.has_blocks,
+                why_not_stored=self._engine.why_not_stored,
+            ),
             sources=[
                 CacheHitSource.DISK if it.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
                 for it in tiers
             ],
             addresses=_addresses(tiers),
             peers={address for tier in tiers for address in tier.tier.config.peer_addresses()},
-            steps_ahead=self._engine.steps_ahead,
             slot_checksums=slot_checksums,
             steps=self._step_meter(core, chunk_tokens, windowed),
             explainer=Explainer(self._settings.tier_names, chunk_tokens, self._settings.explain_rate),
-            names_resumed=self._engine.vllm_config.use_v2_model_runner,
-            is_blind=self._is_blind,
-            has_blocks=self._engine.has_blocks,
-            why_not_stored=self._engine.why_not_stored,
             drain_s=self._settings.drain_on_shutdown_s,
             on_reset=end_copies,
             on_shutdown=partial(
