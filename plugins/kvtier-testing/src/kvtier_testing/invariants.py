@@ -19,64 +19,76 @@ def check(core: Tiering) -> None:
     Raises:
         AssertionError: an invariant does not hold; the message names it.
     """
-    table = core.table
-    expected = _expected_pins(core)
+    _check_table(core.table)
+    _check_chunks(core.table, _expected_pins(core))
+    _check_requests(core)
+    _check_claims(core)
+    _check_gates(core)
+
+
+def _check_table(table: ChunkTable) -> None:
     visible = set(table.visible.values())
     free = {*table.free, *table.adopted.values()}
+    held = sum(1 for chunk in table.all if chunk.state is not ChunkState.ABSENT)
+    is_own_key = (chunk.key == key for key, chunk in table.visible.items())
     _require(len(free) == table.room, "a slot is free or adopted once")
+    _require(len(free) + held == len(table.all), "free and held slots are all slots")
     _require(all(chunk.key == key for key, chunk in table.adopted.items()), "adopted chunks keep their keys")
     _require(table.adopted.keys().isdisjoint(table.visible), "a chunk is adopted or visible")
     _require(len(visible) == len(table.visible), "a chunk is visible under one key")
+    _require(all(is_own_key), "chunks are found by their own keys")
+
+
+def _check_chunks(table: ChunkTable, pins: Mapping[Chunk, int]) -> None:
+    visible = set(table.visible.values())
+    free = {*table.free, *table.adopted.values()}
     candidates = 0
     for chunk in table.all:
         state = chunk.state
-        _require(chunk.pins == expected[chunk], "{} has the pins of its users, {}", chunk, expected[chunk])
+        may_be_seen = state in (ChunkState.READY, ChunkState.FILLING)
+        is_ending = state in (ChunkState.FILLING, ChunkState.DOOMED)
+        _require(chunk.pins == pins[chunk], "{} has the pins of its users, {}", chunk, pins[chunk])
         _require((chunk in free) is (state is ChunkState.ABSENT), "{} is free or in use", chunk)
-        _require(
-            chunk not in visible or state in (ChunkState.READY, ChunkState.FILLING), "{} may be seen", chunk
-        )
+        _require(chunk not in visible or may_be_seen, "{} may be seen", chunk)
         _require(state is not ChunkState.READY or chunk in visible, "{} is READY and can be found", chunk)
-        _require(
-            state not in (ChunkState.FILLING, ChunkState.DOOMED) or chunk.pins > 0,
-            "{} waits for an end",
-            chunk,
-        )
+        _require(not is_ending or chunk.pins > 0, "{} waits for an end", chunk)
         if chunk in visible:
             candidate = state is ChunkState.READY and not chunk.pins
             priority = table.priority(chunk.key)
             found = [index for index, order in enumerate(table.orders) if chunk.key in order]
             _require(found == [priority] * candidate, "{} of priority {} is in its order", chunk, priority)
             candidates += candidate
-    held = sum(1 for chunk in table.all if chunk.state is not ChunkState.ABSENT)
-    _require(len(free) + held == len(table.all), "free and held slots are all slots")
-    _require(
-        all(table.visible[key].key == key for key in table.visible), "chunks are found by their own keys"
-    )
     _require(table.evictable == candidates, "the policy knows no more than there is")
-    _require(all(chunk.pins for chunk in core.holds.promoting), "what lands is pinned")
+
+
+def _check_requests(core: Tiering) -> None:
+    pending, awaiting = core.holds.pending, core.holds.awaiting
+    _require(all(chunk.pins for chunk in core.holds.promoting), "promoted chunks are pinned")
     _require(
-        all(request.state.name != "CLOSED" for request in [*core.holds.pending, *core.holds.awaiting]),
+        all(request.state.name != "CLOSED" for request in [*pending, *awaiting]),
         "nothing is held for a closed request",
     )
     _require(
-        all(request.is_waiting or request in core._asked for request in core.holds.pending),
+        all(request.is_waiting or request in core._asked for request in pending),
         "a request is in line only while it waits, and until the end of its round",
     )
     _require(
-        all(request.is_waiting and request not in core.holds.pending for request in core.holds.awaiting),
+        all(request.is_waiting and request not in pending for request in awaiting),
         "a request that awaits chunks waits, and is not in line",
     )
-    kept = core.claims.pinned
-    _require(all(table.visible.get(key) is it for key, it in kept.items()), "kept chunks can be found")
+
+
+def _check_claims(core: Tiering) -> None:
+    table, kept = core.table, core.claims.pinned
     most = int(len(table.all) * core.shared.limits.pin_budget)
+    _require(all(table.visible.get(key) is it for key, it in kept.items()), "kept chunks can be found")
     _require(len(kept) <= most, "no more is kept than the budget")
     ending = {request for _, _, request in core.priorities._ending}
     for key, user in table.users.items():
+        has_end = user.state is not RequestState.CLOSED or user.priority_s == inf or user in ending
         _require(key in table.visible and key in user.own, "{} has a priority, and is there", key)
         _require(user.priority != DEFAULT, "{} has another priority than others", key)
-        has_end = user.state is not RequestState.CLOSED or user.priority_s == inf or user in ending
         _require(has_end, "the priority of {} ends", key)
-    _check_gates(core)
 
 
 def watch_evictions(core: Tiering) -> None:
