@@ -315,6 +315,8 @@ class Run:
             ready = {(chunk, group) for chunk, group in engine.call("rest", module=DRIVER)["ready"]}
             if wrong := wrong_counters(engine.last, self.case.tiers):
                 raise Failure("counters", str(wrong))
+            if self.case.connector == "blind" and (stored := engine.last.value("kvtier_stored_chunks")):
+                raise Failure("counters", f"{stored:.0f} chunks stored beside a transport that is not seen")
             router = self._routers.get(engine.pid)
             if router is not None and (told := wrong_events(router, engine, ready)):
                 raise Failure("events", told)
