@@ -22,6 +22,7 @@ from kvtier import Acquired, OffloadKey, StateError, Statistics, TieringManager
 from kvtier.tiers import SecondaryTier
 from kvtier.tiers._waiting import until_done
 from kvtier.tiers.fs import FsTier
+from kvtier_sglang._loop import LoopThread
 from kvtier_sglang._pages import HostPages
 from kvtier_sglang._store import PageStore
 from kvtier_testing.dummy import DummyTier
@@ -102,7 +103,7 @@ def test_clear_during_read_misses(attach: Attach, copies: Copies, threads: Threa
 
 
 def test_read_begun_within_clear_misses(
-    attach: Attach, copies: Copies, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    attach: Attach, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = pools.mha()
     storage = attach(pool)
@@ -112,13 +113,31 @@ def test_read_begun_within_clear_misses(
     reset_tiers = PageStore._reset_tiers
 
     def reset_after_read_has_begun(pages: PageStore) -> Coroutine[Any, Any, list[str]]:
-        reading.append(begun(copies, threads, storage.batch_get_v1, hashes(), indices))
+        reading.append(threads.submit(storage.batch_get_v1, hashes(), indices))
         return reset_tiers(pages)
 
     monkeypatch.setattr(PageStore, "_reset_tiers", reset_after_read_has_begun)
     storage.clear()
-    copies.let_through.set()
     assert reading[0].result(WAIT_S) == [False] * 8
+
+
+def test_write_begun_within_clear_stores_nothing(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pools.mha()
+    storage = attach(pool)
+    start = LoopThread.start
+    written: list[list[bool]] = []
+
+    def start_and_write(loop: LoopThread, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        future = start(loop, work)
+        if "_reset_tiers" in repr(work):
+            future.result(WAIT_S)
+            written.append(store(storage, pool))  # pages of the old weights
+        return future
+
+    monkeypatch.setattr(LoopThread, "start", start_and_write)
+    storage.clear()
+    assert written == [[False] * 8]
+    assert not any(map(storage.exists, hashes()))
 
 
 def test_clear_during_write_stores_nothing(

@@ -139,10 +139,11 @@ class PageStore:
 
         Nothing is read or written until every tier has answered, however long that takes.
         """
+        self._reset = Future()  # first: calls that begin from now on read and write nothing
+        self._resets += 1  # before the reset ends: calls that began earlier see it change
         seen = updates()
         self._reset = self._loop.start(self._reset_tiers())
         self._updates = seen
-        self._resets += 1  # only now: a read that begins before sees it change
 
     def end_reset(self, end_s: float) -> None:
         """Wait, until ``end_s``, for the end of the reset that ``begin_reset`` started.
