@@ -152,10 +152,10 @@ def test_no_memory_delays_frames(pair: Any, number: int) -> None:
     sock.send.side_effect = [OSError(number, "no memory"), DEFAULT]
     channel = Channel(sock, lambda: None)
     channel.add(frame(1, 8))
-    assert channel.is_full
+    assert (channel.is_full, channel.lacks_memory) == (True, True)
     channel.flush()
     assert theirs.recv(100) == frame(1, 8)
-    assert not channel.is_full
+    assert (channel.is_full, channel.lacks_memory) == (False, False)
 
 
 def test_threads_send_whole_frames(pair: Any) -> None:
