@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #endif
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -117,6 +118,16 @@ int kvt_sync_parents(int root_fd, char *path, int made);
 
 /* Open a directory that is no link, and look at it where `here` is not NULL. NULL and errno where that fails. */
 DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here);
+
+/* The next entry of a directory. NULL at its end, or where it cannot be read any further: `error` is errno then. */
+static inline struct dirent *kvt_next(DIR *entries, int *error)
+{
+    errno = 0;
+    struct dirent *entry = readdir(entries);
+    if (entry == NULL)
+        *error = errno;
+    return entry;
+}
 
 /* The class of a chunk's file, 0 to 4, by how often the chunk was used: ages.CLASS_OF_USES. After the first use the
  * atime is later than the mtime. More uses are in two bits of the mode that mean nothing for a file of data. Where

@@ -1,5 +1,6 @@
 /* Stands in front of the C library and makes its calls fail, or reads give a wrong bit. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -11,7 +12,7 @@
 #include <unistd.h>
 
 enum { OPENAT, PREADV, PWRITEV, PREAD, PWRITE, RENAMEAT,
-       FDATASYNC, FSYNC, MKDIRAT, UNLINKAT, FSTATAT, UTIMENSAT };
+       FDATASYNC, FSYNC, MKDIRAT, UNLINKAT, FSTATAT, UTIMENSAT, READDIR };
 /* A call fails if its bit is in `calls`: always, or with `every` > 1 about one time in so many. */
 /* One large read in `flips` gives a wrong bit, if that is not 0. */
 struct { unsigned calls; int error; unsigned every; unsigned failed; unsigned flips; } fault;
@@ -81,3 +82,6 @@ STAT(fstatat, struct stat) STAT(fstatat64, struct stat64)
 int utimensat(int d, const char *p, const struct timespec t[2], int f) {
     REAL("utimensat", int, int, const char *, const struct timespec *, int);
     return due(UTIMENSAT) ? -1 : real(d, p, t, f); }
+#define LIST(name, type) \
+    type *name(DIR *d) { REAL(#name, type *, DIR *); return due(READDIR) ? NULL : real(d); }
+LIST(readdir, struct dirent) LIST(readdir64, struct dirent64)
