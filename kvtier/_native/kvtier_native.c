@@ -634,7 +634,7 @@ void kvt_files_touch(const struct call *call, size_t first, size_t end)
 /* Mirrored in layouts.py. */
 struct tree_sums {
     int64_t bytes;
-    int64_t failed; /* directories that cannot be read, and what cannot be removed */
+    int64_t failed; /* what cannot be looked at, directories that cannot be read, and what cannot be removed */
     int64_t error;  /* errno of the first of them, but one of want of permission only where all are */
 };
 
@@ -655,7 +655,11 @@ static int walk_entry(int fd, const char *name, dev_t device, bool removing, con
                       struct tree_sums *sums)
 {
     struct stat found;
-    if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
+    if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW)) {
+        note_failure(errno, sums);
+        return 0;
+    }
+    if (found.st_dev != device)
         return 0;
     int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {

@@ -123,7 +123,7 @@ async def short_counts():
     await put(tier, range(60))
     add_up = tier._session.maintenance._add_up
     before = add_up()
-    for name in ("openat", "readdir"):
+    for name in ("openat", "readdir", "fstatat"):
         for every in (1, 2, 4, 8):
             fault.error, fault.every, fault.failed, fault.calls = errno.EIO, every, 0, 1 << CALLS.index(name)
             with suppress(OSError):
