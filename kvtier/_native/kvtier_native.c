@@ -672,7 +672,7 @@ static int walk_entry(int fd, const char *name, dev_t device, bool removing, con
     }
     /* Others may be removing the same: who has removed it counts it, and nobody else. */
     if (!removing || unlinkat(fd, name, flags) == 0)
-        sums->bytes += (int64_t)found.st_blocks * 512;
+        sums->bytes += kvt_disk_bytes(&found);
     else if (!flags || errno != ENOTEMPTY) /* what is in it was counted */
         note_failure(errno, sums);
     return 0;

@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 
 #ifndef O_DIRECT
 #define O_DIRECT 0
@@ -143,6 +144,16 @@ static inline int kvt_class(const struct stat *file)
     if (used.tv_sec != written.tv_sec ? used.tv_sec < written.tv_sec : used.tv_nsec <= written.tv_nsec)
         return 0;
     return kvt_class_of_mode(file->st_mode);
+}
+
+#define LAG_S 60 /* some file systems, such as ZFS, tell only seconds after a write how much a file takes */
+
+/* What a file takes on disk, or its length if that is more and may not be known yet. */
+static inline int64_t kvt_disk_bytes(const struct stat *file)
+{
+    int64_t told = (int64_t)file->st_blocks * 512;
+    bool is_new = S_ISREG(file->st_mode) && file->st_mtime >= time(NULL) - LAG_S;
+    return is_new && told < file->st_size ? file->st_size : told;
 }
 
 static inline bool kvt_is_dot(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }

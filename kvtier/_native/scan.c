@@ -139,7 +139,7 @@ static void scan_file(int fd, const char *leaf, const char *name, const struct s
     int used = kvt_class(found);
     int64_t age_us = age_of(used ? found->st_atim : found->st_mtim, scan->now_ns);
     size_t cell = (size_t)used * BUCKETS + bucket_of(age_us);
-    int64_t bytes = (int64_t)found->st_blocks * 512;
+    int64_t bytes = kvt_disk_bytes(found);
     scan->seen++;
     if (scan->histogram != NULL)
         scan->histogram[cell] += (uint64_t)bytes;

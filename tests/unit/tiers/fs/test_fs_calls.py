@@ -33,7 +33,7 @@ from tests.unit.tiers.fs.conftest import World
 logging.disable()
 OK, ABSENT, REFUSED, FAILED, CORRUPT = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED, Status.CORRUPT
 class Fault(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint) for name in ("calls", "error", "every", "failed", "flips")]
+    _fields_ = [(name, ctypes.c_uint) for name in ("calls", "error", "every", "failed", "flips", "lags")]
 fault = Fault.in_dll(ctypes.CDLL(None), "fault")
 CALLS = (
     "openat preadv pwritev pread pwrite renameat fdatasync fsync mkdirat unlinkat fstatat utimensat readdir"
@@ -130,6 +130,9 @@ async def short_counts():
                 found = add_up()
                 assert not fault.failed, (name, found, before)
             fault.calls = 0
+    fault.lags = 1
+    assert before - add_up() < 8192, (add_up(), before)  # two small files
+    fault.lags = 0
     await tier.aclose()
 
 async def bad_reads():
