@@ -72,6 +72,11 @@ class Channel:
                     self._on_full()
                 return
 
+    def close(self) -> None:
+        """Close the socket, but not while it sends: its number could be another socket's before that."""
+        with self._sending:
+            self._sock.close()
+
     def _send(self) -> bool:
         """Send what there is; return whether the socket has taken it all."""
         while self._rest or self._frames:

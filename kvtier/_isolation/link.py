@@ -81,7 +81,7 @@ class Link:
     def reap(self) -> int:
         """Release a process that is gone; return its exit status, as ``subprocess`` does."""
         code = self._process.wait()
-        self._sock.close()
+        self.channel.close()
         os.close(self._pidfd)
         return code
 
