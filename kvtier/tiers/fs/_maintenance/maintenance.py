@@ -44,7 +44,7 @@ _TOUCHED_A_CALL: Final = 1024
 _PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks; puts wait for it
 _DOUBT_AT_MOST_S: Final = 600.0  # without eviction until a count; some take hours
 _LINES_EVERY_S: Final = 30.0
-_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM})  # directories of other users
+_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTCONN})  # of other users, and dead mounts
 _log = GuardedLogger("kvtier.tiers.fs")
 
 
