@@ -635,7 +635,7 @@ void kvt_files_touch(const struct call *call, size_t first, size_t end)
 struct tree_sums {
     int64_t bytes;
     int64_t failed; /* what cannot be looked at, directories that cannot be read, and what cannot be removed */
-    int64_t error;  /* errno of the first of them; one of what is another's, as maintenance.py has it, only where all are */
+    int64_t error;  /* errno of the first of them, those of _FOREIGN in maintenance.py last */
 };
 
 static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,

@@ -130,6 +130,10 @@ async def short_counts():
                 found = add_up()
                 assert not fault.failed, (name, found, before)
             fault.calls = 0
+    for name in ("EACCES", "ENOTCONN"):
+        fault.error, fault.every, fault.calls = getattr(errno, name), 2, 1 << CALLS.index("fstatat")
+        add_up()
+        fault.calls = 0
     fault.lags = 1
     assert before - add_up() < 8192, (add_up(), before)  # two small files
     fault.lags = 0
