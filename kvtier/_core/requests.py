@@ -28,7 +28,6 @@ class LookupRecord:
     def __init__(self, name: str = "", asked: set[str] | None = None) -> None:
         self.misses: dict[OffloadKey, str] = {}
         self.refusals: dict[OffloadKey, dict[str, str]] = {}  # reasons, by key and tier name
-        self._given_up: dict[OffloadKey, str] = {}
         self._round: object = None
         self._name = name
         self._asked = set() if asked is None else asked
@@ -43,16 +42,12 @@ class LookupRecord:
     def missed(self, round_: object, key: OffloadKey, reason: str) -> None:
         """Note that a key was answered MISS in a round."""
         self.began(round_)
-        self.misses[key] = self._given_up.get(key, reason)
+        self.misses[key] = reason
 
     def refused(self, keys: Iterable[OffloadKey], tier: str, reason: str) -> None:
         """Note why a tier did not return keys."""
         for key in keys:
             self.refusals.setdefault(key, {})[tier] = reason
-
-    def gave_up(self, keys: Iterable[OffloadKey], reason: str) -> None:
-        """Note why keys that tiers have are not promoted."""
-        self._given_up.update(dict.fromkeys(keys, reason))
 
 
 @dataclass(slots=True)
@@ -88,7 +83,7 @@ class Request(Stateful):
         addresses: addresses of engines that have its chunks, by its client's hint. Tiers may ask these first.
         blocks: the last 64 bits of the hashes of those chunks; None for all chunks.
         held: chunks pinned until it has loaded them, and the last round that asked for each.
-        absent: keys that no tier has or can return, or that are computed faster than loaded.
+        absent: keys that no tier has or can return, that are computed faster than loaded, or that lack room.
         answers_stand: whether it waits and the same lookups would get the same answers as before.
         is_placed: whether the engine has named its blocks, and will not name them again after a preemption.
         no_store: why its blocks may hold foreign KV, in a word of ``reasons.STORE_REFUSED``; None if not.
@@ -112,8 +107,7 @@ class Request(Stateful):
     held: dict[Chunk, object] = field(default_factory=dict)
     missed: set[OffloadKey] = field(default_factory=set)  # counted as misses
     absent: set[OffloadKey] = field(default_factory=set)
-    gated: set[OffloadKey] = field(default_factory=set)  # keys that are computed faster than loaded
-    not_arrived: set[OffloadKey] = field(default_factory=set)  # awaited in vain until its time was over
+    why_absent: dict[OffloadKey, str] = field(default_factory=dict)  # if tiers may have the key
     located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, with the tier
     blocked: OffloadKey | None = None  # the first located key that had no slot; set if ``answers_stand``
     locates: bool = False  # it only locates chunks: nothing is promoted for it
@@ -153,7 +147,7 @@ class Request(Stateful):
 
     def reason_for_absence(self, key: OffloadKey) -> str:
         """Return why a key that is marked as absent is a miss, in a word of ``reasons.MISS``."""
-        return "gate" if key in self.gated else "not_arrived" if key in self.not_arrived else "absent"
+        return self.why_absent.get(key, "absent")
 
     def begin_round(self, round_: object, first: OffloadKey) -> None:
         self.round = round_
@@ -177,7 +171,7 @@ class Request(Stateful):
         if self.wait is not None:
             awaited, keys = self.awaits_any, self.wait.take(keys, now_s)
             if awaited and self.wait.outcome == "in_vain":
-                self.not_arrived.update(keys)
+                self.why_absent.update(dict.fromkeys(keys, "not_arrived"))
         self.mark_absent(keys)
 
     def end_wait(self, now_s: float) -> None:
@@ -185,14 +179,13 @@ class Request(Stateful):
         if self.wait is not None:
             left = self.wait.give_up(now_s)
             if self.wait.outcome == "in_vain":
-                self.not_arrived.update(left)
+                self.why_absent.update(dict.fromkeys(left, "not_arrived"))
             self.mark_absent(left)
 
     def forget_locations(self) -> None:
         """Forget which keys are located, or nowhere."""
         self.absent.clear()
-        self.gated.clear()
-        self.not_arrived.clear()
+        self.why_absent.clear()
         self.located.clear()
 
     def forget_answers(self) -> None:

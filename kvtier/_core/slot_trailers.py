@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 _WORD_BYTES = 8
 _TRAILER_BYTES = 128
 _HEADER_WORDS = 2
-_CLOCK, _VOID = 0, 1  # words of the header: the clock, and the last number whose entries are void
+_CLOCK, _VOID = 0, 1  # words of the header: the clock, and the last number whose entries are void: 0 or _ALL
 _ALL = 2**64 - 1
 _FILLED, _WRITTEN, _USED, _VERIFIED = 0, 1, 2, 3  # words of an entry, before its trailer
 _TRAILER = 4
@@ -66,12 +66,13 @@ class SlotTrailers:
 
     def adopt(self) -> list[tuple[int, bytes]]:
         """Return what ``complete`` does, for a new engine, which has verified none of the chunks."""
-        marks = self._words[_HEADER_WORDS + _VERIFIED :: _ENTRY_WORDS]
+        entries = self._words[_HEADER_WORDS:]
+        if self._words[_VOID]:  # clear them first: this engine may be killed, too
+            entries[:] = memoryview(bytes(entries.nbytes)).cast("Q")
+            self._words[_VOID] = 0
+        marks = entries[_VERIFIED::_ENTRY_WORDS]
         marks[:] = memoryview(bytes(marks.nbytes)).cast("Q")
-        found = self.complete()
-        if self._words[_VOID] == _ALL:
-            self._words[_VOID] = self._words[_CLOCK]
-        return found
+        return self.complete()
 
     def is_verified(self, slot: int) -> bool:
         """Return whether the bytes of a slot were verified since it was filled, and no reset came since."""

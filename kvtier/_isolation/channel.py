@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from kvtier._isolation.wire import Frames
 
 _AT_ONCE = 64
-_LATER = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM))  # the last two at a container's memory limit
+_NO_MEMORY = frozenset((errno.ENOBUFS, errno.ENOMEM))  # at a container's memory limit
+RETRY_S = 0.01
 _READ_BYTES = 256 * 1024
 
 
@@ -25,6 +26,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, on_full: Callable[[], object]) -> None:
         self.is_full = False  # whether frames wait for the socket to take more
+        self.lacks_memory = False  # and polls do not tell when it will: try again after ``RETRY_S``
         self.is_closed = False  # whether all was received, and the other process is gone
         self._received = Frames()
         self._sock = sock
@@ -70,6 +72,11 @@ class Channel:
                     self._on_full()
                 return
 
+    def close(self) -> None:
+        """Close the socket, but not while it sends: its number could be another socket's before that."""
+        with self._sending:
+            self._sock.close()
+
     def _send(self) -> bool:
         """Send what there is; return whether the socket has taken it all."""
         while self._rest or self._frames:
@@ -79,11 +86,12 @@ class Channel:
             try:
                 sent = self._sock.send(self._rest, socket.MSG_NOSIGNAL)
             except OSError as error:
-                if error.errno in _LATER:
+                self.lacks_memory = error.errno in _NO_MEMORY
+                if self.lacks_memory or error.errno == errno.EAGAIN:
                     return False
                 # The other process is gone, which its owner notices by other means.
                 self._rest = memoryview(b"")
                 self._frames.clear()
                 return True
-            self._rest = self._rest[sent:]
+            self._rest, self.lacks_memory = self._rest[sent:], False
         return True

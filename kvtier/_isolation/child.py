@@ -31,7 +31,7 @@ from kvtier._execution.executor import Executor, TierActivity
 from kvtier._forks import keep_fd_from_children
 from kvtier._identity import Identity
 from kvtier._isolation import wire
-from kvtier._isolation.channel import Channel
+from kvtier._isolation.channel import RETRY_S, Channel
 from kvtier._isolation.wire import Hello, Order, Report
 from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
@@ -104,6 +104,7 @@ class TierServer:
         poll.register(self._sock, select.POLLOUT)
         while self.channel.is_full and poll.poll(1000 * _LAST_FLUSH_S):
             self.channel.flush()
+            time.sleep(RETRY_S if self.channel.lacks_memory else 0)
 
     # --- from the engine -------------------------------------------------------------------------
 
@@ -166,8 +167,10 @@ class TierServer:
     def _send_more(self) -> None:
         assert self._loop is not None
         self.channel.flush()
-        if not self.channel.is_full:
+        if not self.channel.is_full or self.channel.lacks_memory:
             self._loop.remove_writer(self._sock)
+        if self.channel.lacks_memory:
+            self._loop.call_later(RETRY_S, self._wait_for_room)
 
 
 def main(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from kvtier._core.messages import Get, Put
 from kvtier._forks import keep_fd_from_children
-from kvtier._isolation.channel import Channel
+from kvtier._isolation.channel import RETRY_S, Channel
 from kvtier._isolation.wire import Hello, pack
 
 _PROGRAM = "kvtier._isolation.child"
@@ -61,9 +61,11 @@ class Link:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.register(wakeup, select.POLLIN)
+        lacks_memory = self.channel.lacks_memory
         if not self.channel.is_closed:
-            poll.register(self._sock, select.POLLIN | (select.POLLOUT if self.channel.is_full else 0))
-        poll.poll(1000 * wait_s)
+            awaits_room = self.channel.is_full and not lacks_memory
+            poll.register(self._sock, select.POLLIN | (select.POLLOUT if awaits_room else 0))
+        poll.poll(1000 * (min(wait_s, RETRY_S) if lacks_memory else wait_s))
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
         """Return whether every thread of it has ended, so that it does not write to slots any more."""
@@ -79,7 +81,7 @@ class Link:
     def reap(self) -> int:
         """Release a process that is gone; return its exit status, as ``subprocess`` does."""
         code = self._process.wait()
-        self._sock.close()
+        self.channel.close()
         os.close(self._pidfd)
         return code
 

@@ -334,7 +334,7 @@ class TieringManager:
         self._checks.is_open = False
         end_by_s = time.monotonic() + self._drain_s + self._close_s
         self._executor.end_by_s = end_by_s - LAST_STEP_S
-        dropped = DroppedPuts(self._core, self._drain_s, logger)
+        dropped = DroppedPuts(self._core, self._drain_s, logger, lambda: self.statistics().counts)
         try:
             with anyio.move_on_after(self._drain_s):
                 await self._drain()

@@ -634,8 +634,8 @@ void kvt_files_touch(const struct call *call, size_t first, size_t end)
 /* Mirrored in layouts.py. */
 struct tree_sums {
     int64_t bytes;
-    int64_t failed; /* directories that cannot be read, and what cannot be removed */
-    int64_t error;  /* errno of the last of them */
+    int64_t failed; /* what cannot be looked at, directories that cannot be read, and what cannot be removed */
+    int64_t error;  /* errno of the first of them, those of _FOREIGN in maintenance.py last */
 };
 
 static int walk(int parent_fd, const char *name, bool removing, const uint32_t *stop, int depth,
@@ -646,7 +646,8 @@ static void note_failure(int error, struct tree_sums *sums)
     if (error == ENOENT || error == ECANCELED) /* others may be removing the same */
         return;
     sums->failed++;
-    sums->error = error;
+    if (sums->error == 0 || sums->error == EACCES || sums->error == EPERM || sums->error == ENOTCONN)
+        sums->error = error;
 }
 
 /* Returns -errno if the process or the machine has no descriptor or memory left: the sum would be far too low. */
@@ -654,7 +655,11 @@ static int walk_entry(int fd, const char *name, dev_t device, bool removing, con
                       struct tree_sums *sums)
 {
     struct stat found;
-    if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) || found.st_dev != device)
+    if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW)) {
+        note_failure(errno, sums);
+        return 0;
+    }
+    if (found.st_dev != device)
         return 0;
     int flags = 0;
     if (S_ISDIR(found.st_mode) && depth < MAX_DEPTH) {
@@ -667,7 +672,7 @@ static int walk_entry(int fd, const char *name, dev_t device, bool removing, con
     }
     /* Others may be removing the same: who has removed it counts it, and nobody else. */
     if (!removing || unlinkat(fd, name, flags) == 0)
-        sums->bytes += (int64_t)found.st_blocks * 512;
+        sums->bytes += kvt_disk_bytes(&found);
     else if (!flags || errno != ENOTEMPTY) /* what is in it was counted */
         note_failure(errno, sums);
     return 0;
@@ -681,12 +686,12 @@ static int walk(int parent_fd, const char *name, bool removing, const uint32_t *
     DIR *entries = kvt_open_folder(parent_fd, name, &here);
     if (entries == NULL)
         return -errno;
-    int error = 0;
-    for (struct dirent *entry; !error && !stopped(stop) && (entry = readdir(entries)) != NULL;)
+    int error = 0, end = 0;
+    for (struct dirent *entry; !error && !stopped(stop) && (entry = kvt_next(entries, &end)) != NULL;)
         if (!kvt_is_dot(entry->d_name))
             error = walk_entry(dirfd(entries), entry->d_name, here.st_dev, removing, stop, depth, sums);
     closedir(entries);
-    return stopped(stop) ? -ECANCELED : error;
+    return stopped(stop) ? -ECANCELED : error ? error : -end;
 }
 
 /* Add up what is below a directory of this file system. Returns 0 or -errno. */

@@ -6,12 +6,14 @@
 #define _GNU_SOURCE
 #endif
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 
 #ifndef O_DIRECT
 #define O_DIRECT 0
@@ -118,6 +120,16 @@ int kvt_sync_parents(int root_fd, char *path, int made);
 /* Open a directory that is no link, and look at it where `here` is not NULL. NULL and errno where that fails. */
 DIR *kvt_open_folder(int parent_fd, const char *name, struct stat *here);
 
+/* The next entry of a directory. NULL at its end, or where it cannot be read any further: `error` is errno then. */
+static inline struct dirent *kvt_next(DIR *entries, int *error)
+{
+    errno = 0;
+    struct dirent *entry = readdir(entries);
+    if (entry == NULL)
+        *error = errno;
+    return entry;
+}
+
 /* The class of a chunk's file, 0 to 4, by how often the chunk was used: ages.CLASS_OF_USES. After the first use the
  * atime is later than the mtime. More uses are in two bits of the mode that mean nothing for a file of data. Where
  * others may do anything with a file the mode is not ours: some file systems have one for all. 060 is a shared root. */
@@ -132,6 +144,16 @@ static inline int kvt_class(const struct stat *file)
     if (used.tv_sec != written.tv_sec ? used.tv_sec < written.tv_sec : used.tv_nsec <= written.tv_nsec)
         return 0;
     return kvt_class_of_mode(file->st_mode);
+}
+
+#define LAG_S 60 /* some file systems, such as ZFS, tell only seconds after a write how much a file takes */
+
+/* What a file takes on disk, or its length if that is more and may not be known yet. */
+static inline int64_t kvt_disk_bytes(const struct stat *file)
+{
+    int64_t told = (int64_t)file->st_blocks * 512;
+    bool is_new = S_ISREG(file->st_mode) && file->st_mtime >= time(NULL) - LAG_S;
+    return is_new && told < file->st_size ? file->st_size : told;
 }
 
 static inline bool kvt_is_dot(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }

@@ -85,11 +85,12 @@ static int each_leaf(int root_fd, const char *folder, const uint32_t *stop, do_l
     DIR *entries = kvt_open_folder(root_fd, folder, NULL);
     if (entries == NULL)
         return -errno;
-    for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
+    int error = 0;
+    for (struct dirent *entry; !stopped(stop) && (entry = kvt_next(entries, &error)) != NULL;)
         if (is_leaf(entry->d_name))
             work(dirfd(entries), entry->d_name, stop, state);
     closedir(entries);
-    return stopped(stop) ? -ECANCELED : 0;
+    return stopped(stop) ? -ECANCELED : -error;
 }
 
 /* --------------------------------------------------------------------------------------- ages */
@@ -138,7 +139,7 @@ static void scan_file(int fd, const char *leaf, const char *name, const struct s
     int used = kvt_class(found);
     int64_t age_us = age_of(used ? found->st_atim : found->st_mtim, scan->now_ns);
     size_t cell = (size_t)used * BUCKETS + bucket_of(age_us);
-    int64_t bytes = (int64_t)found->st_blocks * 512;
+    int64_t bytes = kvt_disk_bytes(found);
     scan->seen++;
     if (scan->histogram != NULL)
         scan->histogram[cell] += (uint64_t)bytes;
@@ -167,8 +168,11 @@ static void scan_leaf(int parent_fd, const char *leaf, const uint32_t *stop, voi
         return;
     }
     uint64_t removed_before = scan->removed;
-    for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
+    int error = 0;
+    for (struct dirent *entry; !stopped(stop) && (entry = kvt_next(entries, &error)) != NULL;)
         scan_entry(dirfd(entries), leaf, entry->d_name, here.st_dev, scan);
+    if (error)
+        note_failure(error, scan);
     /* Emptied it may take less than before. It is made again by whoever puts something into it. */
     bool is_known = scan->removed > removed_before && fstat(dirfd(entries), &here) == 0;
     if (is_known && unlinkat(parent_fd, leaf, AT_REMOVEDIR) == 0)
@@ -213,7 +217,8 @@ static void list_leaf(int parent_fd, const char *leaf, const uint32_t *stop, voi
     if (entries == NULL)
         return;
     uint64_t group = strtoull(leaf + 4, NULL, 10), fingerprint = 0;
-    for (struct dirent *entry; !stopped(stop) && (entry = readdir(entries)) != NULL;)
+    int error = 0; /* what is not listed is looked up */
+    for (struct dirent *entry; !stopped(stop) && (entry = kvt_next(entries, &error)) != NULL;)
         if (fingerprint_of(entry->d_name, group, &fingerprint) && list->count++ < list->room)
             list->out[list->count - 1] = fingerprint;
     closedir(entries);

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from kvtier._core.shared import Count
 from kvtier._core.tiering import Tiering
 from kvtier._log import GuardedLogger
 
-_UNANSWERED = "unanswered"
+_UNANSWERED, _KEPT = "unanswered", ""
 
 
 def warn_not_written(
@@ -21,15 +22,24 @@ def warn_not_written(
 
 
 class DroppedPuts:
-    """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end."""
+    """The puts in flight when a shutdown begins: logged then, for it may be killed, and at its end.
 
-    def __init__(self, core: Tiering, drain_s: float, logger: GuardedLogger) -> None:
+    ``counts`` returns counts of the core that are not cleared meanwhile.
+    """
+
+    def __init__(
+        self,
+        core: Tiering,
+        drain_s: float,
+        logger: GuardedLogger,
+        counts: Callable[[], Mapping[Count, float]],
+    ) -> None:
         self._core = core
+        self._counts = counts
         self._drain_s = drain_s
         self._logger = logger
-        self._in_flight = self._count_puts()
-        self._failed_before = self._count_failures()
-        for tier, chunks in self._in_flight.items():
+        self._before = self._count_ended()
+        for tier, chunks in self._count_in_flight().items():
             logger.info(
                 "tier %s: the shutdown waits up to %g s (drain_on_shutdown_s) for %d chunks in flight",
                 tier,
@@ -38,25 +48,27 @@ class DroppedPuts:
             )
 
     def warn(self) -> None:
-        """Log for each tier how many chunks were not written, and why."""
-        left = self._count_puts()
-        failures = self._count_failures()
-        failures.subtract(self._failed_before)
-        for tier, in_flight in self._in_flight.items():
-            reasons = {reason: count for (name, reason), count in failures.items() if name == tier and count}
-            if tier in left:
-                reasons[_UNANSWERED] = left[tier]
+        """Log for each tier how many chunks were not written, and why: those too that are put meanwhile."""
+        ended = self._count_ended()
+        ended.subtract(self._before)
+        for tier, left in self._count_in_flight().items():
+            ended[tier, _UNANSWERED] += left
+        for tier in dict.fromkeys(tier for tier, _ in ended):
+            reasons = {word: count for (name, word), count in ended.items() if name == tier and count}
+            kept = reasons.pop(_KEPT, 0)
             if reasons:
-                what = f"{sum(reasons.values())} of {in_flight} chunks in flight at the shutdown"
+                lost = sum(reasons.values())
+                what = f"{lost} of {lost + kept} chunks in flight at the shutdown"
                 late = f" within drain_on_shutdown_s ({self._drain_s:g})"
                 warn_not_written(self._logger, tier, what, reasons, late)
 
-    def _count_puts(self) -> dict[str, int]:
+    def _count_in_flight(self) -> dict[str, int]:
         return {status.name: status.backlog for status in self._core.shared.tiers if status.backlog}
 
-    def _count_failures(self) -> Counter[tuple[str, str]]:
-        failures: Counter[tuple[str, str]] = Counter()
-        for (what, *labels), count in self._core.shared.counts.items():
-            if what == "put_failed":
-                failures[labels[0], labels[1]] = int(count)
-        return failures
+    def _count_ended(self) -> Counter[tuple[str, str]]:
+        """Return how many chunks were put, and how many were not for each reason, by tier."""
+        ended: Counter[tuple[str, str]] = Counter()
+        for (what, *labels), count in self._counts().items():
+            if what in ("put", "put_failed"):
+                ended[labels[0], labels[1] if what == "put_failed" else _KEPT] += int(count)
+        return ended

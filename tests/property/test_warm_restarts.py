@@ -48,7 +48,8 @@ class World:
         tiers = [TierStatus("adopted", in_place=True)]
         tiers += [TierStatus("files")] if self.random.random() < 0.7 else []
         self.core = Tiering(LRU(), tiers, Limits(promotion_reserve=0.0, promotion_budget=1.0))
-        found = {read(trailer).key: slot for slot, trailer in self.trailers.adopt()}  # type: ignore[union-attr]
+        entries = self.trailers.adopt()
+        found = {sealed.key: slot for slot, trailer in entries if (sealed := read(trailer)) is not None}
         self.core.adopt(self.trailers, found)
         self.core.on_event(SlotsReady(range(SLOTS)), 0.0)
         self.stores: list[tuple[Reservation, int]] = []

@@ -573,6 +573,18 @@ async def test_shutdown_counts_dropped_puts(caplog: pytest.LogCaptureFixture) ->
     )
 
 
+async def test_shutdown_counts_later_puts(caplog: pytest.LogCaptureFixture) -> None:
+    gate, slow = Gate(), dummy(put_latency_s=600, deadline_s=600)
+    with anyio.fail_after(PATIENCE_S):
+        async with opened(slow, copy=gate, drain_s=0.1) as it:
+            store = asyncio.ensure_future(it.store(prompt(1, 2)))
+            await gate.begun()
+            asyncio.get_running_loop().call_soon(gate.opened.set)
+        assert await store == 2
+    (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "2 of 2 chunks" in line.getMessage()
+
+
 async def test_copy_outlives_drain() -> None:
     gate = Gate()
     with anyio.fail_after(PATIENCE_S):

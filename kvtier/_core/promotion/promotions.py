@@ -200,11 +200,7 @@ class Promotions:
         ]
         if left and all(first in transfer.waiters for transfer in under_way):
             first.mark_absent(left)
-            reason = self._shared.short_of("budget")
-            if not first.is_prefetch:
-                self._shared.counts["miss", reason] += len(left)
-            if first.record is not None:
-                first.record.gave_up(left, reason)
+            first.why_absent.update(dict.fromkeys(left, self._shared.short_of("budget")))
 
 
 def _drop_located_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:

@@ -156,7 +156,7 @@ class TierOrder:
             return _WAIT
         gate.count_computed(place, count)
         for waiter in waiters:
-            waiter.gated.update(keys)
+            waiter.why_absent.update(dict.fromkeys(keys, "gate"))
         return "gate"
 
     def _choice(self, request: Request, key: OffloadKey, wanted: Keys) -> tuple[int, int, int]:

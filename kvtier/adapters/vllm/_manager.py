@@ -445,7 +445,7 @@ class KVTierManager(OffloadingManager):
         self._closed = True
         self._driver.on_events(self._events)
         self._published.warn_of_chunks_not_put()
-        dropped = DroppedPuts(self._core, self._drain_s, logger)
+        dropped = DroppedPuts(self._core, self._drain_s, logger, lambda: self._core.shared.counts)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
                 "shutdown: %d chunks were still being copied from the device; they are lost", unconfirmed

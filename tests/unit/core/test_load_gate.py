@@ -325,7 +325,9 @@ def test_few_waiters_are_computed() -> None:
         world.ask(core, request, chunks)
     core.settle(0.0)
     assert world.fetches(core) == []
-    assert [len(request.gated) for request in requests] == [8, 8, 0, 0, 0], "a tenth of a second of computing"
+    assert [len(request.why_absent) for request in requests] == [8, 8, 0, 0, 0], (
+        "a tenth of a second of computing"
+    )
     assert core.next_deadline_s() == pytest.approx(0.02)
     know(core, FAST_S)
     last = list(requests)[2:]
@@ -410,7 +412,7 @@ def test_locating_reports_slow_tier() -> None:
     assert end(core, get, 1.0, 1.0) == []
     world.ask(core, request, chunks)
     assert set(request.located) == set(chunks)
-    assert not request.gated
+    assert not request.why_absent
 
 
 def test_locating_passes_slow_tiers() -> None:
@@ -539,4 +541,4 @@ def test_queued_request_seeks_no_windows() -> None:
         scan(core, request, 8)
     core.settle(0.0)
     assert world.fetches(core) == []
-    assert [len(request.gated) for request in requests] == [8, 8, 0, 0, 0]
+    assert [len(request.why_absent) for request in requests] == [8, 8, 0, 0, 0]

@@ -66,6 +66,21 @@ def test_entries_of_the_engine_after_a_reset_count(table: SlotTrailers) -> None:
     assert table.adopt() == [(2, OTHER)]
 
 
+@pytest.mark.parametrize("bit", range(64))
+def test_flipped_bit_revives_no_entry(bit: int) -> None:
+    memory = memoryview(bytearray(slot_trailers_bytes(4)))
+    table, void = SlotTrailers(memory, 4), memory.cast("Q")[1:2]
+    for slot in range(4):
+        fill(table, slot)
+    table.reset()
+    void[0] ^= 1 << bit
+    assert table.complete() == []
+    void[0] ^= 1 << bit
+    assert table.adopt() == []
+    void[0] ^= 1 << bit
+    assert table.complete() == []
+
+
 def whole(trailer: bytes) -> bool:
     return trailer == TRAILER
 

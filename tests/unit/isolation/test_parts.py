@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
@@ -152,10 +153,10 @@ def test_no_memory_delays_frames(pair: Any, number: int) -> None:
     sock.send.side_effect = [OSError(number, "no memory"), DEFAULT]
     channel = Channel(sock, lambda: None)
     channel.add(frame(1, 8))
-    assert channel.is_full
+    assert (channel.is_full, channel.lacks_memory) == (True, True)
     channel.flush()
     assert theirs.recv(100) == frame(1, 8)
-    assert not channel.is_full
+    assert (channel.is_full, channel.lacks_memory) == (False, False)
 
 
 def test_threads_send_whole_frames(pair: Any) -> None:
@@ -187,6 +188,26 @@ def test_absent_reader_raises_nothing(pair: Any) -> None:
     channel.add(b"x")
     channel.add(b"y")
     assert (len(channel), channel.is_full) == (0, False)
+
+
+def test_socket_stays_open_during_send(pair: Any) -> None:
+    begun, go, ended = threading.Event(), threading.Event(), list[str]()
+
+    def send(*_: object) -> int:
+        begun.set()
+        go.wait()
+        ended.append("sent")
+        return 1
+
+    channel = Channel(Mock(wraps=pair[0], send=send, close=lambda: ended.append("closed")), lambda: None)
+    threads = [threading.Thread(target=partial(channel.add, b"x")), threading.Thread(target=channel.close)]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert ended == ["sent", "closed"]
 
 
 # --- the heartbeat -----------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
+import itertools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,13 +19,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
 from kvtier._core.messages import Answer, GetEnded, ProcessEnded, PutEnded, Reset, TierDown, TierUp
 from kvtier._isolation import link as links
 from kvtier._isolation import process as processes
+from kvtier._isolation.channel import RETRY_S
+from kvtier._isolation.child import TierServer
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link
 from kvtier.tiers._base import Usage
@@ -90,6 +96,45 @@ def test_failing_log_stops_no_tier(launch: Launch) -> None:
         assert it.endings == []
     finally:
         logging.getLogger("kvtier").removeHandler(handler)
+
+
+def test_lack_of_memory_is_no_busy_loop(launch: Launch) -> None:
+    it = launch(make_tier("dummy"))
+    it.hold([1])
+    link = it.process._link
+    attempts, refused = itertools.count(), 20
+
+    def send(*arguments: Any) -> int:
+        if next(attempts) < refused:
+            raise OSError(errno.ENOBUFS, "no memory for a message")
+        return sock.send(*arguments)  # type: ignore[no-any-return]
+
+    sock, link.channel._sock = link._sock, Mock(wraps=link._sock, send=send)
+    begun_s = time.monotonic()
+    it.hold([2])
+    assert time.monotonic() - begun_s > refused / 2 * RETRY_S
+    assert it.endings == []
+
+
+async def test_process_without_memory_lets_loop_run() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        attempts = iter([OSError(errno.ENOBUFS, "no memory")] * 20)
+
+        def send(*arguments: Any) -> int:
+            if error := next(attempts, None):
+                raise error
+            return ours.send(*arguments)
+
+        server = TierServer(Mock(wraps=ours, send=send, fileno=ours.fileno), Mock())
+        server._loop = asyncio.get_running_loop()
+        begun_s = time.monotonic()
+        server.channel.add(b"frame")
+        while server.channel.is_full:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0)
+        assert time.monotonic() - begun_s > 10 * RETRY_S
+        assert theirs.recv(100) == b"frame"
 
 
 def test_failing_callback_is_retried(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:

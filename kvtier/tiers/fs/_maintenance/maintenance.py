@@ -7,8 +7,10 @@ continues in another. A failure is logged and the work repeated; it fails no put
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,7 +26,7 @@ from kvtier.tiers._waiting import call_soon
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._epoch import OpenEpoch
 from kvtier.tiers.fs._files import chunk_files
-from kvtier.tiers.fs._files.native_call import FileCall, Place, StopFlag, errno_name
+from kvtier.tiers.fs._files.native_call import Failures, FileCall, Place, StopFlag, errno_name
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._layout import key_of, owner_of
 from kvtier.tiers.fs._maintenance.evict import Evictor
@@ -42,6 +44,7 @@ _TOUCHED_A_CALL: Final = 1024
 _PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks; puts wait for it
 _DOUBT_AT_MOST_S: Final = 600.0  # without eviction until a count; some take hours
 _LINES_EVERY_S: Final = 30.0
+_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTCONN})  # of other users, and dead mounts
 _log = GuardedLogger("kvtier.tiers.fs")
 
 
@@ -233,7 +236,11 @@ class Maintenance:
                 self._quota.count(self._add_up)
 
     def _add_up(self) -> int:
-        return chunk_files.tree_bytes(self._namespace.root_fd, ".", self._closing)
+        failures: Failures = Counter()
+        counted = chunk_files.tree_bytes(self._namespace.root_fd, ".", self._closing, failures)
+        for number in failures.keys() - _FOREIGN:  # the sum may be far too low
+            raise OSError(number, os.strerror(number))
+        return counted
 
     def _sweep(self) -> None:
         swept = self._evictor.sweep(self._count_freed(), orphans=False)

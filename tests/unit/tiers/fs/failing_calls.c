@@ -1,5 +1,6 @@
 /* Stands in front of the C library and makes its calls fail, or reads give a wrong bit. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -11,10 +12,11 @@
 #include <unistd.h>
 
 enum { OPENAT, PREADV, PWRITEV, PREAD, PWRITE, RENAMEAT,
-       FDATASYNC, FSYNC, MKDIRAT, UNLINKAT, FSTATAT, UTIMENSAT };
+       FDATASYNC, FSYNC, MKDIRAT, UNLINKAT, FSTATAT, UTIMENSAT, READDIR };
 /* A call fails if its bit is in `calls`: always, or with `every` > 1 about one time in so many. */
 /* One large read in `flips` gives a wrong bit, if that is not 0. */
-struct { unsigned calls; int error; unsigned every; unsigned failed; unsigned flips; } fault;
+/* Files seem to take one block while `lags` is not 0, as on ZFS for seconds after a write. */
+struct { unsigned calls; int error; unsigned every; unsigned failed; unsigned flips; unsigned lags; } fault;
 static __thread unsigned seed;
 
 static int due(int call)
@@ -76,8 +78,14 @@ int unlinkat(int d, const char *p, int f) {
     REAL("unlinkat", int, int, const char *, int); return due(UNLINKAT) ? -1 : real(d, p, f); }
 #define STAT(name, type) \
     int name(int d, const char *p, type *s, int f) { \
-        REAL(#name, int, int, const char *, type *, int); return due(FSTATAT) ? -1 : real(d, p, s, f); }
+        REAL(#name, int, int, const char *, type *, int); \
+        int result = due(FSTATAT) ? -1 : real(d, p, s, f); \
+        if (!result && fault.lags && S_ISREG(s->st_mode)) s->st_blocks = 1; \
+        return result; }
 STAT(fstatat, struct stat) STAT(fstatat64, struct stat64)
 int utimensat(int d, const char *p, const struct timespec t[2], int f) {
     REAL("utimensat", int, int, const char *, const struct timespec *, int);
     return due(UTIMENSAT) ? -1 : real(d, p, t, f); }
+#define LIST(name, type) \
+    type *name(DIR *d) { REAL(#name, type *, DIR *); return due(READDIR) ? NULL : real(d); }
+LIST(readdir, struct dirent) LIST(readdir64, struct dirent64)

@@ -33,10 +33,11 @@ from tests.unit.tiers.fs.conftest import World
 logging.disable()
 OK, ABSENT, REFUSED, FAILED, CORRUPT = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED, Status.CORRUPT
 class Fault(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint) for name in ("calls", "error", "every", "failed", "flips")]
+    _fields_ = [(name, ctypes.c_uint) for name in ("calls", "error", "every", "failed", "flips", "lags")]
 fault = Fault.in_dll(ctypes.CDLL(None), "fault")
 CALLS = (
-    "openat preadv pwritev pread pwrite renameat fdatasync fsync mkdirat unlinkat fstatat utimensat".split()
+    "openat preadv pwritev pread pwrite renameat fdatasync fsync mkdirat unlinkat fstatat utimensat readdir"
+    .split()
 )
 root = Path(sys.argv[1])
 world = World(root)
@@ -117,6 +118,27 @@ async def at_random():
     assert set(await get(tier, range(60))) <= {OK, ABSENT}
     await tier.aclose()
 
+async def short_counts():
+    tier = await open_tier("count")
+    await put(tier, range(60))
+    add_up = tier._session.maintenance._add_up
+    before = add_up()
+    for name in ("openat", "readdir", "fstatat"):
+        for every in (1, 2, 4, 8):
+            fault.error, fault.every, fault.failed, fault.calls = errno.EIO, every, 0, 1 << CALLS.index(name)
+            with suppress(OSError):
+                found = add_up()
+                assert not fault.failed, (name, found, before)
+            fault.calls = 0
+    for name in ("EACCES", "ENOTCONN"):
+        fault.error, fault.every, fault.calls = getattr(errno, name), 2, 1 << CALLS.index("fstatat")
+        add_up()
+        fault.calls = 0
+    fault.lags = 1
+    assert before - add_up() < 8192, (add_up(), before)  # two small files
+    fault.lags = 0
+    await tier.aclose()
+
 async def bad_reads():
     tier = await open_tier("bad")
     await put(tier, range(400))
@@ -136,6 +158,7 @@ async def bad_reads():
     await tier.aclose()
 
 asyncio.run(bad_reads())
+asyncio.run(short_counts())
 asyncio.run(one_by_one())
 asyncio.run(at_random())
 print("failed on purpose:", fault.failed)
