@@ -10,6 +10,7 @@ computes. KVTIER_FAKE_TRACE=1 names each one that came here all the same. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #include "streams.h"
 
 #define API __attribute__((visibility("default")))
@@ -17,6 +18,22 @@ computes. KVTIER_FAKE_TRACE=1 names each one that came here all the same. */
 static const size_t TOTAL = 79ull << 30;
 /* A type of memory: addresses that have none now. */
 static const enum cudaMemoryType GONE = (enum cudaMemoryType)99;
+
+/* --- the capture of a graph: one at a time. kernels.py records its kernels, and launches them --- */
+
+static struct { void *stream; pid_t thread; enum cudaStreamCaptureMode mode; unsigned long long number; int is_broken; } capture;
+static __thread enum cudaStreamCaptureMode mode; /* of calls in this thread; 0: cudaStreamCaptureModeGlobal */
+
+/* Return whether this thread may not make a call that is "potentially unsafe" while a graph is captured: see
+   cudaThreadExchangeStreamCaptureMode in CUDA's reference. Such a call breaks the capture. */
+static int is_prohibited(void) {
+    if (!capture.stream || mode == cudaStreamCaptureModeRelaxed) return 0;
+    int is_own = capture.thread == gettid(), is_global = capture.mode == cudaStreamCaptureModeGlobal;
+    if (is_own ? capture.mode == cudaStreamCaptureModeRelaxed : !is_global || mode != cudaStreamCaptureModeGlobal) return 0;
+    return capture.is_broken = 1;
+}
+
+#define UNSAFE if (is_prohibited()) return cudaErrorStreamCaptureUnsupported
 
 /* --- memory --- */
 
@@ -46,16 +63,23 @@ static Memory take(void *at) {
     return found;
 }
 
-static enum cudaMemoryType type_of(const void *at) {
-    enum cudaMemoryType type = cudaMemoryTypeUnregistered;
+/* Return the memory of an address; ``at`` is NULL if there is none. */
+static Memory memory_at(const void *at) {
+    Memory found = {.type = cudaMemoryTypeUnregistered};
     pthread_mutex_lock(&lock);
     for (int i = 0; i < memory_count; i++)
-        if ((char *)at >= memories[i].at && (char *)at < memories[i].at + memories[i].bytes) type = memories[i].type;
+        if ((char *)at >= memories[i].at && (char *)at < memories[i].at + memories[i].bytes) found = memories[i];
     pthread_mutex_unlock(&lock);
-    return type;
+    return found;
 }
 
+static enum cudaMemoryType type_of(const void *at) { return memory_at(at).type; }
+
+/* CUDA refuses a copy of two pieces that were pinned one by one. */
+static int is_one_piece(const void *at, size_t n) { return memory_at(at).at == memory_at((const char *)at + n - 1).at; }
+
 static cudaError_t map(void **at, size_t bytes, enum cudaMemoryType type) {
+    UNSAFE;
     bytes = (bytes + 4095) & ~4095ull;
     if (type == cudaMemoryTypeDevice && device_bytes + bytes > TOTAL) return cudaErrorMemoryAllocation;
     *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -65,6 +89,7 @@ static cudaError_t map(void **at, size_t bytes, enum cudaMemoryType type) {
 }
 
 static cudaError_t unmap(void *at) {
+    UNSAFE;
     if (!at) return cudaSuccess;
     device_synchronize();
     Memory it = take(at);
@@ -107,11 +132,14 @@ API cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return unmap(p); }
 API cudaError_t cudaFreeHost(void *p) { return unmap(p); }
 
 API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
+    UNSAFE;
+    if (memory_at(p).at || !is_one_piece(p, n)) return cudaErrorHostMemoryAlreadyRegistered;
     add(p, n, cudaMemoryTypeHost);
     return cudaSuccess;
 }
 
 API cudaError_t cudaHostUnregister(void *p) {
+    UNSAFE;
     Memory it = take(p);
     if (!it.at) return cudaErrorHostMemoryNotRegistered;
     if (!is_in_use(it.at, it.bytes)) return cudaSuccess;
@@ -141,15 +169,21 @@ API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 
 /* --- copies --- */
 
-API cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t n, enum cudaMemcpyKind kind, cudaStream_t s) {
+static cudaError_t copy(void *dst, const void *src, size_t n, Stream *stream, int is_ordered) {
+    if (n && !(is_one_piece(dst, n) && is_one_piece(src, n))) return cudaErrorInvalidValue;
     enum cudaMemoryType to = type_of(dst), from = type_of(src);
     int is_pageable = to == cudaMemoryTypeUnregistered || from == cudaMemoryTypeUnregistered;
     if (to == GONE || from == GONE) break_device();
-    else if (n) enqueue_copy(stream_of(s), dst, src, n, is_pageable);
+    else if (n) enqueue_copy(stream, dst, src, n, is_pageable, is_ordered);
     return device_error();
 }
 
+API cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t n, enum cudaMemcpyKind kind, cudaStream_t s) {
+    return copy(dst, src, n, stream_of(s), 1);
+}
+
 API cudaError_t cudaMemcpy(void *dst, const void *src, size_t n, enum cudaMemcpyKind kind) {
+    UNSAFE;
     cudaMemcpyAsync(dst, src, n, kind, NULL);
     stream_synchronize(stream_of(NULL));
     return cudaSuccess;
@@ -169,9 +203,12 @@ API cudaError_t cudaMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, 
 API cudaError_t cudaMemcpyBatchAsync(void *const *dst, const void *const *src, const size_t *bytes, size_t count,
                                      struct cudaMemcpyAttributes *attributes, size_t *firsts, size_t kinds,
                                      cudaStream_t s) {
-    if (!s) return cudaErrorInvalidValue; /* the default stream is not allowed */
-    for (size_t i = 0; i < count; i++) cudaMemcpyAsync(dst[i], src[i], bytes[i], cudaMemcpyDefault, s);
-    return cudaSuccess;
+    if (!s || kinds != 1 || firsts[0]) return cudaErrorInvalidValue; /* the default stream is not allowed */
+    enum cudaMemcpySrcAccessOrder access = attributes->srcAccessOrder;
+    cudaError_t error = access == cudaMemcpySrcAccessOrderInvalid ? cudaErrorInvalidValue : cudaSuccess;
+    for (size_t i = 0; i < count && !error; i++)
+        error = bytes[i] ? copy(dst[i], src[i], bytes[i], stream_of(s), access == cudaMemcpySrcAccessOrderStream) : cudaErrorInvalidValue;
+    return error;
 }
 
 API cudaError_t cudaMemsetAsync(void *dst, int value, size_t n, cudaStream_t s) {
@@ -192,16 +229,21 @@ API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { ret
 API cudaError_t cudaStreamCreate(cudaStream_t *s) { return cudaStreamCreateWithPriority(s, 0, 0); }
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+    UNSAFE;
     stream_synchronize(stream_of(s));
     return device_error();
 }
 
 API cudaError_t cudaDeviceSynchronize(void) {
+    UNSAFE;
     device_synchronize();
     return device_error();
 }
 
-API cudaError_t cudaStreamQuery(cudaStream_t s) { return stream_query(stream_of(s)) ? cudaSuccess : cudaErrorNotReady; }
+API cudaError_t cudaStreamQuery(cudaStream_t s) {
+    UNSAFE;
+    return stream_query(stream_of(s)) ? cudaSuccess : cudaErrorNotReady;
+}
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
     enqueue_wait(stream_of(s), (Event *)e);
@@ -240,11 +282,15 @@ API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) { return cudaEventRecord(e, s); }
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    UNSAFE;
     event_synchronize((Event *)e);
     return device_error();
 }
 
-API cudaError_t cudaEventQuery(cudaEvent_t e) { return event_query((Event *)e) ? cudaSuccess : cudaErrorNotReady; }
+API cudaError_t cudaEventQuery(cudaEvent_t e) {
+    UNSAFE;
+    return event_query((Event *)e) ? cudaSuccess : cudaErrorNotReady;
+}
 
 API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     if (!event_is_done((Event *)from) || !event_is_done((Event *)to)) return cudaErrorNotReady;
@@ -252,26 +298,45 @@ API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to
     return cudaSuccess;
 }
 
-/* --- graphs: none --- */
+/* --- graphs --- */
 
-API cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) { return cudaErrorNotSupported; }
+API cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode given) {
+    if (capture.stream || (uintptr_t)s <= 2) return cudaErrorStreamCaptureUnsupported; /* nor the default stream */
+    capture.mode = given, capture.thread = gettid(), capture.is_broken = 0, capture.number++;
+    capture.stream = s;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
+    *graph = NULL;
+    if (capture.stream != s) return cudaErrorIllegalState;
+    capture.stream = NULL;
+    if (capture.is_broken) return cudaErrorStreamCaptureInvalidated;
+    *graph = (cudaGraph_t)(uintptr_t)capture.number;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { return *count = 1, cudaSuccess; }
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) { return *exec = (cudaGraphExec_t)graph, cudaSuccess; }
 
 API cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
+    *status = !s || s != capture.stream ? cudaStreamCaptureStatusNone
+              : capture.is_broken       ? cudaStreamCaptureStatusInvalidated
+                                        : cudaStreamCaptureStatusActive;
     return cudaSuccess;
 }
 
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                          cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
                                          const cudaGraphEdgeData **edges, size_t *count) {
+    if (id) *id = capture.number;
     return cudaStreamIsCapturing(s, status);
 }
 
-API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
-    static __thread enum cudaStreamCaptureMode current;
-    enum cudaStreamCaptureMode before = current;
-    current = *mode;
-    *mode = before;
+API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *exchanged) {
+    enum cudaStreamCaptureMode before = mode;
+    mode = *exchanged;
+    *exchanged = before;
     return cudaSuccess;
 }
 

@@ -22,7 +22,8 @@ typedef struct Work {
     Stream *other; /* WAIT: until this stream has done ... */
     uint64_t until;
     Event *event;
-    char *before; /* KERNEL: what dst held */
+    char *before;  /* KERNEL: what dst held */
+    char *content; /* COPY: of src, if it was read at once */
 } Work;
 
 struct Stream {
@@ -78,9 +79,10 @@ static size_t overlap(const char *a, size_t a_bytes, const char *b, size_t b_byt
     return *start < end ? (size_t)(end - *start) : 0;
 }
 
-/* The bytes of src as they were before the kernels that another stream has not done. */
-static void read_unordered(const Stream *own, const Work *copy, char *content) {
+/* Read the bytes of src as they were before the kernels that another stream has not done. */
+static void read_source(const Stream *own, Work *copy) {
     const char *start;
+    char *content = copy->content = malloc(copy->bytes);
     memcpy(content, copy->src, copy->bytes);
     for (Stream *s = streams; s; s = s->next_stream)
         for (Work *k = s == own ? NULL : s->newest; k; k = k->older)
@@ -131,6 +133,7 @@ static void drop_oldest(Stream *stream) {
     if (work->newer) work->newer->older = NULL;
     else stream->newest = NULL;
     free(work->before);
+    free(work->content);
     free(work);
 }
 
@@ -139,10 +142,8 @@ static void perform(Stream *stream, Work *work) {
     if (work->kind == RECORD && work->event->stream == stream && work->event->number == work->number)
         work->event->ms = now_ms();
     if (work->kind == COPY) {
-        char *content = malloc(work->bytes);
-        read_unordered(stream, work, content);
-        write_unordered(stream, work, content);
-        free(content);
+        if (!work->content) read_source(stream, work);
+        write_unordered(stream, work, work->content);
     }
 }
 
@@ -212,10 +213,11 @@ Stream *stream_of(void *handle) {
 Event *event_new(void) { return calloc(1, sizeof(Event)); }
 double event_ms(const Event *event) { return event->ms; }
 
-void enqueue_copy(Stream *stream, void *dst, const void *src, size_t bytes, int is_pageable) {
+void enqueue_copy(Stream *stream, void *dst, const void *src, size_t bytes, int is_pageable, int is_ordered) {
     hold();
     Work *work = append(stream, COPY);
     work->dst = dst, work->src = src, work->bytes = bytes;
+    if (!is_ordered) read_source(stream, work);
     if (is_pageable) finish(stream, stream->issued);
     maybe_run(stream);
 }

@@ -22,8 +22,9 @@ Stream *stream_of(void *handle); /* the default one for CUDA's special handles *
 Event *event_new(void);
 double event_ms(const Event *event);
 
-/* Enqueue; return at once. A copy to or from pageable memory is waited for, as CUDA does. */
-void enqueue_copy(Stream *stream, void *dst, const void *src, size_t bytes, int is_pageable);
+/* Enqueue; return at once. A copy to or from pageable memory is waited for, as CUDA does. One that is not ordered reads
+   its source at once, whatever the stream has to do before. */
+void enqueue_copy(Stream *stream, void *dst, const void *src, size_t bytes, int is_pageable, int is_ordered);
 void enqueue_fill(Stream *stream, void *dst, int value, size_t bytes);
 void enqueue_record(Stream *stream, Event *event);
 void enqueue_wait(Stream *stream, const Event *event);

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from typing import Any
 import pytest
 
 from kvtier._device.backends import _cuda_runtime
+from kvtier._device.backends._cuda_runtime import TorchStream
 from kvtier._device.base import CopyQueue
+from kvtier._device.plan import CopyPlan
+from kvtier.errors import TransferError
 from kvtier_bench.engine import process
 from kvtier_bench.engine.compared import engine_arguments, environment, make_model, make_prompt, over_files
 from tests.fakegpu.test_orders import choose, order, reported_at_once
@@ -29,7 +34,7 @@ pytestmark = [
     pytest.mark.timeout(1800),  # of a test that hangs: on a busy machine an engine starts in a minute
 ]
 LOADED_WITHIN_STEPS = {"sync_load_budget_bytes": 4 << 16}  # four chunks; requests wait for others
-CHUNK_TOKENS, OUTPUT_TOKENS, LONG_S = 32, 12, 600.0
+CHUNK_TOKENS, OUTPUT_TOKENS, WINDOW_TOKENS, LONG_S = 32, 12, 64, 600.0
 SHARED = make_prompt("shared", 96)
 PROMPTS = [make_prompt(f"own {number}", 130 + 40 * number, SHARED) for number in range(4)]
 FOR_FOUR = {  # the blocks of the device hold two of these requests at their ends
@@ -40,6 +45,11 @@ FOR_FOUR = {  # the blocks of the device hold two of these requests at their end
     "num_gpu_blocks_override": 34,
     "gpu_memory_utilization": 0.05,
 }
+GRAPH_SIZES = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4]}
+IN_GRAPHS = {"enforce_eager": False, "compilation_config": GRAPH_SIZES}
+LOOKED_UP = {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+DRAFTED = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, **LOOKED_UP}}
+WITH_WINDOWS = {"max_model_len": 384, "num_gpu_blocks_override": 76}
 STEP_BY_STEP = {"async_scheduling": False}  # vLLM 0.33 refuses a reset beside a step that has not ended
 WHOLE = {
     **STEP_BY_STEP,
@@ -50,6 +60,8 @@ COUNTERS = {
     "preempted": "vllm:num_preemptions_total",
     "loaded": "kvtier_loaded_chunks_total",
     "stored": "kvtier_stored_chunks_total",
+    "refused": "kvtier_copy_failed_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
 }
 
 Answers = list[list[int] | None]
@@ -77,8 +89,9 @@ FORGET = methodcaller("forget")
 RESET_DEVICE = methodcaller("reset", running=True)
 RESET_ALL = methodcaller("reset", running=True, connector=True)
 SLEEP, SLEEP_DEEPLY = methodcaller("sleep", 1), methodcaller("sleep", 2)
-FIRST = {"first": Chapter({"stored", "preempted"})}
+FIRST = {"first": Chapter({"stored"})}
 HOST_MEMORY = {"host memory": Chapter({"loaded"}, FORGET)}
+REFUSED = {"a load is refused": Chapter({"refused", "loaded"}, methodcaller("refuse"))}
 ABORTED = {"loads are aborted": Chapter({"loaded"}, FORGET, {1: methodcaller("abort", 0, 2)}, (0, 2))}
 CHAPTERS = {
     "files": Chapter({"loaded"}),
@@ -86,6 +99,7 @@ CHAPTERS = {
     **HOST_MEMORY,
     "all is reset beside requests": Chapter({"stored"}, events={4: RESET_ALL, 5: RESET_ALL}),
     **ABORTED,
+    **REFUSED,
     "all is reset": Chapter({"stored"}, RESET_ALL),
     "sleep": Chapter((), RESET_ALL, {1: SLEEP}, range(4)),
     "awake": Chapter({"stored"}),
@@ -137,6 +151,11 @@ class Engine(process.Engine):
         """Reset the device's cache alone, while nothing runs."""
         process.forget(self._llm)
 
+    def refuse(self) -> None:
+        """Do so, and have the next load refused in both usual ways."""
+        self.forget()
+        refused_loads.extend([TransferError("refused")] * 2)
+
     def abort(self, *places: int) -> None:
         """Abort requests, while copies are in flight if these are late."""
         self.idle_aborts += self._is_idle()
@@ -169,11 +188,28 @@ class Engine(process.Engine):
             assert moved.issuperset(chapter.moves), f"{name}: {moved}"
 
 
+class Model:
+    """A model and the right answers to ``PROMPTS``."""
+
+    def __init__(self, folder: Path, size: str) -> None:
+        self.path = make_model(folder, size)
+        if size == "windows":
+            config = json.loads((self.path / "config.json").read_text())
+            (self.path / "config.json").write_text(json.dumps({**config, "sliding_window": WINDOW_TOKENS}))
+        with engine("late", self.path, None, {"num_gpu_blocks_override": 200}) as it:
+            self.answers = it.serve({})
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     for name, value in environment().items():
         os.environ[name] = value
-    return make_model(tmp_path_factory.mktemp("model"), "tiny")
+    return cache(partial(Model, tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture
+def model(models: Callable[[str], Model], request: pytest.FixtureRequest) -> Model:
+    return models(getattr(request, "param", "tiny"))
 
 
 _allocators: list[object] = []  # vLLM wants an empty one for each engine that can sleep, and they never are
@@ -194,52 +230,68 @@ def engine(
         cumem.CuMemAllocator.instance = None
 
 
-@pytest.fixture(scope="module")
-def expected(model: Path) -> Answers:
-    with engine("late", model, None) as it:
-        return it.serve({})
-
-
 def settings(folder: Path) -> dict[str, Any]:
     """Return settings with deadlines that late copies on a busy machine keep."""
     found = {**over_files(32 << 20, folder), "block_size": CHUNK_TOKENS, "request_deadline_s": LONG_S}
     return {**found, "secondary_tiers": [{**tier, "deadline_s": LONG_S} for tier in found["secondary_tiers"]]}
 
 
+refused_loads: list[TransferError] = []
+"""Errors of the next attempts to load."""
+
+
 @pytest.fixture(autouse=True)
 def copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load small pages by copies too: kvtier's kernel is never late."""
+    """Load small pages by copies too, for kvtier's kernel is never late; refuse ``refused_loads``."""
     monkeypatch.setattr(_cuda_runtime, "_open_kernel", lambda device: None)
+    start = TorchStream.start_transfer
+
+    def start_transfer(self: TorchStream, after: Any, plan: CopyPlan) -> Any:
+        if refused_loads and not self._is_store:
+            raise refused_loads.pop()
+        return start(self, after, plan)
+
+    monkeypatch.setattr(TorchStream, "start_transfer", start_transfer)
 
 
 # BLHNC: the layers of a block are one range of bytes, so a chunk is few copies.
 @pytest.mark.parametrize(
-    ("order", "layout"), [("late", "LBHNC"), ("early", "BLHNC"), ("random:1", "BLHNC")], indirect=["order"]
+    ("order", "layout", "model", "more"),
+    [
+        ("late", "LBHNC", "tiny", DRAFTED),
+        ("early", "BLHNC", "tiny", IN_GRAPHS),
+        ("random:1", "BLHNC", "tiny", IN_GRAPHS),
+        ("late", "BLHNC", "windows", WITH_WINDOWS),
+    ],
+    indirect=["order", "model"],
 )
 def test_tokens_survive_everything(
     order: str,
     layout: str,
-    model: Path,
-    expected: Answers,
+    model: Model,
+    more: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
-    with engine(order, model, settings(tmp_path) | LOADED_WITHIN_STEPS) as it:
+    with engine(order, model.path, settings(tmp_path) | LOADED_WITHIN_STEPS, more) as it:
         assert it._llm.llm_engine.vllm_config.cache_config.kv_cache_layout == layout
-        it.tell({**FIRST, **HOST_MEMORY, **ABORTED}, expected)
-        assert CopyQueue.EXPEDITED in {thread.name for thread in threading.enumerate()}
+        it.tell({**FIRST, **HOST_MEMORY, **ABORTED, **REFUSED}, model.answers)
+        if more is not WITH_WINDOWS:  # prompts need more blocks than what follows; no load is expedited
+            assert it.counts()["preempted"]
+            assert CopyQueue.EXPEDITED in {thread.name for thread in threading.enumerate()}
         it.settle({})
-    with engine(order, model, settings(tmp_path), WHOLE) as it:
-        it.tell(CHAPTERS, expected)
+    with engine(order, model.path, settings(tmp_path), {**WHOLE, **more}) as it:
+        it.tell(CHAPTERS, model.answers)
+        assert bool(it.counts()["drafted"]) == (more is DRAFTED)
         assert not it.idle_aborts or order != "late"
 
 
 @pytest.mark.parametrize("order", ["late"], indirect=True)
 def test_early_report_changes_tokens(
-    order: str, model: Path, expected: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported_at_once(monkeypatch)
     found = pytest.raises(AssertionError, match=r"^other tokens")
-    with engine(order, model, settings(tmp_path)) as it, found:
-        it.tell({**FIRST, **HOST_MEMORY}, expected)
+    with engine(order, model.path, settings(tmp_path)) as it, found:
+        it.tell({**FIRST, **HOST_MEMORY}, model.answers)

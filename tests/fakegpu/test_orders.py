@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from kvtier._device import _queues
 from kvtier._device.backends import cuda
-from kvtier._device.backends._cuda_runtime import TorchRuntime, TorchStream
+from kvtier._device.backends._cuda_runtime import RuntimeLibrary, TorchRuntime, TorchStream
 from kvtier._device.base import Blocks, CopyQueue
+from kvtier._device.plan import CopyPlan
 from kvtier_testing.device import Rig, Shape, rig
 from tests.unit.device.conftest import engine_on
 
@@ -60,13 +62,16 @@ def overwrite(it: Rig, block: int, value: int) -> None:
 
 
 def tell_story(it: Rig) -> None:
-    """Store what is computed; then load it into a block that is zeroed; compute the first one anew."""
-    overwrite(it, 5, 17)
-    it.store(1, Blocks.make([5], (1,), (0,)), [3])
+    """Store what a graph computes; then load it into a block that is zeroed; compute the first one anew."""
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):  # as vLLM's decode steps
+        overwrite(it, 5, 17)
+        overwrite(it, 7, 17)
+    graph.replay()
+    it.store(1, Blocks.make([5, 7], (2,), (0,)), [3, 5])  # two copies: a batch
     it.engine.wait([1])
     overwrite(it, 5, 18)
     overwrite(it, 6, 0)
-    it.load(2, [3], Blocks.make([6], (1,), (0,)))
+    it.load(2, [3, 5], Blocks.make([6, 8], (2,), (0,)))
     it.check()
 
 
@@ -88,6 +93,32 @@ def without_wait(queue: CopyQueue) -> Plant:
     return plant
 
 
+def events_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the events of a transfer again, on a stream that has nothing to do."""
+    start: Any = TorchStream.start_transfer
+
+    def start_transfer(self: TorchStream, after: Any, plan: CopyPlan) -> Any:
+        events = start(self, after, plan)
+        idle = torch.cuda.Stream().cuda_stream
+        for event in events:
+            self._runtime.library.call("EventRecord", event.cuda_event, idle)
+        return events
+
+    monkeypatch.setattr(TorchStream, "start_transfer", start_transfer)
+
+
+def end_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the end of a transfer before its copies."""
+    around = RuntimeLibrary.around
+    monkeypatch.setattr(RuntimeLibrary, "around", lambda self, after, *ends: around(self, after, *ends[::-1]))
+    monkeypatch.setattr(RuntimeLibrary, "elapsed_ms", lambda self, start, end: 0.0)
+
+
+def sources_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a batch read its sources before the work in front of it."""
+    monkeypatch.setattr(cuda, "_IN_STREAM_ORDER", 3)  # cudaMemcpySrcAccessOrderAny
+
+
 def reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report each transfer when its copies were enqueued."""
     monkeypatch.setattr(_queues, "_wait_for", lambda transfer: 0.0)
@@ -103,7 +134,10 @@ def test_every_order_gives_same_bytes(machine: Rig) -> None:
     [
         pytest.param("early", without_wait(CopyQueue.STORE), id="store-without-wait"),
         pytest.param("early", without_wait(CopyQueue.LOAD), id="load-without-wait"),
+        pytest.param("early", sources_at_any_time, id="sources-at-any-time"),
         pytest.param("late", reported_at_once, id="end-without-wait"),
+        pytest.param("late", end_in_front, id="end-in-front"),
+        pytest.param("late", events_reused, id="events-reused"),
     ],
     indirect=["order"],
 )

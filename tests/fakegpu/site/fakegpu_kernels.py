@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -54,16 +55,22 @@ _LATE = ("fill_", "zero_")
 """Operations whose results other streams see late. So are copies on the device and writes of the KV cache."""
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes behind a tensor of the fake GPU, as a tensor of the CPU."""
+    storage = tensor.untyped_storage()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the CPU over the memory of one of the fake GPU."""
     storage = tensor.untyped_storage()
     if not storage.nbytes() or not storage.data_ptr():
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     found = torch.empty(0, dtype=tensor.dtype)
     with torch.no_grad():
         found.set_(
-            torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(),
+            memory_of(tensor).untyped_storage(),
             tensor.storage_offset(),
             tensor.size(),
             tensor.stride(),
@@ -98,9 +105,82 @@ def current_stream() -> int:
 
 def launch(late: Iterable[tuple[int, int]] = ()) -> None:
     """Run all earlier work of the current stream; these pieces of memory are then written late."""
+    if _graphs.captured is not None:
+        return
     ranges = [number for piece in late if piece[1] for number in piece]
     array = (ctypes.c_size_t * len(ranges))(*ranges)
     _runtime.fakegpu_launch(ctypes.c_void_p(current_stream()), array, ctypes.c_size_t(len(ranges) // 2))
+
+
+# --- graphs ---
+
+Kernel = Callable[..., Any]
+
+
+class Graphs:
+    """Records the kernels that a thread launches while it captures a graph, and launches them again.
+
+    The graph keeps their tensors. A kernel computes while it is captured, because the next one may look at
+    its results; the end of the capture undoes that. ``runtime.c`` has the rules of capturing.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()  # ``captured`` and ``undo``: of the graph that it captures
+        self._kernels = weakref.WeakKeyDictionary[Any, list[Callable[[], None]]]()
+
+    @property
+    def captured(self) -> list[Callable[[], None]] | None:
+        """The kernels of the graph that this thread captures; None if it captures none."""
+        return getattr(self._thread, "captured", None)
+
+    def recorded(self, kernel: Kernel) -> Kernel:
+        """Return the kernel, recorded when it is launched."""
+
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            if self.captured is None:
+                return kernel(*args, **kwargs)
+            for it in (*args, *kwargs.values()):
+                if isinstance(it, torch.Tensor) and it.is_cuda and it.untyped_storage().nbytes():
+                    memory = memory_of(it)
+                    self._thread.undo.setdefault(memory.data_ptr(), (memory, memory.clone()))
+            result = kernel(*args, **kwargs)
+            self.captured.append(lambda: self._rewrite(result, kernel(*args, **kwargs)))
+            return result
+
+        return launched
+
+    def _rewrite(self, result: Any, again: Any) -> None:
+        """Write the result of a later launch to where the first one was."""
+        if isinstance(result, (list, tuple)):
+            for pair in zip(result, again, strict=True):
+                self._rewrite(*pair)
+        elif isinstance(result, torch.Tensor) and result.data_ptr() != again.data_ptr():
+            alias(result).copy_(alias(again))
+
+    def use(self, of: Any) -> None:
+        """Have torch's class of graphs launch what was recorded."""
+        begin, end, replay = of.capture_begin, of.capture_end, of.replay
+
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+            begin(graph, *args, **kwargs)
+            self._thread.captured = self._kernels[graph] = []
+            self._thread.undo = {}
+
+        def capture_end(graph: Any) -> None:
+            self._thread.captured = None
+            for memory, before in self._thread.undo.values():
+                memory.copy_(before)
+            end(graph)
+
+        def launch_all(graph: Any) -> None:
+            replay(graph)
+            for kernel in self._kernels[graph]:
+                kernel()
+
+        of.capture_begin, of.capture_end, of.replay = capture_begin, capture_end, launch_all
+
+
+_graphs = Graphs()
 
 
 # --- torch ---
@@ -200,7 +280,7 @@ def replace(library: torch.library.Library, name: str, kernel: Callable[..., Any
     """Have an operation of CUDA computed by a function."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch names what is replaced
-        library.impl(name, kernel, "CUDA", allow_override=True)
+        library.impl(name, _graphs.recorded(kernel), "CUDA", allow_override=True)
 
 
 def use_torch(module: ModuleType) -> None:
@@ -216,6 +296,7 @@ def use_torch(module: ModuleType) -> None:
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             replace(library, name, OnCpu(operation, name))
     replace(library, "copy_", Copies().copy)
+    _graphs.use(torch.cuda.CUDAGraph)
 
 
 # --- Triton ---
@@ -251,7 +332,7 @@ def use_interpreter(module: Any) -> None:
 
     scope = module._LangPatchScope
     set_as_before, scope.set_attr = scope.set_attr, set_attribute
-    executor.__call__ = one_at_a_time
+    executor.__call__ = _graphs.recorded(one_at_a_time)
     executor._init_args_hst = arguments
     executor._restore_args_dev = lambda *_: None
 
@@ -382,7 +463,7 @@ def use_loaded_libraries(module: Any) -> None:
 def use_flash_attention(module: ModuleType) -> None:
     """Replace FlashAttention 3."""
     implement("_vllm_fa3_C", "fwd", flash_attention)
-    schedule = lambda *_: torch.zeros(64, dtype=torch.int32, device="cuda")  # noqa: E731
+    schedule = lambda *_: torch.zeros(1, dtype=torch.int32, device="cuda")  # noqa: E731
     implement("_vllm_fa3_C", "get_scheduler_metadata", schedule)
 
 

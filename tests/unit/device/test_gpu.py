@@ -247,18 +247,22 @@ def test_load_follows_writes(busy: Callable[[], None], expedited: bool) -> None:
 
 
 @of_torch_cuda
-@pytest.mark.skipif(FAKE, reason="the fake GPU has no graphs")
-def test_pinning_spares_graph_capture() -> None:
-    gate = threading.Event()
+def test_copies_and_pinning_spare_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = threading.Event()
+    start = TorchStream.start_transfer
+    monkeypatch.setattr(TorchStream, "start_transfer", lambda *them: captures.wait(60) and start(*them))
     runtime = Watched()
-    runtime.before_pinning = lambda count: gate.wait(60)
+    runtime.before_pinning = lambda count: captures.wait(60)
     numbers = torch.zeros(8, device="cuda")
     with gpu_rig(engine_on(runtime, 8)) as it:
+        it.store(1, Blocks.make([5], (1,), (0,)), [3])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):  # in the mode that forbids most to all other threads
             numbers += 1
-            gate.set()
-            wait_until(lambda: it.engine.pinning.nbytes == it.region.nbytes)
+            captures.set()
+            it.engine.wait([1])
+            wait_until(lambda: it.engine.pinning.failed or it.engine.pinning.nbytes == it.region.nbytes)
         graph.replay()
         assert numbers.tolist() == [1] * 8
         assert all(is_pinned(it, slot) for slot in range(SLOTS))
+        it.check()
