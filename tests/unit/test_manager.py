@@ -576,7 +576,7 @@ async def test_shutdown_counts_dropped_puts(caplog: pytest.LogCaptureFixture) ->
 async def test_shutdown_counts_later_puts(caplog: pytest.LogCaptureFixture) -> None:
     gate, slow = Gate(), dummy(put_latency_s=600, deadline_s=600)
     with anyio.fail_after(PATIENCE_S):
-        async with opened(slow, copy=gate, drain_s=0.1) as it:
+        async with opened(slow, copy=gate, drain_s=2.0) as it:
             store = asyncio.ensure_future(it.store(prompt(1, 2)))
             await gate.begun()
             asyncio.get_running_loop().call_soon(gate.opened.set)

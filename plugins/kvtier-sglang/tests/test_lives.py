@@ -49,7 +49,7 @@ class Rank:
 
     Attributes:
         weights: number of its weights; after a clear they are no other rank's.
-        stored: pages that it must find, unless a tier fails.
+        stored: pages that it has taken in.
         has_old: whether weights were replaced since it was cleared, so that it may not serve anything.
     """
 
@@ -69,7 +69,6 @@ class Life:
         self._attach, self._root = attach, root
         self._layout: Callable[[], Any] = chance.choice([pools.mha, chance.choice([*LAYOUTS.values()])])
         self._beside = [name for name in BESIDE if chance.random() < 0.4]
-        self._is_whole = True  # no tier loses what it has accepted
         self._settings = self._drawn_settings()
         self._odds = [6.0, *(chance.choice([0, 0.5, 1.5]) for _ in range(5))]
         self._ranks: list[Rank] = []
@@ -78,12 +77,13 @@ class Life:
         self._stored: set[Page] = set()  # pages that the calls of a step must find
         self._free: dict[int, list[int]] = {}  # places of pages for the calls of a step, by pool
         self._offered: set[Page] = set()
-        self._kept: set[Page] = set()  # by ranks that were closed
 
     def _drawn_settings(self) -> dict[str, object]:
         chance = self._chance
+        memory = chance.choice(["64KiB", "256KiB", "1MiB"])
+        self._keeps_all = memory == "1MiB"  # of a rank's pages; tiers may lose some, or refuse them
         more: dict[str, object] = {
-            "cpu_bytes_to_use": chance.choice(["64KiB", "256KiB", "1MiB"]),
+            "cpu_bytes_to_use": memory,
             "eviction_policy": chance.choice(["auto", "lru", "arc", "lhd"]),
             "isolation": "process" if chance.random() < 0.1 else "thread",
         }
@@ -117,7 +117,7 @@ class Life:
             host[KV], {**self._settings, "kvtier": kvtier}, beside, is_mla_model=is_mla, **change
         )
         has_old = _updates.updates() > 0
-        self._ranks.append(Rank(cache, self._starts[cache], made, host, {*self._kept}, has_old=has_old))
+        self._ranks.append(Rank(cache, self._starts[cache], made, host, has_old=has_old))
 
     def _begin_another(self, _threads: ThreadPoolExecutor) -> None:
         if len(self._ranks) < 3:
@@ -126,15 +126,14 @@ class Life:
     def _restart(self, _threads: ThreadPoolExecutor) -> None:
         rank = self._ranks.pop(self._chance.randrange(len(self._ranks)))
         rank.storage.close()
-        self._kept |= rank.stored
         self._begin(rank.cache)
 
     def _damage(self, _threads: ThreadPoolExecutor) -> None:
-        found = files(self._root)
-        with suppress(FileNotFoundError, IndexError), self._chance.choice(found).open("r+b") as file:
-            file.seek(self._chance.randrange(1000))  # else it was removed by now, or there is none
-            file.write(self._chance.randbytes(8))
-        self._is_whole = False
+        with suppress(FileNotFoundError, IndexError):  # it was removed by now, or there is none
+            path = self._chance.choice(files(self._root))
+            with path.open("r+b") as file:
+                file.seek(self._chance.randrange(1000))
+                file.write(self._chance.randbytes(8))
 
     def _update(self, _threads: ThreadPoolExecutor) -> None:
         replace_weights(self._chance.choice(UPDATES))
@@ -233,7 +232,7 @@ class Life:
         """Check how many leading pages were found: all that must be there, none that cannot."""
         assert found <= leading(pages, self._offered), "a page is found that was never offered"
         assert not (rank.has_old and found), "a page is found before a clear"
-        if self._is_whole and not rank.has_old and not is_cleared:
+        if self._keeps_all and not rank.has_old and not is_cleared:
             assert found >= (leading(pages, self._stored) if least is None else least), "a page is lost"
 
 

@@ -46,9 +46,8 @@ def free_port(*beside: int) -> int:
 def stopped(process: subprocess.Popen[Any], seconds: float = inf) -> Iterator[None]:
     """Stop a process, like a hang of its machine, until the context ends or time runs out."""
     process.send_signal(signal.SIGSTOP)
-    os.waitid(
-        os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT
-    )  # returns when all threads have stopped
+    # Returns when all threads have stopped.
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     timer = threading.Timer(min(seconds, 3600.0), process.send_signal, (signal.SIGCONT,))
     timer.start()
     try:
