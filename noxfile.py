@@ -124,7 +124,7 @@ def plugins(session: nox.Session) -> None:
     for plugin in PLUGINS:
         session.install("-e", f"plugins/{plugin}[tests]")
     session.install("--no-deps", *NIXL)
-    for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has a configuration of its own
+    for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has its own configuration
         tests = f"plugins/{plugin}/tests"
         chosen = tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"
         waits = (
@@ -216,7 +216,7 @@ def contract(session: nox.Session) -> None:
 
 @nox.session
 def generations(session: nox.Session) -> None:
-    """Do the versions of one KV format read each other's chunks? Each in an environment of its own."""
+    """Do the versions of one KV format read each other's chunks? Each in its own environment."""
     install_engine_tests(session, VLLM)
     here = f"{session.bin}/python"
     next_one: dict[str, object] = {"python": here, "environment": overlay_next_engine(session)}

@@ -194,7 +194,7 @@ def open_manager(
     if not all(ref.is_whole for ref in refs):
         raise ConfigError(
             "the mappings of the KV tensors (PageRef.mapping) leave bytes of a page to other workers, but a "
-            "manager works without other workers: remove them, and give each worker an identity of its own"
+            "manager works without other workers: remove them, and give each worker its own identity"
         )
     layout = SlotLayout.make(kv_caches.page_bytes, config.blocks_per_chunk or 1, rank=0, workers=1)
     identity = _with_settings(identity, config.namespace, layout)

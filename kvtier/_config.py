@@ -222,7 +222,7 @@ class TieringConfig(Settings):
         if twice := sorted({name for name in given if given.count(name) > 1}):
             raise ValueError(f"secondary_tiers: two tiers have the name {', '.join(twice)}")
         if problem := self.shared_directory():
-            raise ValueError(f"secondary_tiers: {problem}: give each a directory of its own")
+            raise ValueError(f"secondary_tiers: {problem}: give each its own directory")
         for name, use in ((PRIMARY, "the primary tier"), (ADOPTED, "chunks of an earlier engine")):
             if name in given or name in [tier.type for tier in self.secondary_tiers]:
                 raise ValueError(f"secondary_tiers: {name!r} is reserved for {use}: rename that tier")

@@ -30,7 +30,7 @@ def weights_fingerprint(model: Path) -> str | None:
     half a percent of a file: that is what the setting ``namespace`` is for. Files that say how to use the
     weights count as well: settings of quantisation, image processors and generation, and code. Those of the
     tokenizer do not, nor does ``config.json``, which the caller adds as the engine has read it. Encoders may
-    have folders of their own: all these files count there.
+    have their own folders: all these files count there.
 
     Args:
         model: the directory that holds the files, or the one file that is all of the model.
@@ -89,7 +89,7 @@ def remote_code(
         model: a directory, or the name of a repository.
         config: the model's configuration, as the engine has read it.
         revision: the revision of the model's own repository.
-        code_revision: the revision of all code, if it has one of its own.
+        code_revision: the revision of all code, if it differs.
     """
     folder = Path(model) if os.path.isdir(model) else _hub_folder(model, revision, None)
     configs = [config, *(_json(path) for path in sorted(folder.glob("*.json") if folder else ()))]

@@ -162,7 +162,7 @@ async def open_prefix_cache(
     Args:
         model: a decoder whose layers all have full attention, on any device that kvtier can copy from.
         config: kvtier's settings; a block is a chunk here, so ``blocks_per_chunk`` is left away.
-        chunk_tokens: tokens of a chunk: a prefix is loaded in steps of so many.
+        chunk_tokens: tokens of a chunk: a prefix is loaded in steps of this size.
         most_tokens: tokens of a prompt that are kept at most; the device holds them a second time.
 
     Raises:

@@ -169,7 +169,7 @@ def _configuration(config: Path | None, tiers: Sequence[str], chunk_bytes: int) 
     if not settings.secondary_tiers:
         raise ConfigError(_NO_TIERS)
     if problem := settings.shared_directory(os.path.realpath):  # unlike engines, this may ask a file system
-        raise ConfigError(f"secondary_tiers: {problem}: give each a directory of its own")
+        raise ConfigError(f"secondary_tiers: {problem}: give each its own directory")
     return settings, "spec_name" in given
 
 

@@ -115,7 +115,7 @@ class ChunkTable:
         self.unpin(chunks)
 
     def lower(self, most: int) -> int:
-        """Give candidates of high priority beyond so many the default one; return how many."""
+        """Give candidates of high priority beyond ``most`` the default priority; return their number."""
         second, highest = self.orders[DEFAULT + 1 :]
         lowered = second.evict(len(second) + len(highest) - most)
         lowered += highest.evict(len(highest) - most)

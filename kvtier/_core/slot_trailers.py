@@ -25,7 +25,7 @@ _ENTRY_WORDS = _TRAILER + _TRAILER_BYTES // _WORD_BYTES
 
 
 def slot_trailers_bytes(slots: int) -> int:
-    """Return how many bytes the table of so many slots takes."""
+    """Return the bytes that the table takes."""
     return (_HEADER_WORDS + slots * _ENTRY_WORDS) * _WORD_BYTES
 
 

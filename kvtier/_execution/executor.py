@@ -36,7 +36,7 @@ logger = GuardedLogger("kvtier.executor")
 
 _SEAL_THREADS = 4
 CLOSE_S = 1.5
-"""A shutdown ends so many seconds after the drain, even if a tier hangs: vLLM kills an engine after 5."""
+"""Seconds from the drain to the end of a shutdown, even if a tier hangs: vLLM kills an engine after 5."""
 
 LAST_STEP_S = 0.2
 """Seconds of a shutdown that remain after the tiers are closed."""

@@ -40,7 +40,7 @@ class Channel:
         return len(self._frames)
 
     def receive(self, reads: float = 1) -> Iterator[bytes]:
-        """Yield the frames that so many reads find. Raises WireError where one is too long."""
+        """Yield the frames that ``reads`` reads find. Raises WireError if one is too long."""
         while reads > 0:
             reads -= 1
             try:

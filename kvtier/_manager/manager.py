@@ -1,6 +1,6 @@
-"""TieringManager: the asyncio interface of kvtier, for programs with an event loop of their own.
+"""TieringManager: the asyncio interface of kvtier, for programs with their own event loop.
 
-The event loop owns the core and runs the tiers; device copies run on threads or streams of their own. A task
+The event loop owns the core and runs the tiers; device copies run on their own threads or streams. A task
 that is cancelled during a copy waits for the end of the copy, because only then can its slots be reused.
 """
 
@@ -443,7 +443,7 @@ class TieringManager:
             await self._changed.wait()
 
     async def _serve(self) -> None:
-        """Run the executor, in a task of its own: it cannot be left while a tier does not end."""
+        """Run the executor, in its own task: it cannot be left while a tier does not end."""
         try:
             async with self._executor:
                 self._serves.set()

@@ -36,7 +36,7 @@ class SlotLayout:
 
         | area 0: tensor 0 [block 0, block 1, ...] tensor 1 [...] ... | area 1: ... | padding |
 
-    Either each worker has an area of its own, in the order of the ranks, or the workers share one
+    Either each worker has its own area, in the order of the ranks, or the workers share one
     area of canonical pages, each of which holds what all workers have of a block in a tensor.
     """
 

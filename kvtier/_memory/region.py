@@ -94,7 +94,7 @@ class Region:
         exist, or ``chunk_bytes`` is not a multiple of the page size.
 
         If ``keep_s`` is above 0, the region of an engine that has ended is taken over if it has this size and
-        contents, and this one is kept for so many seconds after its end. ``contents`` begins with a word for
+        contents, and this one is kept that many seconds after its end. ``contents`` begins with a word for
         the engine. Regions kept for other engines stay, even if their guards were killed. The metadata begins
         with the trailers of the slots; the rest is zeros. One process of an engine ``is_first``: others wait
         for it.

@@ -56,7 +56,7 @@ class Damage:
 
 
 def slot_checksums_bytes(slots: int, areas: int) -> int:
-    """Return how many bytes the words of so many slots take."""
+    """Return the bytes that the words of the slots take."""
     return slots * areas * _WORD_BYTES
 
 
@@ -118,7 +118,7 @@ class SlotChecksums:
 
     def chosen(self, transfer_id: int, slots: Sequence[int]) -> list[int]:
         """Return the positions of the slots of a store to audit: the same in every worker."""
-        bound = round(self.rate * (_CHECKSUM + 1))  # of integers the comparison is much faster
+        bound = round(self.rate * (_CHECKSUM + 1))  # comparing integers is much faster
         seed = transfer_id * _MIX_ID
         return [at for at, slot in enumerate(slots) if (seed + slot * _MIX_SLOT) & _CHECKSUM < bound]
 

@@ -48,7 +48,7 @@ _WORDS_BYTES = len(StatusField) * _WORD_BYTES
 
 
 def status_table_bytes(slots: int, workers: int) -> int:
-    """Return how many bytes the table of so many workers takes."""
+    """Return the bytes that the table takes."""
     return _row_bytes(slots) * workers
 
 

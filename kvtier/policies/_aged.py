@@ -76,7 +76,7 @@ def deepest(parts: Iterable[PartT], count: int) -> tuple[PartT, int]:
 
 
 def run_of(keys: Sequence[OffloadKey], time: int) -> Run:
-    """Return a run of its own for keys in the order of their prompt."""
+    """Return a separate run for keys in the order of their prompt."""
     return Run(time, {key: place for place, key in enumerate(keys)}.__getitem__)
 
 

@@ -168,7 +168,7 @@ HINTS: Sequence[Mapping[str, Any]] = (
 class Drawer:
     """Draws requests whose prompts form a tree.
 
-    Each life has odds of its own for each feature: what many rare features hide shows where they are absent,
+    Each life draws its own odds for each feature: a defect that rare features hide shows without them,
     and what needs one feature several times shows where it is frequent.
 
     Args:

@@ -70,7 +70,7 @@ class Ask:
     """One request.
 
     Attributes:
-        name: a number of its own.
+        name: its number, which no other has.
         pieces: the tokens that its prompt ends with.
         after: the request that it continues: its text, and its answer if it has ended.
         keep: how many tokens of that text; None for all.

@@ -416,7 +416,7 @@ class Opening:
 
 
 class Caller:
-    """Calls a manager with blocks of its own."""
+    """Calls a manager with its own blocks."""
 
     def __init__(self, opening: Opening, number: int) -> None:
         self._opening, self._manager, self._device = opening, opening.manager, opening.device
@@ -504,7 +504,7 @@ class Caller:
         await self._load(keys)
 
     async def _write(self, keys: Keys) -> None:
-        """Fill slots, or give up and go on writing: until the views are gone they are nobody else's."""
+        """Fill slots, or give up and go on writing: they stay reserved until the views are gone."""
         version = self._opening.version
         self._opening.offer(keys)
         self._scribbled.clear()

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from tests.differential.lives import Ask, Case, Life, Piece, Round
 
 ENOUGH = 8
-"""Chunks. A life that should load so many loads at least one."""
+"""Chunks. A life that should load this many loads at least one."""
 
 Key = int
 Text = list[int]

@@ -41,7 +41,7 @@ def order(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def stream() -> Iterator[torch.cuda.Stream]:
-    """Compute on a stream of its own, as vLLM does."""
+    """Compute on its own stream, as vLLM does."""
     with torch.cuda.stream(torch.cuda.Stream()) as _:
         yield torch.cuda.current_stream()
 

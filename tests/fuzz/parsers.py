@@ -221,7 +221,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _home() -> Iterator[Path]:
-    """Yield a cache's directory below a root of its own."""
+    """Yield a cache's directory below a root."""
     with tempfile.TemporaryDirectory(dir=_scratch()) as root:
         home = Path(root) / IDENTITY.namespace
         home.mkdir()

@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192, 16384])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--host-gib", type=float, default=6.0, help="host memory of each system [6]")
-    parser.add_argument("--in-process", action="store_true", help="engines without a process of their own")
+    parser.add_argument("--in-process", action="store_true", help="engines in this process")
     parser.add_argument(
         "--systems", choices=SPECS, nargs="+", default=[name for name in SPECS if name != PACKED]
     )

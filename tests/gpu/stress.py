@@ -109,7 +109,7 @@ def make_rounds(requests: int) -> list[list[list[int]]]:
 
 
 class Stress:
-    """The engines of one run, each in a process of its own."""
+    """The engines of one run, each in its own process."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self._folder = folder

@@ -76,7 +76,7 @@ def _show_what_engines_said(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_llama(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a tiny Llama-style model: in a directory of its own, or in the one that is given."""
+    """Make a tiny Llama-style model: in its own directory, or in the one that is given."""
 
     def make(directory: Path | None = None, seed: int = 1, **fields: Any) -> Path:
         directory = directory or tmp_path_factory.mktemp("models") / "tiny"

@@ -84,7 +84,7 @@ class Faults:
             setattr(cpu, name, partial(self._copy, getattr(cpu, name)))
 
     def set(self, *, stores: int = 0, loads: int = 0, rank: int = -1, held: int = 0) -> None:
-        """Let the next so many attempts of each kind fail, half-way; negative: all of them.
+        """Let the next attempts of each kind fail half-way: their number, or all if it is negative.
 
         Args:
             rank: the worker whose copies fail; negative for any.

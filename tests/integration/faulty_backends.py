@@ -62,7 +62,7 @@ class Backend(ABC):
 
 
 class Files(Backend):
-    """The file tier, in a process of its own; its files are on a file system in memory, which is bounded."""
+    """The file tier, in its own process; its files are on a file system in memory, which is bounded."""
 
     tier = "fs"
     counted = {

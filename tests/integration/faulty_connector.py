@@ -1,4 +1,4 @@
-"""KVTierConnector for workers that are processes of their own: whoever imports it has faulty copies."""
+"""KVTierConnector for workers in separate processes: each that imports it has faulty copies."""
 
 from __future__ import annotations
 

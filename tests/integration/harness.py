@@ -1,4 +1,4 @@
-"""Engines for the tests: each in a process of its own, asked over a socket, with a deadline on each wait.
+"""Engines for the tests: each in its own process, asked over a socket, with a deadline on each wait.
 
 ``Launcher`` starts the process that engines are forked from, ``Engine`` is one of them.
 """
@@ -373,7 +373,7 @@ class Engine(Channel):
         assert self.call("reset", connector=connector)["done"]
 
     def fail_copies(self, **attempts: int) -> None:
-        """Let the next so many attempts of copies fail. See ``faults.Faults.set``."""
+        """Let the next attempts of copies fail. See ``faults.Faults.set``."""
         self.call("fail", module=FAULTS, **attempts)
 
     # --- looking ---------------------------------------------------------------------------------

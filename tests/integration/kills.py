@@ -50,7 +50,7 @@ KILLED = "the test kills: "
 def arm(
     llm: Any, moment: str, line: int, delay_s: float, victim: str, engines: Collection[int]
 ) -> dict[str, Any]:
-    """Kill ``victim`` when so many lines of kvtier's code for a moment have run, and say so in the log.
+    """Kill ``victim`` after this many lines of kvtier's code for a moment, and say so in the log.
 
     Args:
         llm: the engine; None before its start.

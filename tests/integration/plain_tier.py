@@ -75,13 +75,13 @@ class PlainTier(SecondaryTier[PlainConfig]):
         if fault == "slow":
             await anyio.sleep(_DELAY_S)
         with anyio.CancelScope(shield=True):  # as a client does that heeds no cancellation
-            while self._fault() == "hang":  # noqa: ASYNC110 - nobody tells when it is over
+            while self._fault() == "hang":  # noqa: ASYNC110 - no event tells when it is over
                 await anyio.sleep(_LOOK_AGAIN_S)
         if fault == "vanish":
             self._chunks.clear()
             raise ConnectionRefusedError(111, "nobody listens")
         if fault == "error":
-            raise RuntimeError("the client library has raised something of its own")
+            raise RuntimeError("an error of the client library")
         return fault
 
     def _fault(self) -> str:

@@ -1,4 +1,4 @@
-"""Tiers that engines share, each over a server of its own where it needs one."""
+"""Tiers that engines share, each over its own server where it needs one."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replay(tmp_path: Path) -> None:
-    """On servers of its own, one after the other."""
+    """On its own servers, one after the other."""
     lines = [
         {"timestamp": 500 * number, "input_length": 5000, "output_length": 100}
         | {"hash_ids": [0, *range(100 * (number % 4) + 1, 100 * (number % 4) + 10)]}

@@ -635,7 +635,7 @@ class Scheduler:
         self.belief: defaultdict[object, set[OffloadKey]] = defaultdict(set)
 
     def run(self, *, until_loaded: int) -> None:
-        """Let requests arrive until so many chunks were loaded, 400 steps at least."""
+        """Let requests arrive until ``until_loaded`` chunks were loaded, and for at least 400 steps."""
         end = time.monotonic() + PATIENCE_S
         while self.steps < 400 or self.loaded < until_loaded:
             assert time.monotonic() < end, self.loaded

@@ -533,7 +533,7 @@ def test_hub_name_needs_commit(models: Callable[[str], Path]) -> None:
     ("architecture", "module"),
     [
         ("LlamaForCausalLM", None),
-        ("Olmo2ForCausalLM", "transformers"),  # vLLM has no code of its own for it
+        ("Olmo2ForCausalLM", "transformers"),  # vLLM has no code for it
         ("TransformersForCausalLM", "transformers"),
     ],
 )

@@ -59,7 +59,7 @@ def test_damaged_files_are_recomputed(
 ) -> None:
     files = {"type": "fs", "root_dir": str(tmp_path)}
     settings = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": [files]}
-    chunks: list[Path] = []  # of each prompt the one at the position
+    chunks: list[Path] = []  # per prompt: the chunk at the position
     with launcher.start(llama, settings) as engine:
         for one in PROMPTS:
             engine.served(one[: POSITION * BLOCK_TOKENS + 2])

@@ -44,7 +44,7 @@ def start(
     environment: Mapping[str, str] = MappingProxyType({}),
     **arguments: Any,
 ) -> Engine:
-    """Start an engine, and have its tier keep chunks of a prompt of its own: it can be used."""
+    """Start an engine, and have its tier keep chunks of a prompt: it can be used."""
     tiers = [shared.of(number)]
     settings = {"cpu_bytes_to_use": "32MiB", "secondary_tiers": tiers, "max_wait_s": WAIT_S, **settings}
     environment = {**shared.environment, **environment}

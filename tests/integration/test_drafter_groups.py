@@ -117,7 +117,7 @@ def blocks_per_chunk(request: pytest.FixtureRequest) -> int:
     params={
         "EAGLE beside full attention": Case([(FULL, 2), (FULL, 2)]),
         "MTP beside sliding windows": Case([(WINDOW, 2), (FULL, 2)]),
-        "MTP in windows of its own": Case([(FULL, 2), (WINDOW, 2)]),
+        "MTP in its own windows": Case([(FULL, 2), (WINDOW, 2)]),
         "MTP beside latent attention": Case([(LATENT, 2), (LATENT, 2)]),
         "MTP beside states": Case([(replace(STATE, page_size_padded=FULL.page_size_bytes), 4), (FULL, 2)]),
     }.items(),

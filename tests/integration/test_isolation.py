@@ -1,4 +1,4 @@
-"""The tiers in a process of their own, the default: whatever becomes of it costs misses alone."""
+"""The tiers in their own process, the default: any failure of it costs only misses."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_priorities_survive_floods(launcher: Launcher, llama: Path, reference: A
 
 
 def _release(engine: Engine, chunks: int, **how: Any) -> None:
-    """Compute or load the session; wait until so many chunks have been released; empty the device's cache."""
+    """Compute or load the session; wait until ``chunks`` were released; empty the device's cache."""
     engine.generate(SESSION, **how)
     engine.until(
         lambda it: it.value("kvtier_released_chunks") == chunks, "it has left host memory for the tier"

@@ -200,7 +200,7 @@ class Restarts:
         self._is_guarded = False  # else an engine of another test that starts removes it
 
     def run(self, rounds: int) -> None:
-        """Kill so many engines, and end with one that stops in an orderly way."""
+        """Kill an engine per round, and end with one that stops in an orderly way."""
         for _ in range(rounds):
             self._restart()
         with self._start() as engine:

@@ -131,6 +131,6 @@ def test_nixl_prefill_then_kvtier(
 
 
 def side_channel() -> dict[str, str]:
-    """Return the environment of an engine whose NIXL is reached at a port of its own."""
+    """Return the environment of an engine whose NIXL has its own port."""
     address = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     return {**address, "UCX_TLS": "tcp,self"}

@@ -105,7 +105,7 @@ def shared_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(launcher: Launcher, llama: Path, shared_settings: dict[str, Any]) -> Iterator[Engine]:
-    """An engine that several tests use one after the other, each with prompts of its own."""
+    """An engine that several tests use one after the other, each with its own prompts."""
     with launcher.start(llama, shared_settings) as engine:
         yield engine
 

@@ -4,7 +4,7 @@
 common, because an identity names only what differs from its default. A failure names what to look at:
 
 - a field that is new: put it on the list in ``excluded_settings.toml`` with the reason, or into the file;
-- a default that has changed: the version starts a KV format generation of its own, or the field joins the
+- a default that has changed: the version starts its own KV format generation, or the field joins the
   list;
 - a file of vLLM's that is new in naming ``max_model_len``: see whether numbers are computed with it, and
   add its models to ``length_dependent`` there, or the file to the file.
@@ -107,7 +107,7 @@ def defaults() -> Mapping[str, Any]:
 
 def test_every_setting_was_reviewed(reviewed: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     new = sorted(defaults.keys() - reviewed["defaults"].keys())
-    assert not new, f"vLLM {vllm.__version__} has settings that nobody has looked at:\n" + "\n".join(
+    assert not new, f"vLLM {vllm.__version__} has settings that are not reviewed:\n" + "\n".join(
         f"{path} = {defaults[path]!r}" for path in new
     )
 
@@ -124,7 +124,7 @@ def test_counted_defaults_are_unchanged(reviewed: Mapping[str, Any], defaults: M
 
 def test_length_models_were_reviewed(reviewed: Mapping[str, Any]) -> None:
     new = sorted(files_with_length() - set(reviewed["files"]))
-    assert not new, f"vLLM {vllm.__version__} names max_model_len in files that nobody has looked at: {new}"
+    assert not new, f"vLLM {vllm.__version__} names max_model_len in files that are not reviewed: {new}"
 
 
 def test_listed_names_exist() -> None:

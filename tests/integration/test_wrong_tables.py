@@ -1,4 +1,4 @@
-"""Wrong block tables of vLLM's connector: its scheduler's side over kvtier. The test is the allocator."""
+"""kvtier under wrong block tables: the scheduler's side of vLLM's connector. The test is the allocator."""
 
 from __future__ import annotations
 

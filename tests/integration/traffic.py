@@ -113,7 +113,7 @@ def reload(llm: Any, weights: str) -> dict[str, Any]:
 
 
 def fail_amid(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Let vLLM end a request with an error when so many tokens of its prompt are computed.
+    """Let vLLM end a request with an error when ``tokens`` of its prompt are computed.
 
     vLLM does so if two media have the same UUID, or an encoder's outputs cannot be had.
     """
@@ -131,7 +131,7 @@ def fail_amid(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 
 def overtake(llm: Any, low: list[int], high: list[int], tokens: int) -> dict[str, Any]:
-    """Return the answer to a prompt that one of a higher priority overtakes, after so many of its tokens."""
+    """Return the answer to a prompt that a more important one overtakes after ``tokens`` of its tokens."""
     engine, number = llm.llm_engine, next(_NUMBERS)
     first, second = f"{number}001", f"{number}002"
     engine.add_request(first, {"prompt_token_ids": low}, sampling(8), priority=1)

@@ -206,7 +206,7 @@ class LateWriter(World):
 
 
 def live(runs: int, world_type: type[World] = World) -> Counter[str]:
-    """Return how many adopted chunks were loaded, and verified in the background, in so many lives."""
+    """Return how many adopted chunks were loaded, and verified in the background, in ``runs`` lives."""
     counts: Counter[str] = Counter()
     for seed in range(runs):
         world = world_type(seed)

@@ -112,7 +112,7 @@ async def test_changed_chunk_is_not_put() -> None:
 async def test_written_slots_are_forgotten() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
-        await it.forget_primary()  # of all slots it is known by now what they must hold
+        await it.forget_primary()  # by now the test knows the right bytes of all slots
         async with it.manager.write(prompt(7, 6)) as written:
             assert len(written.keys) == 6
             for view in written.views:
@@ -129,7 +129,7 @@ async def test_written_slots_are_forgotten() -> None:
 async def test_lent_slots_are_forgotten() -> None:
     async with opened(dummy()) as it:
         await it.store(KEYS)
-        await it.forget_primary()  # of all slots it is known by now what they must hold
+        await it.forget_primary()  # by now the test knows the right bytes of all slots
         assert it.slot_checksums is not None
         it.slot_checksums.rate = 0.0  # promoted chunks get no checksums
         assert await it.load(KEYS) == 6

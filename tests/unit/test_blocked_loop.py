@@ -20,7 +20,7 @@ BLOCKED_S = 1.2
 
 
 class TimesOut(DummyTier):
-    """A client with a time limit of its own. Its first puts begin together, in one turn of a blocked loop."""
+    """A client with its own time limit. Its first puts begin together, in one turn of a blocked loop."""
 
     PUTS = 6
     """Five failures in a row would open the breaker."""

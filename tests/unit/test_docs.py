@@ -117,7 +117,7 @@ def test_page_configurations_work(page: Path) -> None:
         for found in _IN_SHELL.findall(block.text.replace("\\\n", ""))
     ]
     installed = {info.name for info in registry.installed()}
-    absent = set(plugins._OWN_TIERS) - installed  # in CI they have environments of their own
+    absent = set(plugins._OWN_TIERS) - installed  # in CI they have their own environments
     for where, text in texts:
         value = json.loads(text)
         for child in value.get("kv_connector_extra_config", {}).get("connectors", ()):  # of a MultiConnector

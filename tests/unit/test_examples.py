@@ -17,7 +17,7 @@ DISTRIBUTIONS = {"files", "second_chance", "shelf"}
 
 
 def test_examples_are_tested() -> None:
-    """The others have tests of their own: ``test_pd_proxy``, ``test_transformers_example``."""
+    """The others have their own tests: ``test_pd_proxy``, ``test_transformers_example``."""
     assert not list(EXAMPLES.glob("*.py"))
     assert {path.parent.name for path in EXAMPLES.glob("*/pyproject.toml")} == DISTRIBUTIONS
 

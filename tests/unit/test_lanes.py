@@ -55,7 +55,7 @@ Run = Callable[..., tuple[list[str], str]]
 
 @pytest.fixture
 def lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The runner, in a project of its own."""
+    """The runner, in its own project."""
     module: ModuleType = load_file("lanes", SOURCE)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/nox.py").write_text(NOX)

@@ -556,7 +556,7 @@ async def test_unstoppable_tier_is_abandoned(
     it.check()
     deaf.let_go.set()
     with anyio.fail_after(PATIENCE_S):
-        while asyncio.all_tasks() - tasks:  # noqa: ASYNC110 - nobody is told of what was left behind
+        while asyncio.all_tasks() - tasks:  # noqa: ASYNC110 - leftover tasks send no event
             await anyio.sleep(0.005)
     assert [bytes(it.region.view(slot)) for slot in slots] == before
     await anyio.to_thread.run_sync(it.region.close)  # waits for the thread that has got the memory

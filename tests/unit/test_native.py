@@ -44,7 +44,7 @@ def address_of(buffer):
 
 
 def checksum(name):
-    """Return a function of the library: it continues a checksum, over so many bytes at an address."""
+    """Return a function of the library: it continues a checksum over bytes at an address."""
     function = getattr(native.library, name)
     function.argtypes, function.restype = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_uint32
     return function

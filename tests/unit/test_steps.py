@@ -26,7 +26,7 @@ class Context:
 
 
 class Engine:
-    """Steps as vLLM makes them, with a clock of its own."""
+    """Steps as vLLM makes them, with its own clock."""
 
     def __init__(self, *, stores_decodes: bool = False, ends_last: bool = False) -> None:
         self.core: Tiering = world.make(load_gate="latency")  # type: ignore[arg-type]

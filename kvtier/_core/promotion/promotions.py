@@ -29,7 +29,7 @@ class Promotions:
         self.land_verified = self._gets.land_verified
         self._tiers = TierOrder(shared, self.holds, self._gets)
         self.waits = Waits(shared, self.holds, self._gets, self._tiers)
-        self._refusals: list[str | None] = []  # of the tiers, in the last round
+        self._refusals: list[str | None] = []  # per tier, in the last round
         self._has_new_refusals = False
         self._tried: tuple[Request | None, int] = (None, 0)  # the last first in line, and ``holds.changes``
 

@@ -177,7 +177,7 @@ class TierOrder:
         fetched += min(self._shared.gate.window_chunks, sum(of_group[group] for group in windows))
         if not key.endswith(front):
             return fetched, request.base, held + of_group[front]
-        index = request.wanted.index(key) if key in asked else 0  # of this group are the first ones
+        index = request.wanted.index(key) if key in asked else 0  # the first ones are of this group
         return fetched, request.base + held + index, to_get[front]
 
     def _probe(self, tier: int, keys: Keys, now_s: float) -> None:

@@ -30,7 +30,7 @@ class Waits:
     def follow(self, now_s: float) -> list[Request]:
         """Ask again where that is due; return the requests for which something may be promoted now.
 
-        Chunks held for requests that go on waiting are unpinned: nobody knows whether the rest will come.
+        Chunks held for requests that go on waiting are unpinned, since the rest may never come.
         """
         news: list[Request] = []
         due: list[Request] = []
@@ -62,7 +62,7 @@ class Waits:
             self._holds.rejoin(request, now_s)
 
     def end(self, request: Request, now_s: float) -> None:
-        """Answer MISS for what a request awaits and nobody has found."""
+        """Answer MISS for awaited chunks that no tier has."""
         self.update(request, now_s)
         request.end_wait(now_s)
         self.update(request, now_s)

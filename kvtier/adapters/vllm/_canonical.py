@@ -248,7 +248,7 @@ def computes_with_length(model: ModelConfig) -> bool:
 def foreign_module(model: ModelConfig) -> str | None:
     """Return the module whose code computes a model; None if that is vLLM's own.
 
-    vLLM has no code of its own for some architectures, and hands them to transformers under their names.
+    vLLM has no code for some architectures, and hands them to transformers under their names.
     """
     registered = model.registry.models.get(model.architecture)
     module = getattr(registered, "module_name", None) or getattr(registered, "model_cls", object).__module__

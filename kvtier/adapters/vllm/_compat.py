@@ -257,7 +257,7 @@ class EngineContext:
         return self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
 
     def with_chunks(self, group: OffloadingGroupConfig, blocks: int) -> OffloadingGroupConfig:
-        """Return a group with chunks of so many blocks: vLLM 0.33 states the size of its window in chunks."""
+        """Return a group with ``blocks`` blocks in a chunk: vLLM 0.33 has its window in chunks."""
         if not hasattr(group, "sliding_window_size_in_chunks"):
             return group
         spec = next(iter(iter_layer_specs(self.spec_of(group.group_id))))

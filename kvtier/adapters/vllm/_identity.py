@@ -64,7 +64,7 @@ def engine_identity(
 
     With canonical pages it equals a single worker's identity; otherwise it includes the parallel layout. If
     block hashes do not name all content, it is unique to this start. ``page_formats`` come from the workers.
-    ``received`` are connectors that bring what other engines have computed, with settings of their own.
+    ``received`` are connectors that bring what other engines have computed, with their own settings.
     ConfigError if nothing distinguishes the weights or a setting from others of the same name.
     """
     vllm_config, namespace = engine.vllm_config, settings.namespace

@@ -1,4 +1,4 @@
-"""How the workers of one engine share a slot: each with an area of its own, or one of canonical pages.
+"""How the workers of one engine share a slot: each with its own area, or one of canonical pages.
 
 vLLM makes the spec in the scheduler's process and in every worker, and none has all facts: the scheduler has
 the first worker's configuration and no tensors, a worker has only its own. Each derives the same shape here.

@@ -105,7 +105,7 @@ class Session:
         finally:
             for workers in self._all_workers:
                 workers.close()
-            closer = Workers(f"{self._context.name}-close", 1)  # joining blocks: a thread of its own
+            closer = Workers(f"{self._context.name}-close", 1)  # joining blocks, so it has its own thread
             self._closed = closer.call(self._close)
             closer.close()
             await asyncio.wait((self._closed,))

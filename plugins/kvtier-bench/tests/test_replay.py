@@ -164,7 +164,7 @@ class Service:
 
     Attributes:
         orders: the requests.
-        refuses: prompts of so many tokens.
+        refuses: length of the prompts that it refuses, in tokens.
     """
 
     def __init__(self, *, takes_ids: bool, has_metrics: bool) -> None:

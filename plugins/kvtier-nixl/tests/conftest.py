@@ -22,6 +22,6 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[engines.Holder]:
-    """Another engine's tier, in a process of its own, with chunks 0 to 7."""
+    """Another engine's tier, in its own process, with chunks 0 to 7."""
     with engines.Holder(tmp_path / "holder.log") as holder:
         yield holder

@@ -1,4 +1,4 @@
-"""Tiers for the tests: one in this process, and holders in processes of their own, which may be killed."""
+"""Tiers for the tests: one in this process, and holders in their own processes, which may be killed."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ async def test_only_held_chunks_are_got(holder: Holder) -> None:
         await it.put(range(100, 104))
         mixed = await it.outcome_of_get(range(4, 12))
         assert list(mixed.statuses) == 4 * [Status.OK] + 4 * [Status.ABSENT]
-        await it.tier.discard(keys(EIGHT))  # of its own it has none: the peer's stay
+        await it.tier.discard(keys(EIGHT))  # it has no chunks itself; the peer keeps its chunks
         assert set(await it.get(EIGHT)) == {Status.OK}
 
 

@@ -31,7 +31,7 @@ class Clock:
 
 
 def measured(clock: Clock, chunk_s: float) -> Pace:
-    """Return the pace of a peer that has just delivered a chunk in so many seconds."""
+    """Return the pace of a peer that has just delivered a chunk in ``chunk_s``."""
     pace = Pace(clock)
     with pace.reading(1):
         clock.now_s += chunk_s

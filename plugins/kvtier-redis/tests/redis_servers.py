@@ -1,4 +1,4 @@
-"""Real servers for the tests, on loopback and free ports, each a process of its own."""
+"""Real servers for the tests, on loopback and free ports, each its own process."""
 
 from __future__ import annotations
 

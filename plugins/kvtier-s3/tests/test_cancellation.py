@@ -27,7 +27,7 @@ UNLISTED: dict[str, Any] = {"index_keys": 0, "timeout_s": 60.0}
 async def cancelled(
     proxy: Proxy, call: Coroutine[Any, Any, object], methods: tuple[str, ...], held: int
 ) -> AsyncIterator[asyncio.Future[object]]:
-    """Cancel a call when so many of its requests are held back; release them at the end."""
+    """Cancel a call when ``held`` of its requests are held back; release them at the end."""
     with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=methods)):
         task = asyncio.ensure_future(call)
         await wait_until(lambda: proxy.held() == held)

@@ -35,7 +35,7 @@ def _pointers(layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def mha(layout: str = "page_first", heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Make a pool with keys and values of their own."""
+    """Make a pool with different keys and values."""
     layers = tuple(torch.zeros((PAGE, heads, 64), dtype=dtype) for _ in range(LAYERS))
     pointers = _pointers(layers)
     buffers = KVBuffers(

@@ -89,7 +89,7 @@ class Cache:
         return tier
 
     def put(self, numbers: Iterable[int], resets: int = 0) -> None:
-        """Open the tier, reset it so many times, put chunks and close it."""
+        """Open the tier, reset it ``resets`` times, put chunks and close it."""
 
         async def do() -> None:
             tier = await self.open()

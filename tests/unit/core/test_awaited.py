@@ -215,7 +215,7 @@ def test_evicted_chunk_returns_last() -> None:
 
 
 def test_wait_takes_no_turn() -> None:
-    """Its share of the budget goes to a request that came later and does not wait for anybody."""
+    """Its share of the budget goes to a request that came later and waits for no chunk."""
     core, request, other, prompt = make(slots=8, budget=0.5), waiting(), Request(), keys("b", 4)
     begin(core, request, PROMPT, COPIED, COPIED, MISSING, MISSING)
     ask(core, request, PROMPT)

@@ -435,7 +435,7 @@ def test_locating_is_not_first_in_line() -> None:
 
 def test_located_key_is_not_got() -> None:
     core, loading, locating, prompt = make(slots=4), Request(), Request(locates=True), keys("a", 4)
-    store(core, keys("b", 4))  # so that what is found is brought by a get of its own
+    store(core, keys("b", 4))  # so that what is found is brought by another get
     (fetch,) = step(core, loading, prompt)
     step_over(core, locating, prompt)
     core.close(loading)

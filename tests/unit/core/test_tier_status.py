@@ -14,7 +14,7 @@ from tests.unit.core.world import BAD, GOOD, LATE, keys, taken
 
 
 class World:
-    """A core and its clock, whose stores have keys of their own."""
+    """A core and its clock, whose stores have their own keys."""
 
     def __init__(self, tiers: int = 1, slots: int = 256, put_backlog: float = 1.0) -> None:
         self.statuses = [TierStatus(f"t{index}", deadline_s=4.0) for index in range(tiers)]

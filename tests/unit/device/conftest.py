@@ -175,7 +175,7 @@ def engine_on(
     pinned: bool = False,
     deadline_s: float = 60,
 ) -> EngineFactory:
-    """Make engines that pin so many slots at once; ``pinned``: and have pinned all of them."""
+    """Make engines that pin ``most`` slots at once; ``pinned``: and have pinned all of them."""
 
     def factory(caches, layout, region):
         piece_bytes = piece_slots * layout.chunk_bytes

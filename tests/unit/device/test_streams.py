@@ -1,6 +1,6 @@
 """The engine over streams, on a device that is played: the contract, the order of streams, and pinning.
 
-The played device copies later and in threads of its own, as a GPU does, and refuses what CUDA refuses.
+The played device copies later and in its own threads, as a GPU does, and refuses what CUDA refuses.
 """
 
 from __future__ import annotations

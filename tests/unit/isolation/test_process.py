@@ -131,7 +131,7 @@ async def test_process_without_memory_lets_loop_run() -> None:
         server._loop = asyncio.get_running_loop()
         begun_s = time.monotonic()
         server.channel.add(b"frame")
-        while server.channel.is_full:  # noqa: ASYNC110 - nobody is told
+        while server.channel.is_full:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
         assert time.monotonic() - begun_s > 10 * RETRY_S
         assert theirs.recv(100) == b"frame"
@@ -350,7 +350,7 @@ def test_memory_limit_holds(launch: Launch) -> None:
 
 @pytest.mark.full
 def test_lowest_limit_fits_files(launch: Launch, tmp_path: Path) -> None:
-    """Stacks of threads count, and each tier has threads of its own."""
+    """Stacks of threads count, and each tier has its own threads."""
     both = [make_tier("fs", root_dir=tmp_path / name, **MUCH) for name in ("one", "two")]
     it = launch(*both, memory_limit_bytes=256 << 20)
     for number in range(SLOTS // 2):
@@ -557,7 +557,7 @@ def test_shutdown_keeps_deadline(how: str, monkeypatch: pytest.MonkeyPatch) -> N
         close_s = 1.5
     begun_s = time.monotonic()
     has_ended = it.process.close(0.5, close_s)
-    assert time.monotonic() - begun_s < PATIENCE_S  # far less is promised: a busy machine may be late
+    assert time.monotonic() - begun_s < PATIENCE_S  # the promise is far weaker: a busy machine may be late
     assert has_ended == (how == "stopped")
     if has_ended:
         assert it.end_of(put).reasons == {"cancelled": 1}

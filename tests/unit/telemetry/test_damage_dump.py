@@ -82,7 +82,7 @@ def test_log_has_unkept_facts(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    (tmp_path / f"kvtier-evidence-{os.getuid()}").symlink_to(target)  # a trap: anybody may make one there
+    (tmp_path / f"kvtier-evidence-{os.getuid()}").symlink_to(target)  # a trap: any user may make one there
     damage_dump.write("it differs", {"slot": 77})
     assert list(target.iterdir()) == []
     assert "cannot be kept" in caplog.text

@@ -762,7 +762,7 @@ async def leaks_a_task(self: GoodTier, context: TierContext) -> None:
     self.held.append(asyncio.ensure_future(asyncio.sleep(60)))
 
 
-@broken((IDLE, "nobody calls takes .*% of a core"))
+@broken((IDLE, "idle open tier takes .*% of a core"))
 class PollsForWork(GoodTier):
     async def open(self, context: TierContext) -> None:
         await super().open(context)

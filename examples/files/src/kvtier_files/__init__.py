@@ -1,4 +1,4 @@
-"""A tier that keeps each chunk in a file of its own, through aiofiles."""
+"""A tier that keeps each chunk in its own file, through aiofiles."""
 
 import os
 import secrets

@@ -226,7 +226,7 @@ class _Bench:
         self.pinned_percent = self._await_pinning()
 
     def speed(self, count: int, way: str) -> CopySpeed:
-        """Measure submissions of so many blocks."""
+        """Measure submissions of ``count`` blocks."""
         host: list[float] = []
         ours, limits = _in_turns(
             lambda: self._through_engine(count, way, host, self._sleep),
@@ -246,7 +246,7 @@ class _Bench:
         )
 
     def busy_engine(self, count: int, way: str) -> BusyEngine:
-        """Measure submissions of so many blocks by a thread that sleeps until the end, or runs Python."""
+        """Measure submissions of ``count`` blocks by a thread that sleeps until the end, or runs Python."""
         idle, busy = _in_turns(
             lambda: self._through_engine(count, way, [], self._sleep),
             lambda: self._through_engine(count, way, [], self._run_python),

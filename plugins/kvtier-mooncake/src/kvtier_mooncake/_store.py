@@ -44,7 +44,7 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
 )
 TRANSIENT: Final = frozenset({"transfer", "lease"})
 ROWS: Final = 64
-"""Chunks that one call of the client moves at most: it has room for so many trailers."""
+"""Chunks that one call of the client moves at most: it has room for this many trailers."""
 
 _OK: Final = 0
 _CONNECT_S: Final = 3.0

@@ -1,4 +1,4 @@
-"""NIXL's agent, in a thread of its own: memory that peers read, and reads from the memory of peers.
+"""NIXL's agent, in its own thread: memory that peers read, and reads from the memory of peers.
 
 **A read cannot be stopped.** Neither releasing its handle nor removing the peer does: the bytes of a peer
 that was stopped and continues still arrive. So they go to rows of receiving memory first, never straight to

@@ -99,7 +99,7 @@ class NixlConfig(TierConfig):
         public = [text for text in (self.listen, *self.peers) if not is_loopback(text)]
         if public and self.secret_file is None:
             raise ValueError(
-                f"secret_file is missing: {public[0]} is no loopback address, and without a secret anybody "
+                f"secret_file is missing: {public[0]} is no loopback address, and without a secret anyone "
                 "could read and serve chunks"
             )
         return self

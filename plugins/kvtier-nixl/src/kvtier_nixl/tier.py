@@ -58,7 +58,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
     """Serves chunks of other engines from their host memory, read one-sided by NIXL.
 
     A put copies chunks into memory that peers may read. A get copies from it, or reads from a peer into
-    memory of its own and copies from there: a read cannot be stopped, so it must not go straight to a slot.
+    its own memory and copies from there: a read cannot be stopped, so it must not go straight to a slot.
     """
 
     Config: ClassVar[type[TierConfig]] = NixlConfig

@@ -1,6 +1,6 @@
 """The Redis protocol on a socket, without copies between the socket and a slot.
 
-A client library reads a value into a buffer of its own, makes an object of it and copies that into the slot:
+A client library reads a value into its own buffer, makes an object of it and copies that into the slot:
 three times the bytes. Here the kernel reads and writes the slot itself. All calls block: they run in a worker
 thread and release the interpreter lock for a whole value, not for one packet.
 """

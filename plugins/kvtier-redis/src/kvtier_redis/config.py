@@ -34,7 +34,7 @@ class Address:
             return Address(path=text.removeprefix("unix:"))
         if "://" in text or "@" in text:  # not shown: there may be a password in it
             raise ValueError(
-                "an address is host:port or /path; username, password, db and tls have settings of their own"
+                "an address is host:port or /path; username, password, db and tls have their own settings"
             )
         host, colon, port = text.rpartition(":")
         if not colon or host.endswith(":") or text.endswith("]"):  # no port, which a v6 address may lack

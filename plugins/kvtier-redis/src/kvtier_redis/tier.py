@@ -49,7 +49,7 @@ from kvtier_redis._reasons import (
 from kvtier_redis.config import Address, RedisConfig
 
 _MAX_VALUE_BYTES: Final = 512 * 2**20  # Redis' default proto-max-bulk-len
-_BYTES_PER_CONNECTION: Final = 4 * 2**20  # less is not worth another thread, with a round trip of its own
+_BYTES_PER_CONNECTION: Final = 4 * 2**20  # less is not worth another thread, with its own round trip
 _USAGE_INTERVAL_S: Final = 1.0
 _DISCOVERY_PAUSE_S: Final = 0.2
 _DEADLINE_SHARE: Final = 0.9  # at the deadline itself kvtier cancels the call, and all its chunks are lost

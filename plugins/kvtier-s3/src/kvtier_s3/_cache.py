@@ -1,6 +1,6 @@
 """One cache in a bucket: its identity and its current epoch.
 
-**Epochs.** The chunks of an epoch have a prefix of their own, and an empty marker object records the epoch.
+**Epochs.** The chunks of an epoch have their own prefix, and an empty marker object records the epoch.
 A tier that opens joins the greatest marker. A reset writes a greater one, for tiers that open later, and
 continues in an epoch without a marker, which no other tier finds. Tiers already open keep their epoch.
 

@@ -128,7 +128,7 @@ def relevant_environment() -> Mapping[str, str]:
     """Return the environment variables that are set and may change the bytes of a page.
 
     All of SGLang and of the kernels' libraries but the reviewed ones, and a few of other libraries that are
-    known to matter. Variables that Kubernetes sets for a service of such a name are none of theirs.
+    known to matter. Kubernetes sets variables of such names for services: these do not count.
     """
     return {name: value for name, value in os.environ.items() if is_relevant(name)}
 

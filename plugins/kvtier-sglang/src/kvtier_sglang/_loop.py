@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers in SGLang's threads, which must not wait for long."""
+"""An event loop in its own thread, for callers in SGLang's threads, which must not wait for long."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class HostPages:
         """Return the addresses of the pieces of ``count`` pages.
 
         Raises:
-            ValueError: ``host_indices`` do not name so many pages of this pool.
+            ValueError: ``host_indices`` do not name ``count`` pages of this pool.
         """
         if host_indices.numel() != count * self._page_size:
             raise ValueError(

@@ -13,7 +13,7 @@ pp_max_micro_batch_size pp_async_batch_depth ep_join_rank_offset elastic_ep_init
 elastic_ep_backend elastic_ep_scale_timeout mooncake_ib_device watchdog_timeout soft_watchdog_timeout
 sleep_on_idle custom_sigquit_handler gc_threshold
 """
-# Sampling. Dummy weights have a seed of their own.
+# Sampling. Dummy weights have their own seed.
 _SAMPLING = " random_seed mlx_enable_sampling "
 # Transfers between engines that prefill and decode, and sharing of a GPU. An engine's role counts, and a role
 # that it may take: one that decodes has pages that another engine computed.

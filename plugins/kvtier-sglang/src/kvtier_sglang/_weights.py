@@ -81,7 +81,7 @@ def weights_identity(
         raise ConfigError(
             f"the weights of {', '.join(unknown)} cannot be identified: they come neither from a local "
             "directory nor from a known commit of Hugging Face's hub, or other engines compute pages, with "
-            "settings of their own. Set `namespace` in `kvtier` of the extra config to a name that changes "
+            "their own settings. Set `namespace` in `kvtier` of the extra config to a name that changes "
             "with the weights and with what computes pages"
         )
     return found
@@ -142,7 +142,7 @@ def _target(
         return None
     if download_dir is None:
         return {"commit": commit}
-    return {"commit": commit, "config": hub_commit(path, asked, None)}  # transformers has a cache of its own
+    return {"commit": commit, "config": hub_commit(path, asked, None)}  # transformers has its own cache
 
 
 def _files(path: str) -> Mapping[str, object] | None:

@@ -54,7 +54,7 @@ class KVTierStorage(V1Only):
     if a tier does not confirm it.
 
     Args:
-        storage_config: SGLang's own settings and the extra config, whose key ``kvtier`` has kvtier's.
+        storage_config: SGLang's own settings and the extra config, with kvtier's settings under ``kvtier``.
         kwargs: SGLang's arguments for third-party classes; unused.
 
     Raises:
@@ -101,11 +101,11 @@ class KVTierStorage(V1Only):
             logger.error("nothing of host pool %s is stored, so prompts that need it miss: %s", name, text)
 
     def _require_writers(self, name: str, host_pool: object) -> None:
-        """Raise ConfigError where SGLang lets one rank write what every rank needs of its own."""
+        """Raise ConfigError if SGLang lets one rank write pages that differ by rank."""
         is_split = self._storage.tp_size > 1 and not is_same_on_all_ranks(host_pool)
         if has_one_writer(self._storage, name) and is_split:
             raise ConfigError(
-                "each rank may have bytes of its own in it, but with a latent (MLA) model SGLang stores only "
+                "each rank may have different bytes in it, but with a latent (MLA) model SGLang stores only "
                 "those of one rank; use a draft model with latent attention, or --tp-size 1"
             )
 

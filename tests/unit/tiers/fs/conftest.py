@@ -73,7 +73,7 @@ class World:
         return random.Random(number).randbytes(self.chunk_bytes)
 
     def to_put(self, numbers: Iterable[int]) -> Batch:
-        """Chunks in slots of their own."""
+        """Chunks in their own slots."""
         wanted = list(numbers)
         memory = HeapMemory(max(SLOTS, len(wanted)), self.chunk_bytes)
         for slot, number in enumerate(wanted):
@@ -114,7 +114,7 @@ class World:
     async def eventually(self, condition: Callable[[], object]) -> None:
         """Wait for background work until the condition holds."""
         with anyio.fail_after(30):
-            while not condition():  # noqa: ASYNC110 - nobody tells when the background is done
+            while not condition():  # noqa: ASYNC110 - no event tells that the background is done
                 await anyio.sleep(0.005)
 
     async def until_listed(self, tier: FsTier) -> None:

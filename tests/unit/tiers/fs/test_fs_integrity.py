@@ -39,8 +39,8 @@ def _truncate(path, length):
         file.truncate(length)
 
 
-# Ways to damage the file of chunk 1, of chunks of so many bytes, and the reason that each must be given. More
-# are in the fuzzer's corpus.
+# Ways to damage the file of chunk 1, which holds this many bytes, and the reason that each must get. More are
+# in the fuzzer's corpus.
 DAMAGES = {
     "first byte": (lambda world, file, size: flip(file, 0), "checksum"),
     "trailer's key": (lambda world, file, size: flip(file, size + 45), "torn"),

@@ -75,7 +75,7 @@ def bytes_below_root():
         os.close(fd)
 
 def look(writers):
-    # While nobody writes: else a chunk may be counted both where it was and where it is.
+    # Only without writers: a chunk may otherwise be counted at its old and its new place.
     for writer, _ in writers:
         os.kill(writer, signal.SIGSTOP)
         os.waitid(os.P_PID, writer, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -183,7 +183,7 @@ def run(*command):
 
 @pytest.fixture
 def mounted(world):
-    """A file system of its own, mounted above the root."""
+    """A file system mounted above the root."""
     with mounted_tmpfs(world.root.with_name("mounted"), "size=64m") as world.root:
         yield world.root
 

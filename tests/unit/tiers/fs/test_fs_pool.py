@@ -55,7 +55,7 @@ class Pool:
             return [name for name, _, _ in self.begun]
 
     def ended(self, count):
-        """Wait for so many ends through the descriptor."""
+        """Wait for ``count`` ends through the descriptor."""
         found: list[tuple[int, int]] = []
         descriptor = self.library.kvt_pool_fd(self.address)
         tokens, sums = array("Q", bytes(8 * 64)), array("q", bytes(8 * 64))

@@ -1,4 +1,4 @@
-"""Real engines for benchmarks: several alive at once, each in a process of its own, asked in turns."""
+"""Real engines for benchmarks: several alive at once, each in its own process, asked in turns."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Sample:
 def measure(
     engines: Mapping[str, Engine], rounds: range, ask: Callable[[str, Engine, int], Sample]
 ) -> dict[str, list[Sample]]:
-    """Ask each engine once a round, in an order of its own; rounds below 0 do not count."""
+    """Ask each engine once a round, in an order that differs by round; rounds below 0 do not count."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order, generator = list(engines), random.Random(0)
     for number in rounds:
@@ -181,7 +181,7 @@ class Channel:
     """Orders to the process of an engine, which ``kvtier_bench.engine.process`` lists, and its answers.
 
     Attributes:
-        patience_s: seconds to wait for an answer, unless an order has a limit of its own.
+        patience_s: seconds to wait for an answer, unless an order has its own limit.
     """
 
     patience_s = ANSWER_S

@@ -36,7 +36,7 @@ from kvtier_bench.machine import Machine, open_folder
 MODEL = "medium"
 PROMPTS = (1, 2, 3)
 FILLERS = (101, 102, 103)
-WARM_UP = 10**6  # and on: a prompt of its own for each engine, which is not in the files
+WARM_UP = 10**6  # and up: a prompt per engine, which is not in the files
 PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
 DEVICE_BLOCKS = 225  # the engine's own cache: two prompts of 94 blocks, and not three

@@ -66,7 +66,7 @@ class Pair:
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Have the first engine step meanwhile if its peer needs it, as in a process of its own."""
+        """Have the first engine step meanwhile if its peer needs it, as in its own process."""
         if not self._way.is_stepped or self._steps.exists():
             yield
             return

@@ -169,7 +169,7 @@ class Engine:
         """Return whether no copy is in flight, and no slot of the primary tier is pinned or filling."""
         used = any(value for name, _, value in _samples() if name == _USAGE)
         core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
-        if core is None:  # in a process of its own
+        if core is None:  # in its own process
             return not used
         connector = core.scheduler.connector
         if connector is None:
@@ -226,7 +226,7 @@ def _logprobs(answer: Any) -> list[float]:
 
 
 def sampling(output_tokens: int, kv_transfer_params: Any = None, logprobs: int | None = None) -> Any:
-    """Return how to generate: so many tokens, the likeliest, and nothing but their ids and ``logprobs``."""
+    """Return how to generate the likeliest tokens, with nothing but their ids and ``logprobs``."""
     from vllm import SamplingParams
 
     extra = {"extra_args": {"kv_transfer_params": kv_transfer_params}} if kv_transfer_params else {}

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of vLLM's, with its engine, in processes of their own."""
+"""An OpenAI-compatible server of vLLM's, with its engine, in their own processes."""
 
 from __future__ import annotations
 

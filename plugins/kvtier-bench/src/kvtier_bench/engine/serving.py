@@ -80,7 +80,7 @@ Triple = tuple[Stretch, Stretch, Stretch]
 
 
 def run(model: str, rounds: int, gb_s: float) -> list[Lost | Machine]:
-    """Measure with a peer that reads so many GB/s, or as many as it can.
+    """Measure with a peer that reads ``gb_s`` GB/s, or as many as it can.
 
     Raises:
         ConfigError: there is one core only.

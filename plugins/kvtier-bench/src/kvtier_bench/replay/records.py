@@ -147,5 +147,5 @@ def hit_percent(tokens: Mapping[str, float]) -> float | None:
 
 
 def percentile_ms(seconds: Sequence[float], percent: int) -> float:
-    """Return the value that so many percent of the values do not exceed, in milliseconds."""
+    """Return the value that ``percent`` of the values do not exceed, in milliseconds."""
     return sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)] * 1e3

@@ -89,7 +89,7 @@ class Scale:
         self._chunk = lru_cache(1 << 16)(self._make_chunk)
 
     def requests(self, lines: Sequence[TimedLine], count: int) -> list[Request]:
-        """Return so many requests of the trace, or all, by time."""
+        """Return ``count`` requests of the trace, or all if it has fewer, by time."""
         lines = sorted(lines, key=lambda line: line.timestamp)
         chosen = [lines[index] for index in sorted(self._choose(lines, count))]
         return [

@@ -20,7 +20,7 @@ class Workload:
         skew: exponent of the heads' popularity; 0: all are equally popular.
         turns: mean number of turns.
         turn_chunks: longest turn, in chunks.
-        active: number of conversations at a time: so many requests lie between two turns of one.
+        active: number of conversations at a time, and of requests between two turns of one.
     """
 
     heads: int = 50

@@ -51,7 +51,7 @@ class Trace:
 
     Attributes:
         requests: the keys of each request, of sampled chunks only.
-        sampled: one in so many chunks is sampled.
+        sampled: one in ``sampled`` chunks counts.
         lookups: chunks asked for, those that are not sampled included.
     """
 

@@ -84,7 +84,7 @@ def _open(path: Path) -> int:
 
 
 def fill(memory: HeapMemory) -> None:
-    """Give the slots memory of their own, and bytes that do not compress."""
+    """Give the slots their own memory, and bytes that do not compress."""
     native.populate(memory.address, memory.slots * memory.chunk_bytes)
     noise = os.urandom(memory.chunk_bytes)
     for slot in range(memory.slots):

@@ -34,7 +34,7 @@ class Contestant(ABC):
 
     @abstractmethod
     async def move(self, verb: str, nbytes: float) -> int:
-        """Put new chunks, or get those that were put, of so many bytes; return how many it were."""
+        """Put new chunks of ``nbytes`` in all, or get chunks that were put; return the bytes moved."""
 
     def prepare(self, nbytes: float) -> None:  # noqa: B027
         """Prepare a put, unmeasured: an engine has its bytes at hand."""
@@ -109,7 +109,7 @@ class BatchMover(Contestant, Generic[BatchT]):
     async def _move_all(
         self, batches: Sequence[BatchT], call: Callable[[BatchT, range], Awaitable[None]]
     ) -> None:
-        """Move batches, several at once, each flight with slots of its own."""
+        """Move batches, several at once, each flight with its own slots."""
         left = iter(batches)
 
         async def fly(flight: int) -> None:

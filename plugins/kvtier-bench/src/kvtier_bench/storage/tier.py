@@ -126,7 +126,7 @@ async def _measure_size(
 async def opened(
     settings: TierConfig, size: int, batch_chunks: int
 ) -> AsyncIterator[tuple[TierMover, BareMover | None]]:
-    """Open a tier, and its bare client where there is one; batches have so many chunks of this size."""
+    """Open a tier, and its bare client if it has one, for batches of ``chunks`` chunks."""
     memory = HeapMemory(batch_chunks * BATCHES_IN_FLIGHT, size)
     fill(memory)
     identity = Identity.make("bench", {"chunk_bytes": size, "run": secrets.token_hex(8)})

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, help="for how long")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each CPU)")
     add("--engines", default="1", help="how many share their tiers; many: 2 to 64, as the seed draws")
-    add("--fleet", type=int, metavar="ENGINES", help="report what so many cost each other without faults")
+    add("--fleet", type=int, metavar="ENGINES", help="report how much they cost each other without faults")
     add("--show", action="store_true", help="say what was seen how often")
     return parser
 

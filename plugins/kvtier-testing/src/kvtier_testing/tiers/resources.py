@@ -73,7 +73,7 @@ class ResourceTests(TierSetup):
         left = await before.added(_GRACE * self.settle_s)
         expect(
             not left,
-            f"open() gives back what it began when it is cancelled, because nobody calls aclose() then; "
+            f"open() gives back what it began when it is cancelled, since aclose() is not called then; "
             f"{len(tiers)} cancelled openings have left: {left}",
         )
         async with self.opened(place) as it:
@@ -134,7 +134,7 @@ class ResourceTests(TierSetup):
                 if shares[-1] <= _IDLE_SHARE:
                     return
         fail(
-            f"an open tier that nobody calls takes {min(shares):.0%} of a core: it, or a thread of its "
+            f"an idle open tier takes {min(shares):.0%} of a core: it, or a thread of its "
             "client, looks for work all the time; have it wait for events"
         )
 

@@ -1,4 +1,4 @@
-"""Speed of the systems: all alive at once, asked in turns, in each round in an order of its own."""
+"""Speed of the systems: all alive at once, asked in turns, in another order in each round."""
 
 from __future__ import annotations
 
