@@ -121,6 +121,7 @@ class World:
         self.thread.events.append(SlotsReady(range(slots)))
         self.shutdowns = 0
         self.has_blocks = False  # requests have some on the device
+        self.why_not_stored: str | None = None
         published = Published(
             self.core,
             self.thread.activity,
@@ -132,7 +133,11 @@ class World:
             self.core,
             self.thread,
             published,
-            EngineFacts(steps_ahead=steps_ahead, has_blocks=lambda: self.has_blocks),
+            EngineFacts(
+                steps_ahead=steps_ahead,
+                has_blocks=lambda: self.has_blocks,
+                why_not_stored=lambda _: self.why_not_stored,
+            ),
             explainer=explainer,
             addresses=addresses,
             peers=peers,
@@ -456,7 +461,7 @@ def test_tiers_get_prefill_address(make: Make) -> None:
     assert it.manager._requests["b"].addresses == ("10.0.0.1:18570",)
 
 
-@pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled"])
+@pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled", "request"])
 def test_decode_skips_unput_chunks(make: Make, how: str) -> None:
     it = make(dummy(), slots=8)
     if how == "reset":
@@ -467,6 +472,8 @@ def test_decode_skips_unput_chunks(make: Make, how: str) -> None:
         it.core.disable_after_audit(0, "in a test")
     elif how == "disabled":
         it.core.disable_after_audit(None, "in a test")
+    elif how == "request":
+        it.why_not_stored = "pruned"
     else:
         it.core.refusal = "device_lost"
     assert it.manager.response_params("a", PREFILL) is None

@@ -11,10 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.multimodal.inputs import PlaceholderRange
+from vllm.multimodal.video_prune.evs import recompute_mrope_positions
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
 
@@ -76,7 +78,9 @@ def test_weights_of_trainer_stay_private(model: Path, caplog: pytest.LogCaptureF
 def _beside(*media: tuple[str, int, int]) -> Any:
     """Make a request as vLLM's hashes see it, of media and their places."""
     features = [
-        SimpleNamespace(identifier=name, mm_position=PlaceholderRange(offset=offset, length=length))
+        SimpleNamespace(
+            identifier=name, modality=name, mm_position=PlaceholderRange(offset=offset, length=length)
+        )
         for name, offset, length in media
     ]
     return SimpleNamespace(
@@ -110,10 +114,49 @@ def test_media_that_share_tokens_are_not_stored(
     keys = zip(_keys(one), _keys(other), strict=True)
     assert [block for block, (mine, theirs) in enumerate(keys) if mine != theirs] == named_in
 
-    status = {"a": SimpleNamespace(req=one)}
+    assert _why_not_stored(one, None) == why
+
+
+def _why_not_stored(request: Any, media: MultiModalConfig | None, uses_mrope: bool = True) -> str | None:
+    status = {"a": SimpleNamespace(req=request)}
     connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=status))
-    engine: Any = EngineContext(SimpleNamespace(), SimpleNamespace(), connector)
-    assert engine.why_not_stored("a") == why
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media, uses_mrope=uses_mrope)
+    )
+    return EngineContext(config, SimpleNamespace(), connector).why_not_stored("a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "uses_mrope", "why"),
+    [
+        ("video", 0.5, True, "pruned"),
+        ("video", 0.0, True, None),
+        ("video", None, True, None),
+        ("video", 0.5, False, None),
+        ("image", 0.5, True, None),
+    ],
+)
+def test_pruned_videos_are_not_stored(
+    kind: str, rate: float | None, uses_mrope: bool, why: str | None
+) -> None:
+    media = MultiModalConfig(video_pruning_rate=rate)
+    assert _why_not_stored(_beside((kind, 3, 40)), media, uses_mrope) == why
+
+
+def test_positions_behind_pruned_videos_depend_on_hits() -> None:
+    """Why they are not stored: vLLM corrects positions only in the step that computes the video."""
+    start, image, video, kept = 5, 3, 4, torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [3, 1, 1]])
+    tokens = torch.tensor([9, start, *[video] * len(kept), 6, *range(10, 20)])
+    behind = 2 + len(kept)
+    at_first = torch.arange(len(tokens)).repeat(3, 1)
+    of_video = torch.cat([kept.T, torch.full((1, len(kept)), 2)])
+
+    def positions(seen: list[torch.Tensor], computed: int) -> list[list[int]]:
+        found, _ = recompute_mrope_positions(tokens, seen, at_first, computed, start, image, video)
+        listed: list[list[int]] = found[:, behind:].tolist()
+        return listed
+
+    assert positions([of_video], 0) != positions([], behind) == at_first[:, behind:].tolist()
 
 
 def test_hash_sources_were_reviewed() -> None:

@@ -225,8 +225,9 @@ class EngineContext:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
 
         The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
-        that share tokens. vLLM takes the prompt of a request as computed if it ends it with an error; it
-        counts the tokens of an aborted one (0.31 to 0.33).
+        that share tokens. With pruned videos, M-RoPE positions behind a video differ after a hit on it.
+        vLLM takes the prompt of a request as computed if it ends it with an error; it counts the tokens of an
+        aborted one (0.31 to 0.33).
         """
         scheduler = getattr(self.connector, "connector_scheduler", None)
         if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
@@ -235,8 +236,16 @@ class EngineContext:
         places = [feature.mm_position for feature in request.mm_features]
         if any(one.offset + one.length > other.offset for one, other in pairwise(places)):
             return "media"
+        if any(feature.modality == "video" for feature in request.mm_features) and self._moves_text():
+            return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
         return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
+
+    def _moves_text(self) -> bool:
+        """Return whether vLLM computes the positions behind a video only where it computes the video."""
+        model = self.vllm_config.model_config
+        media = model.multimodal_config
+        return media is not None and media.is_multimodal_pruning_enabled() and model.uses_mrope
 
     def prevents_reuse(self) -> str | None:
         """Return why a prefix's KV may not be reused, if so. vLLM turns off its prefix cache then.

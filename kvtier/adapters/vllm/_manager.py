@@ -222,18 +222,18 @@ class KVTierManager(OffloadingManager):
             named = [{key: getattr(hint, key) for key in _TOLD} for hint in hints if hint.action_id]
             ours.update({OUTCOMES: named} if named else {})
         if is_prefill(params):
-            ours.update(self._hints_for_decode())
+            ours.update(self._hints_for_decode(req_id))
         return {PARAMS: ours} if ours else None
 
-    def _hints_for_decode(self) -> dict[str, Any]:
+    def _hints_for_decode(self, req_id: str) -> dict[str, Any]:
         """Return how many seconds an engine should wait for a prompt's chunks, and their addresses.
 
         The copies of the last chunks begin a step after the response, and the puts that follow end within
-        their deadline. Empty if no chunk gets into a tier: none takes puts, nothing is stored, or a reset was
-        before.
+        their deadline. Empty if no chunk gets into a tier: none takes puts, the request stores nothing, or a
+        reset was before.
         """
         core, shared = self._core, self._core.shared
-        if core.epoch or core.is_disabled or core.refusal:
+        if core.epoch or core.is_disabled or self._store_refusal(req_id):
             return {}
         tiers = {
             index: it
@@ -330,9 +330,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if request is not None:  # vLLM's first model runner names no request that resumes after a preemption
             self._core.scheduled(request)
-        refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
-        refusal = refusal or (None if request is None else request.no_store)
-        if refusal := refusal or self._engine.why_not_stored(req_context.req_id):
+        if refusal := self._store_refusal(req_context.req_id):
             self._core.shared.counts["store_refused", refusal] += len(keys)
             # An empty answer: vLLM does not offer the chunks again.
             return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
@@ -472,6 +470,13 @@ class KVTierManager(OffloadingManager):
         return [self._published.info]
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _store_refusal(self, req_id: str) -> str | None:
+        """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; None if it does."""
+        refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
+        if (request := self._requests.get(req_id)) is not None:
+            refusal = refusal or request.no_store
+        return refusal or self._engine.why_not_stored(req_id)
 
     def _stop_copying(self, reason: str, text: str) -> None:
         """Submit no more copies to the workers. The engine itself continues."""
