@@ -387,9 +387,10 @@ class Tiering:
         offered, new = new, self._tracker.admitted(new)
         if len(new) < len(offered):
             self._counts["store_refused", "store_threshold"] += len(offered) - len(new)
-        short = len(new) - table.room
+        kept_free = self.holds.free_reserve  # a later eviction for it could take chunks of this prompt
+        short = len(new) + kept_free - table.room
         evicted = self._make_room(short, run) if short > 0 else []
-        if len(new) > (room := table.room):
+        if len(new) > (room := max(0, table.room - kept_free)):
             self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - room
             if not room:
                 return None

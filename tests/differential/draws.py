@@ -51,15 +51,16 @@ def draw_model(chance: Random) -> Model:
 def draw_case(chance: Random, model: Model) -> Case:
     """Draw an engine that runs a model, and its connector."""
     block, longest = chance.choice([32, 32, 64]), chance.choice([512, 1024])
+    overflows = chance.random() < 0.3  # host memory, which a prompt of many chunks reaches in several steps
     # A prompt of fewer than four chunks tells little.
-    chunk = chance.choice(
-        [one for one in (1, 2, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
-    )
+    chunks_of = [one for one in (1, 2, 2, 3, 4, None) if 4 * block * (one or 256 // block) <= longest]
+    chunk = chance.choice([1] if overflows else chunks_of)
     groups = model.groups
     whole = groups * -(-longest // block)  # blocks of a prompt as long as can be
     chunks, tiers = max(1, whole // (chunk or 4)), tuple(draw_tiers(chance))
     # Tiers are read only if the primary tier is too small.
     host = chance.choice([0.25, 0.5, 1, 1, 1.5, 3] if tiers else [0.25, 0.5, 1, 1.5, 3, 8])
+    host = 0.5 if overflows else host
     connectors = ["OffloadingConnector", "KVTierConnector"]
     if groups == 1 and not model.draft:
         connectors += BESIDE_A_TRANSPORT
@@ -69,7 +70,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     arguments = {
         "block_size": block,
         "max_model_len": longest,
-        "max_num_batched_tokens": chance.choice([64, 128, 256, 2048]),
+        "max_num_batched_tokens": chance.choice([64, 128, 256] if overflows else [64, 128, 256, 2048]),
         "max_num_seqs": chance.choice([2, 8, 16]),
         "num_gpu_blocks_override": int(whole * chance.choice([1] if has_transport else [1, 1.3, 2, 4])) + 4,
         "async_scheduling": chance.random() < 0.5 and model.draft != "ngram",
@@ -182,6 +183,7 @@ class Drawer:
         self._sizes: dict[int, int] = {}  # the most tokens of each request's text
         self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
         self._begun: dict[int, int] = {}  # the request that each continues
+        self._sessions: list[int] = []
         self._odds: dict[str, float] = {}
         # vLLM hangs if two paused sessions hold the blocks that both wait for, with a connector or without.
         blocks = int(case.arguments["num_gpu_blocks_override"])
@@ -225,6 +227,7 @@ class Drawer:
         size = old + sum(tokens for _, tokens in pieces) + say
         more = tuple(self.more(room - size)) if is_session else ()
         self._sizes[name] = size + sum(piece[1] + said for (piece,), said in more)
+        self._sessions += [name] * bool(more)
         salt, adapter = self._whose[name] = self.whose(after)
         return Ask(
             name,
@@ -290,7 +293,8 @@ class Drawer:
         shares. The text itself can follow. If the beginning has ended amid a chunk, the load begins there.
         """
         chance = self._chance
-        after = chance.choice([after, self._begun.get(after, after)])
+        if after not in self._sessions:
+            after = chance.choice([after, self._begun.get(after, after)])
         room, size = self._case.longest - 64, self._sizes[after]
         keep = None if size < room and chance.random() < 0.3 else self.length(min(size, room))
         salt, adapter = self._whose[after]
@@ -300,11 +304,15 @@ class Drawer:
             yield Round((replace(ask, keep=min(size, room)),))
 
     def rounds(self) -> Iterator[Round]:
-        """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end."""
+        """Yield rounds; behind many of them one that looks at a text of late, and looks at all at the end.
+
+        That text is a session's if there was one: its last chunks were stored from several inputs.
+        """
         for _ in range(self._chance.randrange(4, 16)):
+            self._sessions.clear()
             yield self.round()
             if self._chance.random() < 0.8:
-                yield from self.look(self.of_late())
+                yield from self.look(self._chance.choice(self._sessions or [self.of_late()]))
         for after in self._chance.sample(list(self._sizes), min(len(self._sizes), 6)):
             yield from self.look(after)
 
@@ -320,5 +328,7 @@ def draw_life(chance: Random, case: Case, number: int = 0) -> Life:
     first, *later = drawer.rounds()
     rounds = (replace(first, before="reset") if number else first, *later)
     tokens, others = (chance.randrange(case.longest // 3, case.longest - 64) for _ in range(2))
+    if tokens >= case.host_chunks // case.model.groups * case.chunk_tokens:
+        others = 0  # the prompt alone fills host memory
     probe = Probe(tokens, chance.choice([0, others]), case.settings.get("store_threshold", 1))
-    return Life(case, rounds, probe if chance.random() < 0.5 else None)
+    return Life(case, rounds, probe if chance.random() < 0.7 else None)

@@ -6,7 +6,7 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +329,7 @@ class Run:
     # --- hits ------------------------------------------------------------------------------------
 
     def _probe(self, probe: Probe) -> None:
-        """Ask a new prompt until it is stored, and others, and see how much of it is found again."""
+        """Ask a new prompt until it is stored, and others, and see how much of it host memory has."""
         engine = self._engine(0)
         asked = Ask(0, ((-1, probe.tokens),), say=1)
         for ask in [
@@ -341,10 +341,10 @@ class Run:
             self._ask(engine, [ask])
         engine.settled()
         engine.call(**_FORGET)
-        (cached,) = self._ask(engine, [asked])
+        (cached,) = self._ask(engine, [replace(asked, hint={"kv_load_tiers": []})])
         least = self._least(probe, int(engine.last.value("kvtier_slots")))
         if cached < least:
-            raise Failure("hits", f"{cached} of {probe.tokens} tokens are found again, not {least}")
+            raise Failure("hits", f"{cached} of {probe.tokens} tokens are in host memory, not {least}")
 
     def _least(self, probe: Probe, slots: int) -> int:
         """Return the fewest tokens that any policy should find again: half as many as LRU."""

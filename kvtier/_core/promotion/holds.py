@@ -147,15 +147,21 @@ class Holds:
         self.free_budget(list(promoting))
 
     def evict_to_reserve(self) -> None:
-        """Evict until slots are free for chunks that a get may find.
+        """Evict until slots are free for chunks that a get may find."""
+        if (short := self.free_reserve - self._shared.table.room) > 0:
+            self._shared.evict(short)
+
+    @property
+    def free_reserve(self) -> int:
+        """How many slots should be free.
 
         Slots of running gets count as free: unused ones are returned, so asking for chunks that no tier has
         evicts nothing.
         """
-        short = self.reserve - self._shared.table.room
-        if short > 0:
-            lent = sum(len(transfer.chunks) for transfer in self._shared.running if not transfer.is_put)
-            self._shared.evict(short - lent)
+        if not self.reserve:
+            return 0
+        lent = sum(len(transfer.chunks) for transfer in self._shared.running if not transfer.is_put)
+        return max(0, self.reserve - lent)
 
     def reset(self) -> None:
         """Unpin everything. Requests wait on, and their deadlines go on."""

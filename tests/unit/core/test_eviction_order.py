@@ -34,6 +34,7 @@ def run(core: Tiering, prompt: Sequence[OffloadKey], batch: int) -> Request:
         if reservation is not None:
             core.commit(reservation, 0.0)
             end_puts(core)
+        core.settle(0.0)
     core.close(request)
     return request
 
@@ -58,6 +59,22 @@ def test_stepwise_prompt_loses_tail(policy: type[EvictionPolicy], batch: int) ->
     run(core, first, batch)
     run(core, keys("second", 16), batch)
     assert left(core, first) == list(range(8))
+
+
+@every_policy
+def test_reserve_leaves_prompts_no_holes(policy: type[EvictionPolicy]) -> None:
+    core, old, prompt = make(32, 1, policy(), reserve=0.125), keys("old", 28), keys("new", 48)
+    for _ in range(4):
+        run(core, old, 4)
+    request, earlier = request_for(prompt), list[Put]()
+    for first in range(0, 48, 2):
+        if (reservation := core.reserve(prompt[first : first + 2], request)) is not None:
+            core.commit(reservation, 0.0)
+        core.settle(0.0)
+        for put in earlier:  # a step later: until then the new chunks are pinned
+            put_ends(core, put)
+        earlier = [command for command in taken(core) if isinstance(command, Put)]
+    assert left(core, prompt) == list(range(28))
 
 
 @every_policy
