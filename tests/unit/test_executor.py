@@ -530,7 +530,7 @@ async def test_failed_close_allows_open(error: BaseException) -> None:
     assert closed == ["second"]
 
 
-async def test_unclosable_tier_is_given_up() -> None:
+async def test_unclosable_tier_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     class Clinging(DummyTier):
         async def aclose(self) -> None:
             await anyio.sleep_forever()
@@ -542,6 +542,7 @@ async def test_unclosable_tier_is_given_up() -> None:
         ) as it:
             await it.hold([1])
     assert closed == ["x"]
+    assert "did not close within 0.05 s; abandoned" in caplog.text
 
 
 # --- integrity -----------------------------------------------------------------------------------
