@@ -57,9 +57,7 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def failing_log_handler(
-    level: int = logging.WARNING, fails: Callable[[], object] = lambda: True
-) -> Iterator[list[str]]:
+def failing_log_handler(fails: Callable[[], object] = lambda: True) -> Iterator[list[str]]:
     """Give kvtier's logger a handler that raises, as on a full disk; yields the lines that it was given."""
 
     class Failing(logging.Handler):
@@ -72,7 +70,7 @@ def failing_log_handler(
     handler, logger = Failing(), logging.getLogger("kvtier")
     before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(logging.WARNING)
     try:
         yield lines
     finally:

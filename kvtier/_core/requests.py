@@ -145,10 +145,6 @@ class Request(Stateful):
         )
         return self.addresses if is_named else ()
 
-    def reason_for_absence(self, key: OffloadKey) -> str:
-        """Return why a key that is marked as absent is a miss, in a word of ``reasons.MISS``."""
-        return self.why_absent.get(key, "absent")
-
     def begin_round(self, round_: object, first: OffloadKey) -> None:
         self.round = round_
         self.first = first

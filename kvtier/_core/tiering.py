@@ -123,7 +123,7 @@ class Tiering:
             request.hits.append(key)
             return _HIT
         if chunk is None and (key in request.absent or not (is_adopted or self.shared.asks_tiers)):
-            return self._miss(key, request, request.reason_for_absence(key))
+            return self._miss(key, request, request.why_absent.get(key, "absent"))
         if chunk is None and not is_adopted and request.tiers is not None and not request.tiers:
             return self._miss(key, request, "filter")
         if request.state is RequestState.EXPIRED:

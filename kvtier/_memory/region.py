@@ -236,18 +236,15 @@ class Region:
     def back(self, slots: range) -> None:
         """Allocate memory for slots at once, or raise OSError. Their content stays."""
         with self._backing:
-            self._back(self._require_open(), slots)
-
-    def _back(self, mapping: mmap.mmap, slots: range) -> None:
-        if self._has_huge_pages is None:
-            self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=self._file is not None)
-        start, nbytes = slots.start * self.chunk_bytes, len(slots) * self.chunk_bytes
-        fd = self._file.fd if self._file else None
-        is_there = fd is not None and os.fstat(fd).st_blocks * 512 >= start + nbytes  # from slot 0 on
-        if not is_there and (limit := memory_limits.exceeded_by(nbytes)):
-            raise OSError(errno.ENOMEM, str(limit))
-        if code := pages.back(self._address + start, nbytes, fd, start, huge=self._has_huge_pages):
-            raise OSError(code, os.strerror(code))
+            mapping, fd = self._require_open(), self._file.fd if self._file else None
+            if self._has_huge_pages is None:
+                self._has_huge_pages = pages.ask_for_huge(mapping, self.path, shared=fd is not None)
+            start, nbytes = slots.start * self.chunk_bytes, len(slots) * self.chunk_bytes
+            is_there = fd is not None and os.fstat(fd).st_blocks * 512 >= start + nbytes  # from slot 0 on
+            if not is_there and (limit := memory_limits.exceeded_by(nbytes)):
+                raise OSError(errno.ENOMEM, str(limit))
+            if code := pages.back(self._address + start, nbytes, fd, start, huge=self._has_huge_pages):
+                raise OSError(code, os.strerror(code))
 
     def close(self, wait_s: float | None = None) -> None:
         """Release the region; the last user removes the file. May be called again.

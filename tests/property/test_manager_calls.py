@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +15,7 @@ from kvtier._manager.manager import TieringManager
 from tests.common import PATIENCE_S
 from tests.effort import effort
 from tests.unit.test_manager import World, dummy, prompt
+from tests.unit.test_manager_calls import CALLS, elsewhere
 
 DOCUMENTED = (TypeError, ValueError, StateError)
 
@@ -45,8 +44,7 @@ _junk = st.one_of(
     st.dictionaries(st.sampled_from(prompt(1, 2)), _scalars, max_size=2),
     st.sets(st.sampled_from(prompt(1, 4))),
 )
-_NAMES = ("lookup", "locate", "acquire", "load", "store", "write", "report_computed", "reset", "statistics",
-          "drain", "drain_puts", "__aenter__", "views", "acquired.load")  # fmt: skip
+_NAMES = [*sorted(CALLS.keys() - {"enter", "aclose"}), "__aenter__", "views", "acquired.load"]
 _calls = st.lists(
     st.tuples(
         st.sampled_from(_NAMES), st.lists(_junk, max_size=3), st.sampled_from(["here", "loop", "thread"])
@@ -69,23 +67,6 @@ async def _call(manager: TieringManager, name: str, arguments: list[Any]) -> Non
         await result
 
 
-def _in_thread(work: Callable[[], object]) -> list[BaseException]:
-    """Run ``work`` in a new thread; return its exceptions. A hang fails the test."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive(), "it hangs"
-    return raised
-
-
 async def _from(place: str, manager: TieringManager, name: str, arguments: list[Any]) -> None:
     """Call from a task here, from another loop, or from a plain thread; only documented errors come."""
     if place == "here":
@@ -98,8 +79,8 @@ async def _from(place: str, manager: TieringManager, name: str, arguments: list[
             getattr(manager, name)(*arguments)
 
     work = plain if place == "thread" else lambda: asyncio.run(_call(manager, name, arguments))
-    for error in await anyio.to_thread.run_sync(_in_thread, work):
-        assert isinstance(error, DOCUMENTED), (name, arguments, error)
+    error = await anyio.to_thread.run_sync(elsewhere, work)
+    assert error is None or isinstance(error, DOCUMENTED), (name, arguments, error)
 
 
 async def _use(it: World, calls: list[tuple[str, list[Any], str]]) -> None:
@@ -125,8 +106,3 @@ def test_key_is_packed_or_refused(content_hash: Any, group: Any) -> None:
         key = pack_key(content_hash, group)
         assert type(key) is bytes
         assert len(key) == len(content_hash) + 4
-
-
-def test_call_list_is_complete() -> None:
-    public = {name for name, value in vars(TieringManager).items() if not name.startswith("_") and value}
-    assert public <= {*_NAMES, "aclose"}

@@ -1,4 +1,4 @@
-"""Frequent messages are logged at a limited rate."""
+"""A log line never raises, and frequent messages are logged at a limited rate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from kvtier._core.tiering import Tiering
 from kvtier._execution.driver import Driver
 from kvtier._log import GuardedLogger, LogLimit
 from kvtier.policies import LRU
+from tests.common import failing_log_handler
+
+
+def test_failing_handler_loses_only_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing else logs: see ``banned-api`` in pyproject.toml."""
+    logger = GuardedLogger("kvtier.test_log_limit")
+    with failing_log_handler() as lines:
+        logger.warning("one")
+        try:
+            raise ValueError("a bug")
+        except ValueError:
+            logger.exception("two")
+    assert lines == ["one", "two"]
+    assert capsys.readouterr().err.count("OSError: no room for the log") == 2
 
 
 def test_next_line_counts_suppressed() -> None:

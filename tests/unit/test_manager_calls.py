@@ -67,7 +67,7 @@ CALLS: dict[str, Call] = {
 
 
 def elsewhere(work: Callable[[], object]) -> BaseException | None:
-    """Run ``work`` in a new thread; return its exception. It may hang."""
+    """Run ``work`` in a new thread; return its exception. A hang fails the test."""
     raised: list[BaseException | None] = []
 
     def run() -> None:
@@ -79,7 +79,7 @@ def elsewhere(work: Callable[[], object]) -> BaseException | None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert raised, "it hangs"
     return raised[0]
 

@@ -34,7 +34,7 @@ from kvtier_testing.device import (
     Shape,
     rig,
 )
-from tests.common import failing_log_handler, wait_until
+from tests.common import wait_until
 from tests.unit.device.conftest import engine_on
 
 CHUNK = Shape().layout.chunk_bytes
@@ -285,16 +285,6 @@ def test_refused_copy_gets_fresh_stream(device: PlayedDevice) -> None:
             (None, Attempt.RETRY),
             (None, Attempt.FIRST),
         ]
-
-
-def test_failing_log_ends_no_copy(device: PlayedDevice) -> None:
-    device.refused = {5}
-    with failing_log_handler() as lines, rig(engine_on(device)) as it:
-        it.store(1, Blocks.make(range(0, 16, 2), (8,), (0,)), range(8))
-        it.engine.drain()
-        (end,) = it.engine.finished()
-        assert (end.error, end.attempt) == (None, Attempt.RETRY)
-    assert any("repeating it" in line for line in lines)
 
 
 def test_next_starts_before_last_ends(device: PlayedDevice) -> None:

@@ -77,27 +77,6 @@ def test_engine_writes_log_lines(launch: Launch, caplog: pytest.LogCaptureFixtur
     assert record.getMessage() == "a line with arguments"
 
 
-@pytest.mark.usefixtures("reckless")
-def test_failing_log_stops_no_tier(launch: Launch) -> None:
-    failed = threading.Event()
-
-    class Failing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "a line with" in record.getMessage():
-                failed.set()
-                raise OSError("no space left on the log's device")
-
-    handler = Failing()
-    logging.getLogger("kvtier").addHandler(handler)
-    try:
-        it = launch(make_tier("reckless", act="log"))
-        it.until(failed.is_set, "a line")
-        it.hold([1])
-        assert it.endings == []
-    finally:
-        logging.getLogger("kvtier").removeHandler(handler)
-
-
 def test_lack_of_memory_is_no_busy_loop(launch: Launch) -> None:
     it = launch(make_tier("dummy"))
     it.hold([1])

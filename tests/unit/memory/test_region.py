@@ -23,7 +23,6 @@ from kvtier._memory import region as regions
 from kvtier._memory.population import PIECE_BYTES
 from kvtier._memory.region import Region
 from kvtier.errors import RegionError, StateError
-from tests.common import failing_log_handler
 
 if TYPE_CHECKING:
     from tests.unit.memory.conftest import Mounted
@@ -310,13 +309,6 @@ def test_population_end_told_once(fails: bool, shm: Path, monkeypatch: pytest.Mo
         assert ended.acquire(timeout=30)
         assert sorted(piece.start for piece in pieces[:-1]) == ([] if fails else [0, 1, 2])
     assert not ended.acquire(blocking=False)
-
-
-def test_failing_log_shows_end(shm: Path) -> None:
-    ended = threading.Semaphore(0)
-    with failing_log_handler(logging.INFO), Region.open("a", 3, PIECE_BYTES, shm) as region:
-        region.populate(lambda piece: None if piece else ended.release(), threads=1)
-        assert ended.acquire(timeout=30)
 
 
 def test_short_memory_has_fewer_slots(small_tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:

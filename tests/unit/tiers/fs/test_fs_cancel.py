@@ -7,11 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from kvtier._execution.executor import Executor
-from kvtier._memory.region import HeapMemory
 from kvtier.errors import StateError
-from kvtier.tiers._supervisor import NamedTier
-from kvtier.tiers.fs import FsConfig, FsTier
 from tests.unit.tiers.fs.library import patch_library
 
 pytestmark = pytest.mark.timeout(60)
@@ -80,16 +76,3 @@ async def test_hung_close_can_be_given_up(world, hung_count):
     assert world.writers() != []
     hung_count.open()
     await world.eventually(lambda: world.writers() == [])  # all is closed when the disk answers
-
-
-async def test_shutdown_keeps_deadline(world, hung_count, caplog):
-    tier = FsTier(FsConfig(root_dir=world.root, n_threads=2, min_free_bytes=0))
-    memory = HeapMemory(1, world.chunk_bytes)
-    named = NamedTier("files", tier)
-    with anyio.fail_after(30):
-        async with Executor([named], world.identity, memory, lambda event: None, close_s=0.05) as executor:
-            await executor.settled()
-            await _entered(hung_count)
-    assert "did not close within 0.05 s" in caplog.text
-    hung_count.open()
-    await world.eventually(lambda: world.writers() == [])

@@ -14,7 +14,6 @@ from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._maintenance.evict import Evictor
 from kvtier.tiers.fs._quota.ledger import SharedLedger
 from kvtier.tiers.fs._quota.quota import Quota
-from tests.common import failing_log_handler
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,22 +50,6 @@ async def test_failed_flush_allows_puts(world, monkeypatch):
     await anyio.to_thread.run_sync(tier._session.quota.refresh)
     assert (await world.put(tier, [2])).statuses == (Status.OK,)
     monkeypatch.undo()
-
-
-async def test_failing_log_ends_no_tick(world, monkeypatch):
-    monkeypatch.setattr(maintenance, "TICK_S", 0.01)
-    tries, refresh = threading.Semaphore(0), Quota.refresh
-
-    def fail(quota):
-        tries.release()
-        raise OSError("the share hangs")
-
-    with failing_log_handler():
-        await world.open(max_bytes=2**50)
-        monkeypatch.setattr(Quota, "refresh", fail)
-        for _ in range(3):
-            await world.eventually(lambda: tries.acquire(blocking=False))
-    monkeypatch.setattr(Quota, "refresh", refresh)
 
 
 async def test_unwritable_ledger_stops_eviction(world, monkeypatch):
