@@ -254,7 +254,7 @@ def leading(pages: Sequence[Page], among: set[Page]) -> int:
 def lost_puts(store: PageStore) -> int:
     """Return how many puts the files did not get, as kvtier counts them."""
     counts = store._manager._counts.items()
-    return sum(count for (what, *where), count in counts if what in LOSSES and where[0] == "fs")
+    return sum(int(count) for (what, *where), count in counts if what in LOSSES and where[0] == "fs")
 
 
 def number(page: Page) -> int:
