@@ -100,12 +100,12 @@ class TieringManager:
         first_slots = anyio.Event()
 
         def slots_ready(slots: range) -> None:
-            loop.call_soon_threadsafe(self._on_event, SlotsReady(slots, is_last=not slots))
-            loop.call_soon_threadsafe(first_slots.set)
+            call_soon(loop, partial(self._on_event, SlotsReady(slots, is_last=not slots)))
+            call_soon(loop, first_slots.set)
 
         self._region.populate(slots_ready)
         self._clock.start()
-        self._engine.set_wakeup(lambda: loop.call_soon_threadsafe(self._copies.collect))
+        self._engine.set_wakeup(lambda: call_soon(loop, self._copies.collect))
         self._serving = asyncio.ensure_future(self._serve())
         self._checks.is_open = True
         try:

@@ -99,7 +99,7 @@ def draw_case(chance: Random, model: Model) -> Case:
     if case.lacks_parts and chance.random() < 0.8:
         # Such a case stores little: it proves no more than that nothing is stored in part.
         case = replace(case, arguments={**arguments, "max_num_batched_tokens": 2048})
-    # A transport of the tests lives in one process. Two ranks with adapters, or with gpt_oss, which has one KV
+    # A transport of the tests lives in one process. Two ranks with adapters, or with gpt_oss and its one KV
     # head, fail without a connector, too.
     can_split = not model.draft and not model.adapters and model.kind != "gpt_oss"
     if not has_transport and can_split and chance.random() < 0.15:

@@ -17,6 +17,7 @@ from importlib_metadata import EntryPoints
 from kvtier import ConfigError, RegionError, TieringConfig, open_manager
 from kvtier import _plugins as plugins
 from kvtier._manager.manager import TieringManager
+from kvtier._memory.region import Region
 from kvtier.errors import StateError
 from tests.common import PATIENCE_S
 from tests.unit.test_manager import IDENTITY, Device, World, dummy, opened, prompt
@@ -199,6 +200,26 @@ def test_unclosed_manager_warns() -> None:
         asyncio.run(use())
     kept.clear()
     gc.collect()
+
+
+def test_slots_after_loop_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that allocate slots may end after the loop of a manager that was not closed."""
+    ready: list[Callable[[range], None]] = []
+
+    def populate(_: Region, on_ready: Callable[[range], None]) -> None:
+        ready.append(on_ready)
+        on_ready(range(4))
+
+    monkeypatch.setattr(Region, "populate", populate)
+    it: list[World] = []
+
+    async def use() -> None:
+        it.append(World(dummy()))
+        await it[0].manager.__aenter__()
+
+    with pytest.warns(ResourceWarning, match="TieringManager was not closed"):
+        asyncio.run(use())
+    ready[0](range(0))
 
 
 async def test_closed_manager_answers() -> None:
