@@ -60,6 +60,13 @@ class Case:
         kept = max(self.block_tokens, self.model.window, is_early * step // 2)
         return self.model.groups > 1 and self.chunk_tokens > kept
 
+    def holds_no_end_of(self, chunks: int) -> bool:
+        """Return whether a prompt of ``chunks`` leaves no hit: vLLM stores windows only at a prompt's end.
+
+        The chunks before it fill host memory, a tenth of which can be kept free.
+        """
+        return self.model.groups > 1 and chunks >= self.host_chunks * 9 // 10
+
     @property
     def longest(self) -> int:
         return int(self.arguments.get("max_model_len", 1024))

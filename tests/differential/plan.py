@@ -73,6 +73,9 @@ class Plan:
     def _store(self, engine: _Engine, keys: Iterable[Key]) -> None:
         threshold = self._case.settings.get("store_threshold", 1)
         stored = [key for key in keys if self._uses[key] >= threshold]
+        if self._case.holds_no_end_of(len(stored)):
+            engine.host.clear()
+            return
         engine.host.add(stored)
         if self._given:
             self._tier.update(key for key in stored if self._uses[key] >= self._given)
