@@ -185,7 +185,7 @@ class Drawer:
         self._sizes: dict[int, int] = {}  # the most tokens of each request's text
         self._whose: dict[int, tuple[str, int]] = {}  # their salts and adapters
         self._begun: dict[int, int] = {}  # the request that each continues
-        self._sessions: list[int] = []
+        self._sessions: list[int] = []  # in this round
         self._odds: dict[str, float] = {}
         # vLLM hangs if two paused sessions hold the blocks that both wait for, with a connector or without.
         blocks = int(case.arguments["num_gpu_blocks_override"])

@@ -60,10 +60,10 @@ class Case:
         kept = max(self.block_tokens, self.model.window, is_early * step // 2)
         return self.model.groups > 1 and self.chunk_tokens > kept
 
-    def holds_no_end_of(self, chunks: int) -> bool:
-        """Return whether a prompt of ``chunks`` leaves no hit: vLLM stores windows only at a prompt's end.
+    def leaves_no_hit(self, chunks: int) -> bool:
+        """Return whether a prompt of ``chunks`` chunks leaves no hit in host memory.
 
-        The chunks before it fill host memory, a tenth of which can be kept free.
+        vLLM stores windows only at a prompt's end. Earlier chunks fill the slots; up to a tenth stay free.
         """
         return self.model.groups > 1 and chunks >= self.host_chunks * 9 // 10
 

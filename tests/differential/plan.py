@@ -73,7 +73,7 @@ class Plan:
     def _store(self, engine: _Engine, keys: Iterable[Key]) -> None:
         threshold = self._case.settings.get("store_threshold", 1)
         stored = [key for key in keys if self._uses[key] >= threshold]
-        if self._case.holds_no_end_of(len(stored)):
+        if self._case.leaves_no_hit(len(stored)):
             engine.host.clear()
             return
         engine.host.add(stored)

@@ -351,7 +351,7 @@ class Run:
         if self.case.connector == "blind" or self.case.lacks_parts:
             return 0  # it stores little, and says so
         groups, chunk = self.case.model.groups, self.case.chunk_tokens
-        if self.case.holds_no_end_of(probe.tokens // chunk):
+        if self.case.leaves_no_hit(probe.tokens // chunk):
             return 0
         kept = min(probe.tokens // chunk * groups, slots - probe.others // chunk * groups)
         return max(0, (kept // groups // 2 - 1 - (groups > 1)) * chunk)

@@ -220,6 +220,8 @@ def test_slots_after_loop_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.warns(ResourceWarning, match="TieringManager was not closed"):
         asyncio.run(use())
     ready[0](range(0))
+    it.clear()
+    gc.collect()
 
 
 async def test_closed_manager_answers() -> None:

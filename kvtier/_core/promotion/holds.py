@@ -153,7 +153,7 @@ class Holds:
 
     @property
     def free_reserve(self) -> int:
-        """How many slots should be free.
+        """The number of slots to keep free now.
 
         Slots of running gets count as free: unused ones are returned, so asking for chunks that no tier has
         evicts nothing.

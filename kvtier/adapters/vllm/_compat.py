@@ -236,13 +236,13 @@ class EngineContext:
         places = [feature.mm_position for feature in request.mm_features]
         if any(one.offset + one.length > other.offset for one, other in pairwise(places)):
             return "media"
-        if any(feature.modality == "video" for feature in request.mm_features) and self._moves_text():
+        if any(feature.modality == "video" for feature in request.mm_features) and self._prunes_videos():
             return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
         return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
 
-    def _moves_text(self) -> bool:
-        """Return whether vLLM computes the positions behind a video only where it computes the video."""
+    def _prunes_videos(self) -> bool:
+        """Return whether positions behind a video are right only in the step that computes the video."""
         model = self.vllm_config.model_config
         media = model.multimodal_config
         return media is not None and media.is_multimodal_pruning_enabled() and model.uses_mrope

@@ -472,7 +472,7 @@ class KVTierManager(OffloadingManager):
     # --- inside ----------------------------------------------------------------------------------
 
     def _store_refusal(self, req_id: str) -> str | None:
-        """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; None if it does."""
+        """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; else None."""
         refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
         if (request := self._requests.get(req_id)) is not None:
             refusal = refusal or request.no_store

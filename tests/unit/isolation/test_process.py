@@ -536,7 +536,7 @@ def test_shutdown_keeps_deadline(how: str, monkeypatch: pytest.MonkeyPatch) -> N
         close_s = 1.5
     begun_s = time.monotonic()
     has_ended = it.process.close(0.5, close_s)
-    assert time.monotonic() - begun_s < PATIENCE_S  # the promise is far weaker: a busy machine may be late
+    assert time.monotonic() - begun_s < PATIENCE_S  # the promise is far shorter; a busy machine may be late
     assert has_ended == (how == "stopped")
     if has_ended:
         assert it.end_of(put).reasons == {"cancelled": 1}
