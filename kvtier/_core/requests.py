@@ -105,7 +105,8 @@ class Request(Stateful):
     hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
     wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
     held: dict[Chunk, object] = field(default_factory=dict)
-    missed: set[OffloadKey] = field(default_factory=set)  # counted as misses
+    misses: dict[OffloadKey, str] = field(default_factory=dict)  # answered MISS and not counted yet; reasons
+    missed: dict[OffloadKey, str] = field(default_factory=dict)  # counted as misses
     absent: set[OffloadKey] = field(default_factory=set)
     why_absent: dict[OffloadKey, str] = field(default_factory=dict)  # if tiers may have the key
     located: dict[OffloadKey, int] = field(default_factory=dict)  # keys that a tier has, with the tier

@@ -77,7 +77,7 @@ class Tiering:
         self._visible = self.table.visible
         self._counts = self.shared.counts
         self._asked: list[Request] = []
-        self._missed: list[tuple[Request, OffloadKey, str]] = []  # in this round
+        self._missing: list[Request] = []  # asked for chunks in this round that are missing
         self._round: object = object()
         self._has_damage = False
         self.is_disabled = False  # nothing is stored and nothing found any more: see disable_after_audit
@@ -132,8 +132,10 @@ class Tiering:
         return _PENDING if chunk is not None or key in request.located else _RETRY
 
     def _miss(self, key: OffloadKey, request: Request, reason: str) -> Lookup:
-        if not request.is_prefetch:
-            self._missed.append((request, key, reason))
+        misses = request.misses
+        if not misses:
+            self._missing.append(request)
+        misses[key] = reason
         if request.record is not None:
             request.record.missed(self._round, key, reason)
         return _MISS
@@ -143,12 +145,18 @@ class Tiering:
 
         The engine repeats a scan whose answers are pending, and one of a request that it cannot schedule yet.
         """
-        missed, self._missed = self._missed, []
-        for request, key, reason in missed:
-            is_pending = request.round is self._round and request.wanted
-            if not is_pending and key not in request.missed:
-                request.missed.add(key)
-                self._counts["miss", reason] += 1
+        reasons: list[str] = []
+        for request in self._missing:
+            misses, request.misses = request.misses, {}
+            if request.is_prefetch or (request.wanted and request.round is self._round):
+                continue
+            for counted in misses.keys() & request.missed.keys():
+                del misses[counted]
+            reasons += misses.values()
+            request.missed = request.missed | misses if request.missed else misses
+        for reason in set(reasons):
+            self._counts["miss", reason] += reasons.count(reason)
+        self._missing.clear()
 
     def settle(self, now_s: float) -> None:
         """End a round of questions: promote what is wanted, keep the deadlines, keep the reserve free."""
