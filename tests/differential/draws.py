@@ -116,7 +116,7 @@ def draw_tiers(chance: Random) -> Iterator[Mapping[str, Any]]:
         yield {
             "type": "dummy",
             "get_latency_s": chance.choice([0, 0.002, 0.02]),
-            "put_latency_s": chance.choice([0, 0.002, 0.02]),
+            "put_latency_s": chance.choice([0, 0.002, 0.3]),
             "failure_rate": chance.choice([0, 0.05, 0.2]),
             "corruption_rate": chance.choice([0, 0.05, 0.2]),
             "hang_rate": chance.choice([0, 0, 0, 0.02]),
