@@ -90,7 +90,7 @@ def test_stored_tokens_count_both_sides() -> None:
     prompts = [*work.single("storage", 0), *work.single("cold", 0), *work.together("unseen", 0)]
     prompts += [*work.single("restarted", 0), *work.together("convoy", 0)]
     answers = work.batch * speed.BATCH_OUTPUT + work.convoy * (speed.TAIL_TOKENS + speed.OUTPUT_TOKENS)
-    assert work.stored_tokens == 3 * (sum(map(len, prompts)) + answers)
+    assert work.stored_tokens == 4 * (sum(map(len, prompts)) + answers)
 
 
 def test_phases_have_matching_controls() -> None:
