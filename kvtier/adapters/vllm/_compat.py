@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -148,6 +148,10 @@ TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 """Whether vLLM replaces the block tables of sessions, and notes the blocks of other connectors (0.33)."""
 
 
+_CROP_LONE_IMAGES: Final = frozenset(() if TRACKS_BLOCKS else ("DeepseekVLV2ForCausalLM", "H2OVLChatModel"))
+"""Models that crop an image only if its request has few others. From 0.33 on, its hash says so."""
+
+
 def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
     """Return the end of each chunk of a prompt, in tokens. vLLM extends it while the request runs."""
     return getattr(context, "_offload_key_positions", {})  # vLLM's own: a version may lack it
@@ -225,21 +229,34 @@ class EngineContext:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
 
         The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
-        that share tokens. With pruned videos, M-RoPE positions behind a video differ after a hit on it.
-        vLLM takes the prompt of a request as computed if it ends it with an error; it counts the tokens of an
-        aborted one (0.31 to 0.33).
+        that share tokens, and images that a model sizes by the rest of the request as if it did not. With
+        pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the prompt of a
+        request as computed if it ends it with an error; it counts the tokens of an aborted one (0.31 to
+        0.33).
         """
         scheduler = getattr(self.connector, "connector_scheduler", None)
         if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
             return None
         request: Request = state.req
         places = [feature.mm_position for feature in request.mm_features]
-        if any(one.offset + one.length > other.offset for one, other in pairwise(places)):
+        share_tokens = any(one.offset + one.length > other.offset for one, other in pairwise(places))
+        kinds = {feature.modality for feature in request.mm_features}
+        if share_tokens or ("image" in kinds and self._sizes_images_together()):
             return "media"
-        if any(feature.modality == "video" for feature in request.mm_features) and self._prunes_videos():
+        if "video" in kinds and self._prunes_videos():
             return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
         return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
+
+    def _sizes_images_together(self) -> bool:
+        """Return whether an image's embeddings depend on the rest of its request, unlike its hash.
+
+        Nemotron's dynamic resolution fits all images, and the text, into ``max_model_len``.
+        """
+        model = self.vllm_config.model_config
+        args = getattr(getattr(model.hf_config, "vision_config", None), "args", None)
+        is_dynamic = isinstance(args, Container) and "min_num_patches" in args
+        return is_dynamic or not _CROP_LONE_IMAGES.isdisjoint(model.architectures)
 
     def _prunes_videos(self) -> bool:
         """Return whether positions behind a video are right only in the step that computes the video."""
