@@ -135,7 +135,7 @@ def test_images_sized_together_are_not_stored(
     architecture: str, vision: dict[str, int], why: str | None
 ) -> None:
     config = SimpleNamespace(vision_config=SimpleNamespace(args=vision))
-    model = {"architectures": [architecture], "hf_config": config}
+    model: dict[str, Any] = {"architectures": [architecture], "hf_config": config}
     assert _why_not_stored(_beside(("image", 3, 40)), MultiModalConfig(), **model) == why
     assert _why_not_stored(_beside(("audio", 3, 40)), MultiModalConfig(), **model) is None
 
