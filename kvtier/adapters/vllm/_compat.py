@@ -148,6 +148,10 @@ TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 """Whether vLLM replaces the block tables of sessions, and notes the blocks of other connectors (0.33)."""
 
 
+CAPS_HITS_BY_EXPERTS = REPORTS_RESET_FLUSH
+"""Whether vLLM loads no more of a prompt than it has the routed experts of, if it returns them (0.33)."""
+
+
 _CROP_LONE_IMAGES: Final = frozenset(() if TRACKS_BLOCKS else ("DeepseekVLV2ForCausalLM", "H2OVLChatModel"))
 """Models that crop an image only if its request has few others. From 0.33 on, its hash says so."""
 
@@ -176,6 +180,12 @@ class EngineContext:
         """Whether this engine has workers of other processes, and each has a scheduler (torchrun)."""
         parallel = self.vllm_config.parallel_config
         return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+
+    @property
+    def returns_experts(self) -> bool:
+        """Whether responses have the experts of each token of a prompt, also of tokens that were loaded."""
+        outputs = getattr(self.vllm_config, "aux_output_config", None)
+        return outputs is not None and outputs.enabled
 
     @property
     def steps_ahead(self) -> int:

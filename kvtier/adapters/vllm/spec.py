@@ -16,6 +16,7 @@ from kvtier._log import GuardedLogger
 
 # First: it refuses a vLLM that is too old and may lack the next imports.
 from kvtier.adapters.vllm._compat import (
+    CAPS_HITS_BY_EXPERTS,
     SCHEDULE_ENDS_LAST,
     CacheHitSource,
     engine_context,
@@ -117,6 +118,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             raise ConfigError(
                 "enable_fault_tolerance is not supported: after a failed step vLLM continues with blocks "
                 "that the step did not compute, and offers them to be stored. Remove it, or kvtier"
+            )
+        if self._engine.returns_experts and not CAPS_HITS_BY_EXPERTS:
+            raise ConfigError(
+                "enable_return_routed_experts is not supported before vLLM 0.33: the engine ends if it "
+                "loads a chunk whose experts its workers do not remember. Remove it, or kvtier"
             )
         if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):  # a later vLLM may lack it
             raise ConfigError(
