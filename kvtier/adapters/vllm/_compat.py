@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -90,6 +90,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1  # n
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as connector_config  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as connector_scheduler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
@@ -169,6 +170,7 @@ class EngineContext:
     kv_cache_config: KVCacheConfig
     connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
+    adapters: dict[int, str] = field(default_factory=dict, compare=False)  # paths of replaced ones, by id
 
     @property
     def nodes(self) -> int:
@@ -235,6 +237,27 @@ class EngineContext:
 
         connector.bind_gpu_block_pool = guard
 
+    def watch_adapters(self) -> None:
+        """Note which LoRA adapters vLLM replaces in place: running requests compute with the new ones.
+
+        Their block hashes still have the old path. vLLM tells its executor alone. Call this while the engine,
+        which has made that, makes its scheduler.
+        """
+        executor = next((it.model_executor for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
+        if executor is None or self.vllm_config.lora_config is None:
+            return
+
+        def add(lora: LoRARequest, *, add: Callable[[LoRARequest], bool] = executor.add_lora) -> bool:
+            self.note_adapter(lora)
+            return add(lora)
+
+        executor.add_lora = add
+
+    def note_adapter(self, lora: LoRARequest | None) -> None:
+        """Note an adapter that replaces the one with its id, if it does."""
+        if lora is not None and lora.load_inplace:
+            self.adapters[lora.lora_int_id] = lora.lora_path
+
     def why_not_stored(self, req_id: str) -> str | None:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
 
@@ -248,6 +271,9 @@ class EngineContext:
         if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
             return None
         request: Request = state.req
+        lora = request.lora_request
+        if lora is not None and self.adapters.get(lora.lora_int_id, lora.lora_path) != lora.lora_path:
+            return "adapter"
         places = [feature.mm_position for feature in request.mm_features]
         share_tokens = any(one.offset + one.length > other.offset for one, other in pairwise(places))
         kinds = {feature.modality for feature in request.mm_features}

@@ -164,6 +164,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         limit_refusals()
         self._warn_of_plain_connector()
         self._engine.forget_withdrawn_blocks()
+        self._engine.watch_adapters()
         region = self._open_region(is_first=False)
         region.claim()
         region.start_guard()
