@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -20,6 +20,7 @@ from PIL import Image
 from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.video_prune.evs import recompute_mrope_positions
 from vllm.renderers.base import BaseRenderer
@@ -120,6 +121,24 @@ def test_media_that_share_tokens_are_not_stored(
     assert [block for block, (mine, theirs) in enumerate(keys) if mine != theirs] == named_in
 
     assert _why_not_stored(one, None) == why
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+def test_renewed_adapters_with_media_are_not_stored(encodes: bool) -> None:
+    """vLLM's cache of embeddings names the adapter without its path."""
+    one, other = _beside(("image", 3, 40)), _beside(("image", 3, 40))
+    one.lora_request, other.lora_request = (LoRARequest("adapter", it, f"/{it}") for it in (1, 2))
+    states = {name: SimpleNamespace(req=request) for name, request in (("one", one), ("other", other))}
+    connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=states))
+    model = SimpleNamespace(architectures=["LlamaForCausalLM"], hf_config=None)
+    lora = SimpleNamespace(enable_tower_connector_lora=encodes)
+    engine = EngineContext(
+        cast(VllmConfig, SimpleNamespace(model_config=model, lora_config=lora)), cast(Any, None), connector
+    )
+    engine.note_adapter(one.lora_request)
+    assert engine.why_not_stored("one") is None
+    engine.note_adapter(other.lora_request)
+    assert engine.why_not_stored("one") == engine.why_not_stored("other") == ("adapter" if encodes else None)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,9 @@ class EngineContext:
     connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
     adapters: dict[int, str] = field(default_factory=dict, compare=False)  # paths of replaced ones, by id
+    adapter_paths: dict[str, str] = field(
+        default_factory=dict, compare=False
+    )  # by name; "" if it had several
 
     @property
     def nodes(self) -> int:
@@ -254,9 +257,13 @@ class EngineContext:
         executor.add_lora = add
 
     def note_adapter(self, lora: LoRARequest | None) -> None:
-        """Note an adapter that replaces the one with its id, if it does."""
-        if lora is not None and lora.load_inplace:
+        """Note the path of an adapter, and whether it replaces the one with its id."""
+        if lora is None:
+            return
+        if lora.load_inplace:
             self.adapters[lora.lora_int_id] = lora.lora_path
+        if self.adapter_paths.setdefault(lora.lora_name, lora.lora_path) != lora.lora_path:
+            self.adapter_paths[lora.lora_name] = ""
 
     def why_not_stored(self, req_id: str) -> str | None:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
@@ -271,8 +278,7 @@ class EngineContext:
         if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
             return None
         request: Request = state.req
-        lora = request.lora_request
-        if lora is not None and self.adapters.get(lora.lora_int_id, lora.lora_path) != lora.lora_path:
+        if request.lora_request is not None and not self._has_own_adapter(request, request.lora_request):
             return "adapter"
         places = [feature.mm_position for feature in request.mm_features]
         share_tokens = any(one.offset + one.length > other.offset for one, other in pairwise(places))
@@ -283,6 +289,16 @@ class EngineContext:
             return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
         return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
+
+    def _has_own_adapter(self, request: Request, lora: LoRARequest) -> bool:
+        """Return whether workers compute a request with the adapter that its keys name.
+
+        vLLM keeps the embeddings of media under the adapter's name, if it computes them with the adapter.
+        """
+        is_own = self.adapters.get(lora.lora_int_id, lora.lora_path) == lora.lora_path
+        if is_own and request.mm_features and self.vllm_config.lora_config.enable_tower_connector_lora:
+            return self.adapter_paths.get(lora.lora_name) == lora.lora_path
+        return is_own
 
     def _sizes_images_together(self) -> bool:
         """Return whether an image's embeddings depend on the rest of its request, unlike its hash.
