@@ -624,6 +624,40 @@ def test_tokenizer_counts_where_models_compute_with_it(models: Callable[[str], P
     assert kinds() == 5
 
 
+@pytest.mark.parametrize("named_by", ["setting", "override", "variable"])
+def test_contents_of_named_files_count(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str
+) -> None:
+    config = configure(models("llama"))
+    file = tmp_path / "scales.json"
+    if named_by == "setting":
+        config.model_config.multimodal_config = MultiModalConfig()
+        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(file)
+    elif named_by == "override":
+        config.model_config.hf_overrides = {"quantization_config_file": str(file)}
+    else:
+        monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+    digests = set()
+    for scale in (1, 1, 2):
+        file.write_text(f'{{"scale": {scale}}}')
+        digests.add(identity_of(config).digest)
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("named_by", ["generation_config", "hf_config_path"])
+@pytest.mark.parametrize(("model", "kinds"), [("llama4", 2), ("llama", 1)])
+def test_generation_config_counts_where_models_compute_with_it(
+    models: Callable[[str], Path], tmp_path: Path, named_by: str, model: str, kinds: int
+) -> None:
+    config = configure(models(model))
+    setattr(config.model_config, named_by, str(tmp_path))
+    digests = set()
+    for is_tuned in ("true", "true", "false"):
+        (tmp_path / "generation_config.json").write_text(f'{{"attn_temperature_tuning": {is_tuned}}}')
+        digests.add(identity_of(config).digest)
+    assert len(digests) == kinds
+
+
 @pytest.mark.parametrize("field", ["worker_cls", "worker_extension_cls"])
 def test_code_of_workers_counts(
     models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
+import vllm
+from PIL import Image
 from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.video_prune.evs import recompute_mrope_positions
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
 
-from kvtier.adapters.vllm._compat import EngineContext
+from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext
 from tests.integration.configurations import configure, identity_of, make_model
 
 pytestmark = pytest.mark.releases
@@ -117,11 +123,90 @@ def test_media_that_share_tokens_are_not_stored(
     assert _why_not_stored(one, None) == why
 
 
-def _why_not_stored(request: Any, media: MultiModalConfig | None, uses_mrope: bool = True) -> str | None:
+@pytest.mark.parametrize("encodes", [False, True])
+def test_renewed_adapters_with_media_are_not_stored(encodes: bool) -> None:
+    """vLLM's cache of embeddings names the adapter without its path."""
+    one, other = _beside(("image", 3, 40)), _beside(("image", 3, 40))
+    one.lora_request, other.lora_request = (LoRARequest("adapter", it, f"/{it}") for it in (1, 2))
+    states = {name: SimpleNamespace(req=request) for name, request in (("one", one), ("other", other))}
+    connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=states))
+    model = SimpleNamespace(architectures=["LlamaForCausalLM"], hf_config=None)
+    lora = SimpleNamespace(enable_tower_connector_lora=encodes)
+    engine = EngineContext(
+        cast(VllmConfig, SimpleNamespace(model_config=model, lora_config=lora)), cast(Any, None), connector
+    )
+    engine.note_adapter(one.lora_request)
+    assert engine.why_not_stored("one") is None
+    engine.note_adapter(other.lora_request)
+    assert engine.why_not_stored("one") == engine.why_not_stored("other") == ("adapter" if encodes else None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "vision", "why"),
+    [
+        ("NemotronH_Nano_VL_V2", {"min_num_patches": 4}, "media"),
+        ("NemotronH_Nano_VL_V2", {}, None),
+        ("H2OVLChatModel", {}, None if TRACKS_BLOCKS else "media"),
+        ("DeepseekVLV2ForCausalLM", {}, None if TRACKS_BLOCKS else "media"),
+    ],
+)
+def test_images_sized_together_are_not_stored(
+    architecture: str, vision: dict[str, int], why: str | None
+) -> None:
+    config = SimpleNamespace(vision_config=SimpleNamespace(args=vision))
+    model: dict[str, Any] = {"architectures": [architecture], "hf_config": config}
+    assert _why_not_stored(_beside(("image", 3, 40)), MultiModalConfig(), **model) == why
+    assert _why_not_stored(_beside(("audio", 3, 40)), MultiModalConfig(), **model) is None
+
+
+def test_size_of_image_depends_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why they are not stored: vLLM's hash of an image is the same."""
+    for name in ("torchvision", "torchvision.transforms"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    processors = importlib.import_module("vllm.transformers_utils.processors.nano_nemotron_vl")
+    tiler = processors.DynamicResolutionImageTiler(
+        max_model_len=256,
+        min_num_patches=4,
+        max_num_patches=4096,
+        patch_size=16,
+        downsample_ratio=0.5,
+        norm_mean=[0] * 3,
+        norm_std=[1] * 3,
+    )
+    image, other = Image.new("RGB", (512, 384), "red"), Image.new("RGB", (512, 384), "blue")
+
+    def tokens(*images: Image.Image, text: int = 2) -> int:
+        found = tiler.compute_params(list(images), tiler.max_num_tokens_available(text))
+        return int(found[0].num_embeddings)
+
+    assert tokens(image, other) < tokens(image) > tokens(image, text=200)
+
+
+def test_processors_that_bypass_their_cache_were_reviewed() -> None:
+    """vLLM caches what a processor makes of a medium by its hash, except where that depends on more.
+
+    The hashes of some say so; others have noise, one audio, or tokens in another order.
+    """
+    folder = Path(vllm.__file__).parent / "model_executor" / "models"
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    bypass = {name for name, source in sources.items() if "def _cached_apply_hf_processor" in source}
+    harmless = {"cohere_asr", "funasr", "jina_vl", "qwen3_asr_realtime", "voxtral_realtime"}
+    refused = {"unlimited_ocr"}  # at the start: see ``prevents_reuse``
+    assert bypass - refused <= {"deepseek_vl2", "h2ovl"} | harmless
+    if TRACKS_BLOCKS:
+        assert all("def _get_mm_hashes" in sources[name] for name in bypass - harmless)
+    tilers = {name for name, source in sources.items() if "num_tokens_per_image" in source}
+    assert tilers == {"nano_nemotron_vl"}
+
+
+def _why_not_stored(
+    request: Any, media: MultiModalConfig | None, uses_mrope: bool = True, **model: Any
+) -> str | None:
     status = {"a": SimpleNamespace(req=request)}
     connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=status))
+    fields = {"architectures": ["LlamaForCausalLM"], "hf_config": SimpleNamespace(), **model}
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=media, uses_mrope=uses_mrope)
+        model_config=SimpleNamespace(multimodal_config=media, uses_mrope=uses_mrope, **fields)
     )
     return EngineContext(config, SimpleNamespace(), connector).why_not_stored("a")
 

@@ -6,9 +6,11 @@ with the worker. Here they are CPU tensors, regardless of the layout's platform.
 
 from __future__ import annotations
 
+import inspect
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import ModelConfig, ParallelConfig
+from vllm.config.aux_output import AuxOutputConfig
+from vllm.distributed.aux_output_connector import connector as aux_outputs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core import kv_cache_utils
@@ -45,7 +49,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvtier.adapters.vllm._compat import EngineContext, providing_engine
+from kvtier.adapters.vllm._compat import CAPS_HITS_BY_EXPERTS, EngineContext, providing_engine
 from kvtier.adapters.vllm._manager import Slots
 from kvtier.adapters.vllm._parallel import with_chunk_size
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
@@ -310,6 +314,27 @@ def test_steps_that_fail_are_refused() -> None:
         pytest.raises(ConfigError, match="enable_fault_tolerance is not supported"),
     ):
         KVTierOffloadingSpec(cache.spec.config)
+
+
+@pytest.mark.parametrize("limits_hits", [False, True])
+def test_routed_experts_are_refused_unless_they_limit_hits(
+    limits_hits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's worker raises where it has none for a loaded chunk, as after a restart."""
+    monkeypatch.setattr("kvtier.adapters.vllm.spec.CAPS_HITS_BY_EXPERTS", limits_hits)
+    cache = Cache(CASES["full attention"], 1)
+    cache.vllm_config.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
+    refused = pytest.raises(ConfigError, match="enable_return_routed_experts is not supported before")
+    with (
+        providing_engine(EngineContext(cache.vllm_config, cache.config)),
+        nullcontext() if limits_hits else refused,
+    ):
+        KVTierOffloadingSpec(cache.spec.config)
+
+
+def test_vllm_limits_hits_by_routed_experts() -> None:
+    source = inspect.getsource(aux_outputs)
+    assert ("def cap_external_hit" in source) == CAPS_HITS_BY_EXPERTS
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Requests that end early leave no pin and no slot behind.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.integration.conftest import Ask, from_vllm
 from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, Metrics, prompt
 
 pytestmark = pytest.mark.releases
+
+MAKER = "tests.differential.models"
 
 STORED = [prompt(seed) for seed in range(6)]
 NEW = [prompt(seed) for seed in range(50, 56)]
@@ -92,6 +95,35 @@ def test_blocks_withdrawn_within_step_are_forgotten(
         served = engine.served(low)
     assert overtaken == {"answer": reference(low)[0], "preemptions": 1}
     assert served == (reference(low), {"cpu": 400 // 32})
+
+
+def test_replaced_adapter_ends_stores(launcher: Launcher, llama: Path, tmp_path: Path) -> None:
+    """What a request computes with the new adapter has the old one's key in vLLM."""
+    model, first = shutil.copytree(llama, tmp_path / "model"), prompt(1, 100)
+    old, new = (str(tmp_path / f"adapter-{number}") for number in (1, 2))
+    with launcher.fork() as maker:
+        for folder in (old, new):
+            maker.call("make_adapter", module=MAKER, directory=folder, model=str(model))
+    more: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "num_gpu_blocks_override": 200}
+    settings = {
+        "cpu_bytes_to_use": "64MiB",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
+        "immutable_adapters": True,
+        "offload_prompt_only": False,
+        "blocks_per_chunk": 1,
+    }
+    with launcher.start(model, settings, **more) as engine:
+        said = engine.call("replace_adapter", prompt=first, tokens=60, old=old, new=new)["answer"]
+        metrics = engine.settled()
+    asked = [*first, *said, 5]
+    with launcher.start(model, **more) as engine:
+        expected = engine.call("ask_adapter", prompt=asked, folder=old)
+    with launcher.start(model, settings, **more) as engine:
+        found = engine.call("ask_adapter", prompt=asked, folder=old)
+
+    assert found["answer"] == expected["answer"]
+    assert 0 < found["cached"] <= 160 < len(asked), "before the replacement"
+    assert metrics.value("kvtier_store_refused_chunks", reason="adapter") > 0
 
 
 # --- how much of a request is stored and loaded ---------------------------------------------------

@@ -143,3 +143,29 @@ def overtake(llm: Any, low: list[int], high: list[int], tokens: int) -> dict[str
     while engine.has_unfinished_requests():
         said |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
     return {"answer": said[first], "preemptions": request.num_preemptions}
+
+
+def replace_adapter(llm: Any, prompt: list[int], tokens: int, old: str, new: str) -> dict[str, Any]:
+    """Return an answer of 200 tokens. The adapter is replaced in place after ``tokens`` of them."""
+    engine, said = llm.llm_engine, list[int]()
+    engine.add_request("0001", {"prompt_token_ids": prompt}, sampling(200), lora_request=_adapter(old))
+    is_replaced = False
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            said = list(output.outputs[0].token_ids)
+        if len(said) >= tokens and not is_replaced:
+            is_replaced = engine.add_lora(_adapter(new, load_inplace=True))
+    return {"answer": said}
+
+
+def ask_adapter(llm: Any, prompt: list[int], folder: str) -> dict[str, Any]:
+    """Return the answer to a prompt of the model with an adapter, and how many tokens were cached."""
+    asked = {"prompt_token_ids": prompt}
+    (output,) = llm.generate([asked], sampling(8), lora_request=_adapter(folder), use_tqdm=False)
+    return {"answer": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+
+
+def _adapter(folder: str, **how: Any) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, folder, **how)

@@ -9,6 +9,8 @@ resolved, not those that the user gave, so decisions of the platform and the mod
 newer version changes is covered by the KV format generation (``_compat``): only releases whose defaults a
 test has compared get one.
 
+**A value that names a file counts with the file's contents**, which can change under its name.
+
 **A value has the same canonical value in every process, or the engine is refused.** An object without one is
 represented by its type and attributes; a memory address would split the cache at each start.
 """
@@ -24,6 +26,7 @@ import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
@@ -35,6 +38,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvtier._identity import LIBRARY_VARIABLES, canonical
+from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm import _excluded_settings as excluded
 from kvtier.errors import ConfigError, IdentityError
 
@@ -59,13 +63,27 @@ def canonical_settings(vllm_config: VllmConfig, *, is_reviewed: bool) -> Mapping
     return settings
 
 
-def relevant_environment() -> Mapping[str, str]:
+def generation_config(model: ModelConfig, *, is_reviewed: bool) -> Mapping[str, object]:
+    """Return the generation config of a model that may compute with it, else nothing.
+
+    It lies in the folder of any of three settings. Llama 4 reads the temperature of its attention from it.
+    """
+    if is_reviewed and not computes_with_length(model):
+        return {}
+    try:
+        found = model.try_get_generation_config()
+    except Exception:  # then the model has none either
+        return {}
+    return {"generation": canonical_value({**found, "transformers_version": None}, "generation_config")}
+
+
+def relevant_environment() -> Mapping[str, object]:
     """Return the environment variables that are set and may change the bytes of a chunk.
 
     They are all variables of vLLM except the excluded ones, and a few of other libraries that are known to
     matter.
     """
-    return {name: value for name, value in os.environ.items() if _is_relevant(name)}
+    return {name: _with_file(value) for name, value in os.environ.items() if _is_relevant(name)}
 
 
 def _is_relevant(variable: str) -> bool:
@@ -157,6 +175,8 @@ class _Canonicalizer:
                 return self._of_transformers(value)
             case Enum():
                 return self.value(value.value, name)
+            case str() | PurePath():
+                return _with_file(str(value))
             case Mapping():
                 return dict(self._items(value, name))
             case set() | frozenset():
@@ -269,6 +289,12 @@ def _rope_kinds(fields: Mapping[str, Any]) -> Iterator[str]:
             if not value.keys().isdisjoint(("long_factor", "short_factor")):
                 yield "longrope"
         yield from _rope_kinds(value)
+
+
+def _with_file(value: str) -> object:
+    """Return a text; if it is the name of a file, with a digest of that."""
+    is_file = ("." in value or os.sep in value) and os.path.isfile(value) and os.access(value, os.R_OK)
+    return {"path": value, "contents": weights_fingerprint(Path(value))} if is_file else value
 
 
 def _shortened(value: object) -> object:

@@ -7,10 +7,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -90,6 +90,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1  # n
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as connector_config  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as connector_scheduler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
@@ -148,6 +149,14 @@ TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 """Whether vLLM replaces the block tables of sessions, and notes the blocks of other connectors (0.33)."""
 
 
+CAPS_HITS_BY_EXPERTS = REPORTS_RESET_FLUSH
+"""Whether vLLM loads no more of a prompt than it has the routed experts of, if it returns them (0.33)."""
+
+
+_CROP_LONE_IMAGES: Final = frozenset(() if TRACKS_BLOCKS else ("DeepseekVLV2ForCausalLM", "H2OVLChatModel"))
+"""Models that crop an image only if its request has few others. From 0.33 on, its hash says so."""
+
+
 def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
     """Return the end of each chunk of a prompt, in tokens. vLLM extends it while the request runs."""
     return getattr(context, "_offload_key_positions", {})  # vLLM's own: a version may lack it
@@ -161,6 +170,10 @@ class EngineContext:
     kv_cache_config: KVCacheConfig
     connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
+    adapters: dict[int, str] = field(default_factory=dict, compare=False)  # paths of replaced ones, by id
+    adapter_paths: dict[str, str] = field(
+        default_factory=dict, compare=False
+    )  # by name; "" if it had several
 
     @property
     def nodes(self) -> int:
@@ -172,6 +185,12 @@ class EngineContext:
         """Whether this engine has workers of other processes, and each has a scheduler (torchrun)."""
         parallel = self.vllm_config.parallel_config
         return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+
+    @property
+    def returns_experts(self) -> bool:
+        """Whether responses have the experts of each token of a prompt, also of tokens that were loaded."""
+        outputs = getattr(self.vllm_config, "aux_output_config", None)
+        return outputs is not None and outputs.enabled
 
     @property
     def steps_ahead(self) -> int:
@@ -221,25 +240,75 @@ class EngineContext:
 
         connector.bind_gpu_block_pool = guard
 
+    def watch_adapters(self) -> None:
+        """Note which LoRA adapters vLLM replaces in place: running requests compute with the new ones.
+
+        Their block hashes still have the old path. vLLM tells its executor alone. Call this while the engine,
+        which has made that, makes its scheduler.
+        """
+        executor = next((it.model_executor for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
+        if executor is None or self.vllm_config.lora_config is None:
+            return
+
+        def add(lora: LoRARequest, *, add: Callable[[LoRARequest], bool] = executor.add_lora) -> bool:
+            self.note_adapter(lora)
+            return add(lora)
+
+        executor.add_lora = add
+
+    def note_adapter(self, lora: LoRARequest | None) -> None:
+        """Note the path of an adapter, and whether it replaces the one with its id."""
+        if lora is None:
+            return
+        if lora.load_inplace:
+            self.adapters[lora.lora_int_id] = lora.lora_path
+        if self.adapter_paths.setdefault(lora.lora_name, lora.lora_path) != lora.lora_path:
+            self.adapter_paths[lora.lora_name] = ""
+
     def why_not_stored(self, req_id: str) -> str | None:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
 
         The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
-        that share tokens. With pruned videos, M-RoPE positions behind a video differ after a hit on it.
-        vLLM takes the prompt of a request as computed if it ends it with an error; it counts the tokens of an
-        aborted one (0.31 to 0.33).
+        that share tokens, and images that a model sizes by the rest of the request as if it did not. With
+        pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the prompt of a
+        request as computed if it ends it with an error; it counts the tokens of an aborted one (0.31 to
+        0.33).
         """
         scheduler = getattr(self.connector, "connector_scheduler", None)
         if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
             return None
         request: Request = state.req
+        if request.lora_request is not None and not self._has_own_adapter(request, request.lora_request):
+            return "adapter"
         places = [feature.mm_position for feature in request.mm_features]
-        if any(one.offset + one.length > other.offset for one, other in pairwise(places)):
+        share_tokens = any(one.offset + one.length > other.offset for one, other in pairwise(places))
+        kinds = {feature.modality for feature in request.mm_features}
+        if share_tokens or ("image" in kinds and self._sizes_images_together()):
             return "media"
-        if any(feature.modality == "video" for feature in request.mm_features) and self._prunes_videos():
+        if "video" in kinds and self._prunes_videos():
             return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
         return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
+
+    def _has_own_adapter(self, request: Request, lora: LoRARequest) -> bool:
+        """Return whether workers compute a request with the adapter that its keys name.
+
+        vLLM keeps the embeddings of media under the adapter's name, if it computes them with the adapter.
+        """
+        is_own = self.adapters.get(lora.lora_int_id, lora.lora_path) == lora.lora_path
+        if is_own and request.mm_features and self.vllm_config.lora_config.enable_tower_connector_lora:
+            return self.adapter_paths.get(lora.lora_name) == lora.lora_path
+        return is_own
+
+    def _sizes_images_together(self) -> bool:
+        """Return whether an image's embeddings depend on the rest of its request, unlike its hash.
+
+        Nemotron's dynamic resolution fits all images, and the text, into ``max_model_len``.
+        """
+        model = self.vllm_config.model_config
+        args = getattr(getattr(model.hf_config, "vision_config", None), "args", None)
+        is_dynamic = isinstance(args, Container) and "min_num_patches" in args
+        return is_dynamic or not _CROP_LONE_IMAGES.isdisjoint(model.architectures)
 
     def _prunes_videos(self) -> bool:
         """Return whether positions behind a video are right only in the step that computes the video."""

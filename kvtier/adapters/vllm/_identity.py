@@ -30,6 +30,7 @@ from kvtier.adapters.vllm._canonical import (
     canonical_settings,
     canonical_value,
     foreign_module,
+    generation_config,
     relevant_environment,
 )
 from kvtier.adapters.vllm._compat import EngineContext, hash_seed, is_reviewed, kv_format
@@ -67,7 +68,7 @@ def engine_identity(
     ``received`` are connectors that bring what other engines have computed, with their own settings.
     ConfigError if nothing distinguishes the weights or a setting from others of the same name.
     """
-    vllm_config, namespace = engine.vllm_config, settings.namespace
+    vllm_config, namespace, reviewed = engine.vllm_config, settings.namespace, is_reviewed()
     return Identity.make(
         config.model.name,
         {
@@ -79,10 +80,11 @@ def engine_identity(
             "kv_cache": _kv_cache(config, engine, shape),
             "parallel": _parallel(config, engine, shape),
             "hash": _hash(vllm_config, settings),
-            "settings": canonical_settings(vllm_config, is_reviewed=is_reviewed()),
+            "settings": canonical_settings(vllm_config, is_reviewed=reviewed),
             "environment": relevant_environment(),
             **({"received": list(received)} if received else {}),
             **_tokenizer(vllm_config.model_config),
+            **generation_config(vllm_config.model_config, is_reviewed=reviewed),
         },
     )
 

@@ -63,7 +63,8 @@ class KVTierConnector(OffloadingConnector):
                 f'KVTierConnector: kv_load_failure_policy is "{policy}", so requests would end with an error '
                 'where a load fails: set it to "recompute", or use the OffloadingConnector'
             )
-        with providing_engine(EngineContext(vllm_config, kv_cache_config, self, sees_blocks=True)):
+        self._engine = EngineContext(vllm_config, kv_cache_config, self, sees_blocks=True)
+        with providing_engine(self._engine):
             super().__init__(vllm_config, role, kv_cache_config)
         self._last_tables: dict[str, Sequence[Sequence[int]]] = {}  # requests that ended since the last step
         self._manager: KVTierManager | None = None
@@ -105,6 +106,7 @@ class KVTierConnector(OffloadingConnector):
         if self._outer is not None and params and params.get("do_remote_prefill"):
             params.setdefault("kv_load_tiers", [])
         if self._manager is not None:
+            self._engine.note_adapter(request.lora_request)
             self._manager.session = getattr(request, "session_id", None) or ""  # vLLM 0.33
         super().on_new_request(request)
 

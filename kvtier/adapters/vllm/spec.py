@@ -16,6 +16,7 @@ from kvtier._log import GuardedLogger
 
 # First: it refuses a vLLM that is too old and may lack the next imports.
 from kvtier.adapters.vllm._compat import (
+    CAPS_HITS_BY_EXPERTS,
     SCHEDULE_ENDS_LAST,
     CacheHitSource,
     engine_context,
@@ -118,6 +119,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "enable_fault_tolerance is not supported: after a failed step vLLM continues with blocks "
                 "that the step did not compute, and offers them to be stored. Remove it, or kvtier"
             )
+        if self._engine.returns_experts and not CAPS_HITS_BY_EXPERTS:
+            raise ConfigError(
+                "enable_return_routed_experts is not supported before vLLM 0.33: the engine ends if it "
+                "loads a chunk whose experts its workers do not remember. Remove it, or kvtier"
+            )
         if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False):  # a later vLLM may lack it
             raise ConfigError(
                 "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported: vLLM's connector confuses requests "
@@ -158,6 +164,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         limit_refusals()
         self._warn_of_plain_connector()
         self._engine.forget_withdrawn_blocks()
+        self._engine.watch_adapters()
         region = self._open_region(is_first=False)
         region.claim()
         region.start_guard()
