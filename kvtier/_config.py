@@ -187,8 +187,8 @@ class TieringConfig(Settings):
         ge=0,
         le=_LONGEST_WAIT_S,
         description="Seconds that a shutdown waits for puts in flight. It ends at most 1.5 s later, even if "
-        "a tier hangs. With vLLM both count from when its workers begin to stop; vLLM kills an engine that "
-        "takes longer than 5 s in all.",
+        "a tier hangs. With vLLM both count from when its workers begin to stop; `vllm serve` kills the "
+        "engine at once unless `--shutdown-timeout` is set, other programs after 5 s.",
     )
 
     @field_validator("secondary_tiers", mode="before")

@@ -106,10 +106,10 @@ class SharedState:
         status, verb = self.tiers[transfer.tier], transfer.verb
         if change == "closed":
             self.counts["breaker_closed", status.name, verb] += 1
-            text = f"a {verb} has gone well: it is given {verb}s again"
+            text = f"the breaker of its {verb}s closes: a probe succeeded"
         else:
             self.counts["breaker_opened", status.name, verb, change] += 1
-            text = f"its {verb}s: {BREAKER_OPENED[change]}; it gets none for a while"
+            text = f"the breaker of its {verb}s opens: {BREAKER_OPENED[change]}"
         if change != "probe":
             self.notices.append(Notice(f"tier {status.name}", text, change == "closed"))
 

@@ -161,9 +161,10 @@ def play(
                 request.abort()
         for what in [what for at, what in resets if at == step]:
             try:
-                is_done = engine.reset_prefix_cache(what == "preempt", reset_connector=what != "device")
-                is_refused = what != "device" and not is_done
-                if is_done and what != "device":
+                reaches_tiers = "device" not in what
+                is_done = engine.reset_prefix_cache("preempt" in what, reset_connector=reaches_tiers)
+                is_refused = reaches_tiers and not is_done
+                if is_done and reaches_tiers:
                     weights = new.pop(0)
                     reweigh(llm, weights)
             except RuntimeError:  # vLLM refuses while a preempted request is being loaded

@@ -112,8 +112,8 @@ class Round:
     Attributes:
         before: the first action. ``settle`` waits for stores; ``forget`` also resets the device's cache;
             ``reset`` resets everything, for new weights; ``restart`` and ``kill`` start the engine again.
-        resets: steps and kinds of resets: ``device``, ``all``, or ``preempt``, which preempts requests. The
-            model gets new weights with the last two, unless vLLM refuses.
+        resets: steps and kinds of resets: ``device``, ``all``, or ``preempt``, which preempts requests, as
+            ``preempt device`` does. The model gets new weights unless it is the device's, or vLLM refuses.
         engine: 0 or 1, of two engines over the same tiers.
     """
 

@@ -136,6 +136,27 @@ def test_reset_blocks_are_not_stored(
     assert after == (reference(*PROMPTS), {"cpu": CHUNKS})
 
 
+def test_reset_of_the_device_reloads_running_requests(
+    launcher: Launcher, llama: Path, reference: Ask, settings: dict[str, Any]
+) -> None:
+    """vLLM preempts them between two steps, so the next step can load them."""
+    running, output_tokens = OTHERS[:3], 40
+    connector = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
+    with launcher.start(llama, settings, kv_transfer_config=connector) as engine:
+        engine.served(*running)
+        engine.reset(connector=False)
+        before = engine.settled().loaded()
+        over = engine.call(
+            "requests", prompts=running, output_tokens=output_tokens, resets=[(2, True)], connector=False
+        )
+        metrics = engine.settled()
+
+    assert over["answers"] == reference(*running, output_tokens=output_tokens)
+    assert over["were_reset"] == [True]
+    assert metrics.loaded()["cpu"] == before.get("cpu", 0) + 2 * len(running) * PROMPT_CHUNKS
+    assert metrics.is_idle
+
+
 def test_resumed_request_keeps_old_blocks(launcher: Launcher, llama: Path, settings: dict[str, Any]) -> None:
     """vLLM does not say that a preempted request without a whole chunk runs again, and has blocks."""
     short = prompt(20, 70)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -21,7 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
-def test_vllm_accepts_page_command(page: str, tmp_path: Path) -> None:
+def test_vllm_accepts_page_command(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("kvtier")
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
     (command,) = re.findall(r"^vllm serve .*?}'$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     serve = shlex.split(command)[3:]  # after the model, which is not on this machine
     model = make_model(tmp_path / "model")
@@ -35,3 +40,6 @@ def test_vllm_accepts_page_command(page: str, tmp_path: Path) -> None:
     with providing_engine(engine):
         spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, engine.kv_cache_config))
     assert isinstance(spec, KVTierOffloadingSpec)
+    theirs = logging.getLogger("vllm")
+    assert logger.handlers == theirs.handlers != [], "lines lack vLLM's time and process"
+    assert logger.getEffectiveLevel() == theirs.getEffectiveLevel()

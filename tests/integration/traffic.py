@@ -47,6 +47,7 @@ def requests(
     output_tokens: int,
     aborts: Mapping[str, int] | None = None,
     resets: Sequence[tuple[int, bool]] = (),
+    connector: bool = True,
 ) -> dict[str, Any]:
     """Send prompts all at once and step until all have ended.
 
@@ -56,6 +57,7 @@ def requests(
         output_tokens: tokens to generate for each prompt.
         aborts: step after which a prompt is aborted, by prompt number.
         resets: tokens that each prompt has at a reset, and whether vLLM preempts running requests for it.
+        connector: whether they reset the connector, too.
 
     Returns:
         ``answers``: the tokens of each prompt; ``ends``: its finish reason, None if aborted;
@@ -78,7 +80,7 @@ def requests(
             break
         for tokens, preempts in resets[len(were_reset) : len(were_reset) + 1]:
             if min(map(len, said.values())) >= tokens:
-                were_reset.append(engine.reset_prefix_cache(preempts, reset_connector=True))
+                were_reset.append(engine.reset_prefix_cache(preempts, reset_connector=connector))
         for output in engine.step():
             waits.setdefault(output.request_id, time.monotonic() - begun[output.request_id])
             said[output.request_id] = list(output.outputs[0].token_ids)

@@ -10,7 +10,8 @@ and tell a decode engine how long and where to wait for chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -165,7 +166,8 @@ class KVTierConnector(OffloadingConnector):
         if state is not None:
             state = replace(state, boundary_state_offloads=handed_over)
             scheduler_output = replace(scheduler_output, kv_connector_block_state=state)
-        metadata = super().build_connector_meta(scheduler_output)
+        with self._loads_aside(scheduler_output.preempted_req_ids or ()):
+            metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
         for job in metadata.store_jobs.values():
             if not self._names_right_blocks(job, {block for _, block, _ in handed_over.get(job.req_id, ())}):
@@ -201,6 +203,25 @@ class KVTierConnector(OffloadingConnector):
         done = super().reset_cache()
         scheduler._current_batch_jobs_to_flush |= flushed
         return done
+
+    @contextmanager
+    def _loads_aside(self, preempted: Collection[str]) -> Iterator[None]:
+        """Hide the loads that this step begins for preempted requests.
+
+        A reset preempts requests between two steps, so the next step can load them. Before 0.33 vLLM asserts
+        that all their jobs are stores.
+        """
+        loads = self.scheduler._current_batch_load_jobs
+        begun = [
+            (self.scheduler._req_status[job.req_id].transfer_jobs, job_id)
+            for job_id, job in loads.items()
+            if job.req_id in preempted
+        ]
+        for jobs, job_id in begun:
+            jobs.discard(job_id)
+        yield
+        for jobs, job_id in begun:
+            jobs.add(job_id)
 
     def _storable(self, states: Mapping[str, Sequence[_State]]) -> dict[str, list[_State]]:
         """Return the states that requests allow to be stored.

@@ -81,6 +81,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return ("kvtier_version", "eviction_policy", "secondary_tiers", "kv_hints")
 
     def __init__(self, config: OffloadingConfig) -> None:
+        _log_like_vllm()
         self._engine = engine_context()
         neighbours = _neighbours()
         self._is_blind = bool(neighbours) and not self._engine.sees_blocks
@@ -355,6 +356,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return engine_identity(
             self.config, self._engine, self._shape, self._settings, formats, received=self._received
         )
+
+
+def _log_like_vllm() -> None:
+    """Write kvtier's lines as vLLM's, with time and process, unless the user has configured a handler."""
+    ours, theirs = GuardedLogger("kvtier").logger, GuardedLogger("vllm").logger
+    if not ours.hasHandlers():
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(ours.level or theirs.level)
 
 
 def _neighbours() -> Sequence[Mapping[str, Any]]:

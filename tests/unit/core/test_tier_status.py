@@ -182,14 +182,14 @@ def test_changes_are_told_once() -> None:
     it = World()
     it.puts_end(*[BAD] * 5)
     ((text, is_good),) = it.notices()
-    assert text == "tier t0: its puts: several in a row have failed; it gets none for a while"
+    assert text == "tier t0: the breaker of its puts opens: several in a row have failed"
     assert not is_good
     it.now_s = 1.0
     it.puts_end(BAD)
     assert it.notices() == []
     it.now_s = 10.0
     it.puts_end(GOOD)
-    assert it.notices() == [("tier t0: a put has gone well: it is given puts again", True)]
+    assert it.notices() == [("tier t0: the breaker of its puts closes: a probe succeeded", True)]
 
 
 # --- back-pressure ---------------------------------------------------------------------------------
