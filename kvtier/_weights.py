@@ -32,11 +32,8 @@ def weights_fingerprint(model: Path) -> str | None:
     tokenizer do not, nor does ``config.json``, which the caller adds as the engine has read it. Encoders may
     have their own folders: all these files count there.
 
-    Args:
-        model: the directory that holds the files, or the one file that is all of the model.
-
-    Returns:
-        The digest, or None if there are no weights: then the revision names them.
+    ``model`` is the directory of the files, or the one file that is all of the model. None if there are no
+    weights: then the revision names them.
     """
     files = [model] if model.is_file() else _files(model)
     if not files:

@@ -17,16 +17,11 @@ from kvtier.policies._base import Run
 class LookupRecord:
     """Results of the lookups of the request ``name``, which is to be explained.
 
-    Args:
-        asked: set that gets the name in each round with a new lookup; its owner clears it.
-
-    Attributes:
-        misses: keys that the last scan missed, in the order of the lookups, and the reasons
-            (``reasons.MISS``).
+    The set ``asked`` gets the name in each round with a new lookup; its owner clears it.
     """
 
     def __init__(self, name: str = "", asked: set[str] | None = None) -> None:
-        self.misses: dict[OffloadKey, str] = {}
+        self.misses: dict[OffloadKey, str] = {}  # of the last scan, in its order, and why: ``reasons.MISS``
         self.refusals: dict[OffloadKey, dict[str, str]] = {}  # reasons, by key and tier name
         self._round: object = None
         self._name = name

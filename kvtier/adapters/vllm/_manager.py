@@ -59,16 +59,11 @@ _RESULTS[Lookup.RETRY] = LookupResult.RETRY
 
 @dataclass
 class Slots(LoadStoreSpec):
-    """Where chunks are in the primary tier; goes to the workers.
-
-    Attributes:
-        request: of a load, whose chunks they are.
-        chunks: of a store, how many chunks there are, by the id of their group; vLLM names blocks alone.
-    """
+    """Where chunks are in the primary tier; goes to the workers."""
 
     slots: list[int]
-    request: str = ""
-    chunks: Sequence[int] = ()
+    request: str = ""  # of a load: whose chunks they are
+    chunks: Sequence[int] = ()  # of a store: how many there are, by the id of their group
 
 
 _OF_NEW_CHUNKS = RequestOffloadingContext()

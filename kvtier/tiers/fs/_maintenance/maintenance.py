@@ -212,11 +212,7 @@ class Maintenance:
             self.note_full(error.errno)
 
     def note_full(self, number: int, removals: tuple[str, int] | None = None) -> None:
-        """Note a write that failed for want of room, maybe because of a quota. Blocks.
-
-        Args:
-            removals: the ledger's ``removals`` before the write; None if unknown.
-        """
+        """Note a write that failed for want of room, perhaps by a quota. Blocks. See ``lower_limit``."""
         is_new = False
         with suppress(OSError), ledger.elected(self._namespace.root_fd, ledger.EVICTING) as lock:
             is_new = lock is not None and self._quota.lower_limit(removals)

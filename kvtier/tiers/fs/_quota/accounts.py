@@ -116,14 +116,11 @@ class Accounts(msgspec.Struct):
 
 
 class Bounds:
-    """The bounds of a root, by this writer's settings.
-
-    Attributes:
-        hidden: assumed limit of a quota that statvfs does not show; None until a write is refused.
-    """
+    """The bounds of a root, by this writer's settings."""
 
     def __init__(self, config: FsConfig) -> None:
         self._config = config
+        # Assumed limit of a quota that statvfs does not show; None until a write is refused.
         self.hidden: int | None = None
         self._moved_s = -math.inf  # when ``hidden`` changed
 
