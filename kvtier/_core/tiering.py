@@ -42,12 +42,8 @@ _HIT, _MISS, _PENDING, _RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.
 class Tiering:
     """Owns the chunks of the primary tier and decides what moves between it and the other tiers.
 
-    Args:
-        policy: chooses what leaves the primary tier.
-        tiers: the secondary tiers, in lookup order.
-        windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
-            windows); their chunks are located first and then promoted as they are asked for.
-        track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
+    ``tiers`` are in lookup order. ``windowed_groups`` are KV cache groups that are not looked up from the
+    front of the prompt (sliding windows); their chunks are located first, and promoted as they are asked for.
     """
 
     def __init__(

@@ -59,10 +59,8 @@ class TierSupervisor:
     started after the last request. After a failed reset it is opened again first, because a tier that is down
     gets no command that would notice another primary, new credentials or a new mount.
 
-    Args:
-        recreate: see ``NamedTier``.
-        on_change: callback for the reason when the tier goes down, and for None when it is up in an epoch.
-        is_idle: returns whether no command of the tier is in flight.
+    ``on_change`` gets the reason when the tier goes down, and None when it is up in an epoch. ``is_idle``
+    returns whether no command of the tier is in flight. For ``recreate`` see ``NamedTier``.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class TierSupervisor:
         on_change: Callable[[str | None], None],
         chance: RandomSource,
         clock: LoopClock,
-        is_idle: Callable[[], bool] = lambda: True,
+        is_idle: Callable[[], bool],
     ) -> None:
         self.tier = tier  # replaced by ``recreate``
         self.epoch = Epoch(0)  # of commands submitted now

@@ -87,19 +87,11 @@ class _Flushing:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The engine's behaviour, as far as the manager depends on it.
-
-    Attributes:
-        steps_ahead: the most scheduled steps in flight, the current one included.
-        names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
-        is_blind: whether vLLM's connector is not told of all new owners of blocks.
-        has_blocks: whether requests, or the prefix cache, have blocks on the device.
-        why_not_stored: why a request's keys may not name the KV of its blocks; see ``EngineContext``.
-    """
+    """The engine's behaviour, as far as the manager depends on it; see ``EngineContext``."""
 
     steps_ahead: int = 2
-    names_resumed: bool = False
-    is_blind: bool = False
+    names_resumed: bool = False  # vLLM names a preempted request as new when it resumes (V2 model runner)
+    is_blind: bool = False  # vLLM's connector is not told of all new owners of blocks
     has_blocks: Callable[[], bool] = lambda: False
     why_not_stored: Callable[[str], str | None] = lambda _: None
 

@@ -51,11 +51,8 @@ _log = GuardedLogger("kvtier.tiers.fs")
 class Maintenance:
     """The background work of one open tier.
 
-    Args:
-        context: context of the tier; ``lost`` is called if the root was replaced or is writable again.
-        epoch: epoch whose chunks are listed, until ``follow`` names another.
-        slow: thread for work that may take minutes.
-        quick: thread for everything else.
+    The thread ``slow`` does work that may take minutes, ``quick`` everything else. The context's ``lost`` is
+    called if the root was replaced or is writable again.
     """
 
     def __init__(
