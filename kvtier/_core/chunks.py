@@ -375,7 +375,6 @@ class ChunkTable:
         self._call(DEFAULT, lambda policy: policy.clear())
 
     def give_up_adopted(self) -> None:
-        """Free the slots of all adopted chunks."""
         while self.adopted:
             self._free_adopted(self.adopted.popitem()[1])
 

@@ -93,7 +93,6 @@ class Claims:
         return bool(self._due) and (self._request is not None or self._pin_room > 0)
 
     def has(self, name: str) -> bool:
-        """Return whether chunks are claimed under a name."""
         return name in self._claims
 
     def is_cut(self, name: str) -> bool:

@@ -35,12 +35,10 @@ class LookupRecord:
             self._asked.add(self._name)
 
     def missed(self, round_: object, key: OffloadKey, reason: str) -> None:
-        """Note that a key was answered MISS in a round."""
         self.began(round_)
         self.misses[key] = reason
 
     def refused(self, keys: Iterable[OffloadKey], tier: str, reason: str) -> None:
-        """Note why a tier did not return keys."""
         for key in keys:
             self.refusals.setdefault(key, {})[tier] = reason
 

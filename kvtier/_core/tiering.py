@@ -433,7 +433,6 @@ class Tiering:
     # --- events and commands ----------------------------------------------------------------------
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
-        """Process an event."""
         if isinstance(event, messages.GetEnded):
             self._hold_hits()
             self.cascades.backfill(self.promotions.get_ended(event, now_s), now_s)

@@ -352,7 +352,6 @@ def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, .
 
 
 def _end_of(code: int) -> _End:
-    """Return why a process has ended, by its exit status."""
     if code >= 0:
         return _End("exited", f"it exited with status {code}")
     number = -code

@@ -166,7 +166,6 @@ def plain(value: object) -> Any:
 
 
 def activity_of(tier: int, activity: TierActivity) -> Activity:
-    """Return the message about a tier's activity."""
     puts, gets, usage = activity.puts, activity.gets, activity.usage
     turns = (puts.submitted, puts.running, gets.submitted, gets.running)
     return Activity(tier, *turns, (usage.used_bytes, usage.capacity_bytes) if usage else None)
@@ -183,7 +182,6 @@ def sendable(text: str) -> str:
 
 
 def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
-    """Return a frame."""
     body = _encoder.encode(messages if isinstance(messages, Hello) else list(messages))
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 

@@ -28,7 +28,6 @@ class LoopClock:
         self._log_limit = LogLimit(_LOG_EVERY_S)
 
     def now(self) -> float:
-        """Return the time in seconds."""
         now_s = asyncio.get_running_loop().time()
         if self._ticked_s is not None:
             now_s = min(now_s, self._ticked_s + _MAX_STEP_S)

@@ -86,5 +86,4 @@ class CpuRuntime(Runtime):
 
 
 def open_runtime(tensors: Sequence[torch.Tensor]) -> CpuRuntime:  # noqa: ARG001
-    """Return the runtime for tensors in host memory."""
     return CpuRuntime()

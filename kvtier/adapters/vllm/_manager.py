@@ -169,7 +169,6 @@ class KVTierManager(OffloadingManager):
     # --- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """See vLLM."""
         if req_context.req_id in self._requests:  # an earlier one of this name has not ended
             self.on_request_finished(req_context)
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
@@ -262,7 +261,6 @@ class KVTierManager(OffloadingManager):
         return any(audits.audited(slots, area) for area in range(audits.areas))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """See vLLM."""
         request = self._requests[req_context.req_id]
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
@@ -443,7 +441,6 @@ class KVTierManager(OffloadingManager):
     # --- what is published -----------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """See vLLM."""
         return self._published.take_events()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

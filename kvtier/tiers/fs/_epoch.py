@@ -67,7 +67,6 @@ class OpenEpoch:
         return [key for key, result in found if result in THERE]
 
     def forget(self, gone: Sequence[OffloadKey]) -> None:
-        """Remove chunks from the index."""
         if gone:
             self._gone.extend(gone)  # first: a listing in progress may add them again
             self.index.discard(gone)

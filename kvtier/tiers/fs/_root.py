@@ -250,7 +250,6 @@ class Root:
             raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def is_home(self, name: str) -> bool:
-        """Return whether a directory belongs to a namespace."""
         return any(self.is_there(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
 
     def is_there(self, path: str) -> bool:

@@ -179,7 +179,6 @@ class Sweeper(Removal):
         self._count(remove_if_empty(self.root_fd, data_dir))
 
     def sweep_orphans(self) -> None:
-        """Remove the chunks of orphaned caches."""
         for namespace in self._root.namespaces():
             if namespace.is_orphaned:
                 for found in namespace.data_dirs:

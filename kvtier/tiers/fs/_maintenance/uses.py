@@ -56,7 +56,6 @@ class Uses:
         self._interval_s, self._interval_at, self._puts = now - self._interval_at, now, 0
 
     def worth(self) -> ages.Worth:
-        """Return the value of keeping chunks."""
         with self._lock:
             # A chunk's file has the time of its first use in this interval or in the one before.
             lag_s = max(self._clock() - self._interval_at, self._interval_s)

@@ -70,7 +70,6 @@ class Accounts(msgspec.Struct):
         return self.mark, self.removed + self.unconfirmed
 
     def add(self, nbytes: int) -> None:
-        """Add written bytes."""
         self.used += nbytes
         self.added += nbytes
 
@@ -125,7 +124,6 @@ class Bounds:
         self._moved_s = -math.inf  # when ``hidden`` changed
 
     def limit(self, used: int, disk: FileSystem) -> int:
-        """Return the limit of a root that holds ``used`` bytes."""
         limit = self._config.max_bytes
         if limit is None:
             limit = int(DEFAULT_SHARE * (disk.free + used))
