@@ -90,7 +90,7 @@ class Maintenance:
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._rest_bytes = 0  # of foreign files below the root
-        self._doubted, self._doubted_until = "", 0.0  # the mark of a wrong ledger
+        self._doubted_until = 0.0  # eviction waits until then for a count of a wrong ledger
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # In the event loop:
@@ -252,7 +252,7 @@ class Maintenance:
             return
         self._publish(self._epoch.place, _PUBLISHED_BEFORE_EVICTION)
         evicted = self._evictor.make_room(need, self._count_freed(), self._compare)
-        if evicted is None or self._quota.accounts.mark == self._doubted:
+        if evicted is None or self._awaits_count:
             return
         self.evicted_chunks += evicted.chunks
         if evicted.failures:
@@ -266,12 +266,16 @@ class Maintenance:
         It may not if the ledger has far more: the root is counted first. Any difference after a count is due
         to foreign files.
         """
-        accounts, rest_bytes, now_s = self._quota.accounts, self._rest_bytes, time.monotonic()
+        accounts, rest_bytes = self._quota.accounts, self._rest_bytes
         self._rest_bytes = max(0, accounts.used - found_bytes)
         if accounts.used - rest_bytes > 2 * (found_bytes + accounts.leased):
             self._quota.doubt()
-            self._doubted, self._doubted_until = accounts.mark, now_s + _DOUBT_AT_MOST_S
-        return accounts.mark != self._doubted or now_s > self._doubted_until
+            self._doubted_until = time.monotonic() + _DOUBT_AT_MOST_S
+        return not self._awaits_count
+
+    @property
+    def _awaits_count(self) -> bool:
+        return self._quota.is_doubted and time.monotonic() < self._doubted_until
 
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Pause eviction if it removed nothing.

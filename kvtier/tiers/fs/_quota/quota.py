@@ -78,9 +78,13 @@ class Quota:
     @property
     def should_be_counted(self) -> bool:
         """Whether the ledger may be too high, or the root was never counted."""
-        accounts = self.accounts
-        is_sure = accounts.is_exact and not accounts.unconfirmed and accounts.mark != self._doubted
-        return not is_sure or self._is_contradicted
+        is_sure = self.accounts.is_exact and not self.accounts.unconfirmed
+        return not is_sure or self.is_doubted or self._is_contradicted
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether ``doubt`` was called since the last count."""
+        return self.accounts.mark == self._doubted
 
     @property
     def has_news(self) -> bool:
