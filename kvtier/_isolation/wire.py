@@ -76,8 +76,7 @@ class TierSettings(Struct, frozen=True):
 
     def make(self) -> NamedTier:
         """Make the tier, or raise KVTierError."""
-        make = registry.maker(registry.validate(self.settings))
-        return NamedTier(self.name, make(), make)
+        return NamedTier(self.name, registry.maker(registry.validate(self.settings)))
 
 
 class SlotChecksumsLayout(Struct, frozen=True):

@@ -25,7 +25,6 @@ from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, copy_batch
 from kvtier._device.plan import CopyPlan
-from kvtier._execution.executor import NamedTier
 from kvtier._manager.manager import TieringManager
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
@@ -38,7 +37,7 @@ from kvtier.tiers._waiting import until_done
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
 from kvtier_testing.dummy import DummyConfig, DummyTier
-from tests.common import PATIENCE_S
+from tests.common import PATIENCE_S, named_tier
 from tests.unit.test_executor import SlowReset
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})
@@ -136,7 +135,7 @@ class World:
             self.engine.begin_audits(self.slot_checksums)
         self.manager = TieringManager(
             core=self.core,
-            tiers=[NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)],
+            tiers=[named_tier(name, tier) for name, tier in zip(names, tiers, strict=True)],
             identity=IDENTITY,
             region=self.region,
             engine=self.engine,
