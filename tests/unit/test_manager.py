@@ -23,7 +23,7 @@ from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pac
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._device._engine import TransferEngine
-from kvtier._device.backends.cpu import CpuRuntime, copy_batch
+from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.plan import CopyPlan
 from kvtier._manager.manager import TieringManager
 from kvtier._memory.layout import SlotLayout
@@ -36,6 +36,7 @@ from kvtier.tiers._base import Batch, Outcome, SecondaryTier
 from kvtier.tiers._waiting import until_done
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
+from kvtier_testing.device_model import GivenCopies
 from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import PATIENCE_S, named_tier
 from tests.unit.test_executor import SlowReset
@@ -127,7 +128,7 @@ class World:
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
         self.region = Region.anonymous(slots, layout.chunk_bytes)
         self.engine: TransferEngine = TransferEngine(
-            self.device.caches, layout, self.region, CpuRuntime(copy, copy), deadline_s=copy_deadline_s
+            self.device.caches, layout, self.region, GivenCopies(copy), deadline_s=copy_deadline_s
         )
         self.slot_checksums = None
         if audited_bytes is not None:  # of each chunk
