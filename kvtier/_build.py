@@ -100,11 +100,8 @@ def adopted_slots(trailers: SlotTrailers, identity: Identity) -> dict[OffloadKey
 
 def make_tiers(config: TieringConfig) -> list[NamedTier]:
     """Make the tiers that ``config`` names, not opened yet."""
-    named = []
-    for name, tier in zip(config.tier_names, config.all_tiers, strict=True):
-        make = registry.maker(tier)
-        named.append(NamedTier(name, make(), make))
-    return named
+    tiers = zip(config.tier_names, config.all_tiers, strict=True)
+    return [NamedTier(name, registry.maker(tier)) for name, tier in tiers]
 
 
 def start_executor(

@@ -29,11 +29,7 @@ class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 class LogLimit:
-    """Limits log lines to one per subject and interval.
-
-    Args:
-        every_s: the interval, in seconds.
-    """
+    """Limits log lines to one per subject in ``every_s`` seconds."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s

@@ -79,8 +79,7 @@ def origin(plugin: EntryPoint) -> str:
 def require(group: Group, name: str, field: str) -> list[EntryPoint]:
     """Return the entry points of this name, mostly one, without importing it.
 
-    Raises:
-        ConfigError: there is none; the message names ``field``, the installed plug-ins and the nearest name.
+    ConfigError if there is none; it names ``field``, the installed plug-ins and the nearest name.
     """
     found = _entries(group)
     if name not in found.names:
@@ -95,10 +94,8 @@ def require(group: Group, name: str, field: str) -> list[EntryPoint]:
 def load(group: Group, name: str, base: type[BaseT], field: str) -> type[BaseT]:
     """Import one plug-in, and no other, and check that it is a complete subclass of ``base``.
 
-    Raises:
-        ConfigError: no plug-in has this name; see ``require``.
-        KVTierError: the group's own error: two distributions claim the name, the import failed, or
-            its entry point is no such class. The message names the distribution.
+    ConfigError as ``require``. The group's own error, which names the distribution, if two distributions
+    claim the name, the import failed, or its entry point is no such class.
     """
     plugin = load_object(group, name, field)
     if problem := _shape_problem(plugin, base):

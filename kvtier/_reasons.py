@@ -49,8 +49,7 @@ def word_for(error: BaseException) -> str:
 def bounded(counts: Mapping[str, int], words: Collection[str], total: int) -> dict[str, int]:
     """Return counts of reasons that add up to ``total`` and use only ``words``.
 
-    Raises:
-        TypeError, ValueError: ``counts`` is no mapping to numbers.
+    TypeError or ValueError if ``counts`` is no mapping to numbers.
     """
     result: dict[str, int] = {}
     left = total

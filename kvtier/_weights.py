@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,29 +32,17 @@ def weights_fingerprint(model: Path) -> str | None:
     tokenizer do not, nor does ``config.json``, which the caller adds as the engine has read it. Encoders may
     have their own folders: all these files count there.
 
-    Args:
-        model: the directory that holds the files, or the one file that is all of the model.
-
-    Returns:
-        The digest, or None if there are no weights: then the revision names them.
+    ``model`` is the directory of the files, or the one file that is all of the model. None if there are no
+    weights: then the revision names them.
     """
     files = [model] if model.is_file() else _files(model)
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for path in files:
-        _add_samples(digest, path, path.name if path == model else str(path.relative_to(model)))
-    return digest.hexdigest()[:32]
+    return _digest((path, _name_below(model, path)) for path in files)
 
 
 def tokenizer_fingerprint(place: Path) -> str | None:
     """Return a digest of the files in a folder that a tokenizer may be made of; None if there are none."""
-    digest = hashlib.sha256()
     named = (it for it in sorted(place.glob("*")) if it.suffix in _OF_TOKENIZERS and it.name != "config.json")
-    found = [it for it in named if it.is_file() and os.access(it, os.R_OK)]
-    for path in found:
-        _add_samples(digest, path, path.name)
-    return digest.hexdigest()[:32] if found else None
+    return _digest((it, it.name) for it in named if it.is_file() and os.access(it, os.R_OK))
 
 
 def code_fingerprint(module: str) -> str | None:
@@ -121,13 +109,12 @@ def _repositories(config: object) -> Iterator[str]:
 
 def _code_digest(places: list[Path]) -> str | None:
     """Return a digest of modules, and of all code in folders; None if there is none."""
-    digest: hashlib._Hash | None = None
-    for place in places:
-        for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            if path.suffix in _CODE:
-                digest = digest or hashlib.sha256()
-                _add_samples(digest, path, path.name if path == place else str(path.relative_to(place)))
-    return None if digest is None else digest.hexdigest()[:32]
+    return _digest(
+        (path, _name_below(place, path))
+        for place in places
+        for path in ([place] if place.is_file() else sorted(place.rglob("*")))
+        if path.suffix in _CODE
+    )
 
 
 def _files(model: Path) -> list[Path]:
@@ -145,13 +132,20 @@ def _files(model: Path) -> list[Path]:
     return [*weights, *counted] if weights else []
 
 
-def _add_samples(digest: hashlib._Hash, path: Path, name: str) -> None:
-    size = path.stat().st_size
-    digest.update(f"{name}\0{size}\0".encode())
-    step = max(_SAMPLE_BYTES, size // _SAMPLES)
-    with path.open("rb", buffering=0) as file:
-        for offset in range(0, size, step):
-            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+def _name_below(place: Path, path: Path) -> str:
+    return path.name if path == place else str(path.relative_to(place))
+
+
+def _digest(files: Iterable[tuple[Path, str]]) -> str | None:
+    """Return a digest of samples of files, each with its name; None if there are none."""
+    digest: hashlib._Hash | None = None
+    for path, name in files:
+        digest, size = digest or hashlib.sha256(), path.stat().st_size
+        digest.update(f"{name}\0{size}\0".encode())
+        with path.open("rb", buffering=0) as file:
+            for offset in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+    return None if digest is None else digest.hexdigest()[:32]
 
 
 def hub_commit(name: str, revision: str | None, cache_dir: str | None) -> str | None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kvtier.tiers._supervisor import AnyTier, NamedTier
+
 PATIENCE_S = 60.0
 
 
@@ -22,6 +24,11 @@ def load_file(name: str, path: Path) -> Any:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+def named_tier(name: str, tier: AnyTier) -> NamedTier:
+    """Return a named tier whose one object is opened again and again."""
+    return NamedTier(name, lambda: tier)
 
 
 def wait_until(holds: Callable[[], object]) -> None:

@@ -43,7 +43,6 @@ def command(
 
 
 def explain(log: BinaryIO) -> ExplainedLog:
-    """Return the explanations in a log."""
     requests: list[dict[str, Any]] = []
     damaged = other = 0
     # Even a file without line ends must fit into memory.

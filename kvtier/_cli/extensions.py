@@ -43,7 +43,6 @@ class Commands(TyperGroup):
         return [*own, *(name for name in _installed() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Command:
-        """Return the command with this name; None if there is none."""
         command = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in _installed():
             command = _load(cmd_name)

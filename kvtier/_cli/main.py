@@ -38,5 +38,4 @@ def _common(_version: run.VersionFlag = False) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     run.run(app)

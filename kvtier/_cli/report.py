@@ -87,7 +87,6 @@ def finish(record: R, show: Callable[[R], None], *, as_json: bool, is_healthy: b
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table and its title."""
     print_line(title)
     console().print(grid(columns, rows))
 
@@ -115,7 +114,6 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_line(text: str) -> None:
-    """Print a line on standard output."""
     console().print(Text(printable(text)), soft_wrap=True)
 
 
@@ -141,7 +139,6 @@ class Share(float):
 
 
 def ago(when: float | None) -> str:
-    """Return the age of a time as text."""
     if when is None:
         return "never"
     seconds = max(0.0, time.time() - when)

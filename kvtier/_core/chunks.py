@@ -49,24 +49,19 @@ class ChunkTable:
     A chunk is a candidate for eviction, and known as one to the order of its priority, exactly while it is
     READY and has no pins. Lower priorities leave first. Those of DEFAULT, nearly all, are ordered by the
     policy. That is a plug-in: its choices are checked here.
-
-    Attributes:
-        adopted: chunks of the engine before, the least recently used first. Their bytes are to be verified in
-            place, by a get or in the background. Until they are used the slots may be filled, as free ones.
-        trailers: entries of the slots, for the next engine; None if none is to adopt the chunks.
-        faults: policies that were replaced, and why, in a word of ``reasons.POLICY_REPLACED``; whoever
-            reads it clears it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         # They choose the chunks to evict, by priority; LRU replaces the one of DEFAULT at its first fault.
         self.orders: list[EvictionPolicy] = [LRU(), policy, LRU(), LRU()]
         self.users: dict[OffloadKey, Request] = {}  # of chunks with another priority than DEFAULT
-        self.faults: list[tuple[str, str]] = []
+        self.faults: list[tuple[str, str]] = []  # policies, and why they were replaced; the reader clears it
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
+        # Those of the engine before, the least recently used first. Their bytes are to be verified in place,
+        # by a get or in the background. Until they are used the slots may be filled, as free ones.
         self.adopted: dict[OffloadKey, Chunk] = {}
-        self.trailers: SlotTrailers | None = None
+        self.trailers: SlotTrailers | None = None  # for the next engine; None if none is to adopt the chunks
         self.all: list[Chunk] = []
         self.uses = 0  # of chunks: the clock of the runs
         self._adopted_slots: frozenset[int] = frozenset()
@@ -380,7 +375,6 @@ class ChunkTable:
         self._call(DEFAULT, lambda policy: policy.clear())
 
     def give_up_adopted(self) -> None:
-        """Free the slots of all adopted chunks."""
         while self.adopted:
             self._free_adopted(self.adopted.popitem()[1])
 

@@ -38,25 +38,17 @@ REMEMBERED_S: Final = 172_800.0
 
 @dataclass(slots=True, eq=False)
 class _Claim:
-    """A claim under a name.
-
-    Attributes:
-        requests: number of running requests that extend it.
-        is_cut: whether the budget had no room for a chunk since a request extended it last.
-        keys: chunks that are kept until ``until_s``, or will be when they arrive.
-        ahead: chunks to promote from ``from_s`` on and keep until ``over_s``, in the order of their prompt.
-        tiers: tiers to promote them from; None for all.
-    """
+    """A claim under a name."""
 
     name: str
-    requests: int = 0
-    is_cut: bool = False
-    keys: dict[OffloadKey, None] = field(default_factory=dict)
-    until_s: float = -inf
-    ahead: deque[OffloadKey] = field(default_factory=deque)
-    from_s: float = inf
-    over_s: float = inf
-    tiers: frozenset[int] | None = None
+    requests: int = 0  # running ones that extend it
+    is_cut: bool = False  # the budget had no room for a chunk since a request extended it last
+    keys: dict[OffloadKey, None] = field(default_factory=dict)  # kept, or to be when they arrive
+    until_s: float = -inf  # end of that
+    ahead: deque[OffloadKey] = field(default_factory=deque)  # to promote, in the order of their prompt
+    from_s: float = inf  # start of that
+    over_s: float = inf  # until when those are kept
+    tiers: frozenset[int] | None = None  # to promote them from; None for all
 
 
 class Claims:
@@ -101,7 +93,6 @@ class Claims:
         return bool(self._due) and (self._request is not None or self._pin_room > 0)
 
     def has(self, name: str) -> bool:
-        """Return whether chunks are claimed under a name."""
         return name in self._claims
 
     def is_cut(self, name: str) -> bool:

@@ -31,10 +31,10 @@ class Priorities:
         self._ending: list[tuple[float, int, Request]] = []  # a heap: when priorities of requests are over
         self._numbers = count()
 
-    def use(self, request: Request | None, keys: Keys, new: Iterable[OffloadKey] = ()) -> None:
+    def use(self, request: Request, keys: Keys, new: Iterable[OffloadKey] = ()) -> None:
         """Note that a request uses chunks. It brought in those in ``new``."""
-        mine = None if request is None or request.priority == DEFAULT else request
-        users, priority = self._table.users, DEFAULT if mine is None else mine.priority
+        users, priority = self._table.users, request.priority
+        mine = None if priority == DEFAULT else request
         if mine is None and not users:
             return
         was = {key: self._table.priority(key) for key in keys}

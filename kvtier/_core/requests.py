@@ -17,16 +17,11 @@ from kvtier.policies._base import Run
 class LookupRecord:
     """Results of the lookups of the request ``name``, which is to be explained.
 
-    Args:
-        asked: set that gets the name in each round with a new lookup; its owner clears it.
-
-    Attributes:
-        misses: keys that the last scan missed, in the order of the lookups, and the reasons
-            (``reasons.MISS``).
+    The set ``asked`` gets the name in each round with a new lookup; its owner clears it.
     """
 
     def __init__(self, name: str = "", asked: set[str] | None = None) -> None:
-        self.misses: dict[OffloadKey, str] = {}
+        self.misses: dict[OffloadKey, str] = {}  # of the last scan, in its order, and why: ``reasons.MISS``
         self.refusals: dict[OffloadKey, dict[str, str]] = {}  # reasons, by key and tier name
         self._round: object = None
         self._name = name
@@ -40,36 +35,26 @@ class LookupRecord:
             self._asked.add(self._name)
 
     def missed(self, round_: object, key: OffloadKey, reason: str) -> None:
-        """Note that a key was answered MISS in a round."""
         self.began(round_)
         self.misses[key] = reason
 
     def refused(self, keys: Iterable[OffloadKey], tier: str, reason: str) -> None:
-        """Note why a tier did not return keys."""
         for key in keys:
             self.refusals.setdefault(key, {})[tier] = reason
 
 
 @dataclass(slots=True)
 class Terms:
-    """The terms of a request's claim, as its client set them.
+    """The terms of a request's claim, as its client set them."""
 
-    Attributes:
-        name: of the claim; requests with the same name share it.
-        kept_s: how long its chunks are kept after the end of the last one; 0 if they are not.
-        next_use_s: from its end until its chunks are needed again; 0 if they are not. If it is infinite, its
-            claim keeps nothing after its end, and remembers its chunks for ``Claims.promote``.
-        releases: the names of claims that end with the request.
-        tiers: tiers to promote its chunks from; None for those that the request itself allows.
-        used: the chunks that are needed again, in the order of its prompt.
-    """
-
-    name: str
-    kept_s: float = 0.0
+    name: str  # of the claim; requests with the same name share it
+    kept_s: float = 0.0  # how long its chunks are kept after the end of the last one; 0 if they are not
+    # From its end until its chunks are needed again; 0 if they are not. If it is infinite, its claim keeps
+    # nothing after its end, and remembers its chunks for ``Claims.promote``.
     next_use_s: float = 0.0
-    releases: Sequence[str] = ()
-    tiers: frozenset[int] | None = None
-    used: dict[OffloadKey, None] = field(default_factory=dict)
+    releases: Sequence[str] = ()  # the names of claims that end with the request
+    tiers: frozenset[int] | None = None  # to promote its chunks from; None for those that it allows itself
+    used: dict[OffloadKey, None] = field(default_factory=dict)  # needed again, in the order of its prompt
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -78,25 +63,14 @@ class Request(Stateful):
 
     The location of a key (absent, or in a tier) holds for the whole scan. The engine repeats the scan in each
     step and gets the same answers, so the scan ends.
-
-    Attributes:
-        addresses: addresses of engines that have its chunks, by its client's hint. Tiers may ask these first.
-        blocks: the last 64 bits of the hashes of those chunks; None for all chunks.
-        held: chunks pinned until it has loaded them, and the last round that asked for each.
-        absent: keys that no tier has or can return, that are computed faster than loaded, or that lack room.
-        answers_stand: whether it waits and the same lookups would get the same answers as before.
-        is_placed: whether the engine has named its blocks, and will not name them again after a preemption.
-        no_store: why its blocks may hold foreign KV, in a word of ``reasons.STORE_REFUSED``; None if not.
-        places: place of each chunk in its prompt; empty if its chunks are offered in their order.
-        own: chunks whose priority it sets, and whether a tier is known to have them.
     """
 
     MOVES: ClassVar = REQUEST_MOVES
 
     name: str = ""
     tiers: frozenset[int] | None = None  # tiers that may be asked; None for all
-    addresses: tuple[str, ...] = ()
-    blocks: frozenset[int] | None = None
+    addresses: tuple[str, ...] = ()  # of engines that have its chunks, by its client's hint
+    blocks: frozenset[int] | None = None  # the last 64 bits of those chunks' hashes; None for all chunks
     state: RequestState = RequestState.IDLE
     deadline_s: float | None = None  # when pending keys become misses; set while WAITING
     round: object = None  # the last one that asked it; the fields down to ``wanted`` belong to that round
@@ -104,7 +78,7 @@ class Request(Stateful):
     base: int = 0  # chunks of the prompt before ``first``: the device has them
     hits: list[OffloadKey] = field(default_factory=list)  # answered HIT and not held yet
     wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
-    held: dict[Chunk, object] = field(default_factory=dict)
+    held: dict[Chunk, object] = field(default_factory=dict)  # pinned, and the last round that asked for each
     misses: dict[OffloadKey, str] = field(default_factory=dict)  # answered MISS and not counted yet; reasons
     missed: dict[OffloadKey, str] = field(default_factory=dict)  # counted as misses
     absent: set[OffloadKey] = field(default_factory=set)
@@ -113,16 +87,18 @@ class Request(Stateful):
     blocked: OffloadKey | None = None  # the first located key that had no slot; set if ``answers_stand``
     locates: bool = False  # it only locates chunks: nothing is promoted for it
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
-    answers_stand: bool = False
+    answers_stand: bool = False  # it waits, and the same lookups would get the same answers as before
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
     terms: Terms | None = None  # of its claim, if it has one
     priority: int = DEFAULT  # of the chunks it uses, unless another request has given them a higher one
     priority_s: float = inf  # how long after its end the priority lasts
     releases: bool = False  # chunks that it alone has used leave the primary tier when it has ended
+    # Chunks whose priority it sets, and whether a tier is known to have them.
     own: dict[OffloadKey, bool] = field(default_factory=dict)
-    is_placed: bool = False
-    no_store: str | None = None
+    is_placed: bool = False  # the engine has named its blocks, and will not again after a preemption
+    no_store: str | None = None  # why its blocks may hold foreign KV: ``reasons.STORE_REFUSED``
     run: Run = field(default_factory=Run)
+    # Of each chunk in its prompt; empty if its chunks are offered in their order.
     places: Mapping[OffloadKey, int] = field(default_factory=dict)
     record: LookupRecord | None = None  # of its lookups, if it is explained
 

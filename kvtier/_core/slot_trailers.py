@@ -25,7 +25,6 @@ _ENTRY_WORDS = _TRAILER + _TRAILER_BYTES // _WORD_BYTES
 
 
 def slot_trailers_bytes(slots: int) -> int:
-    """Return the bytes that the table takes."""
     return (_HEADER_WORDS + slots * _ENTRY_WORDS) * _WORD_BYTES
 
 
@@ -118,6 +117,5 @@ class SlotTrailers:
         return True
 
     def read(self, slot: int) -> bytes:
-        """Return the trailer of a slot."""
         start = (_HEADER_WORDS + slot * _ENTRY_WORDS + _TRAILER) * _WORD_BYTES
         return bytes(self._bytes[start : start + _TRAILER_BYTES])

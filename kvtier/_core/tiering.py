@@ -30,7 +30,7 @@ from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index
-from kvtier.policies._base import EvictionPolicy, Run
+from kvtier.policies._base import EvictionPolicy
 
 PRIMARY = "cpu"
 """How counts name the primary tier."""
@@ -42,16 +42,8 @@ _HIT, _MISS, _PENDING, _RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.
 class Tiering:
     """Owns the chunks of the primary tier and decides what moves between it and the other tiers.
 
-    Args:
-        policy: chooses what leaves the primary tier.
-        tiers: the secondary tiers, in lookup order.
-        windowed_groups: KV cache groups that are not looked up from the front of the prompt (sliding
-            windows); their chunks are located first and then promoted as they are asked for.
-        track_kv_events: whether to note what becomes available where, for ``take_kv_events``.
-
-    Attributes:
-        refusal: why every round that begins is answered MISS, in a word of ``reasons.MISS``, if it is. Set by
-            the owner.
+    ``tiers`` are in lookup order. ``windowed_groups`` are KV cache groups that are not looked up from the
+    front of the prompt (sliding windows); their chunks are located first, and promoted as they are asked for.
     """
 
     def __init__(
@@ -81,6 +73,7 @@ class Tiering:
         self._round: object = object()
         self._has_damage = False
         self.is_disabled = False  # nothing is stored and nothing found any more: see disable_after_audit
+        # Why each round that begins is answered MISS, in a word of ``reasons.MISS``; set by the owner.
         self.refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
@@ -311,10 +304,10 @@ class Tiering:
         A HIT holds until the round ends, whatever else happens in it, a reset and ``fail_load`` excepted.
         Raises StateError for a key that was not answered HIT in this round.
         """
+        request = request or Request()
         chunks = [self._ready(key) for key in keys]
         self.table.pin(chunks)
-        run, places = (Run(), {}) if request is None else (request.run, request.places)
-        self.table.use(chunks, run, places)
+        self.table.use(chunks, request.run, request.places)
         pinned = Pinned(chunks, [chunk.origin for chunk in chunks])
         for origin, count in Counter(pinned.origins).items():
             self._counts["loaded", PRIMARY if origin is None else self._tiers[origin].name] += count
@@ -323,13 +316,12 @@ class Tiering:
             chunk.origin = None
         self.handles.add(pinned)
         self.holds.promoting.difference_update(chunks)
-        if self.table.users or (request is not None and request.priority != DEFAULT):
+        if self.table.users or request.priority != DEFAULT:
             origins = zip(keys, pinned.origins, strict=True)
             self.priorities.use(request, keys, [key for key, tier in origins if tier is not None])
-        if request is not None:
-            self.served(request)
-            request.forget_answers()
-            self.claims.use(request, keys)
+        self.served(request)
+        request.forget_answers()
+        self.claims.use(request, keys)
         return pinned
 
     def release(self, pinned: Pinned) -> None:
@@ -383,10 +375,10 @@ class Tiering:
         if self.is_disabled:
             self._counts["store_refused", "audit"] += len(keys)
             return None
-        visible, table = self._visible, self.table
+        request = request or Request()
+        visible, table, run, places = self._visible, self.table, request.run, request.places
         new = [key for key in dict.fromkeys(keys) if key not in visible]
-        run, places = (Run(), {}) if request is None else (request.run, request.places)
-        if places and not run.time and request is not None:
+        if places and not run.time:
             self._use_prompt(request)
         if len(new) < len(keys):
             self.cascades.offer_again(keys)
@@ -397,7 +389,9 @@ class Tiering:
             self._counts["store_refused", "store_threshold"] += len(offered) - len(new)
         kept_free = self.holds.free_reserve  # a later eviction for it could take chunks of this prompt
         short = len(new) + kept_free - table.room
-        evicted = self._make_room(short, run) if short > 0 else []
+        if short > 0:
+            self._hold_hits()
+        evicted = self.shared.evict(short, run)
         if len(new) > (room := max(0, table.room - kept_free)):
             self._counts["store_refused", self.shared.short_of("no_slot")] += len(new) - room
             if not room:
@@ -408,15 +402,11 @@ class Tiering:
         reservation = Reservation(self.table.take(new, run, places, visible=True), new, evicted)
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
-        if request is not None:
-            self.claims.use(request, keys, is_offered=True)
+        self.claims.use(request, keys, is_offered=True)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
-        """End a store that has copied its bytes: its chunks are READY, and go to the other tiers.
-
-        Those that ``drop_unfilled`` was told of are not.
-        """
+        """End a store that has copied its bytes: its filled chunks are READY, and go to the other tiers."""
         if self.is_disabled:
             self.abort(reservation)
             return
@@ -442,11 +432,6 @@ class Tiering:
         self.table.pin(unfilled)  # the copy keeps its pin
         self.table.drop(unfilled)
 
-    def _make_room(self, count: int, run: Run) -> list[OffloadKey]:
-        """Evict for a store, but neither this round's hits nor chunks of the same prompt."""
-        self._hold_hits()
-        return self.shared.evict(count, run)
-
     def _use_prompt(self, request: Request) -> None:
         """Note that a request uses all chunks of its prompt, those too that the device had."""
         visible, run = self._visible, request.run
@@ -456,7 +441,6 @@ class Tiering:
     # --- events and commands ----------------------------------------------------------------------
 
     def on_event(self, event: messages.Event, now_s: float) -> None:
-        """Process an event."""
         if isinstance(event, messages.GetEnded):
             self._hold_hits()
             self.cascades.backfill(self.promotions.get_ended(event, now_s), now_s)

@@ -22,14 +22,7 @@ class SlotUse(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A put or a get that was submitted to a tier. Fields from ``left`` on are for gets alone.
-
-    Attributes:
-        is_overdue: whether the deadline has passed: the answer is a miss. Slots stay in use until it ends.
-        left: keys that left the tier since it started, also by a reset; empty if not tracked.
-        is_poll: whether all its waiters already know that no tier has its first key.
-        load: chunks that gets of the tier were to copy when it started, its own included; 0 if not measured.
-    """
+    """A put or a get that was submitted to a tier. Fields from ``left`` on are for gets alone."""
 
     id: int
     tier: int
@@ -38,14 +31,14 @@ class Transfer:
     deadline_s: float  # on the owner's clock
     is_put: bool
     breaker: Breaker  # of its tier and verb
-    is_overdue: bool = False
-    left: frozenset[OffloadKey] = frozenset()
+    is_overdue: bool = False  # the deadline has passed: the answer is a miss, but slots are still in use
+    left: frozenset[OffloadKey] = frozenset()  # keys that left the tier meanwhile, as far as it is tracked
     slot_use: SlotUse = SlotUse.NONE
     waiters: dict[Request, None] = field(default_factory=dict)  # all may be served from the same tiers
     located: bool = False  # its keys were known to be in the tier
     is_probe: bool = False  # it only measures the tier; no request waits for it
-    is_poll: bool = False
-    load: int = 0
+    is_poll: bool = False  # all its waiters already know that no tier has its first key
+    load: int = 0  # chunks that all gets of the tier were to copy when it started; 0 if not measured
 
     @property
     def verb(self) -> str:

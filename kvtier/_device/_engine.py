@@ -50,10 +50,8 @@ class TransferEngine:
     and pinned. A transfer that fails its audit has failed, and is repeated like others. Its error is an
     ``AuditError``.
 
-    The device measures how long a copy took. The thread of a queue starts with its first transfer. The slots
-    are pinned in the background, in pieces, from slot 0 on. Copies of unpinned slots are slower: the device's
-    library stages the bytes and blocks the calling thread, which is the queue's and not the engine's. The
-    region stays mapped until ``close``. ValueError if region, layout and tensors do not fit each other.
+    Copies of slots that are not pinned yet are slower: the device's library stages the bytes, and blocks the
+    queue's thread. ValueError if region, layout and tensors do not fit each other.
     """
 
     stages_loads: bool = True

@@ -66,7 +66,6 @@ class Driver:
         self.dispatch()
 
     def settle(self) -> None:
-        """End a round of lookups."""
         self._core.settle(self._clock())
         self.dispatch()
 

@@ -60,7 +60,6 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
         while (self._frames or self._rest) and self._sending.acquire(blocking=False):
             was_full = self.is_full
             try:

@@ -22,16 +22,11 @@ class MessageDecoder:
 
     The core relies on its events, in the engine's thread, and a tier's bug can do anything to the memory of
     its process. So messages from there are checked like messages from a network.
-
-    Args:
-        tiers: the tiers, in the core's order.
-
-    Attributes:
-        activity: the last activity of each tier.
     """
 
     def __init__(self, tiers: Sequence[NamedTier]) -> None:
         self.events = EventQueue()
+        # The last known one of each tier, in the core's order.
         self.activity = tuple(TierActivity(named.tier.config.max_concurrency) for named in tiers)
         self._up: set[int] = set()
         self._reasons = [frozenset(reasons.TRANSFER).union(named.tier.reasons) for named in tiers]
@@ -44,11 +39,8 @@ class MessageDecoder:
     def decode(self, frame: bytes, link: Link, *, is_last: bool = False) -> bool:
         """Decode a frame; return whether it shows that the event loop runs.
 
-        Args:
-            is_last: whether the process has ended since, so that the state of its tiers does not matter.
-
-        Raises:
-            WireError: a message is malformed or impossible.
+        ``is_last``: the process has ended since, so the state of its tiers does not matter. WireError if a
+        message is malformed or impossible.
         """
         is_alive = False
         for report in wire.unpack(wire.REPORTS, frame):

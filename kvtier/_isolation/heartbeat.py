@@ -66,7 +66,6 @@ class Heartbeat:
         return self._silence_s >= self.limit_s
 
     def acknowledge(self) -> None:
-        """Note an answer."""
         self.has_started = True
         self._is_pending = False
         self._silence_s = 0.0

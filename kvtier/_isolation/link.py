@@ -25,21 +25,13 @@ class Link:
     The executor's owner sends commands. Its supervisor reads the answers and ends the process. The owner adds
     entries to ``in_flight``, the supervisor removes them, one at a time.
 
-    Args:
-        memory_fd: the file of the primary tier.
-        on_full: called when the socket's buffer becomes full.
-
-    Attributes:
-        pid: its process id, and its group's.
-        in_flight: commands that it has not answered, by id.
-        epochs: the last reset sent to it, for each tier.
-        is_over: whether it is gone and its commands are answered; a command added later gets no answer.
+    ``memory_fd`` is the primary tier's file; ``on_full`` is called when the socket's buffer becomes full.
     """
 
     def __init__(self, memory_fd: int, hello: Hello, on_full: Callable[[], object]) -> None:
-        self.in_flight: dict[int, Put | Get] = {}
-        self.epochs = tuple(hello.epochs)
-        self.is_over = False
+        self.in_flight: dict[int, Put | Get] = {}  # commands that it has not answered, by id
+        self.epochs = tuple(hello.epochs)  # the last reset sent to it, for each tier
+        self.is_over = False  # it is gone, its commands are answered; a later one gets no answer
         self._sock, theirs = socket.socketpair()
         with theirs:
             try:
@@ -50,7 +42,7 @@ class Link:
                 raise
         self._sock.setblocking(False)
         keep_fd_from_children(self._sock.fileno())  # or the process would not notice the engine's end
-        self.pid = self._process.pid
+        self.pid = self._process.pid  # and its group's
         self._end = select.poll()
         self._end.register(self._pidfd, select.POLLIN)
         self.channel = Channel(self._sock, on_full)

@@ -23,7 +23,7 @@ from math import inf
 from msgspec import convert
 
 from kvtier._core.messages import Command, Get, ProcessEnded, Put, Reset, TierDown
-from kvtier._core.tiers.backoff import Backoff, RandomSource
+from kvtier._core.tiers.backoff import Backoff
 from kvtier._execution.executor import CLOSE_S, LAST_STEP_S, ExecutorThread, NamedTier, failure_of
 from kvtier._identity import Identity
 from kvtier._isolation import wire
@@ -63,22 +63,13 @@ class ExecutorProcess:
     stored before a reset stay hidden.
 
     Args:
-        tiers: the tiers, in the core's order. The process makes and opens its own.
-        region: the memory of the slots; not an anonymous one.
+        tiers: the tiers, in the core's order. The process makes and opens its own. ConfigError if the
+            settings of one cannot be sent there.
+        region: the memory of the slots. StateError if it is an anonymous one.
         slot_checksums: checksums of audited slots, in the region's metadata; None if chunks are not audited.
         memory_limit_bytes: limit of the process's own memory; None for no limit.
-        times: how closely it is supervised.
         notify: called, by any thread, when there are new events. If it raises, it is called again with the
             next heartbeat.
-        chance: the source of random pauses, which differ from engine to engine.
-
-    Attributes:
-        events: the events of the tiers, to be taken from the left.
-        activity: the last known activity of each tier.
-
-    Raises:
-        ConfigError: a tier's settings cannot be sent to another process.
-        StateError: the region cannot be shared.
     """
 
     def __init__(
@@ -91,12 +82,11 @@ class ExecutorProcess:
         memory_limit_bytes: int | None = None,
         times: SupervisorTimes | None = None,
         notify: Callable[[], object] = lambda: None,
-        chance: RandomSource = random.random,
     ) -> None:
         region.fileno()  # raises where there is none
         self._slot_checksums = slot_checksums
         self._decoder = MessageDecoder(tiers)
-        self.events = self._decoder.events
+        self.events = self._decoder.events  # to be taken from the left
         self.activity = self._decoder.activity
         self._settings = [TierSettings.of(named) for named in tiers]
         self._identity = identity
@@ -106,7 +96,7 @@ class ExecutorProcess:
         self._is_started: Future[None] = Future()
         self._notify = notify
         self._is_notice_due = False  # because ``notify`` raised
-        self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, chance)
+        self._backoff = Backoff(self._times.first_pause_s, self._times.longest_pause_s, random.random)
         self._epochs = (0,) * len(tiers)
         self._link: Link | None = None
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -128,10 +118,7 @@ class ExecutorProcess:
         """Start the process, which then opens the tiers; a tier that fails to open is retried there.
 
         The engine's start goes on meanwhile: commands wait in the socket until the process reads them. A
-        process that ends is started again, the first one too.
-
-        Raises:
-            IsolationError: no process can be started here.
+        process that ends is started again, the first one too. IsolationError if none can be started here.
         """
         self._thread.start()
         try:
@@ -160,15 +147,10 @@ class ExecutorProcess:
             self._fail_pending(link, "process")
 
     def close(self, drain_s: float, close_s: float = CLOSE_S) -> bool:
-        """Drain for at most ``drain_s`` seconds, close the tiers, end the process.
+        """Drain for at most ``drain_s`` seconds, and end the process within ``close_s`` more.
 
-        Args:
-            drain_s: seconds for commands in flight.
-            close_s: seconds for everything after the drain; then the process is killed.
-
-        Returns:
-            Whether the process ended. If not, the kernel still holds it, and it may still touch slots: the
-            memory must stay mapped.
+        Returns whether it ended. If not, the kernel still holds it, and it may still touch slots: the memory
+        must stay mapped.
         """
         if self._thread.is_alive():
             self.submit(())  # resets that it may have missed
@@ -370,7 +352,6 @@ def _after(epochs: tuple[int, ...], commands: Sequence[Command]) -> tuple[int, .
 
 
 def _end_of(code: int) -> _End:
-    """Return why a process has ended, by its exit status."""
     if code >= 0:
         return _End("exited", f"it exited with status {code}")
     number = -code

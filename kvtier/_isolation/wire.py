@@ -76,8 +76,7 @@ class TierSettings(Struct, frozen=True):
 
     def make(self) -> NamedTier:
         """Make the tier, or raise KVTierError."""
-        make = registry.maker(registry.validate(self.settings))
-        return NamedTier(self.name, make(), make)
+        return NamedTier(self.name, registry.maker(registry.validate(self.settings)))
 
 
 class SlotChecksumsLayout(Struct, frozen=True):
@@ -166,7 +165,6 @@ def plain(value: object) -> Any:
 
 
 def activity_of(tier: int, activity: TierActivity) -> Activity:
-    """Return the message about a tier's activity."""
     puts, gets, usage = activity.puts, activity.gets, activity.usage
     turns = (puts.submitted, puts.running, gets.submitted, gets.running)
     return Activity(tier, *turns, (usage.used_bytes, usage.capacity_bytes) if usage else None)
@@ -183,7 +181,6 @@ def sendable(text: str) -> str:
 
 
 def pack(messages: Iterable[Order | Report] | Hello) -> bytes:
-    """Return a frame."""
     body = _encoder.encode(messages if isinstance(messages, Hello) else list(messages))
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 

@@ -38,7 +38,6 @@ class _ManagerCollector(Collector):  # type: ignore[misc, unused-ignore]
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics as they are now."""
         with suppress(StateError, TimeoutError, RuntimeError):  # the loop is blocked, or ended meanwhile
             self._last = self._read()
         families: dict[str, Any] = {}

@@ -56,7 +56,6 @@ class Damage:
 
 
 def slot_checksums_bytes(slots: int, areas: int) -> int:
-    """Return the bytes that the words of the slots take."""
     return slots * areas * _WORD_BYTES
 
 

@@ -48,7 +48,6 @@ _WORDS_BYTES = len(StatusField) * _WORD_BYTES
 
 
 def status_table_bytes(slots: int, workers: int) -> int:
-    """Return the bytes that the table takes."""
     return _row_bytes(slots) * workers
 
 

@@ -3,8 +3,8 @@
  * Python takes the interpreter lock again after each foreign call, and beside a busy engine thread
  * each time costs up to a switch interval (5 ms). So a call does the work of a whole job: checksums,
  * file I/O and renames, copies. It is loaded with ctypes, which releases the lock, and it needs
- * nothing but libc. Where it is missing, kvtier/_native/__init__.py copies and computes checksums in
- * Python, and there is no file tier.
+ * nothing but libc. Where it is missing, kvtier/_native/__init__.py copies in Python, and there is no
+ * file tier.
  */
 #include "kvtier_native.h"
 

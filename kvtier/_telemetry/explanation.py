@@ -46,7 +46,6 @@ _json = json.JSONDecoder()  # says where a value ends
 
 
 def write(explanation: Explanation) -> None:
-    """Log an explanation."""
     # In ASCII: a request's id may hold what the log's encoding lacks, or half of a character.
     request = explanation.request.encode(errors="replace").decode()
     fields = msgspec.to_builtins(msgspec.structs.replace(explanation, request=request))

@@ -32,7 +32,6 @@ class PartOfRun:
         self._is_sorted = True
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
-        """Add keys in the order of the prompt."""
         if not self.keys:
             self.keys, self._is_sorted = dict.fromkeys(keys), True
             return

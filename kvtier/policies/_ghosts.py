@@ -35,7 +35,6 @@ class Ghosts:
             self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
         self._segments = [None] * ((self._places >> _SEGMENT_BITS) + 1)
 
     def remember(self, key: OffloadKey, record: int) -> None:

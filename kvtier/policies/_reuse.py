@@ -24,11 +24,8 @@ class ReuseModel:
     """Histograms of age at reuse, and the hit density that follows from them.
 
     ``density`` has by class and bin the hits per unit of time that keeping a chunk yields: the highest rate
-    over all lengths of time to keep it (the Gittins index).
-
-    Args:
-        priors: of each class, how soon its chunks are used again, until that is learned.
-        bins: number of bins of ages.
+    over all lengths of time to keep it (the Gittins index). ``priors`` say of each class how soon its chunks
+    are used again, until that is learned.
     """
 
     def __init__(self, priors: Sequence[float] = _PRIOR, bins: int = _BINS) -> None:

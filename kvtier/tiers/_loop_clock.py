@@ -18,21 +18,16 @@ _PRECISION_S = 1e-6
 
 
 class LoopClock:
-    """The time of the running event loop, minus the time it was blocked since ``start``.
-
-    Attributes:
-        blocks: number of times the loop was blocked for a second or longer.
-    """
+    """The time of the running event loop, minus the time it was blocked since ``start``."""
 
     def __init__(self) -> None:
-        self.blocks = 0
+        self.blocks = 0  # times that the loop was blocked for a second or longer
         self._lost_s = 0.0
         self._ticked_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._log_limit = LogLimit(_LOG_EVERY_S)
 
     def now(self) -> float:
-        """Return the time in seconds."""
         now_s = asyncio.get_running_loop().time()
         if self._ticked_s is not None:
             now_s = min(now_s, self._ticked_s + _MAX_STEP_S)

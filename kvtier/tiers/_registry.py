@@ -42,9 +42,7 @@ def maker(config: TierConfig) -> Callable[[], SecondaryTier[Any]]:
 def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
     """Return an entry of ``secondary_tiers``, at path ``where``, as the settings of the tier it names.
 
-    Raises:
-        ConfigError: ``type`` or a setting is wrong; the message names the field.
-        TierError: the plug-in cannot be used.
+    ConfigError names a wrong ``type`` or setting. TierError if the plug-in cannot be used.
     """
     name = raw.get("type")
     if not isinstance(name, str):

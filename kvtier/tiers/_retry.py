@@ -64,7 +64,6 @@ class RetryBudget:
         self._left = 1.0 if share else 0.0
 
     def earn(self) -> None:
-        """Count a first attempt."""
         self._left = min(_MOST_RETRIES, self._left + self._share)
 
     def spend(self) -> bool:

@@ -83,9 +83,7 @@ class TierRunner:
         self.index = index
         self.name = named.name
         self.activity = TierActivity(config.max_concurrency)
-        self.supervisor = TierSupervisor(
-            named.name, named.tier, named.recreate, self._post_condition, chance, clock, self._is_idle
-        )
+        self.supervisor = TierSupervisor(named, self._post_condition, chance, clock, self._is_idle)
         self._deadline_s = config.deadline_s
         self._retries = Retries(config.retry_share, named.tier.transient, chance, clock)
         self._memory = memory

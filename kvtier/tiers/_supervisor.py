@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,14 +27,13 @@ _IDLE_POLL_S = 0.02
 _LOG_EVERY_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
 class NamedTier:
-    """A tier, not opened yet, and its name in logs and metrics."""
+    """The name of a tier in logs and metrics, and the factory of its object for each opening."""
 
-    name: str
-    tier: AnyTier
-    recreate: Callable[[], AnyTier] | None = None
-    """Makes the object for each later opening; None if the same object may be opened again."""
+    def __init__(self, name: str, make: Callable[[], AnyTier]) -> None:
+        self.name = name
+        self.make = make
+        self.tier = make()  # the first one, not opened yet
 
 
 class Epoch:
@@ -59,30 +57,26 @@ class TierSupervisor:
     started after the last request. After a failed reset it is opened again first, because a tier that is down
     gets no command that would notice another primary, new credentials or a new mount.
 
-    Args:
-        recreate: see ``NamedTier``.
-        on_change: callback for the reason when the tier goes down, and for None when it is up in an epoch.
-        is_idle: returns whether no command of the tier is in flight.
+    ``on_change`` gets the reason when the tier goes down, and None when it is up in an epoch. ``is_idle``
+    returns whether no command of the tier is in flight.
     """
 
     def __init__(
         self,
-        name: str,
-        tier: AnyTier,
-        recreate: Callable[[], AnyTier] | None,
+        named: NamedTier,
         on_change: Callable[[str | None], None],
         chance: RandomSource,
         clock: LoopClock,
-        is_idle: Callable[[], bool] = lambda: True,
+        is_idle: Callable[[], bool],
     ) -> None:
-        self.tier = tier  # replaced by ``recreate``
+        self.tier = named.tier  # a new one at each later opening
         self.epoch = Epoch(0)  # of commands submitted now
         self.down: str | None = None  # why the tier cannot be used
         self.is_open = False  # whether it has to be closed
-        self._name = name
-        self._recreate = recreate
+        self._name = named.name
+        self._make = named.make
         self._on_change = on_change
-        self._deadline_s = tier.config.deadline_s
+        self._deadline_s = named.tier.config.deadline_s
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, chance)
         self._log_limit = LogLimit(_LOG_EVERY_S)
         self._was_opened = False  # whether ``open`` was ever called
@@ -168,8 +162,8 @@ class TierSupervisor:
         self.epoch.settled.set()
 
     async def _open(self, context: TierContext) -> None:
-        if self._was_opened and self._recreate is not None:
-            self.tier = self._recreate()
+        if self._was_opened:
+            self.tier = self._make()
         self._was_opened = True
         await self.tier.open(context)
 

@@ -65,8 +65,8 @@ MUTATIONS = (
     ),
     Mutation(
         "prompt_is_evicted_for_its_own_tail",
-        "kvtier._core.tiering:Tiering._make_room",
-        (("self.shared.evict(count, run)", "self.shared.evict(count)"),),
+        "kvtier._core.tiering:Tiering.reserve",
+        (("self.shared.evict(short, run)", "self.shared.evict(short)"),),
     ),
     Mutation(
         "chunk_with_a_hole_at_its_front_is_stored",

@@ -35,7 +35,7 @@ from kvtier._core.messages import Command, PutEnded, Removed, SlotsReady, TierDo
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
-from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
+from kvtier._execution.executor import Executor, ExecutorThread
 from kvtier._identity import Identity
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import Fault, SlotChecksums
@@ -52,7 +52,7 @@ from kvtier.tiers._base import SecondaryTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
 from kvtier_testing.dummy import DummyConfig, DummyTier
-from tests.common import wait_until
+from tests.common import named_tier, wait_until
 from tests.integration.harness import PATIENCE_S
 
 pytestmark = pytest.mark.releases
@@ -115,7 +115,7 @@ class World:
         self.core = Tiering(LRU(), gates, limits or Limits(), track_kv_events=kv_events)
         self.region = Region.anonymous(slots, CHUNK_BYTES)
         self.slot_checksums = SlotChecksums.private(self.region, 1.0, CHUNK_BYTES)
-        named = [NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)]
+        named = [named_tier(name, tier) for name, tier in zip(names, tiers, strict=True)]
         self.thread = ExecutorThread(partial(Executor, named, Identity.make("model", {}), self.region))
         self.thread.start()
         self.thread.events.append(SlotsReady(range(slots)))

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier._core.tiering import Tiering
 from kvtier._device._engine import TransferEngine
-from kvtier._device.backends.cpu import CpuRuntime, copy_batch
+from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.base import KVCaches, PageRef
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
@@ -32,6 +32,7 @@ from kvtier.adapters.vllm._worker import KVTierWorker, end_copies
 from kvtier.adapters.vllm.spec import _shut_down
 from kvtier.errors import TransferError
 from kvtier.policies import LRU
+from kvtier_testing.device_model import GivenCopies
 
 SLOTS = 8
 PAGE = 4096
@@ -48,9 +49,7 @@ class Bench:
         layout = SlotLayout.make(caches.page_bytes, 1)
         status_table = memoryview(bytearray(status_table_bytes(SLOTS, 1)))
         region = Region.anonymous(SLOTS, layout.chunk_bytes)
-        engine = TransferEngine(
-            caches, layout, region, CpuRuntime(self._copy, self._copy), deadline_s=deadline_s
-        )
+        engine = TransferEngine(caches, layout, region, GivenCopies(self._copy), deadline_s=deadline_s)
         self.failures = 0
         self.hold = False
         self.made = 0

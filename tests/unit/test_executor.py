@@ -866,7 +866,9 @@ def test_dying_thread_answers_all() -> None:
                 raise RuntimeError("a bug")
 
     memory = HeapMemory(SLOTS, CHUNK_BYTES)
-    thread = ExecutorThread(partial(Dies, [NamedTier("slow", dummy(put_latency_s=60))], IDENTITY, memory))
+    thread = ExecutorThread(
+        partial(Dies, [NamedTier("slow", lambda: dummy(put_latency_s=60))], IDENTITY, memory)
+    )
     thread.start()
     (running,) = executor_threads()
     for id_ in range(1, 4):
@@ -911,7 +913,7 @@ class Deaf(DummyTier):
         with anyio.CancelScope(shield=True):
             await anyio.sleep_forever()
 
-tier = NamedTier("deaf", Deaf(DummyConfig()))
+tier = NamedTier("deaf", lambda: Deaf(DummyConfig()))
 thread = ExecutorThread(partial(Executor, [tier], Identity.make("m", {}), HeapMemory(4, 4096)))
 thread.start()
 thread.submit([Put(1, 0, [pack_key(b"k")], [1])])

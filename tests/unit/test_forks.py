@@ -43,7 +43,7 @@ async def main():
     batch = Batch([b"k" * 32 + bytes(4)], [1], region)
     batch.trailers[0] = b"t" * len(batch.trailers[0])
     assert (await tier.put(batch)).statuses[0] == Status.OK
-    process = ExecutorProcess([NamedTier("dummy", DummyTier(DummyConfig()))], identity, region)
+    process = ExecutorProcess([NamedTier("dummy", lambda: DummyTier(DummyConfig()))], identity, region)
     process.start()
     child = os.fork()
     if child == 0:

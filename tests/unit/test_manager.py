@@ -23,9 +23,8 @@ from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pac
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._device._engine import TransferEngine
-from kvtier._device.backends.cpu import CpuRuntime, copy_batch
+from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.plan import CopyPlan
-from kvtier._execution.executor import NamedTier
 from kvtier._manager.manager import TieringManager
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
@@ -37,8 +36,9 @@ from kvtier.tiers._base import Batch, Outcome, SecondaryTier
 from kvtier.tiers._waiting import until_done
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
+from kvtier_testing.device_model import GivenCopies
 from kvtier_testing.dummy import DummyConfig, DummyTier
-from tests.common import PATIENCE_S
+from tests.common import PATIENCE_S, named_tier
 from tests.unit.test_executor import SlowReset
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})
@@ -128,7 +128,7 @@ class World:
         layout = SlotLayout.make(self.device.caches.page_bytes, self.device.blocks_per_chunk)
         self.region = Region.anonymous(slots, layout.chunk_bytes)
         self.engine: TransferEngine = TransferEngine(
-            self.device.caches, layout, self.region, CpuRuntime(copy, copy), deadline_s=copy_deadline_s
+            self.device.caches, layout, self.region, GivenCopies(copy), deadline_s=copy_deadline_s
         )
         self.slot_checksums = None
         if audited_bytes is not None:  # of each chunk
@@ -136,7 +136,7 @@ class World:
             self.engine.begin_audits(self.slot_checksums)
         self.manager = TieringManager(
             core=self.core,
-            tiers=[NamedTier(name, tier) for name, tier in zip(names, tiers, strict=True)],
+            tiers=[named_tier(name, tier) for name, tier in zip(names, tiers, strict=True)],
             identity=IDENTITY,
             region=self.region,
             engine=self.engine,

@@ -51,7 +51,6 @@ class CollectionResult:
 
     @property
     def fits(self) -> bool:
-        """Whether the root is within ``max_bytes``."""
         return self.max_bytes is None or self.bytes_after <= self.max_bytes
 
     @property

@@ -57,7 +57,6 @@ def remove_memory(root: Path | None, *, dry_run: bool, as_json: bool) -> NoRetur
 
 
 def summary(kept: Sequence[KeptFile]) -> str:
-    """Return a line about kept memory."""
     nbytes = Bytes(sum(one.bytes for one in kept))
     return f"{len(kept)} engines that ended left {nbytes} of host memory for their next start"
 

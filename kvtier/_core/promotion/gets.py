@@ -197,5 +197,4 @@ def _addresses(waiters: Waiters, first: OffloadKey) -> tuple[str, ...]:
 
 
 def select(keys: Keys, answers: Sequence[Answer], wanted: Answer) -> list[OffloadKey]:
-    """Return the keys that have the wanted answer."""
     return [key for key, answer in zip(keys, answers, strict=True) if answer is wanted]

@@ -13,21 +13,16 @@ _READY = ChunkState.READY
 
 
 class Holds:
-    """The chunks that are pinned for requests until they have loaded them.
+    """The chunks that are pinned for requests until they have loaded them."""
 
-    Attributes:
-        promoting: chunks being promoted, or promoted and held for a request: they count against the budget.
-        awaiting: requests that await chunks of other engines. They are not in line and hold nothing.
-        budget: slots that promotions may hold in all.
-        changes: number of times that requests were given chunks to hold, or a get ended.
-        reserve: slots to keep free, for chunks that a get may find.
-    """
+    budget: int  # slots that promotions may hold in all
+    reserve: int  # slots to keep free, for chunks that a get may find
 
     def __init__(self, shared: SharedState) -> None:
-        self.promoting: set[Chunk] = set()
+        self.promoting: set[Chunk] = set()  # or promoted and held: they count against the budget
         self.pending: dict[Request, None] = {}  # requests that wait for an answer, first come first
-        self.awaiting: dict[Request, None] = {}
-        self.changes = 0
+        self.awaiting: dict[Request, None] = {}  # for chunks of other engines: not in line, and hold nothing
+        self.changes = 0  # times that requests were given chunks to hold, or a get ended
         self._shared = shared
         self.resize(0)
 

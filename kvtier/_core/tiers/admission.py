@@ -34,32 +34,20 @@ _QUICKEST_S = 1e-6
 
 
 class Limits(Struct, frozen=True):
-    """The bounds that the core keeps. Fractions are of the primary tier's slots.
+    """The bounds that the core keeps. Fractions are of the primary tier's slots."""
 
-    Attributes:
-        request_deadline_s: how long a request waits for pending answers.
-        max_wait_s: how long a request may wait for chunks that no tier has yet.
-        promotion_budget: slots for promoted chunks that no request has loaded yet.
-        promotion_reserve: slots kept free, so that a get can copy chunks with its first answer.
-        put_backlog: slots that puts may pin. Each tier has an equal share, and may use the rest that other
-            tiers leave: a slow tier starves neither them nor the stores.
-        store_threshold: how often a chunk must be offered before it is stored; below 2, at once.
-        max_tracker_size: keys whose offers are remembered for the threshold.
-        pin_budget: slots that may be kept for clients on request.
-        max_announced: keys of each tier that may be announced as available, if events are on.
-        load_gate: when to compute a chunk although a tier has it; see ``LoadGate``.
-    """
-
-    request_deadline_s: float = 5.0
-    max_wait_s: float = 30.0
-    promotion_budget: float = 0.25
-    promotion_reserve: float = 1 / 32
+    request_deadline_s: float = 5.0  # how long a request waits for pending answers
+    max_wait_s: float = 30.0  # how long it may wait for chunks that no tier has yet
+    promotion_budget: float = 0.25  # slots for promoted chunks that no request has loaded yet
+    promotion_reserve: float = 1 / 32  # slots kept free, so that a get can copy chunks with its first answer
+    # Slots that puts may pin. Each tier has an equal share, and may use the rest that other tiers leave: a
+    # slow tier starves neither them nor the stores.
     put_backlog: float = 0.5
-    pin_budget: float = 0.25
-    store_threshold: int = 0
-    max_tracker_size: int = 64_000
-    max_announced: int = 250_000
-    load_gate: LoadGateMode = "off"
+    pin_budget: float = 0.25  # slots that may be kept for clients on request
+    store_threshold: int = 0  # how often a chunk must be offered before it is stored; below 2, at once
+    max_tracker_size: int = 64_000  # keys whose offers are remembered for the threshold
+    max_announced: int = 250_000  # keys of each tier that may be announced as available, if events are on
+    load_gate: LoadGateMode = "off"  # when to compute a chunk although a tier has it; see ``LoadGate``
 
 
 class PutPressure:
@@ -111,11 +99,8 @@ class PutPressure:
 class TierStatus:
     """The state of one tier, and the puts and gets that it allows.
 
-    Args:
-        deadline_s: deadline of its transfers.
-        width: number of puts that it works on at once.
-        writes: policy that selects the chunks to put; by default all.
-        in_place: whether its gets verify adopted chunks in their own slots: it has no others.
+    It works on ``width`` puts at once. ``in_place``: its gets verify adopted chunks in their own slots, and
+    there are no others.
     """
 
     def __init__(

@@ -22,17 +22,12 @@ _RELAPSE_PAUSES = 4
 class Breaker:
     """Decides whether a tier gets transfers of one verb now.
 
-    Args:
-        failures: consecutive failures that open it.
-        pause_s: seconds until the first probe.
-
-    Attributes:
-        overdue: transfers past their deadline that still run. While there is one, the tier gets no other,
-            which would only tie up more slots.
+    ``failures`` in a row open it; the first probe follows after ``pause_s`` seconds.
     """
 
     def __init__(self, failures: int = 5, pause_s: float = 1.0, chance: RandomSource = no_jitter) -> None:
         self.state: BreakerState = _CLOSED
+        # Transfers past their deadline that still run: another one would only tie up more slots.
         self.overdue = 0
         self.health = TransferHealth.NONE  # by the last transfer that gave evidence
         self._failures = failures

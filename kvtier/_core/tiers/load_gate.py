@@ -128,15 +128,11 @@ class ComputeSpeed:
 
 
 class LoadGate:
-    """Decides with the current estimates. Times are on the owner's clock.
-
-    Attributes:
-        window_chunks: most chunks of windowed groups that a request loads, however many it asks for. Set by
-            the owner.
-    """
+    """Decides with the current estimates. Times are on the owner's clock."""
 
     def __init__(self, mode: LoadGateMode, tiers: int) -> None:
         self.compute = ComputeSpeed()
+        # Most chunks of windowed groups that a request loads, however many it asks for. Set by the owner.
         self.window_chunks = sys.maxsize
         self.running: set[object] = set()  # requests that the device computes now
         self.wait_until_s = inf  # when deferred requests are decided; infinite if there are none

@@ -63,10 +63,7 @@ def find_library(name: str, folder: Path = _TORCH_LIBRARIES) -> str:
     """Return the path of torch's library ``name``, through which the functions of its runtime are found.
 
     A process can hold several copies of CUDA's runtime: torchvision brings one. A handle of torch's library
-    finds the functions of the copy that torch itself calls.
-
-    Raises:
-        ConfigError: torch has no such library.
+    finds the functions of the copy that torch itself calls. ConfigError if torch has no such library.
     """
     path = folder / f"{name}.so"
     if not path.exists():
@@ -79,14 +76,9 @@ def find_library(name: str, folder: Path = _TORCH_LIBRARIES) -> str:
 class RuntimeLibrary:
     """Functions of a runtime library that torch does not offer; their names start with ``prefix``.
 
-    A failed call raises TransferError, or DeviceLostError if the device is unusable from then on.
-
-    Args:
-        path: path of the library, or of one that is linked to it.
-        prefix: ``cuda`` or ``hip``.
-
-    Raises:
-        ConfigError: the functions are missing: torch was linked statically.
+    ``path`` is the library's, or of one that is linked to it; ``prefix`` is ``cuda`` or ``hip``. ConfigError
+    if the functions are missing: torch was linked statically. A failed call raises TransferError, or
+    DeviceLostError if the device is unusable from then on.
     """
 
     def __init__(self, path: str, prefix: str = "cuda") -> None:

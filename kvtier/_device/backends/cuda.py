@@ -64,6 +64,5 @@ def open_library() -> Cudart:
 
 
 def open_runtime(tensors: Sequence[torch.Tensor]) -> TorchRuntime:
-    """Return the runtime of the NVIDIA GPU that the tensors are on."""
     library = open_library()
     return TorchRuntime.open(tensors[0].device, library, library.copy_batch if native.available else None)

@@ -19,5 +19,4 @@ def open_library() -> RuntimeLibrary:
 
 
 def open_runtime(tensors: Sequence[torch.Tensor]) -> TorchRuntime:
-    """Return the runtime of the AMD GPU that the tensors are on."""
     return TorchRuntime.open(tensors[0].device, open_library())

@@ -147,5 +147,4 @@ class XpuRuntime(Runtime):
 
 
 def open_runtime(tensors: Sequence[torch.Tensor]) -> XpuRuntime:
-    """Return the runtime of the Intel GPU that the tensors are on."""
     return XpuRuntime(tensors)

@@ -59,16 +59,11 @@ _RESULTS[Lookup.RETRY] = LookupResult.RETRY
 
 @dataclass
 class Slots(LoadStoreSpec):
-    """Where chunks are in the primary tier; goes to the workers.
-
-    Attributes:
-        request: of a load, whose chunks they are.
-        chunks: of a store, how many chunks there are, by the id of their group; vLLM names blocks alone.
-    """
+    """Where chunks are in the primary tier; goes to the workers."""
 
     slots: list[int]
-    request: str = ""
-    chunks: Sequence[int] = ()
+    request: str = ""  # of a load: whose chunks they are
+    chunks: Sequence[int] = ()  # of a store: how many there are, by the id of their group
 
 
 _OF_NEW_CHUNKS = RequestOffloadingContext()
@@ -92,19 +87,11 @@ class _Flushing:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The engine's behaviour, as far as the manager depends on it.
-
-    Attributes:
-        steps_ahead: the most scheduled steps in flight, the current one included.
-        names_resumed: whether vLLM names a preempted request as new when it resumes (its V2 model runner).
-        is_blind: whether vLLM's connector is not told of all new owners of blocks.
-        has_blocks: whether requests, or the prefix cache, have blocks on the device.
-        why_not_stored: why a request's keys may not name the KV of its blocks; see ``EngineContext``.
-    """
+    """The engine's behaviour, as far as the manager depends on it; see ``EngineContext``."""
 
     steps_ahead: int = 2
-    names_resumed: bool = False
-    is_blind: bool = False
+    names_resumed: bool = False  # vLLM names a preempted request as new when it resumes (V2 model runner)
+    is_blind: bool = False  # vLLM's connector is not told of all new owners of blocks
     has_blocks: Callable[[], bool] = lambda: False
     why_not_stored: Callable[[str], str | None] = lambda _: None
 
@@ -182,7 +169,6 @@ class KVTierManager(OffloadingManager):
     # --- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """See vLLM."""
         if req_context.req_id in self._requests:  # an earlier one of this name has not ended
             self.on_request_finished(req_context)
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
@@ -275,7 +261,6 @@ class KVTierManager(OffloadingManager):
         return any(audits.audited(slots, area) for area in range(audits.areas))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """See vLLM."""
         request = self._requests[req_context.req_id]
         pinned = self._core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
@@ -456,7 +441,6 @@ class KVTierManager(OffloadingManager):
     # --- what is published -----------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """See vLLM."""
         return self._published.take_events()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

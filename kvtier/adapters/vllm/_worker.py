@@ -159,7 +159,6 @@ class KVTierWorker(OffloadingWorker):
         self._engine.drain()
 
     def resume(self) -> None:
-        """Make copies again."""
         self._is_suspended = False
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -288,5 +287,4 @@ def _slots(spec: LoadStoreSpec) -> Slots:
 
 
 def as_blocks(spec: GPULoadStoreSpec) -> Blocks:
-    """Return vLLM's blocks of one job as kvtier's."""
     return Blocks(spec.block_ids.astype("int64"), tuple(spec.group_sizes), tuple(spec.block_indices))

@@ -72,7 +72,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
-        """See vLLM."""
         return definitions()
 
     @classmethod

@@ -96,7 +96,6 @@ class FsConfig(TierConfig):
         return value.expanduser().absolute()
 
     def own_directories(self) -> Sequence[Path]:
-        """Return the root."""
         return (self.root_dir,)
 
     @model_validator(mode="after")

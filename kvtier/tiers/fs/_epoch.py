@@ -22,18 +22,13 @@ _BREATH_S: Final = 0.001
 
 
 class OpenEpoch:
-    """An epoch that a tier has open. Transfers from before a reset update their own epoch, not the next.
-
-    Attributes:
-        index: chunks known to exist, from transfers and from listing.
-        listed: number of chunks in the last listing; -1 before the first.
-    """
+    """An epoch that a tier has open. Transfers from before a reset update their own epoch, not the next."""
 
     def __init__(self, number: int, place: Place, lock_fd: int | None) -> None:
         self.number = number
         self.place = place
-        self.index = Index()
-        self.listed = -1
+        self.index = Index()  # chunks known to exist, from transfers and from listing
+        self.listed = -1  # number of chunks in the last listing; -1 before the first
         self._gone: deque[OffloadKey] = deque(maxlen=_MAX_GONE)
         self._lock_fd = lock_fd
         self._holds = 0
@@ -72,7 +67,6 @@ class OpenEpoch:
         return [key for key, result in found if result in THERE]
 
     def forget(self, gone: Sequence[OffloadKey]) -> None:
-        """Remove chunks from the index."""
         if gone:
             self._gone.extend(gone)  # first: a listing in progress may add them again
             self.index.discard(gone)

@@ -166,7 +166,6 @@ def max_disk_bytes(chunk_bytes: int) -> int:
 
 
 def data_dir(namespace: str, epoch: int) -> str:
-    """Return the name of the directory of an epoch's chunks."""
     return f"{namespace}_r0" if epoch == 0 else f"{namespace}_r0.e{epoch}"
 
 
@@ -191,7 +190,6 @@ def stored_epoch(root_fd: int, namespace: str) -> int | None:
 
 
 def epoch_file(number: int) -> str:
-    """Return the content of an epoch file."""
     return f"{number} {zlib.crc32(b'%d' % number):08x}\n"
 
 

@@ -30,10 +30,8 @@ def make_lock(root_fd: int, path: str) -> int:
 def make_writer_lock(root_fd: int, folder: str) -> tuple[str, int]:
     """Make and lock a file that shows that a writer is alive. Return the writer's new name and the open file.
 
-    A sweep may remove the file before it is locked, as a dead writer's; then this tries again.
-
-    Raises:
-        OSError: the file system has no locks (ENOLCK), or sweeps removed each attempt (EAGAIN).
+    A sweep may remove the file before it is locked, as a dead writer's; then this tries again. OSError if the
+    file system has no locks (ENOLCK), or sweeps removed each attempt (EAGAIN).
     """
     for _ in range(_WRITER_ATTEMPTS):
         writer = f"{os.getpid()}-{secrets.token_hex(8)}"

@@ -72,9 +72,8 @@ class OpenNamespace:
     def open(config: FsConfig, context: TierContext) -> tuple[OpenNamespace, OpenEpoch]:
         """Make or open the directories, join the epoch, and compare or write the manifest.
 
-        Raises:
-            TierError: the root can be neither written nor read, ``direct_io`` is ``always`` and impossible,
-                or the directory belongs to another cache: the message lists the differences.
+        TierError if the root can be neither written nor read, ``direct_io`` is ``always`` and impossible, or
+        the directory belongs to another cache: the message lists the differences.
         """
         root = config.root_dir
         try:
@@ -221,8 +220,7 @@ class OpenNamespace:
     def accept_read_only(self, refusal: OSError) -> None:
         """Only read the root from now on, because a part of it cannot be written.
 
-        Raises:
-            OSError: ``refusal``, if nothing can be read either, or its cause is another one.
+        Raises ``refusal`` if nothing can be read either, or its cause is another one.
         """
         if refusal.errno not in _READ_ONLY or not self._exists(layout.MANIFEST):
             raise refusal

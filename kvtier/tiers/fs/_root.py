@@ -82,17 +82,12 @@ class Manifest:
 
 
 class Namespace:
-    """One cache below a root, as tools see it.
-
-    Attributes:
-        name: name of its directory.
-        data_dirs: directories of its chunks when the root was listed.
-    """
+    """One cache below a root, as tools see it."""
 
     def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
         self._root = root
-        self.name = name
-        self.data_dirs = sorted(data_dirs, key=lambda found: found.epoch)
+        self.name = name  # of its directory
+        self.data_dirs = sorted(data_dirs, key=lambda found: found.epoch)  # when the root was listed
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -172,14 +167,10 @@ class Namespace:
 
 
 class Root:
-    """A root directory, open for reading. A context manager.
+    """A root directory, open for reading. A context manager. TierError if the root cannot be read.
 
-    Args:
-        root: path of the root, or an open descriptor, which stays the caller's.
-        only: names of the namespaces to show; None for all.
-
-    Raises:
-        TierError: the root cannot be read.
+    ``root`` is its path, or an open descriptor, which stays the caller's. ``only`` has the names of the
+    namespaces to show; None for all.
     """
 
     def __init__(self, root: Path | int, only: Container[str] | None = None) -> None:
@@ -259,7 +250,6 @@ class Root:
             raise TierError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def is_home(self, name: str) -> bool:
-        """Return whether a directory belongs to a namespace."""
         return any(self.is_there(f"{name}/{sign}") for sign in (layout.MANIFEST, "epoch", "epoch.lock"))
 
     def is_there(self, path: str) -> bool:

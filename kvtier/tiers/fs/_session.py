@@ -49,13 +49,7 @@ _ROOM_SHARE: Final = 0.2  # of a put's deadline, to wait for room
 
 
 class Session:
-    """An open file tier, in the event loop. ``open`` sets the attributes annotated below.
-
-    Attributes:
-        closing: set when the tier closes.
-        workers: threads for the quarantine and for discards.
-        epoch: the current epoch; None after a failed reset and after closing.
-    """
+    """An open file tier, in the event loop. ``open`` sets the attributes annotated below."""
 
     namespace: OpenNamespace
     quota: Quota
@@ -67,21 +61,20 @@ class Session:
         self._config = config
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self.closing = StopFlag()
-        self.epoch: OpenEpoch | None = None
+        self.closing = StopFlag()  # set when the tier closes
+        self.epoch: OpenEpoch | None = None  # None after a failed reset, too, and after closing
         self._all_workers: list[Workers] = []
         self._work = AsyncExitStack()  # stops running work
         self._resources = ExitStack()  # closed in a thread, because closing blocks
         self._closed: asyncio.Future[None] | None = None
         self._serial = 0
         self._flush_is_due = False
-        self.workers = self._start_workers("io", _THREADS)
+        self.workers = self._start_workers("io", _THREADS)  # for the quarantine and for discards
 
     async def open(self) -> None:
         """Open the root, and wait briefly for its first count, which is enough for a small root.
 
-        Raises:
-            TierError: the root cannot be opened; the message has the tier, the path and the errno.
+        TierError if the root cannot be opened; the message has the tier, the path and the errno.
         """
         await run(self.workers, self._open_root)
         self._start_work()

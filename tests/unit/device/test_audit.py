@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier._device._engine import TransferEngine
-from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_batch
+from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_batch, copy_each
 from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PageMapping, Run
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
@@ -41,10 +41,13 @@ def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class LoadsAlike(CpuRuntime):
-    """Copies every load attempt by one method, which audits do not use."""
+    """Makes every load attempt by the one function, which audits do not use."""
+
+    def __init__(self, copy: Callable[[CopyPlan], None]) -> None:
+        self._copy = copy
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> HostStream:
-        return super().open_stream(queue, plain=plain and queue is CopyQueue.STORE)
+        return HostStream(copy_each if plain and queue is CopyQueue.STORE else self._copy)
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from kvtier import _native as native
 from kvtier._device._engine import TransferEngine
 from kvtier._device._queues import LOST_AFTER
 from kvtier._device.auto import open_transfer_engine
-from kvtier._device.backends.cpu import CpuRuntime, copy_batch
+from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.base import Attempt, Blocks
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import DeviceLostError
 from kvtier_testing.device import DeviceConformance, EngineFactory, Gate, GatedFactory, rig
+from kvtier_testing.device_model import GivenCopies
 
 
 class OnCpu(DeviceConformance):
@@ -47,7 +48,7 @@ class TestFallback(OnCpu):
 
 def with_copy(copy: Callable[[CopyPlan], None], deadline_s: float = 60) -> EngineFactory:
     return lambda caches, layout, region: TransferEngine(
-        caches, layout, region, CpuRuntime(copy, copy), deadline_s=deadline_s
+        caches, layout, region, GivenCopies(copy), deadline_s=deadline_s
     )
 
 

@@ -216,7 +216,6 @@ class HeldRuntime(CpuRuntime):
     """Host memory, with such streams."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.ends: list[HeldEvent] = []
 
     def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> HostStream:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier._core.messages import Event, Get, GetEnded, ProcessEnded, Put, PutEnded, Reset, TierUp
-from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
+from kvtier._execution.executor import Executor, ExecutorThread
 from kvtier._identity import Identity
 from kvtier._isolation.heartbeat import SupervisorTimes
 from kvtier._isolation.process import ExecutorProcess
@@ -21,6 +21,7 @@ from kvtier._memory.region import Region
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._base import SecondaryTier
+from tests.common import named_tier
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})
 CHUNK_BYTES = 4096
@@ -182,7 +183,7 @@ class Harness:
         **settings: Any,
     ) -> None:
         self.region = Region.unnamed(SLOTS, CHUNK_BYTES)
-        named = [NamedTier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
+        named = [named_tier(f"tier{index}", tier) for index, tier in enumerate(tiers)]
         self.tiers = len(tiers)
         self.process: Any = (
             ExecutorProcess(named, IDENTITY, self.region, times=times, **settings)

@@ -132,7 +132,7 @@ def test_unsendable_tier_runs_in_thread(begin: Begin, caplog: pytest.LogCaptureF
     class Homemade(DummyTier):
         pass
 
-    homemade = NamedTier("homemade", Homemade(DummyConfig()))
+    homemade = NamedTier("homemade", lambda: Homemade(DummyConfig()))
     assert isinstance(begin(homemade, isolation="auto"), ExecutorThread)
     assert "does not name its class" in caplog.text
     with pytest.raises(ConfigError, match="does not name its class"):

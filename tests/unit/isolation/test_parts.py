@@ -21,6 +21,7 @@ from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.remote import RemoteExecutor
 from kvtier._isolation.wire import Frames, TierSettings
 from kvtier.errors import ConfigError
+from tests.common import named_tier
 
 from .conftest import make_tier
 
@@ -70,14 +71,13 @@ def test_settings_are_rebuilt(install_distribution: Any) -> None:
         "complete_index": False,
     }
     tier = make_tier("acme-kinds", **given)
-    spelled = TierSettings.of(NamedTier("near", tier))
+    spelled = TierSettings.of(named_tier("near", tier))
     assert spelled.settings == {"type": "acme-kinds", **given}
     assert "correct-horse" not in repr(tier.config)
     again = spelled.make()
     assert (again.name, again.tier.config) == ("near", tier.config)
     assert type(again.tier) is type(tier)
-    assert again.recreate is not None
-    assert again.recreate() is not again.tier
+    assert again.make() is not again.tier
     password = again.tier.config.model_dump()["password"]
     assert isinstance(password, SecretStr)
 
@@ -103,7 +103,7 @@ class Tier(DummyTier):
 def test_unstable_settings_are_refused(install_distribution: Any) -> None:
     install_distribution("acme-odd", ODD_TIER, {"acme-odd": "Tier"})
     with pytest.raises(ConfigError, match=r"tier odd cannot run .* differ when they are read again"):
-        TierSettings.of(NamedTier("odd", make_tier("acme-odd", word="y")))
+        TierSettings.of(NamedTier("odd", lambda: make_tier("acme-odd", word="y")))
 
 
 # --- the channel ----------------------------------------------------------------------------------

@@ -567,7 +567,7 @@ from pathlib import Path
 how, folder = sys.argv[1], Path(sys.argv[2])
 act = "block_at_once" if how == "blocked" else ""
 tier = registry.load("reckless")(registry.validate({"type": "reckless", "act": act, "folder": str(folder)}))
-it = ExecutorProcess([NamedTier("tier", tier)], Identity.make("m", {}), Region.unnamed(4, 4096))
+it = ExecutorProcess([NamedTier("tier", lambda: tier)], Identity.make("m", {}), Region.unnamed(4, 4096))
 it.start()
 while not (it.events or (folder / "begun").exists()):
     time.sleep(0.01)

@@ -143,7 +143,7 @@ class FakeLink:
 
 @pytest.fixture
 def decoder() -> MessageDecoder:
-    return MessageDecoder([NamedTier("dummy", DummyTier(DummyConfig()))])
+    return MessageDecoder([NamedTier("dummy", lambda: DummyTier(DummyConfig()))])
 
 
 def decode(decoder: MessageDecoder, link: FakeLink, *reports: wire.Report) -> bool:

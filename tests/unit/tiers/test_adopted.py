@@ -43,7 +43,7 @@ async def test_sound_chunks_are_verified(region: Region, monkeypatch: pytest.Mon
 
 async def test_executor_verifies_beside_its_work(region: Region) -> None:
     events: list[Event] = []
-    tier = NamedTier("adopted", AdoptedTier(AdoptedConfig()))
+    tier = NamedTier("adopted", lambda: AdoptedTier(AdoptedConfig()))
     async with Executor([tier], IDENTITY, region, events.append):
         await to_thread.run_sync(wait_until, lambda: region.trailers.unverified() == [1])
 

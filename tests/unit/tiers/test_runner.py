@@ -326,9 +326,9 @@ async def test_failed_open_is_retried() -> None:
 
 
 async def test_each_open_has_own_object() -> None:
-    made = [Scripted(open=[raises(ConnectionRefusedError())]), Scripted()]
     first = Scripted(open=[raises(ConnectionRefusedError())])
-    async with world(NamedTier("tier", first, lambda: made.pop(0))) as it:
+    made = [first, Scripted(open=[raises(ConnectionRefusedError())]), Scripted()]
+    async with world(NamedTier("tier", lambda: made.pop(0))) as it:
         await anyio.sleep(10.0)
         assert made == []
         assert len(first.of("open")) == 1
@@ -362,9 +362,9 @@ async def test_missed_reset_precedes_use() -> None:
 
 async def test_failed_reset_opens_new_object() -> None:
     """Only a new object finds another primary, or reads new credentials."""
-    made = [Scripted(reset=[raises(OSError("a replica"))]), Scripted()]
     first = Scripted(reset=[raises(OSError("a replica"))] * 1000)
-    async with world(NamedTier("tier", first, lambda: made.pop(0))) as it:
+    made = [first, Scripted(reset=[raises(OSError("a replica"))]), Scripted()]
+    async with world(NamedTier("tier", lambda: made.pop(0))) as it:
         await it.ended(it.put([1]))
         it.reset()
         await anyio.sleep(20.0)

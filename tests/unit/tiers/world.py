@@ -16,6 +16,7 @@ from kvtier._memory.region import HeapMemory
 from kvtier.keys import OffloadKey
 from kvtier.tiers._base import Batch, Knowledge, SecondaryTier, TierContext, Usage
 from kvtier_testing.dummy import DummyConfig, DummyTier
+from tests.common import named_tier
 from tests.unit.isolation.conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, content, keys
 
 AnyTier = SecondaryTier[Any]
@@ -45,7 +46,7 @@ class World:
         self, *tiers: AnyTier | NamedTier, memory: HeapMemory | None = None, **settings: Any
     ) -> None:
         named = [
-            tier if isinstance(tier, NamedTier) else NamedTier(f"tier{index}", tier)
+            tier if isinstance(tier, NamedTier) else named_tier(f"tier{index}", tier)
             for index, tier in enumerate(tiers)
         ]
         self.memory = memory or HeapMemory(SLOTS, CHUNK_BYTES)

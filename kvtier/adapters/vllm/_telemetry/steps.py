@@ -9,26 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey, group_index
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import ReqContext
 
 _MOST_STEPS = 8  # in flight; without calls of ``get_stats`` nothing is measured
 _FROM_PROMPT = 2  # chunks: a single one, of generation or after a hit, is mostly overhead
 _UNSEEN = 0.5  # of a chunk: a prompt's average rest after its last whole chunk
 
 
-class Positioned(Protocol):
-    """The part of vLLM's request context that is needed here."""
-
-    req_id: str
-
-    def get_offload_key_position(self, key: OffloadKey) -> int | None:
-        """Return the number of the prompt's tokens up to the end of a chunk."""
-
-
-def end_of(context: Positioned, key: OffloadKey) -> int | None:
+def end_of(context: ReqContext, key: OffloadKey) -> int | None:
     """Return the number of prompt tokens up to the end of a chunk; None if vLLM does not tell."""
     position = getattr(context, "get_offload_key_position", None)
     return None if position is None else position(key)
@@ -73,7 +67,7 @@ class StepMeter:
         self._last: dict[str, int] = {}  # last counted place of each request
         self._loaded: dict[str, int] = {}  # last loaded place of each request
 
-    def place(self, context: Positioned, key: OffloadKey) -> int | None:
+    def place(self, context: ReqContext, key: OffloadKey) -> int | None:
         """Return how many chunks of the prompt precede a key's chunk.
 
         None if vLLM does not tell, for a chunk of another group, and for a partial chunk.
@@ -81,7 +75,7 @@ class StepMeter:
         end = end_of(context, key) if group_index(key) == self._group else None
         return None if end is None or end % self._chunk_tokens else end // self._chunk_tokens - 1
 
-    def offered(self, context: Positioned, keys: Sequence[OffloadKey], first: OffloadKey | None) -> None:
+    def offered(self, context: ReqContext, keys: Sequence[OffloadKey], first: OffloadKey | None) -> None:
         """Note chunks that the step computes and offers to be stored, or offers again after a refusal.
 
         ``first`` is the first key that was looked up for the request: the engine had the chunks before it.
@@ -102,7 +96,7 @@ class StepMeter:
         step.chunks += chunks
         step.places += chunks * sum(places) / len(places)
 
-    def loaded(self, context: Positioned, keys: Iterable[OffloadKey]) -> None:
+    def loaded(self, context: ReqContext, keys: Iterable[OffloadKey]) -> None:
         """Note chunks that are loaded, not computed, though they may be offered."""
         places = [place for key in keys if (place := self.place(context, key)) is not None]
         if places:

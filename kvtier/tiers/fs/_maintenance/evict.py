@@ -158,7 +158,6 @@ class Evictor:
         return scan
 
     def _plan(self, parts: Sequence[_Part], now_ns: int, need_bytes: int) -> tuple[Plan, int]:
-        """Return a plan, and the estimated bytes of all chunks."""
         histogram = ages.new_histogram()
         sample, scanned = ChunkScan(now_ns, histogram), 0
         for part in parts:

@@ -51,11 +51,8 @@ _log = GuardedLogger("kvtier.tiers.fs")
 class Maintenance:
     """The background work of one open tier.
 
-    Args:
-        context: context of the tier; ``lost`` is called if the root was replaced or is writable again.
-        epoch: epoch whose chunks are listed, until ``follow`` names another.
-        slow: thread for work that may take minutes.
-        quick: thread for everything else.
+    The thread ``slow`` does work that may take minutes, ``quick`` everything else. The context's ``lost`` is
+    called if the root was replaced or is writable again.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class Maintenance:
         self._eviction_paused_until = 0.0
         self._is_warned = False
         self._rest_bytes = 0  # of foreign files below the root
-        self._doubted, self._doubted_until = "", 0.0  # the mark of a wrong ledger
+        self._doubted_until = 0.0  # eviction waits until then for a count of a wrong ledger
         self._log_limit = LogLimit(_LINES_EVERY_S)
 
     # In the event loop:
@@ -212,11 +209,7 @@ class Maintenance:
             self.note_full(error.errno)
 
     def note_full(self, number: int, removals: tuple[str, int] | None = None) -> None:
-        """Note a write that failed for want of room, maybe because of a quota. Blocks.
-
-        Args:
-            removals: the ledger's ``removals`` before the write; None if unknown.
-        """
+        """Note a write that failed for want of room, perhaps by a quota. Blocks. See ``lower_limit``."""
         is_new = False
         with suppress(OSError), ledger.elected(self._namespace.root_fd, ledger.EVICTING) as lock:
             is_new = lock is not None and self._quota.lower_limit(removals)
@@ -259,7 +252,7 @@ class Maintenance:
             return
         self._publish(self._epoch.place, _PUBLISHED_BEFORE_EVICTION)
         evicted = self._evictor.make_room(need, self._count_freed(), self._compare)
-        if evicted is None or self._quota.accounts.mark == self._doubted:
+        if evicted is None or self._awaits_count:
             return
         self.evicted_chunks += evicted.chunks
         if evicted.failures:
@@ -273,12 +266,16 @@ class Maintenance:
         It may not if the ledger has far more: the root is counted first. Any difference after a count is due
         to foreign files.
         """
-        accounts, rest_bytes, now_s = self._quota.accounts, self._rest_bytes, time.monotonic()
+        accounts, rest_bytes = self._quota.accounts, self._rest_bytes
         self._rest_bytes = max(0, accounts.used - found_bytes)
         if accounts.used - rest_bytes > 2 * (found_bytes + accounts.leased):
             self._quota.doubt()
-            self._doubted, self._doubted_until = accounts.mark, now_s + _DOUBT_AT_MOST_S
-        return accounts.mark != self._doubted or now_s > self._doubted_until
+            self._doubted_until = time.monotonic() + _DOUBT_AT_MOST_S
+        return not self._awaits_count
+
+    @property
+    def _awaits_count(self) -> bool:
+        return self._quota.is_doubted and time.monotonic() < self._doubted_until
 
     def _pause_eviction_if_futile(self, need: int, removed: int) -> None:
         """Pause eviction if it removed nothing.

@@ -44,9 +44,7 @@ _log = GuardedLogger("kvtier.tiers.fs")
 class Quarantine:
     """The quarantine of one namespace. Any thread may call it.
 
-    Args:
-        payload_bytes: length of each chunk, if known; other lengths are torn.
-        most_an_hour: number of files that may be moved in an hour.
+    Chunks of other lengths than ``payload_bytes``, if given, are torn.
     """
 
     def __init__(

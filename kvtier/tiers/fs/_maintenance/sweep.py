@@ -30,9 +30,7 @@ _QUARANTINED: Final = re.compile(r".+\.[a-z]+\.([0-9]{1,20})-[0-9]{1,10}")
 def remove_cache(root: Root, name: str) -> bool:
     """Remove a cache unless a process uses it. Return whether it is gone.
 
-    Raises:
-        OSError: a file cannot be removed.
-        TierError: the root cannot be read, or has no such cache.
+    OSError if a file cannot be removed, TierError if the root cannot be read or has no such cache.
     """
     namespace, stop = root.namespace(name), StopFlag()
     sweeper = Sweeper(root, stop)
@@ -118,10 +116,6 @@ class Sweeper(Removal):
         ours: writers of this process: on some network file systems its locks do not exclude each other.
         freed: callback for removed bytes.
         want_bytes: bytes after which ``remove_leftovers`` stops.
-
-    Attributes:
-        bytes: approximate bytes removed.
-        problems: leftovers that could not be removed, with causes.
     """
 
     def __init__(
@@ -137,8 +131,8 @@ class Sweeper(Removal):
         self._ours = ours
         self._freed = freed
         self._want_bytes = want_bytes
-        self.bytes = 0
-        self.problems: list[str] = []
+        self.bytes = 0  # removed, about
+        self.problems: list[str] = []  # leftovers that could not be removed, with causes
 
     @property
     def _is_done(self) -> bool:
@@ -185,7 +179,6 @@ class Sweeper(Removal):
         self._count(remove_if_empty(self.root_fd, data_dir))
 
     def sweep_orphans(self) -> None:
-        """Remove the chunks of orphaned caches."""
         for namespace in self._root.namespaces():
             if namespace.is_orphaned:
                 for found in namespace.data_dirs:

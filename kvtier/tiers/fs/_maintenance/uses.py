@@ -30,15 +30,7 @@ _UNIT_MS: Final = ages.UNIT_US // 1000
 
 
 class Uses:
-    """Notes uses and puts of chunks, to publish them and to learn from them. Any thread may call it.
-
-    Args:
-        ttl_s: seconds after its last use at which a chunk is removed.
-
-    Attributes:
-        room: number of chunks that the root has room for; 0 if not known yet.
-        model: the learned hit densities.
-    """
+    """Notes uses and puts of chunks, to publish them and to learn from them. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, ttl_s: float | None = None) -> None:
         self._clock = clock
@@ -46,7 +38,7 @@ class Uses:
         self._lock = threading.Lock()
         self._table = Ghosts()
         self._table.resize(_REMEMBERED)
-        self.room = 0
+        self.room = 0  # number of chunks that the root has room for; 0 if not known yet
         self._began_at = self._interval_at = clock()
         self._reset()
 
@@ -64,7 +56,6 @@ class Uses:
         self._interval_s, self._interval_at, self._puts = now - self._interval_at, now, 0
 
     def worth(self) -> ages.Worth:
-        """Return the value of keeping chunks."""
         with self._lock:
             # A chunk's file has the time of its first use in this interval or in the one before.
             lag_s = max(self._clock() - self._interval_at, self._interval_s)

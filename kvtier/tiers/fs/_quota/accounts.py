@@ -70,7 +70,6 @@ class Accounts(msgspec.Struct):
         return self.mark, self.removed + self.unconfirmed
 
     def add(self, nbytes: int) -> None:
-        """Add written bytes."""
         self.used += nbytes
         self.added += nbytes
 
@@ -116,19 +115,15 @@ class Accounts(msgspec.Struct):
 
 
 class Bounds:
-    """The bounds of a root, by this writer's settings.
-
-    Attributes:
-        hidden: assumed limit of a quota that statvfs does not show; None until a write is refused.
-    """
+    """The bounds of a root, by this writer's settings."""
 
     def __init__(self, config: FsConfig) -> None:
         self._config = config
+        # Assumed limit of a quota that statvfs does not show; None until a write is refused.
         self.hidden: int | None = None
         self._moved_s = -math.inf  # when ``hidden`` changed
 
     def limit(self, used: int, disk: FileSystem) -> int:
-        """Return the limit of a root that holds ``used`` bytes."""
         limit = self._config.max_bytes
         if limit is None:
             limit = int(DEFAULT_SHARE * (disk.free + used))

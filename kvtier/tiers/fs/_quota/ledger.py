@@ -70,16 +70,12 @@ def stat_file_system(root_fd: int) -> FileSystem:
 class Ledger:
     """Accounts of one process alone, for a root that cannot be written. For one thread at a time.
 
-    Args:
-        stat: returns the file system's state; it blocks.
-
-    Attributes:
-        writer: name of this writer's lease.
+    ``stat`` returns the file system's state; it blocks.
     """
 
     def __init__(self, stat: Callable[[], FileSystem]) -> None:
         self.stat = stat
-        self.writer = "self"
+        self.writer = "self"  # name of this writer's lease
         self.accounts = Accounts(stat().used)
 
     @contextmanager
@@ -95,14 +91,9 @@ class Ledger:
 
 
 class SharedLedger(Ledger):
-    """The shared accounts of a root, open for one writer.
+    """The shared accounts of a root, open for one writer. The descriptor of the root stays the caller's.
 
-    Args:
-        root_fd: descriptor of the root, which stays the caller's.
-        stat: returns the file system's state; it blocks.
-
-    Raises:
-        OSError: the ledger cannot be made, or the file system has no locks.
+    OSError if the ledger cannot be made, or the file system has no locks.
     """
 
     def __init__(self, root_fd: int, stat: Callable[[], FileSystem] | None = None) -> None:

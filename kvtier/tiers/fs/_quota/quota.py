@@ -43,15 +43,7 @@ class Quota:
     """Keeps one writer within the bounds. Any thread may call it.
 
     Unless documented otherwise, methods ask the ledger and the file system: they block, and raise OSError if
-    either fails.
-
-    Args:
-        file_bytes: maximum bytes that writing one chunk can take.
-
-    Attributes:
-        accounts: the ledger as last read.
-        limit: maximum bytes below the root; None before the default is known.
-        excess: bytes to evict.
+    either fails. ``file_bytes`` are the most that writing one chunk can take.
     """
 
     def __init__(self, config: FsConfig, file_bytes: int, ledger: Ledger) -> None:
@@ -68,9 +60,9 @@ class Quota:
         self._evicts = config.eviction != "none"
         self._doubted = ""  # the mark of a doubted ledger
         self._is_contradicted = False  # the ledger, by the file system
-        self.accounts = Accounts(0)
-        self.limit: int | None = config.max_bytes
-        self.excess = 0
+        self.accounts = Accounts(0)  # the ledger as last read
+        self.limit: int | None = config.max_bytes  # below the root; None before the default is known
+        self.excess = 0  # bytes to evict
         self.refresh()
 
     @property
@@ -86,9 +78,13 @@ class Quota:
     @property
     def should_be_counted(self) -> bool:
         """Whether the ledger may be too high, or the root was never counted."""
-        accounts = self.accounts
-        is_sure = accounts.is_exact and not accounts.unconfirmed and accounts.mark != self._doubted
-        return not is_sure or self._is_contradicted
+        is_sure = self.accounts.is_exact and not self.accounts.unconfirmed
+        return not is_sure or self.is_doubted or self._is_contradicted
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether ``doubt`` was called since the last count."""
+        return self.accounts.mark == self._doubted
 
     @property
     def has_news(self) -> bool:
@@ -171,12 +167,9 @@ class Quota:
     def lower_limit(self, removals: tuple[str, int] | None = None) -> bool:
         """Note that the file system refused a write for want of room. Return whether it is the first time.
 
-        If chunks were removed since the write began, they made the room that the file system shows now. So
-        nothing is lowered; and no eviction may run meanwhile.
+        ``removals`` are the ledger's before the write; None if unknown. If chunks were removed since then,
+        they made the room that the file system shows now: nothing is lowered. No eviction may run meanwhile.
         Raises nothing: the assumed limit is this process's own, so it does not matter if the ledger fails.
-
-        Args:
-            removals: the ledger's ``removals`` before the write; None if unknown.
         """
         was_known, is_lower = self._bounds.hidden is not None, False
         with suppress(OSError), self._change() as change:

@@ -15,6 +15,7 @@ import torch
 
 from kvtier import KVCaches, PageMapping, PageRef
 from kvtier._device._engine import TransferEngine
+from kvtier._device.backends.cpu import CopyFunction, CpuRuntime, HostStream
 from kvtier._device.base import Blocks, CopyQueue
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
@@ -23,6 +24,16 @@ EngineFactory = Callable[[KVCaches, SlotLayout, Region], TransferEngine]
 
 GatedFactory = Callable[[float], EngineFactory]
 """Called with a deadline in seconds; makes engines whose copies pass the test's gate."""
+
+
+class GivenCopies(CpuRuntime):
+    """Host memory, with all copies made by one function."""
+
+    def __init__(self, copy: CopyFunction) -> None:
+        self._copy = copy
+
+    def open_stream(self, queue: CopyQueue, *, plain: bool = False) -> HostStream:  # noqa: ARG002
+        return HostStream(self._copy)
 
 
 class Compute:

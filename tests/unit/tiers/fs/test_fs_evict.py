@@ -651,6 +651,20 @@ async def test_unevictable_root_is_left(world, monkeypatch, caplog):
     assert (world.root / "ballast").exists()
 
 
+async def test_eviction_before_a_late_count_shows(world, monkeypatch):
+    """A ledger that is far too high delays eviction, for some minutes at most: counting can take hours."""
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
+    monkeypatch.setattr(maintenance, "_DOUBT_AT_MOST_S", -1.0)
+    tier = await world.open(max_bytes=2**40)
+    await world.put(tier, range(20))
+    monkeypatch.setattr(maintenance.Maintenance, "_count", lambda self: None)
+    with tier._session.quota._change() as change:
+        change.accounts.add(2**41)
+    await anyio.to_thread.run_sync(tier._session.maintenance._evict)
+    assert left(world, 20) == []
+    assert tier.statistics().evicted_chunks == 20
+
+
 def test_bad_watermarks_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"low_watermark is 0\.9, and must be less"):
         FsConfig(root_dir=tmp_path, low_watermark=0.9, high_watermark=0.9)

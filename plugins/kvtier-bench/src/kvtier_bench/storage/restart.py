@@ -116,7 +116,7 @@ def _fill(region: Region) -> float:
 
 async def _verify(region: Region) -> tuple[float, float, float]:
     """Return the seconds to the first and the last verified chunk, and the processor seconds in between."""
-    trailers, tier = region.trailers, NamedTier("adopted", AdoptedTier(AdoptedConfig()))
+    trailers, tier = region.trailers, NamedTier("adopted", lambda: AdoptedTier(AdoptedConfig()))
     began_s, before_s = time.perf_counter(), time.process_time()
     times_s: list[float] = []
     async with Executor([tier], _IDENTITY, region, lambda _: None):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
@@ -284,7 +285,7 @@ class Engine:
         found = adopted_slots(memory.trailers, world.identity)
         world.seen["chunks left by a process"] += len(found)
         core.adopt(memory.trailers, found)
-        return NamedTier("adopted", SimAdoptedTier(memory, chance))
+        return NamedTier("adopted", partial(SimAdoptedTier, memory, chance))
 
     @property
     def _first(self) -> int:
@@ -323,14 +324,16 @@ class Engine:
         tiers: list[FaultyTier] = []
         named = []
         for index, scenario in enumerate(self._scenario.tiers):
-            tiers.append(self._tier(index, memory))
-            self._disturb(scenario, tiers, index)
 
-            def again(index: int = index) -> FaultyTier:
-                tiers[index] = self._tier(index, memory)
+            def make(index: int = index, is_recreated: bool = scenario.is_recreated) -> FaultyTier:
+                if index == len(tiers):
+                    tiers.append(self._tier(index, memory))
+                elif is_recreated:
+                    tiers[index] = self._tier(index, memory)
                 return tiers[index]
 
-            named.append(NamedTier(f"tier{index}", tiers[index], again if scenario.is_recreated else None))
+            named.append(NamedTier(f"tier{index}", make))
+            self._disturb(scenario, tiers, index)
         return tiers, named
 
     def _is_elsewhere(self, index: int) -> bool:

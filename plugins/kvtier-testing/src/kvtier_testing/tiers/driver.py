@@ -25,7 +25,7 @@ class Driver:
         self.memory = HeapMemory(slots, rig.chunk_bytes)
         self.events: list[Event] = []
         self.executor = Executor(
-            [NamedTier("tested", rig.tier)], rig.identity, self.memory, self._post, close_s=10.0
+            [NamedTier("tested", lambda: rig.tier)], rig.identity, self.memory, self._post, close_s=10.0
         )
         self._ids = count()
         self._waiting: dict[int, asyncio.Future[Event]] = {}
