@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -123,22 +123,37 @@ def test_media_that_share_tokens_are_not_stored(
     assert _why_not_stored(one, None) == why
 
 
-@pytest.mark.parametrize("encodes", [False, True])
-def test_renewed_adapters_with_media_are_not_stored(encodes: bool) -> None:
-    """vLLM's cache of embeddings names the adapter without its path."""
-    one, other = _beside(("image", 3, 40)), _beside(("image", 3, 40))
-    one.lora_request, other.lora_request = (LoRARequest("adapter", it, f"/{it}") for it in (1, 2))
-    states = {name: SimpleNamespace(req=request) for name, request in (("one", one), ("other", other))}
+@pytest.mark.parametrize(
+    ("media", "encodes", "ids", "in_place", "stored"),
+    [
+        ((), True, (1, 2), False, ["one", "other"]),
+        ((), True, (1, 1), False, []),
+        ((), True, (1, 1), True, ["other"]),
+        ((("image", 3, 40),), False, (1, 2), False, ["one", "other"]),
+        ((("image", 3, 40),), True, (1, 2), False, []),
+    ],
+)
+def test_mistaken_adapters_are_not_stored(
+    media: tuple[tuple[str, int, int], ...],
+    encodes: bool,
+    ids: tuple[int, int],
+    in_place: bool,
+    stored: list[str],
+) -> None:
+    """vLLM's workers know an adapter by its id, its cache of embeddings by its name; hashes have the path."""
+    requests = {"one": _beside(*media), "other": _beside(*media)}
+    states = {name: SimpleNamespace(req=request) for name, request in requests.items()}
     connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=states))
-    model = SimpleNamespace(architectures=["LlamaForCausalLM"], hf_config=None)
-    lora = SimpleNamespace(enable_tower_connector_lora=encodes)
-    engine = EngineContext(
-        cast(VllmConfig, SimpleNamespace(model_config=model, lora_config=lora)), cast(Any, None), connector
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(architectures=["LlamaForCausalLM"], hf_config=None),
+        lora_config=SimpleNamespace(enable_tower_connector_lora=encodes),
     )
-    engine.note_adapter(one.lora_request)
-    assert engine.why_not_stored("one") is None
-    engine.note_adapter(other.lora_request)
-    assert engine.why_not_stored("one") == engine.why_not_stored("other") == ("adapter" if encodes else None)
+    engine = EngineContext(config, SimpleNamespace(), connector)
+    for (name, request), lora_id in zip(requests.items(), ids, strict=True):
+        is_second = in_place and name == "other"
+        request.lora_request = LoRARequest("adapter", lora_id, f"/{name}", load_inplace=is_second)
+        engine.note_adapter(request.lora_request)
+    assert [name for name in requests if engine.why_not_stored(name) is None] == stored
 
 
 @pytest.mark.parametrize(

@@ -170,10 +170,7 @@ class EngineContext:
     kv_cache_config: KVCacheConfig
     connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
-    adapters: dict[int, str] = field(default_factory=dict, compare=False)  # paths of replaced ones, by id
-    adapter_paths: dict[str, str] = field(
-        default_factory=dict, compare=False
-    )  # by name; "" if it had several
+    adapters: dict[int | str, str] = field(default_factory=dict, compare=False)  # see ``note_adapter``
 
     @property
     def nodes(self) -> int:
@@ -257,13 +254,15 @@ class EngineContext:
         executor.add_lora = add
 
     def note_adapter(self, lora: LoRARequest | None) -> None:
-        """Note the path of an adapter, and whether it replaces the one with its id."""
+        """Note the path of an adapter for its id and its name; "" if it is not the only one.
+
+        An adapter that is loaded in place takes its id over.
+        """
         if lora is None:
             return
-        if lora.load_inplace:
-            self.adapters[lora.lora_int_id] = lora.lora_path
-        if self.adapter_paths.setdefault(lora.lora_name, lora.lora_path) != lora.lora_path:
-            self.adapter_paths[lora.lora_name] = ""
+        for key in (lora.lora_int_id, lora.lora_name):
+            if self.adapters.setdefault(key, lora.lora_path) != lora.lora_path:
+                self.adapters[key] = lora.lora_path if lora.load_inplace and key == lora.lora_int_id else ""
 
     def why_not_stored(self, req_id: str) -> str | None:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
@@ -293,12 +292,12 @@ class EngineContext:
     def _has_own_adapter(self, request: Request, lora: LoRARequest) -> bool:
         """Return whether workers compute a request with the adapter that its keys name.
 
-        vLLM keeps the embeddings of media under the adapter's name, if it computes them with the adapter.
+        They know it by its id, and the embeddings of media that they compute with it by its name.
         """
-        is_own = self.adapters.get(lora.lora_int_id, lora.lora_path) == lora.lora_path
-        if is_own and request.mm_features and self.vllm_config.lora_config.enable_tower_connector_lora:
-            return self.adapter_paths.get(lora.lora_name) == lora.lora_path
-        return is_own
+        keys: list[int | str] = [lora.lora_int_id]
+        if request.mm_features and self.vllm_config.lora_config.enable_tower_connector_lora:
+            keys.append(lora.lora_name)
+        return all(self.adapters.get(key, lora.lora_path) == lora.lora_path for key in keys)
 
     def _sizes_images_together(self) -> bool:
         """Return whether an image's embeddings depend on the rest of its request, unlike its hash.
