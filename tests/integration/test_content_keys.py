@@ -21,10 +21,11 @@ from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.video_prune.evs import recompute_mrope_positions
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext
 from tests.integration.configurations import configure, identity_of, make_model
@@ -145,7 +146,9 @@ def test_mistaken_adapters_are_not_stored(
     states = {name: SimpleNamespace(req=request) for name, request in requests.items()}
     connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=states))
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(architectures=["LlamaForCausalLM"], hf_config=None),
+        model_config=SimpleNamespace(
+            architectures=["LlamaForCausalLM"], hf_config=None, is_mm_prefix_lm=False
+        ),
         lora_config=SimpleNamespace(enable_tower_connector_lora=encodes),
     )
     engine = EngineContext(config, SimpleNamespace(), connector)
@@ -219,7 +222,8 @@ def _why_not_stored(
 ) -> str | None:
     status = {"a": SimpleNamespace(req=request)}
     connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=status))
-    fields = {"architectures": ["LlamaForCausalLM"], "hf_config": SimpleNamespace(), **model}
+    plain = {"architectures": ["LlamaForCausalLM"], "hf_config": None, "is_mm_prefix_lm": False}
+    fields = plain | model
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=media, uses_mrope=uses_mrope, **fields)
     )
@@ -241,6 +245,28 @@ def test_pruned_videos_are_not_stored(
 ) -> None:
     media = MultiModalConfig(video_pruning_rate=rate)
     assert _why_not_stored(_beside((kind, 3, 40)), media, uses_mrope) == why
+
+
+@pytest.mark.parametrize(("kind", "why"), [("image", "split"), ("video", "split"), ("audio", None)])
+def test_images_that_attend_to_later_tokens_are_not_stored(kind: str, why: str | None) -> None:
+    assert _why_not_stored(_beside((kind, 3, 40)), MultiModalConfig(), is_mm_prefix_lm=True) == why
+    assert _why_not_stored(_beside(), MultiModalConfig(), is_mm_prefix_lm=True) is None
+
+
+@pytest.mark.parametrize(("computed", "scheduled"), [(0, 3), (16, 10)])
+def test_images_are_split_behind_hits_amid_them(computed: int, scheduled: int) -> None:
+    """Why they are not stored: vLLM ends a step in front of an image only if it begins there, too."""
+    scheduler: Any = MagicMock(is_encoder_decoder=False, ec_connector=None)
+    scheduler.scheduler_config.disable_chunked_mm_input = True
+    scheduler.encoder_cache_manager.get_cached_num_encoder_embeds.return_value = None
+    request: Any = SimpleNamespace(
+        has_encoder_inputs=True,
+        mm_features=[
+            MultiModalFeatureSpec(None, "image", "name", PlaceholderRange(offset=3, length=40), "hash")
+        ],
+    )
+    found = Scheduler._try_schedule_encoder_inputs(scheduler, request, computed, 10, 4096)
+    assert found[1] == scheduled
 
 
 def test_positions_behind_pruned_videos_depend_on_hits() -> None:

@@ -268,10 +268,11 @@ class EngineContext:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
 
         The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
-        that share tokens, and images that a model sizes by the rest of the request as if it did not. With
-        pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the prompt of a
-        request as computed if it ends it with an error; it counts the tokens of an aborted one (0.31 to
-        0.33).
+        that share tokens, and images that a model sizes by the rest of the request as if it did not. If an
+        image's tokens attend to each other, vLLM computes them in one step, except behind a hit amid the
+        image. With pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the
+        prompt of a request as computed if it ends it with an error; it counts the tokens of an aborted one
+        (0.31 to 0.33).
         """
         scheduler = getattr(self.connector, "connector_scheduler", None)
         if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
@@ -284,6 +285,8 @@ class EngineContext:
         kinds = {feature.modality for feature in request.mm_features}
         if share_tokens or ("image" in kinds and self._sizes_images_together()):
             return "media"
+        if kinds - {"audio"} and self.vllm_config.model_config.is_mm_prefix_lm:
+            return "split"
         if "video" in kinds and self._prunes_videos():
             return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
