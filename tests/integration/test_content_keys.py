@@ -259,6 +259,7 @@ def test_images_are_split_behind_hits_amid_them(computed: int, scheduled: int) -
     scheduler: Any = MagicMock(is_encoder_decoder=False, ec_connector=None)
     scheduler.scheduler_config.disable_chunked_mm_input = True
     scheduler.encoder_cache_manager.get_cached_num_encoder_embeds.return_value = None
+    scheduler.encoder_cache_manager.check_and_update_cache.return_value = False
     request: Any = SimpleNamespace(
         has_encoder_inputs=True,
         mm_features=[
