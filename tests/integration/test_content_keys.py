@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -21,10 +21,11 @@ from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.video_prune.evs import recompute_mrope_positions
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext
 from tests.integration.configurations import configure, identity_of, make_model
@@ -123,22 +124,39 @@ def test_media_that_share_tokens_are_not_stored(
     assert _why_not_stored(one, None) == why
 
 
-@pytest.mark.parametrize("encodes", [False, True])
-def test_renewed_adapters_with_media_are_not_stored(encodes: bool) -> None:
-    """vLLM's cache of embeddings names the adapter without its path."""
-    one, other = _beside(("image", 3, 40)), _beside(("image", 3, 40))
-    one.lora_request, other.lora_request = (LoRARequest("adapter", it, f"/{it}") for it in (1, 2))
-    states = {name: SimpleNamespace(req=request) for name, request in (("one", one), ("other", other))}
+@pytest.mark.parametrize(
+    ("media", "encodes", "ids", "in_place", "stored"),
+    [
+        ((), True, (1, 2), False, ["one", "other"]),
+        ((), True, (1, 1), False, []),
+        ((), True, (1, 1), True, ["other"]),
+        ((("image", 3, 40),), False, (1, 2), False, ["one", "other"]),
+        ((("image", 3, 40),), True, (1, 2), False, []),
+    ],
+)
+def test_mistaken_adapters_are_not_stored(
+    media: tuple[tuple[str, int, int], ...],
+    encodes: bool,
+    ids: tuple[int, int],
+    in_place: bool,
+    stored: list[str],
+) -> None:
+    """vLLM's workers know an adapter by its id, its cache of embeddings by its name; hashes have the path."""
+    requests = {"one": _beside(*media), "other": _beside(*media)}
+    states = {name: SimpleNamespace(req=request) for name, request in requests.items()}
     connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=states))
-    model = SimpleNamespace(architectures=["LlamaForCausalLM"], hf_config=None)
-    lora = SimpleNamespace(enable_tower_connector_lora=encodes)
-    engine = EngineContext(
-        cast(VllmConfig, SimpleNamespace(model_config=model, lora_config=lora)), cast(Any, None), connector
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            architectures=["LlamaForCausalLM"], hf_config=None, is_mm_prefix_lm=False
+        ),
+        lora_config=SimpleNamespace(enable_tower_connector_lora=encodes),
     )
-    engine.note_adapter(one.lora_request)
-    assert engine.why_not_stored("one") is None
-    engine.note_adapter(other.lora_request)
-    assert engine.why_not_stored("one") == engine.why_not_stored("other") == ("adapter" if encodes else None)
+    engine = EngineContext(config, SimpleNamespace(), connector)
+    for (name, request), lora_id in zip(requests.items(), ids, strict=True):
+        is_second = in_place and name == "other"
+        request.lora_request = LoRARequest("adapter", lora_id, f"/{name}", load_inplace=is_second)
+        engine.note_adapter(request.lora_request)
+    assert [name for name in requests if engine.why_not_stored(name) is None] == stored
 
 
 @pytest.mark.parametrize(
@@ -204,7 +222,8 @@ def _why_not_stored(
 ) -> str | None:
     status = {"a": SimpleNamespace(req=request)}
     connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=status))
-    fields = {"architectures": ["LlamaForCausalLM"], "hf_config": SimpleNamespace(), **model}
+    plain = {"architectures": ["LlamaForCausalLM"], "hf_config": None, "is_mm_prefix_lm": False}
+    fields = plain | model
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=media, uses_mrope=uses_mrope, **fields)
     )
@@ -226,6 +245,29 @@ def test_pruned_videos_are_not_stored(
 ) -> None:
     media = MultiModalConfig(video_pruning_rate=rate)
     assert _why_not_stored(_beside((kind, 3, 40)), media, uses_mrope) == why
+
+
+@pytest.mark.parametrize(("kind", "why"), [("image", "split"), ("video", "split"), ("audio", None)])
+def test_images_that_attend_to_later_tokens_are_not_stored(kind: str, why: str | None) -> None:
+    assert _why_not_stored(_beside((kind, 3, 40)), MultiModalConfig(), is_mm_prefix_lm=True) == why
+    assert _why_not_stored(_beside(), MultiModalConfig(), is_mm_prefix_lm=True) is None
+
+
+@pytest.mark.parametrize(("computed", "scheduled"), [(0, 3), (16, 10)])
+def test_images_are_split_behind_hits_amid_them(computed: int, scheduled: int) -> None:
+    """Why they are not stored: vLLM ends a step in front of an image only if it begins there, too."""
+    scheduler: Any = MagicMock(is_encoder_decoder=False, ec_connector=None)
+    scheduler.scheduler_config.disable_chunked_mm_input = True
+    scheduler.encoder_cache_manager.get_cached_num_encoder_embeds.return_value = None
+    scheduler.encoder_cache_manager.check_and_update_cache.return_value = False
+    request: Any = SimpleNamespace(
+        has_encoder_inputs=True,
+        mm_features=[
+            MultiModalFeatureSpec(None, "image", "name", PlaceholderRange(offset=3, length=40), "hash")
+        ],
+    )
+    found = Scheduler._try_schedule_encoder_inputs(scheduler, request, computed, 10, 4096)
+    assert found[1] == scheduled
 
 
 def test_positions_behind_pruned_videos_depend_on_hits() -> None:

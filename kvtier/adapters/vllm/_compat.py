@@ -170,10 +170,7 @@ class EngineContext:
     kv_cache_config: KVCacheConfig
     connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
-    adapters: dict[int, str] = field(default_factory=dict, compare=False)  # paths of replaced ones, by id
-    adapter_paths: dict[str, str] = field(
-        default_factory=dict, compare=False
-    )  # by name; "" if it had several
+    adapters: dict[int | str, str] = field(default_factory=dict, compare=False)  # see ``note_adapter``
 
     @property
     def nodes(self) -> int:
@@ -257,22 +254,25 @@ class EngineContext:
         executor.add_lora = add
 
     def note_adapter(self, lora: LoRARequest | None) -> None:
-        """Note the path of an adapter, and whether it replaces the one with its id."""
+        """Note the path of an adapter for its id and its name; "" if it is not the only one.
+
+        An adapter that is loaded in place takes its id over.
+        """
         if lora is None:
             return
-        if lora.load_inplace:
-            self.adapters[lora.lora_int_id] = lora.lora_path
-        if self.adapter_paths.setdefault(lora.lora_name, lora.lora_path) != lora.lora_path:
-            self.adapter_paths[lora.lora_name] = ""
+        for key in (lora.lora_int_id, lora.lora_name):
+            if self.adapters.setdefault(key, lora.lora_path) != lora.lora_path:
+                self.adapters[key] = lora.lora_path if lora.load_inplace and key == lora.lora_int_id else ""
 
     def why_not_stored(self, req_id: str) -> str | None:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
 
         The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
-        that share tokens, and images that a model sizes by the rest of the request as if it did not. With
-        pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the prompt of a
-        request as computed if it ends it with an error; it counts the tokens of an aborted one (0.31 to
-        0.33).
+        that share tokens, and images that a model sizes by the rest of the request as if it did not. If an
+        image's tokens attend to each other, vLLM computes them in one step, except behind a hit amid the
+        image. With pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the
+        prompt of a request as computed if it ends it with an error; it counts the tokens of an aborted one
+        (0.31 to 0.33).
         """
         scheduler = getattr(self.connector, "connector_scheduler", None)
         if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
@@ -285,6 +285,8 @@ class EngineContext:
         kinds = {feature.modality for feature in request.mm_features}
         if share_tokens or ("image" in kinds and self._sizes_images_together()):
             return "media"
+        if kinds - {"audio"} and self.vllm_config.model_config.is_mm_prefix_lm:
+            return "split"
         if "video" in kinds and self._prunes_videos():
             return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
@@ -293,12 +295,12 @@ class EngineContext:
     def _has_own_adapter(self, request: Request, lora: LoRARequest) -> bool:
         """Return whether workers compute a request with the adapter that its keys name.
 
-        vLLM keeps the embeddings of media under the adapter's name, if it computes them with the adapter.
+        They know it by its id, and the embeddings of media that they compute with it by its name.
         """
-        is_own = self.adapters.get(lora.lora_int_id, lora.lora_path) == lora.lora_path
-        if is_own and request.mm_features and self.vllm_config.lora_config.enable_tower_connector_lora:
-            return self.adapter_paths.get(lora.lora_name) == lora.lora_path
-        return is_own
+        keys: list[int | str] = [lora.lora_int_id]
+        if request.mm_features and self.vllm_config.lora_config.enable_tower_connector_lora:
+            keys.append(lora.lora_name)
+        return all(self.adapters.get(key, lora.lora_path) == lora.lora_path for key in keys)
 
     def _sizes_images_together(self) -> bool:
         """Return whether an image's embeddings depend on the rest of its request, unlike its hash.
