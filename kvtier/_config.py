@@ -21,9 +21,18 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.tiers import _registry as registry
 from kvtier.tiers._adopted import ADOPTED, AdoptedConfig
 from kvtier.tiers._base import TierConfig
+from kvtier.tiers.fs._config import FsConfig
 
 ENGINE_KEYS = frozenset({"spec_name", "spec_module_path", "sync_load_budget_bytes"})
 """Keys of the same mapping that vLLM itself reads, with any spec (0.31 to 0.33)."""
+
+_CONNECTOR_KEYS = (
+    "kv_connector",
+    "kv_role",
+    "kv_load_failure_policy",
+    "kv_connector_module_path",
+    "engine_id",
+)
 
 _LONGEST_WAIT_S = 86_400  # no wait without an end
 _LEAST_MEMORY = 256 * 2**20  # for the tier process: the interpreter and some threads
@@ -267,7 +276,9 @@ class TieringConfig(Settings):
             ConfigError: settings are unknown, missing or wrong, or a tier's plug-in cannot be used; the
                 message names each of them.
         """
-        return validation.build(cls, raw)
+        places = dict.fromkeys(FsConfig.model_fields, "into a tier of secondary_tiers")
+        places |= dict.fromkeys(_CONNECTOR_KEYS, "out of kv_connector_extra_config, next to kv_connector")
+        return validation.build(cls, raw, "", places)
 
     @classmethod
     def from_extra_config(cls, raw: Mapping[str, object]) -> TieringConfig:
@@ -284,5 +295,6 @@ def _tier(item: object, where: str) -> TierConfig:
     if isinstance(item, TierConfig):
         return item
     if isinstance(item, Mapping):
-        return registry.validate(item, where)
+        places = dict.fromkeys(TieringConfig.model_fields, "out of secondary_tiers")
+        return registry.validate(item, where, places)
     raise ConfigError(f"{where} must be a mapping with the key type, not {type(item).__name__}")

@@ -57,6 +57,10 @@ def explain(log: BinaryIO) -> ExplainedLog:
 
 
 def _show(log: ExplainedLog) -> None:
+    if not log.requests:
+        print_line(
+            "no explained request in the log: set explain_rate, or have a request ask for it (see --help)"
+        )
     tiers = list(dict.fromkeys(tier for one in log.requests for tier in one["tokens"]))
     rows = [
         (

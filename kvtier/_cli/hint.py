@@ -8,11 +8,13 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Annotated, Any, Final, Literal
+from urllib.error import URLError
 
 import typer
 
 from kvtier._cli.report import JsonFlag, finish, print_line
 from kvtier._settings.quantities import duration
+from kvtier.errors import KVTierError
 
 _TIMEOUT_S: Final = 600.0
 _MOST_BYTES: Final = 2**24
@@ -67,6 +69,8 @@ def command(
         told = _send(url.rstrip("/"), model, "." if prompt is None else prompt.read(), envelope)
     except (ValueError, LookupError, TypeError, AttributeError, HTTPException) as error:
         raise typer.BadParameter(f"{url}: not the answer of an OpenAI-compatible server ({error})") from error
+    except OSError as error:
+        raise KVTierError(f"{url}: {error.reason if type(error) is URLError else error}") from error
     outcome = Told(action, str(told.get("outcome", "")), str(told.get("reason", "")))
     finish(outcome, _show, as_json=as_json, is_healthy=outcome.outcome in ("accepted", "clipped", "deferred"))
 

@@ -87,7 +87,7 @@ class Cascades:
                 f"{status.writes.put_chunks} chunks were put into it and this engine got none: nothing is "
                 "asked for again, or tiers before it have it. write_policy 'adaptive' writes less"
             )
-            shared.notices.append(Notice(f"tier {status.name}", text, is_good=False))
+            shared.notices.append(Notice(f"tier {status.name}", text))
         shared.announce_end(transfer, event.kept)
         shared.table.unpin(transfer.chunks)
         return transfer.chunks

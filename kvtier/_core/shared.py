@@ -29,7 +29,6 @@ class Notice:
 
     subject: str
     text: str
-    is_good: bool
 
 
 class SharedState:
@@ -111,7 +110,7 @@ class SharedState:
             self.counts["breaker_opened", status.name, verb, change] += 1
             text = f"the breaker of its {verb}s opens: {BREAKER_OPENED[change]}"
         if change != "probe":
-            self.notices.append(Notice(f"tier {status.name}", text, change == "closed"))
+            self.notices.append(Notice(f"tier {status.name}", text))
 
     @property
     def running(self) -> list[Transfer]:
@@ -146,7 +145,7 @@ class SharedState:
         for name, reason in self.table.faults:
             self.counts["policy_replaced", reason] += 1
             text = f"{POLICY_REPLACED[reason]}; lru has taken its place"
-            self.notices.append(Notice(f"eviction policy {name}", text, is_good=False))
+            self.notices.append(Notice(f"eviction policy {name}", text))
         self.table.faults.clear()
 
     def announce_end(self, transfer: Transfer, present: Iterable[bool]) -> None:

@@ -462,7 +462,10 @@ class Tiering:
             status.down = event.reason
             self.shared.kv_events.clear(event.tier)
         elif isinstance(event, messages.TierUp):
-            self._tiers[event.tier].down, self._tiers[event.tier].epoch = None, event.epoch
+            status = self._tiers[event.tier]
+            if status.down is not None:
+                self.shared.notices.append(Notice(f"tier {status.name}", "it is up again"))
+            status.down, status.epoch = None, event.epoch
         elif isinstance(event, messages.Removed):
             self.shared.announce_left(event.tier, event.keys)
         elif isinstance(event, messages.ProcessEnded):
@@ -547,7 +550,7 @@ class Tiering:
         self._drop(given)
         what = "nothing is stored or loaded" if tier is None else "it is not used"
         text = f"an audit has found a chunk damaged, {where}: {what} any more until a restart"
-        self.shared.notices.append(Notice(f"tier {name}", text, is_good=False))
+        self.shared.notices.append(Notice(f"tier {name}", text))
 
     @property
     def is_idle(self) -> bool:

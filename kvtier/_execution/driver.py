@@ -6,7 +6,6 @@ scheduler's thread.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -89,8 +88,7 @@ class Driver:
         for notice in self._core.take_notices():
             line = f"{notice.subject}: {notice.text}"
             if (added := self._log_limit.allow(line, self._clock())) is not None:
-                level = logging.INFO if notice.is_good else logging.WARNING
-                self._logger.log(level, "%s%s", line, added)
+                self._logger.warning("%s%s", line, added)
 
     # --- the ends of loads and stores ------------------------------------------------------------
 

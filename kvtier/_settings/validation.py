@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TypeVar, get_args
 
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
@@ -28,6 +29,7 @@ _IN_WORDS = {  # for errors whose pydantic text is about its types, not settings
     "byte_size": SIZE_NEEDED,
     "byte_size_unit": SIZE_NEEDED,
     "path_type": "a path is needed, as text",
+    "tuple_type": "a list is needed",
     "finite_number": "a finite number is needed",
 }
 _HIDDEN = "**********"
@@ -36,16 +38,24 @@ _LOGIN_IN_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _QUERY_IN_URL = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 
-def build(model: type[ModelT], raw: Mapping[str, object], where: str = "") -> ModelT:
+def build(
+    model: type[ModelT],
+    raw: Mapping[str, object],
+    where: str = "",
+    places: Mapping[str, str] = MappingProxyType({}),
+) -> ModelT:
     """Validate ``raw`` with ``model``. ConfigError names every wrong field.
 
-    ``where`` is the path of ``raw`` in the whole configuration, such as ``secondary_tiers[1]``.
+    ``where`` is the path of ``raw`` in the whole configuration, such as ``secondary_tiers[1]``. ``places``
+    says where settings belong that are not the model's.
     """
     try:
         return model.model_validate(dict(raw))
     except ValidationError as error:
         secrets = list(_secrets(model, raw))
-        problems = [_problem(detail, model, where, secrets) for detail in error.errors(include_url=False)]
+        problems = [
+            _problem(detail, model, where, secrets, places) for detail in error.errors(include_url=False)
+        ]
         message = _without_logins("; ".join(dict.fromkeys(problems)))
     # Outside of the handler: chained, pydantic's error would be printed with the secrets it shows.
     raise ConfigError(message)
@@ -117,13 +127,17 @@ def _held(settings: BaseModel) -> Iterator[str]:
             yield secret.decode(errors="replace") if isinstance(secret, bytes) else secret
 
 
-def _problem(detail: ErrorDetails, model: type[BaseModel], where: str, secrets: list[str]) -> str:
+def _problem(
+    detail: ErrorDetails, model: type[BaseModel], where: str, secrets: list[str], places: Mapping[str, str]
+) -> str:
     loc = detail["loc"]
     path = _path(where, loc)
     if detail["type"] == _EXPLAINED:
         return detail["msg"]
     if detail["type"] == "extra_forbidden":
         # No value: it belongs to a setting that is not known, and could be a misspelled secret.
+        if (place := places.get(str(loc[-1]))) is not None:
+            return f"{path} is in the wrong place: move it {place}"
         names = _fields(_owner(model, loc))
         hint = did_you_mean(str(loc[-1]), names) or f"; the settings are: {', '.join(sorted(names))}"
         return f"{path} is not a setting{hint}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from importlib_metadata import EntryPoint
@@ -39,16 +40,19 @@ def maker(config: TierConfig) -> Callable[[], SecondaryTier[Any]]:
     return partial(plugins.make, plugins.TIERS, config.type, load(config.type), config)
 
 
-def validate(raw: Mapping[str, object], where: str = "tier") -> TierConfig:
+def validate(
+    raw: Mapping[str, object], where: str = "tier", places: Mapping[str, str] = MappingProxyType({})
+) -> TierConfig:
     """Return an entry of ``secondary_tiers``, at path ``where``, as the settings of the tier it names.
 
-    ConfigError names a wrong ``type`` or setting. TierError if the plug-in cannot be used.
+    ConfigError names a wrong ``type`` or setting. TierError if the plug-in cannot be used. ``places`` says where
+    settings belong that no tier has.
     """
     name = raw.get("type")
     if not isinstance(name, str):
         names = ", ".join(info.name for info in installed())
         raise ConfigError(f"{where}.type is missing; installed are: {names}")
-    return validation.build(load(name, f"{where}.type").Config, raw, where)
+    return validation.build(load(name, f"{where}.type").Config, raw, where, places)
 
 
 def _problem(tier: type[SecondaryTier[Any]]) -> str:

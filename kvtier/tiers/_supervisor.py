@@ -206,9 +206,7 @@ class TierSupervisor:
 
     def _come_up(self) -> None:
         self._backoff.reset()
-        if self.down is not None:
-            self.down = None
-            logger.warning("tier %s is up again", self._name)
+        self.down = None
         self._on_change(None)
 
     def _release_waiters(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import BaseModel
 
 from kvtier._config import TieringConfig
 from kvtier._core.tiers.admission import Limits
+from kvtier._settings import validation
 from kvtier.errors import ConfigError
 from kvtier_testing.dummy import DummyConfig
 
@@ -135,6 +137,32 @@ def test_all_errors_are_reported(install_distribution):
         "did you mean store_threshold?",
     ):
         assert words in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"root_dir": "/kv"}, "root_dir is in the wrong place: move it into a tier of secondary_tiers"),
+        (
+            {"secondary_tiers": [{"type": "fs", "root_dir": "/kv", "namespace": "a"}]},
+            "secondary_tiers[0].namespace is in the wrong place: move it out of secondary_tiers",
+        ),
+        (
+            {"kv_role": "kv_both"},
+            "kv_role is in the wrong place: move it out of kv_connector_extra_config, next to kv_connector",
+        ),
+    ],
+)
+def test_misplaced_setting_is_told_its_place(settings, words):
+    assert refusal(**settings) == words
+
+
+def test_text_in_place_of_a_list_is_refused_in_words():
+    class Servers(BaseModel):
+        addresses: tuple[str, ...]
+
+    with pytest.raises(ConfigError, match=r"^addresses = 'a:1': a list is needed$"):
+        validation.build(Servers, {"addresses": "a:1"})
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def test_flapping_tier_spares_log(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(core, lambda commands: None, logger, clock=lambda: next(times) / 2)
     with caplog.at_level(logging.INFO, logger.name):
         for _ in range(60):
-            core.shared.notices += [Notice("tier s3", "bad", False), Notice("tier s3", "good", True)]
+            core.shared.notices += [Notice("tier s3", "bad"), Notice("tier s3", "good")]
             driver.dispatch()
     lines = [(record.levelname, record.message) for record in caplog.records]
-    assert lines[:2] == [("WARNING", "tier s3: bad"), ("INFO", "tier s3: good")]
+    assert lines[:2] == [("WARNING", "tier s3: bad"), ("WARNING", "tier s3: good")]
     assert len(lines) == 4

@@ -95,6 +95,11 @@ def test_silent_server_is_named(kvtier, server: Server, told: Any) -> None:
     assert "KVTierConnector" in said.out
 
 
+def test_absent_server_is_named(kvtier) -> None:
+    said = kvtier("hint", "http://127.0.0.1:9", "release", "--session", "s")
+    assert (said.status, said.err) == (2, "kvtier: http://127.0.0.1:9: [Errno 111] Connection refused\n")
+
+
 @pytest.mark.parametrize("told", [[], {"kv_transfer_params": 7}])
 def test_other_server_is_an_error(kvtier, server: Server, told: Any) -> None:
     server.told = told

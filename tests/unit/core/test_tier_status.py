@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._core.messages import Answer, Command, Get, GetEnded, Put, PutEnded, TierDown, TransferHealth
+from kvtier._core.messages import (
+    Answer,
+    Command,
+    Get,
+    GetEnded,
+    Put,
+    PutEnded,
+    TierDown,
+    TierUp,
+    TransferHealth,
+)
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState
 from kvtier._core.tiers.admission import TierStatus
@@ -58,8 +68,8 @@ class World:
             self.get_ended(fetch, BAD, Answer.MISSING)
             self.take()
 
-    def notices(self) -> list[tuple[str, bool]]:
-        return [(f"{notice.subject}: {notice.text}", notice.is_good) for notice in self.core.take_notices()]
+    def notices(self) -> list[str]:
+        return [f"{notice.subject}: {notice.text}" for notice in self.core.take_notices()]
 
 
 def test_failing_puts_close_puts() -> None:
@@ -181,15 +191,24 @@ def test_health_follows_real_calls() -> None:
 def test_changes_are_told_once() -> None:
     it = World()
     it.puts_end(*[BAD] * 5)
-    ((text, is_good),) = it.notices()
-    assert text == "tier t0: the breaker of its puts opens: several in a row have failed"
-    assert not is_good
+    assert it.notices() == ["tier t0: the breaker of its puts opens: several in a row have failed"]
     it.now_s = 1.0
     it.puts_end(BAD)
     assert it.notices() == []
     it.now_s = 10.0
     it.puts_end(GOOD)
-    assert it.notices() == [("tier t0: the breaker of its puts closes: a probe succeeded", True)]
+    assert it.notices() == ["tier t0: the breaker of its puts closes: a probe succeeded"]
+
+
+def test_log_says_that_a_tier_is_up_again() -> None:
+    """Also after the tier process has ended, when no supervisor knows that the tier was down."""
+    it = World()
+    it.core.on_event(TierUp(0, 0), 0.0)
+    assert it.notices() == []
+    it.core.on_event(TierDown(0, "the tier process ended"), 0.0)
+    for _ in range(2):
+        it.core.on_event(TierUp(0, 0), 0.0)
+    assert it.notices() == ["tier t0: it is up again"]
 
 
 # --- back-pressure ---------------------------------------------------------------------------------
