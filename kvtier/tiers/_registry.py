@@ -45,8 +45,8 @@ def validate(
 ) -> TierConfig:
     """Return an entry of ``secondary_tiers``, at path ``where``, as the settings of the tier it names.
 
-    ConfigError names a wrong ``type`` or setting. TierError if the plug-in cannot be used. ``places`` says where
-    settings belong that no tier has.
+    ConfigError names a wrong ``type`` or setting. TierError if the plug-in cannot be used. ``places`` says
+    where settings belong that no tier has.
     """
     name = raw.get("type")
     if not isinstance(name, str):
