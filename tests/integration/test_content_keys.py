@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -25,6 +25,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.video_prune.evs import recompute_mrope_positions
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvtier.adapters.vllm._compat import TRACKS_BLOCKS, EngineContext
@@ -248,9 +249,55 @@ def test_pruned_videos_are_not_stored(
 
 
 @pytest.mark.parametrize(("kind", "why"), [("image", "split"), ("video", "split"), ("audio", None)])
-def test_images_that_attend_to_later_tokens_are_not_stored(kind: str, why: str | None) -> None:
-    assert _why_not_stored(_beside((kind, 3, 40)), MultiModalConfig(), is_mm_prefix_lm=True) == why
-    assert _why_not_stored(_beside(), MultiModalConfig(), is_mm_prefix_lm=True) is None
+@pytest.mark.parametrize(("sees_blocks", "is_whole"), [(False, True), (True, False)])
+def test_images_that_may_be_split_are_not_stored(
+    kind: str, why: str | None, sees_blocks: bool, is_whole: bool
+) -> None:
+    engine = _of_joint_images({"one": _beside((kind, 3, 40)), "text": _beside()}, sees_blocks, is_whole)
+    assert (engine.why_not_stored("one"), engine.why_not_stored("text")) == (why, None)
+
+
+def test_hits_are_not_stored_after_split_images() -> None:
+    requests = {name: _beside(("image", 3, 40)) for name in ("split", "hit", "whole", "resumed")}
+    engine = _of_joint_images(requests)
+
+    def refused_after(**steps: tuple[int, int]) -> set[str]:
+        """Make a step with new requests, of their computed and scheduled tokens."""
+        for name, (computed, _) in steps.items():
+            requests[name].num_computed_tokens = computed
+        scheduled = {name: tokens for name, (_, tokens) in steps.items()}
+        new = [SimpleNamespace(req_id=name) for name in steps]
+        engine.note_step(
+            cast(SchedulerOutput, SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens=scheduled))
+        )
+        return {name for name in requests if engine.why_not_stored(name) == "split"}
+
+    assert refused_after(whole=(0, 3), hit=(16, 27)) == set()
+    assert refused_after(split=(16, 10)) == {"split", "hit"}
+    requests["resumed"].num_preemptions = 1
+    assert refused_after(whole=(3, 40)) == {"split", "hit", "resumed"}
+    del requests["hit"]
+    assert refused_after() == {"split", "resumed"}
+    assert engine.splits.behind_hits == {"split"}
+
+
+def _of_joint_images(
+    requests: dict[str, Any], sees_blocks: bool = True, is_whole: bool = True
+) -> EngineContext:
+    """Make the engine of a model whose images' tokens attend to each other."""
+    for name, request in requests.items():
+        request.request_id, request.num_preemptions = name, 0
+    states = SimpleNamespace(
+        get=lambda name: SimpleNamespace(req=requests[name]) if name in requests else None
+    )
+    connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=states))
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_mm_prefix_lm=True, architectures=[], hf_config=None, multimodal_config=None
+        ),
+        scheduler_config=SimpleNamespace(disable_chunked_mm_input=is_whole),
+    )
+    return EngineContext(config, SimpleNamespace(), connector, sees_blocks)
 
 
 @pytest.mark.parametrize(("computed", "scheduled"), [(0, 3), (16, 10)])

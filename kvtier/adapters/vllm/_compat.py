@@ -91,6 +91,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as co
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as connector_scheduler  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.multimodal.inputs import PlaceholderRange  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
@@ -162,6 +164,19 @@ def places_of(context: ReqContext) -> Mapping[OffloadKey, int]:
     return getattr(context, "_offload_key_positions", {})  # vLLM's own: a version may lack it
 
 
+def _images(request: Request) -> list[PlaceholderRange]:
+    """Return the places of a request's images and videos."""
+    return [feature.mm_position for feature in request.mm_features if feature.modality != "audio"]
+
+
+@dataclass
+class Splits:
+    """What ``EngineContext.note_step`` has seen of images whose tokens attend to each other."""
+
+    has_any: bool = False  # a step has computed a part of one: the prefix cache may have its blocks
+    behind_hits: set[str] = field(default_factory=set)  # requests that had a hit behind an image's front
+
+
 @dataclass(frozen=True)
 class EngineContext:
     """The configuration of the engine that makes a spec, and of its KV cache; the connector made with it."""
@@ -171,6 +186,7 @@ class EngineContext:
     connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
     adapters: dict[int | str, str] = field(default_factory=dict, compare=False)  # see ``note_adapter``
+    splits: Splits = field(default_factory=Splits, compare=False)
 
     @property
     def nodes(self) -> int:
@@ -268,16 +284,14 @@ class EngineContext:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
 
         The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
-        that share tokens, and images that a model sizes by the rest of the request as if it did not. If an
-        image's tokens attend to each other, vLLM computes them in one step, except behind a hit amid the
-        image. With pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the
+        that share tokens, and images that a model sizes by the rest of the request as if it did not. With
+        pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the
         prompt of a request as computed if it ends it with an error; it counts the tokens of an aborted one
         (0.31 to 0.33).
         """
-        scheduler = getattr(self.connector, "connector_scheduler", None)
-        if scheduler is None or (state := scheduler._req_status.get(req_id)) is None:
+        request = self._request(req_id)
+        if request is None:
             return None
-        request: Request = state.req
         if request.lora_request is not None and not self._has_own_adapter(request, request.lora_request):
             return "adapter"
         places = [feature.mm_position for feature in request.mm_features]
@@ -285,12 +299,54 @@ class EngineContext:
         kinds = {feature.modality for feature in request.mm_features}
         if share_tokens or ("image" in kinds and self._sizes_images_together()):
             return "media"
-        if kinds - {"audio"} and self.vllm_config.model_config.is_mm_prefix_lm:
+        if self._may_have_splits(request):
             return "split"
         if "video" in kinds and self._prunes_videos():
             return "pruned"
         offered = max(request.num_prompt_tokens, request.num_tokens - 1)
         return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
+
+    def _request(self, req_id: str) -> Request | None:
+        scheduler = getattr(self.connector, "connector_scheduler", None)
+        state = None if scheduler is None else scheduler._req_status.get(req_id)
+        return None if state is None else state.req
+
+    def note_step(self, output: SchedulerOutput) -> None:
+        """Note whether a step computes a part of an image whose tokens attend to each other.
+
+        vLLM computes such an image in one step, except behind a hit amid it: then the first part misses
+        attention to the rest (0.31 to 0.33). Call this before the step's stores.
+        """
+        if not self.vllm_config.model_config.is_mm_prefix_lm:
+            return
+        known = {req_id for req_id in self.splits.behind_hits if self._request(req_id)}
+        new = [new.req_id for new in output.scheduled_new_reqs]
+        had_hits = {req_id for req_id in new if self._begins_behind_media(req_id)}
+        self.splits.behind_hits = known | had_hits
+        scheduled = output.num_scheduled_tokens.items()
+        self.splits.has_any |= any(self._ends_amid_media(req_id, tokens) for req_id, tokens in scheduled)
+
+    def _begins_behind_media(self, req_id: str) -> bool:
+        request = self._request(req_id)
+        return request is not None and any(
+            place.offset < request.num_computed_tokens for place in _images(request)
+        )
+
+    def _ends_amid_media(self, req_id: str, tokens: int) -> bool:
+        request = self._request(req_id)
+        return request is not None and any(
+            place.offset < request.num_computed_tokens + tokens < place.offset + place.length
+            for place in _images(request)
+        )
+
+    def _may_have_splits(self, request: Request) -> bool:
+        """Return whether blocks of a request may have a part of an image, computed without the rest."""
+        if not self.vllm_config.model_config.is_mm_prefix_lm or not _images(request):
+            return False
+        if not self.sees_blocks or not self.vllm_config.scheduler_config.disable_chunked_mm_input:
+            return True
+        had_hits = request.request_id in self.splits.behind_hits or request.num_preemptions > 0
+        return self.splits.has_any and had_hits
 
     def _has_own_adapter(self, request: Request, lora: LoRARequest) -> bool:
         """Return whether workers compute a request with the adapter that its keys name.

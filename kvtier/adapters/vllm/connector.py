@@ -166,6 +166,7 @@ class KVTierConnector(OffloadingConnector):
         if state is not None:
             state = replace(state, boundary_state_offloads=handed_over)
             scheduler_output = replace(scheduler_output, kv_connector_block_state=state)
+        self._engine.note_step(scheduler_output)
         with self._loads_aside(scheduler_output.preempted_req_ids or ()):
             metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, OffloadingConnectorMetadata)
