@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from tests.differential.lives import Ask, Case, Life, Piece, Round
 
@@ -32,6 +32,7 @@ class Plan:
         self._engines: dict[int, _Engine] = {}
         self._tier: set[Key] = set()
         self._uses: Counter[Key] = Counter()
+        self._ends: Counter[Key] = Counter()  # prompts by their last chunk
         for each in life.rounds:
             self._round(each)
 
@@ -70,8 +71,11 @@ class Plan:
         if not ask.more:
             self._store(engine, keys)
 
-    def _store(self, engine: _Engine, keys: Iterable[Key]) -> None:
+    def _store(self, engine: _Engine, keys: Sequence[Key]) -> None:
         threshold = self._case.settings.get("store_threshold", 1)
+        self._ends.update(keys[-1:])
+        if self._case.model.groups > 1 and any(self._ends[key] < threshold for key in keys[-1:]):
+            return  # vLLM offers windows only at a prompt's end
         stored = [key for key in keys if self._uses[key] >= threshold]
         if self._case.leaves_no_hit(len(stored)):
             engine.host.clear()
