@@ -16,13 +16,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload import base, config
 
 import kvtier.adapters.vllm
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._worker import KVTierWorker
+from kvtier.adapters.vllm.connector import KVTierConnector
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
+from kvtier.errors import ConfigError
 from tests.integration.harness import vllm_release
 
 pytestmark = pytest.mark.releases
@@ -144,3 +147,12 @@ def _fields(record: Any) -> Set[str]:
 def test_connector_takes_named_arguments() -> None:
     """They are looked for in its callers' frames."""
     assert {"vllm_config", "kv_cache_config"} <= {*_parameters(OffloadingConnector.__init__)}
+
+
+def test_wrong_settings_end_an_engine_before_it_loads_the_model() -> None:
+    """vLLM asks this of a connector while it makes the configuration of an engine with CUDA graphs."""
+    assert "connector_cls.requires_piecewise_for_cudagraph(" in inspect.getsource(VllmConfig)
+    ask = KVTierConnector.requires_piecewise_for_cudagraph
+    assert not ask({"spec_name": "KVTierOffloadingSpec", "cpu_bytes_to_use": "1GiB"})
+    with pytest.raises(ConfigError, match="cpu_byte_to_use"):
+        ask({"spec_name": "KVTierOffloadingSpec", "cpu_byte_to_use": "1GiB"})

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvtier._config import TieringConfig
 from kvtier.adapters.vllm._manager import KVTierManager
 from kvtier.adapters.vllm._plugin import register
 from kvtier.adapters.vllm._telemetry.events import ChunkEvents
@@ -75,6 +76,15 @@ class KVTierConnector(OffloadingConnector):
             self.scheduler._events_tracker = ChunkEvents(self.scheduler._events_tracker)
         if self.connector_worker is not None:
             _require(self.connector_worker.spec, KVTierOffloadingSpec)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See vLLM. It asks before it loads the model, if it has CUDA graphs.
+
+        ConfigError for wrong settings, which would otherwise end the engine after it has loaded the model.
+        """
+        TieringConfig.from_extra_config(extra_config)
+        return super().requires_piecewise_for_cudagraph(extra_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See vLLM: called in each worker, before its first step."""
