@@ -216,6 +216,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
             enable_fault_tolerance=False,
         ),
         model_config=SimpleNamespace(
+            is_mm_prefix_lm=False,
             model="layouts",
             dtype="bfloat16",
             use_mla=False,
