@@ -138,6 +138,11 @@ class Share(float):
         return f"{100 * self:.1f} %"
 
 
+def number_of(count: int, noun: str) -> str:
+    """Return a number with its noun, whose plural ends in s."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def ago(when: float | None) -> str:
     if when is None:
         return "never"

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier._cli.report import Bytes, JsonFlag, finish, print_line, progress, table
+from kvtier._cli.report import Bytes, JsonFlag, finish, number_of, print_line, progress, table
 from kvtier._cli.root.roots import RootArgument, require_root
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._files.native_call import Failures, StopFlag, count_failure
@@ -85,9 +85,8 @@ def _show(usage: Usage) -> None:
     print_line(f"file system: {Bytes(usage.free_bytes)} of {Bytes(usage.total_bytes)} free")
     if usage.writers is not None:
         counted = "not counted yet" if usage.ledger_bytes is None else str(Bytes(usage.ledger_bytes))
-        print_line(
-            f"ledger: {counted}; {usage.writers} engines, which have leased {Bytes(usage.leased_bytes or 0)}"
-        )
+        leased = f"{Bytes(usage.leased_bytes or 0)} leased by {number_of(usage.writers, 'engine')}"
+        print_line(f"ledger: {counted}; {leased}")
     if usage.ledger_is_wrong:
         print_line("the ledger is wrong: files were added or removed by hand; engines count the root again")
     if usage.unreadable:

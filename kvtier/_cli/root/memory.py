@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvtier._cli.report import Bytes, finish, print_line, table
+from kvtier._cli.report import Bytes, finish, number_of, print_line, table
 from kvtier._memory._locked_file import KeptFile, kept_files, remove_kept
 from kvtier._memory.region import SHARED_MEMORY
 
@@ -58,7 +58,7 @@ def remove_memory(root: Path | None, *, dry_run: bool, as_json: bool) -> NoRetur
 
 def summary(kept: Sequence[KeptFile]) -> str:
     nbytes = Bytes(sum(one.bytes for one in kept))
-    return f"{len(kept)} engines that ended left {nbytes} of host memory for their next start"
+    return f"{nbytes} of host memory kept for the next start of {number_of(len(kept), 'engine')}"
 
 
 def _show(found: KeptMemory) -> None:
