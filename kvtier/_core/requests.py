@@ -80,7 +80,7 @@ class Request(Stateful):
     wanted: list[OffloadKey] = field(default_factory=list)  # answered PENDING or RETRY, in order of asking
     held: dict[Chunk, object] = field(default_factory=dict)  # pinned, and the last round that asked for each
     misses: dict[OffloadKey, str] = field(default_factory=dict)  # answered MISS and not counted yet; reasons
-    missed: dict[OffloadKey, str] = field(default_factory=dict)  # counted as misses
+    missed: set[OffloadKey] = field(default_factory=set)  # counted as misses
     # No tier has or can return them, they are computed faster than loaded, or they lack room.
     absent: set[OffloadKey] = field(default_factory=set)
     why_absent: dict[OffloadKey, str] = field(default_factory=dict)  # if tiers may have the key

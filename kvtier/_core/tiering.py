@@ -143,10 +143,10 @@ class Tiering:
             misses, request.misses = request.misses, {}
             if request.is_prefetch or (request.wanted and request.round is self._round):
                 continue
-            for counted in misses.keys() & request.missed.keys():
+            for counted in misses.keys() & request.missed:
                 del misses[counted]
             reasons += misses.values()
-            request.missed = request.missed | misses if request.missed else misses
+            request.missed.update(misses)
         for reason in set(reasons):
             self._counts["miss", reason] += reasons.count(reason)
         self._missing.clear()

@@ -285,9 +285,9 @@ class EngineContext:
 
         The answer is a word of ``reasons.STORE_REFUSED``. vLLM's block hashes name only the first of media
         that share tokens, and images that a model sizes by the rest of the request as if it did not. With
-        pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the
-        prompt of a request as computed if it ends it with an error; it counts the tokens of an aborted one
-        (0.31 to 0.33).
+        pruned videos, M-RoPE positions behind a video differ after a hit on it. vLLM takes the prompt of a
+        request as computed if it ends it with an error; it counts the tokens of an aborted one (0.31 to
+        0.33).
         """
         request = self._request(req_id)
         if request is None:
@@ -321,18 +321,18 @@ class EngineContext:
             return
         known = {req_id for req_id in self.splits.behind_hits if self._request(req_id)}
         new = [new.req_id for new in output.scheduled_new_reqs]
-        had_hits = {req_id for req_id in new if self._begins_behind_media(req_id)}
+        had_hits = {req_id for req_id in new if self._begins_behind_image(req_id)}
         self.splits.behind_hits = known | had_hits
         scheduled = output.num_scheduled_tokens.items()
-        self.splits.has_any |= any(self._ends_amid_media(req_id, tokens) for req_id, tokens in scheduled)
+        self.splits.has_any |= any(self._ends_amid_image(req_id, tokens) for req_id, tokens in scheduled)
 
-    def _begins_behind_media(self, req_id: str) -> bool:
+    def _begins_behind_image(self, req_id: str) -> bool:
         request = self._request(req_id)
         return request is not None and any(
             place.offset < request.num_computed_tokens for place in _images(request)
         )
 
-    def _ends_amid_media(self, req_id: str, tokens: int) -> bool:
+    def _ends_amid_image(self, req_id: str, tokens: int) -> bool:
         request = self._request(req_id)
         return request is not None and any(
             place.offset < request.num_computed_tokens + tokens < place.offset + place.length

@@ -230,9 +230,11 @@ class KVTierConnector(OffloadingConnector):
         ]
         for jobs, job_id in begun:
             jobs.discard(job_id)
-        yield
-        for jobs, job_id in begun:
-            jobs.add(job_id)
+        try:
+            yield
+        finally:
+            for jobs, job_id in begun:
+                jobs.add(job_id)
 
     def _storable(self, states: Mapping[str, Sequence[_State]]) -> dict[str, list[_State]]:
         """Return the states that requests allow to be stored.
