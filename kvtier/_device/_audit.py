@@ -54,6 +54,7 @@ class Auditor:
         self._read = read
         self._scratch = threading.local()
         self._lock = threading.Lock()
+        self._loads: dict[int, tuple[int | None, int]] = {}  # by slot with a checksum: that, and its loads
         self.audits = Audits()
 
     def of_store(self, transfer_id: int, blocks: Blocks, slots: Sequence[int]) -> Check | None:
@@ -63,11 +64,24 @@ class Auditor:
         return self._check(self._audit_store, blocks, slots, positions)
 
     def of_load(self, transfer_id: int, slots: Sequence[int], blocks: Blocks) -> Check | None:
-        """Return the check of a load; None if no chunk of it is audited."""
-        positions = self._slot_checksums.audited(slots, self._area)
-        if self._slot_checksums.is_shared:
-            positions = sorted({*positions, *self._slot_checksums.chosen(transfer_id, slots)})
-        return self._check(self._audit_load, blocks, slots, positions)
+        """Return the check of a load; None if no chunk of it is audited.
+
+        Loads of a chunk with a checksum are audited if they are chosen, else the 1st, 2nd, 4th, 8th and so
+        on. Otherwise, a chunk that most requests load would slow each of them.
+        """
+        known = self._slot_checksums.audited(slots, self._area)
+        is_shared = self._slot_checksums.is_shared
+        chosen = self._slot_checksums.chosen(transfer_id, slots) if known or is_shared else []
+        due = [at for at in known if self._is_due(slots[at]) or at in chosen]
+        return self._check(self._audit_load, blocks, slots, sorted({*due, *chosen}) if is_shared else due)
+
+    def _is_due(self, slot: int) -> bool:
+        """Count a load of a slot with a checksum; return whether the loads so far are a power of two."""
+        checksum = self._slot_checksums.expected(slot, self._area)
+        counted, loads = self._loads.get(slot, (None, 0))
+        loads = loads + 1 if counted == checksum else 1
+        self._loads[slot] = checksum, loads
+        return loads & (loads - 1) == 0
 
     def _check(self, audit: _Audit, blocks: Blocks, slots: Sequence[int], at: Sequence[int]) -> Check | None:
         chunks = list(_chunks(blocks, self._width)) if at else []

@@ -227,3 +227,18 @@ def test_promoted_bytes_are_expected() -> None:
         assert load(it).error is None
         flip(it, SLOTS[1], 1)
         assert isinstance(load(it).error, DamagedSlotError)
+
+
+def test_frequent_loads_are_audited_less() -> None:
+    with audited(PLAIN) as (it, slot_checksums):
+        store(it)
+        slot_checksums.rate = 0.0
+        counts = []
+        for _ in range(9):
+            assert load(it).error is None
+            counts.append(it.engine.audits.chunks // len(SLOTS) - 1)
+        assert counts == [1, 2, 2, 3, 3, 3, 3, 4, 4]
+        it.region.view(SLOTS[0])[:] = it.region.view(SLOTS[1])  # another chunk, as if promoted
+        slot_checksums.record_checksums(SLOTS[:1])
+        load(it)
+        assert it.engine.audits.chunks == 5 * len(SLOTS) + 1
