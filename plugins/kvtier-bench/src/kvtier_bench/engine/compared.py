@@ -363,12 +363,12 @@ def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of all engines: the same threads for each, quiet ones when idle, steady malloc."""
+    """Return the environment of all engines: the same quiet threads for each, and a steady malloc."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return {
         "HF_HUB_OFFLINE": "1",
-        # Else glibc returns large buffers to the system. An engine faults up to 80,000 pages a second in again:
-        # a tenth of its time, which depends on all that it has freed before.
+        # Else glibc returns large buffers to the system, and an engine faults up to 80,000 pages a second in
+        # again. That takes a tenth of its time or less, as its earlier buffers happen to lie.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
         # With a connector vLLM binds other threads, which alone would change times and tokens.
