@@ -55,7 +55,7 @@ Post = Callable[[Event], None]
 
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
-_LOG_EVERY_S = 10.0
+_LOG_EVERY_S = 60.0
 _REREAD_SHARE = 0.25  # of the deadline: all chunks of the get wait for it
 
 
@@ -246,10 +246,10 @@ class TierRunner:
         outcome = await self._tier.put(batch)
         if Status.ABSENT in outcome.statuses:  # it would be neither put nor failed
             raise TierError("put() answered ABSENT")
-        return self._complete(outcome, len(batch))
+        return self._warn_of("put", self._complete(outcome, len(batch)))
 
     async def _get_once(self, batch: Batch) -> Outcome:
-        outcome = self._complete(await self._tier.get(batch), len(batch))
+        outcome = self._warn_of("get", self._complete(await self._tier.get(batch), len(batch)))
         if self._tier.verifies:
             return outcome
         damaged = await self._integrity.damaged(batch, outcome.statuses)
@@ -361,6 +361,13 @@ class TierRunner:
             raise TierError(f"the statuses {statuses!r:.200} are not all of kvtier.tiers.Status")
         failed = sum(status not in (Status.OK, Status.ABSENT) for status in statuses)
         return Outcome(statuses, reasons.bounded(outcome.reasons, self._reasons, failed))
+
+    def _warn_of(self, verb: str, outcome: Outcome) -> Outcome:
+        """Log the tier's own reasons in an outcome, such as a full disk; return the outcome."""
+        for word, count in outcome.reasons.items():
+            if meaning := self._tier.reasons.get(word):
+                self._warn(f"{verb} {word}", f"{verb} of {count} chunks failed: {meaning} ({word})")
+        return outcome
 
     async def _discard(self, keys: Sequence[OffloadKey]) -> None:
         """Discard corrupt chunks. If this fails, the next get finds them corrupt again."""

@@ -394,7 +394,19 @@ async def test_outage_spares_log(caplog: pytest.LogCaptureFixture) -> None:
         async with world(tier) as it:
             for _ in range(200):
                 await it.ended(it.put([1]))
-                await anyio.sleep(0.1)
+                await anyio.sleep(0.5)
     lines = [record.message for record in caplog.records]
     assert 2 <= len(lines) <= 4
     assert "times since the line before" in lines[-1]
+
+
+async def test_own_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    refused = Outcome((Status.REFUSED,) * 2, {"sad": 2})
+    async with world(Scripted(put=[takes(0.0, refused)] * 3, get=[takes(0.0, refused)])) as it:
+        for _ in range(3):
+            await it.ended(it.put([1, 2]))
+        await it.ended(it.fetch([1, 2], located=True))
+    assert [record.message for record in caplog.records] == [
+        "tier tier0: put of 2 chunks failed: never (sad)",
+        "tier tier0: get of 2 chunks failed: never (sad)",
+    ]
