@@ -139,7 +139,7 @@ class TieringConfig(Settings):
     request_deadline_s: float = Field(
         default=5.0,
         gt=0,
-        le=_LONGEST_WAIT_S,
+        le=600,
         description="Longest time that a request waits for secondary tiers, in seconds; chunks that are "
         "still pending then are misses. Lower it if computing is faster than waiting.",
     )
