@@ -72,8 +72,8 @@ class Tiering:
         self._missing: list[Request] = []  # asked for chunks in this round that are missing
         self._round: object = object()
         self._has_damage = False
-        self.is_disabled = False  # nothing is stored and nothing found any more: see disable_after_audit
-        # Why each round that begins is answered MISS, in a word of ``reasons.MISS``; set by the owner.
+        # Why nothing is stored, and each round that begins is answered MISS: a word of ``reasons.MISS``. Set by
+        # the owner, and by ``disable_after_audit``.
         self.refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
@@ -372,8 +372,8 @@ class Tiering:
         If room is short only a prefix of them gets slots: a prompt with holes is useless. Returns None
         if there is no slot now, and an empty reservation if there is nothing to store.
         """
-        if self.is_disabled:
-            self._counts["store_refused", "audit"] += len(keys)
+        if self.refusal is not None:
+            self._counts["store_refused", self.refusal] += len(keys)
             return None
         request = request or Request()
         visible, table, run, places = self._visible, self.table, request.run, request.places
@@ -407,7 +407,7 @@ class Tiering:
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
         """End a store that has copied its bytes: its filled chunks are READY, and go to the other tiers."""
-        if self.is_disabled:
+        if self.refusal == "audit":
             self.abort(reservation)
             return
         self._end(reservation)
@@ -538,7 +538,7 @@ class Tiering:
         if self.table.trailers is not None:
             self.table.trailers.reset()  # of evicted and loaded chunks, too
         self._counts["audit_failed", name] += 1
-        self.is_disabled = self.is_disabled or tier is None
+        self.refusal = "audit" if tier is None else self.refusal
         for index, status in enumerate(self._tiers):
             if tier in (None, index) and not status.failed_audit:
                 status.failed_audit = True

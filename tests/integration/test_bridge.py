@@ -362,8 +362,8 @@ def test_audits_skip_changed_blocks(make: Make, why: Unfilled) -> None:
             status_table.rows[0].count(StatusField.AUDITS_FAILED)
             status_table.rows[0].mark(slots_of(output.store_spec), why)
         it.manager.complete_store(set(output.keys_to_store), context)
-        assert it.core.is_disabled is (why is Unfilled.FAILED)
-        if it.core.is_disabled:
+        assert it.core.refusal == ("audit" if why is Unfilled.FAILED else None)
+        if it.core.refusal:
             return
     assert it.find(prompt(2, 1), context) == 1
 

@@ -219,7 +219,7 @@ class KVTierManager(OffloadingManager):
         reset was before.
         """
         core, shared = self._core, self._core.shared
-        if core.epoch or core.is_disabled or self._store_refusal(req_id):
+        if core.epoch or self._store_refusal(req_id):
             return {}
         tiers = {
             index: it
@@ -383,10 +383,8 @@ class KVTierManager(OffloadingManager):
             self._explainer.step_ended(context.new_req_ids)
         if not REPORTS_RESET_FLUSH:
             self._count_down()
-        if self._core.is_disabled:
-            self._stop_copying("audit", "a chunk was damaged")
-        elif self._workers.is_lost:
-            self._stop_copying("device_lost", "a worker's device is lost")
+        if self._workers.is_lost:
+            self._stop_copying()
 
     def has_pending_work(self) -> bool:
         """See vLLM. Puts need no steps. Steps give back slots that a reset cut off, and prefetch chunks."""
@@ -462,11 +460,11 @@ class KVTierManager(OffloadingManager):
             refusal = refusal or request.no_store
         return refusal or self._engine.why_not_stored(req_id)
 
-    def _stop_copying(self, reason: str, text: str) -> None:
+    def _stop_copying(self) -> None:
         """Submit no more copies to the workers. The engine itself continues."""
         if self._core.refusal is None:
-            self._core.refusal = reason
-            logger.error("%s: nothing is stored or loaded any more until a restart", text)
+            self._core.refusal = "device_lost"
+            logger.error("a worker's device is lost: nothing is stored or loaded any more until a restart")
 
     def _end_store(self, reservation: Reservation, success: bool, request: str = "") -> None:
         """End a store; drop what workers did not fill. If one has lost its device, never use the slots again.
@@ -483,7 +481,7 @@ class KVTierManager(OffloadingManager):
             unfilled = dict.fromkeys(reservation.slots, "neighbour") | unfilled
         self._core.drop_unfilled(reservation, unfilled)
         if marks and self._workers.is_lost:
-            self._stop_copying("device_lost", "a worker's device is lost")
+            self._stop_copying()
         elif success:
             self._driver.commit(reservation, request)
         else:
