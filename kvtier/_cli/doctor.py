@@ -95,7 +95,7 @@ class Diagnosis:
     kept: list[KeptFile]  # host memory of engines that have ended
 
 
-class _StepError(Exception):
+class _CheckError(Exception):
     """A step failed: the problem and the remedy."""
 
 
@@ -342,16 +342,16 @@ class _TierCheck:
 
     async def _get(self) -> None:
         if not await self._has_chunk():
-            raise _StepError("the chunk was put, but the tier does not have it", _REMEDIES[Status.ABSENT])
+            raise _CheckError("the chunk was put, but the tier does not have it", _REMEDIES[Status.ABSENT])
         self._require_ok(await self._tier.get(Batch([self._key], [1], self._memory)))
         if self._memory.view(0) != self._memory.view(1):
-            raise _StepError("the tier returned other bytes than were put", _REMEDIES[Status.CORRUPT])
+            raise _CheckError("the tier returned other bytes than were put", _REMEDIES[Status.CORRUPT])
 
     async def _discard(self) -> None:
         await self._tier.discard([self._key])
         if await self._has_chunk():
             remedy = "allow the tier to delete; without that it cannot remove damaged chunks"
-            raise _StepError("the tier still has the chunk after it was discarded", remedy)
+            raise _CheckError("the tier still has the chunk after it was discarded", remedy)
 
     async def _has_chunk(self) -> bool:
         (known,) = self._tier.known([self._key])
@@ -367,12 +367,12 @@ class _TierCheck:
         word = next(iter(outcome.reasons), status.name.lower())
         meaning = {**reasons.TRANSFER, **self._tier.reasons}.get(word, "the log has the details")
         remedy = _REMEDIES_OF_REASONS.get(word, _REMEDIES[Status(status)])
-        raise _StepError(f"{word}: {meaning}", remedy)
+        raise _CheckError(f"{word}: {meaning}", remedy)
 
 
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
     """Return the problem and the remedy."""
-    if isinstance(error, _StepError):
+    if isinstance(error, _CheckError):
         problem, remedy = error.args
         return problem, remedy
     if isinstance(error, TimeoutError):

@@ -252,7 +252,7 @@ class ChunkTable:
         if (user := self.users.pop(key, None)) is not None:
             del user.own[key]
 
-    def take(
+    def assign_slots(
         self,
         keys: Sequence[OffloadKey],
         run: Run,
@@ -292,7 +292,7 @@ class ChunkTable:
         adopted = self.adopted.get(key)
         if adopted is None or self.trailers is None or not self.trailers.is_verified(adopted.slot):
             return []
-        return self.filled(self.take([key], run, places, visible=True, in_place=True))
+        return self.filled(self.assign_slots([key], run, places, visible=True, in_place=True))
 
     def split_adopted(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Return the keys of adopted chunks, and the others."""

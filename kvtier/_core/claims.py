@@ -101,7 +101,7 @@ class Claims:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def begin(self, request: Request, terms: Terms) -> None:
+    def start_request(self, request: Request, terms: Terms) -> None:
         """Give an arriving request its terms. Its conversation is back, so nothing is promoted ahead."""
         request.terms = terms
         claim = self._claims.setdefault(terms.name, _Claim(terms.name))
@@ -122,7 +122,7 @@ class Claims:
                 terms.used.pop(key, None)
             terms.used.update(dict.fromkeys(keys))
 
-    def end(self, request: Request, now_s: float) -> None:
+    def end_request(self, request: Request, now_s: float) -> None:
         """Note a request's end: the times of its claim count from now."""
         if (terms := request.terms) is None:
             return
@@ -170,7 +170,7 @@ class Claims:
         if self._request is not None or self._begin_lookup():
             self._ask()
 
-    def settle(self) -> None:
+    def pin_arrived(self) -> None:
         """Pin chunks that have arrived, within the budget: the one for promotions has them no more."""
         shared, arrived = self._shared, list[Chunk]()
         for key in [*self._arriving]:
@@ -276,7 +276,7 @@ class Claims:
     def _stop(self, claim: _Claim) -> None:
         """Promote nothing more for a claim. Chunks that were found stay until their time is over."""
         if claim is next(iter(self._due), None):
-            self._end_request()
+            self._close_request()
         self._due.pop(claim, None)
         self._size -= len(claim.ahead)
         claim.ahead.clear()
@@ -328,7 +328,7 @@ class Claims:
     def _end_lookup(self, hits: list[OffloadKey], ended: set[int]) -> None:
         claim = next(iter(self._due))
         self._shared.counts["prefetched",] += sum(key in self._promoted for key in hits)
-        self._end_request()
+        self._close_request()
         self._keep(claim, hits)
         claim.until_s = max(claim.until_s, claim.over_s)
         left = [key for key in claim.ahead if group_index(key) not in ended]
@@ -338,7 +338,7 @@ class Claims:
             self._stop(claim)
             self._remove(claim)
 
-    def _end_request(self) -> None:
+    def _close_request(self) -> None:
         if self._request is not None:
             self._close(self._request)
         self._request = None

@@ -46,7 +46,7 @@ class Priorities:
         self._table.prioritize([key for key in was if priority > was[key] or key in taken], mine)
         self._table.prioritize(others, self._several)
 
-    def end(self, request: Request, now_s: float) -> None:
+    def schedule_end(self, request: Request, now_s: float) -> None:
         """Schedule the end of an ended request's priority."""
         if request.own and request.priority_s < inf:
             if len(self._ending) > 2 * len(self._table.users) + SPARE_ENTRIES:

@@ -143,7 +143,7 @@ class Request(Stateful):
     def mark_nowhere(self, keys: Sequence[OffloadKey], now_s: float) -> None:
         """Answer MISS for ``keys``, which no tier has or could give, unless it waits for them."""
         if self.wait is not None:
-            awaited, keys = self.awaits_any, self.wait.take(keys, now_s)
+            awaited, keys = self.awaits_any, self.wait.await_missing(keys, now_s)
             if awaited and self.wait.outcome == "in_vain":
                 self.why_absent.update(dict.fromkeys(keys, "not_arrived"))
         self.mark_absent(keys)

@@ -72,8 +72,8 @@ class Tiering:
         self._missing: list[Request] = []  # asked for chunks in this round that are missing
         self._round: object = object()
         self._has_damage = False
-        # Why nothing is stored, and each round that begins is answered MISS: a word of ``reasons.MISS``. Set by
-        # the owner, and by ``disable_after_audit``.
+        # Why nothing is stored, and each round that begins is answered MISS: a word of ``reasons.MISS``.
+        # Set by the owner, and by ``disable_after_audit``.
         self.refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
@@ -184,7 +184,7 @@ class Tiering:
         for request in self.holds.awaiting:
             if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
                 self.holds.release(request)
-        self.claims.settle()
+        self.claims.pin_arrived()
         if self.table.users and (released := self.priorities.released()):
             self._counts["released",] += len(released)
             self.table.pin(released)
@@ -250,11 +250,11 @@ class Tiering:
             self._use_prompt(request)
         if request.releases:
             self.priorities.due += request.own
-        self.priorities.end(request, now_s)
+        self.priorities.schedule_end(request, now_s)
         self.shared.gate.running.discard(request)
         self.holds.unhold(request)
         request.forget_answers()
-        self.claims.end(request, now_s)
+        self.claims.end_request(request, now_s)
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
@@ -264,7 +264,7 @@ class Tiering:
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
         if request.wait is not None:
-            request.wait.begin(now_s)
+            request.wait.start_clock(now_s)
         self.holds.hold(request)
         self.holds.unpin_unasked(request)
 
@@ -399,7 +399,7 @@ class Tiering:
             front = set(sorted(new, key=lambda key: places.get(key, inf))[:room])
             new = [key for key in new if key in front]
         self._tracker.count(offered)
-        reservation = Reservation(self.table.take(new, run, places, visible=True), new, evicted)
+        reservation = Reservation(self.table.assign_slots(new, run, places, visible=True), new, evicted)
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
         self.claims.use(request, keys, is_offered=True)
@@ -491,7 +491,7 @@ class Tiering:
 
     def take_kv_events(self) -> list[KVEvent]:
         """Return and clear what has become available, or has left, since the last call."""
-        return self.shared.kv_events.take()
+        return self.shared.kv_events.take_events()
 
     def take_counts(self) -> dict[Count, float]:
         """Return and clear the counts since the last call."""

@@ -90,7 +90,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PieceRun:
     """Equally long pieces of a page, and their places in the canonical page.
 
     Piece ``i`` of ``pieces`` has ``piece_bytes`` bytes. It starts at ``local_offset + i * local_stride`` in
@@ -125,7 +125,7 @@ class PageMapping:
     """
 
     canonical_bytes: int
-    runs: tuple[Run, ...]
+    runs: tuple[PieceRun, ...]
     writers: int = 1
     writer: int = 0
 
@@ -160,7 +160,7 @@ class PageMapping:
             raise ValueError(f"a run goes beyond the canonical page of {self.canonical_bytes} bytes")
 
 
-def _spread(run: Run) -> _Integers:
+def _spread(run: PieceRun) -> _Integers:
     steps = np.arange(run.pieces, dtype=np.int64)
     local = run.local_offset + steps * run.local_stride
     canonical = run.canonical_offset + steps * run.canonical_stride

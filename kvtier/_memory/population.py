@@ -26,7 +26,7 @@ _MAX_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SlotPart:
     """A part of each slot that one worker uses more than others."""
 
     offset: int  # in the slot
@@ -47,7 +47,7 @@ class Population:
         address: int,
         file: LockedFile | None,
         on_ready: Callable[[range], None],
-        parts: Sequence[Part],
+        parts: Sequence[SlotPart],
     ) -> None:
         self._slots = slots
         self._chunk_bytes = chunk_bytes
@@ -61,7 +61,7 @@ class Population:
             behind = status.st_size - slots * chunk_bytes  # allocated already
             self._there_bytes = status.st_blocks * _BLOCK_BYTES - behind
         self._on_ready = on_ready
-        self._parts = parts or (Part(0, chunk_bytes, None),)
+        self._parts = parts or (SlotPart(0, chunk_bytes, None),)
         self._start_s = time.monotonic()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -125,7 +125,7 @@ class Population:
                         return errno.errorcode.get(code, str(code))
         return ""
 
-    def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
+    def _ranges(self, piece: range, part: SlotPart) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the part in each slot; slots that it fills are joined."""
         size = self._chunk_bytes
         if part.nbytes == size:

@@ -37,7 +37,7 @@ class Actions:
         """The types of actions that this engine executes, and their versions."""
         return [(name, version) for name, (version, _) in hints.TYPES.items() if not self._lack(name)]
 
-    def begin(self, request: Request, given: list[Hint], own_session: str = "") -> bool:
+    def execute(self, request: Request, given: list[Hint], own_session: str = "") -> bool:
         """Execute the hints of an arriving request; return whether all chunks of its prompt count.
 
         ``own_session`` is the id of its session in vLLM.
@@ -55,7 +55,7 @@ class Actions:
         terms.name = terms.name or f"request {request.name}"
         is_claimed = bool(terms.kept_s or terms.next_use_s)
         if is_claimed or terms.releases:
-            self._core.claims.begin(request, terms)
+            self._core.claims.start_request(request, terms)
         return is_claimed or request.priority > DEFAULT
 
     def outcomes(self, request: Request) -> list[Hint]:
@@ -73,7 +73,7 @@ class Actions:
                 hint.outcome, hint.reason = "clipped", "budget"
         return given
 
-    def end(self, request: Request) -> None:
+    def count_outcomes(self, request: Request) -> None:
         """Count the outcomes of a request's hints when it ends."""
         for hint in self.outcomes(request):
             self._core.shared.counts["hint_actions", hint.type, hint.outcome, hint.reason] += 1

@@ -175,7 +175,7 @@ class KVTierManager(OffloadingManager):
         request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
         params, session, self.session = req_context.kv_transfer_params, self.session, ""
         is_asked, hints = self._hints.read(req_context.req_id, params, req_context.kv_hints)
-        needs_all = self._actions.begin(request, hints, session)
+        needs_all = self._actions.execute(request, hints, session)
         request.no_store = "neighbour" if self._engine.is_blind else None
         request.places = places_of(req_context)
         if is_asked or self._explainer.is_on:
@@ -188,7 +188,7 @@ class KVTierManager(OffloadingManager):
         """See vLLM. Copies of the request can still be in flight."""
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
-            self._actions.end(request)
+            self._actions.count_outcomes(request)
             self._core.close(request, self._clock())
             self._explainer.forget(request.name)
         if self._steps is not None:

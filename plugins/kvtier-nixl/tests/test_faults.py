@@ -30,7 +30,7 @@ from kvtier_nixl._peers import Lease, Peer, PeerError, Peers
 from kvtier_nixl.config import parse_address
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import free_port
-from kvtier_testing.tiers.driver import Driver
+from kvtier_testing.tiers.driver import TierDriver
 from kvtier_testing.tiers.rig import keys
 
 pytestmark = pytest.mark.anyio
@@ -351,7 +351,7 @@ async def test_expired_leases_give_nothing(
             await anyio.to_thread.run_sync(holder.tell, "put", *range(200, 216))
 
         rig = TierRig(NixlTier(config(holder.address, retry_share=0.0)), identity(), CHUNK_BYTES)
-        driver = Driver(rig, 32)
+        driver = TierDriver(rig, 32)
         async with driver.executor:
             await driver.put(range(1))  # now it is open
             await until_found(rig, range(8, 16))

@@ -75,7 +75,7 @@ def there(core: Tiering, chunks: Sequence[OffloadKey]) -> list[OffloadKey]:
 def keep(core: Tiering, chunks: Sequence[OffloadKey]) -> None:
     """Have a client that keeps chunks load them."""
     request = Request()
-    core.claims.begin(request, Terms("session", kept_s=9.0))
+    core.claims.start_request(request, Terms("session", kept_s=9.0))
     core.release(core.acquire(chunks, request))
 
 

@@ -23,7 +23,7 @@ from kvtier.keys import OffloadKey
 from kvtier_nixl import _protocol as protocol
 from kvtier_nixl._agent import Agent, ReadError
 from kvtier_nixl._pace import Pace, share_out
-from kvtier_nixl._protocol import Challenge, Hello, Message, MessageT, ProtocolError, Welcome
+from kvtier_nixl._protocol import Challenge, Message, MessageT, PeerHello, PeerProtocolError, Welcome
 from kvtier_nixl._server import Facts
 from kvtier_nixl.config import parse_address
 
@@ -149,7 +149,7 @@ class Peer:
         """Return which keys it holds. Raises PeerError."""
         held: list[bool] = []
         for part in _pieces(keys):
-            found = await self._ask(protocol.Lookup(part), protocol.Found)
+            found = await self._ask(protocol.LookupKeys(part), protocol.Found)
             if len(found.held) != len(part):
                 raise self._broken("it answered for another number of keys")
             held += found.held
@@ -157,7 +157,7 @@ class Peer:
 
     async def lease(self, keys: Sequence[OffloadKey]) -> Lease:
         """Lease chunks, at most ``MAX_KEYS``. Raises PeerError."""
-        leased = await self._ask(protocol.Lease(tuple(keys)), protocol.Leased)
+        leased = await self._ask(protocol.LeaseChunks(tuple(keys)), protocol.Leased)
         if not len(leased.addresses) == len(leased.trailers) == len(keys):
             raise self._broken("it answered for another number of keys")
         link = self._link
@@ -216,7 +216,7 @@ class Peer:
                     link.writer.write(protocol.encode(request))
                     await link.writer.drain()
                     return await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)
-        except (ProtocolError, OSError, TimeoutError) as error:
+        except (PeerProtocolError, OSError, TimeoutError) as error:
             if link is None:  # it is not to blame for its queue: whoever has the turn drops it
                 raise PeerError("earlier requests to it take too long") from None
             raise self._broken(_words(error)) from None
@@ -254,19 +254,21 @@ class Peer:
         facts = self._facts
         challenge = await protocol.expect(reader, Challenge, protocol.MAX_HELLO_BYTES)
         if challenge.version != protocol.VERSION:
-            raise ProtocolError(f"it speaks version {challenge.version}, this is version {protocol.VERSION}")
+            raise PeerProtocolError(
+                f"it speaks version {challenge.version}, this is version {protocol.VERSION}"
+            )
         if len(challenge.nonce) != protocol.NONCE_BYTES:
-            raise ProtocolError("its challenge has another length")
+            raise PeerProtocolError("its challenge has another length")
         nonce, secret = secrets.token_bytes(protocol.NONCE_BYTES), await facts.secret()
         mine = protocol.proof(secret, b"client", challenge, nonce, facts.identity)
-        hello = Hello(protocol.VERSION, nonce, facts.identity, facts.chunk_bytes, mine)
+        hello = PeerHello(protocol.VERSION, nonce, facts.identity, facts.chunk_bytes, mine)
         writer.write(protocol.encode(hello))
         await writer.drain()
         welcome = await protocol.expect(reader, Welcome, protocol.MAX_FRAME_BYTES)
         agent = protocol.agent_digest(welcome.agent, welcome.metadata)
         wanted = protocol.proof(secret, b"server", challenge, nonce, facts.identity, agent)
         if not protocol.is_proof(welcome.proof, wanted):
-            raise ProtocolError("it does not know the secret: compare the secret_file of both")
+            raise PeerProtocolError("it does not know the secret: compare the secret_file of both")
         return welcome
 
 
