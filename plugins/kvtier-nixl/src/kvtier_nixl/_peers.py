@@ -283,24 +283,24 @@ class Peers:
         timeout_s: float,
         warn: Callable[[str, str], None],
     ) -> None:
-        self._peers = [Peer(address, facts, agent, timeout_s, warn) for address in addresses]
-        self._patience_s = _PATIENCE * timeout_s
+        self.members = [Peer(address, facts, agent, timeout_s, warn) for address in addresses]
+        self.patience_s = _PATIENCE * timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._lookups: set[asyncio.Task[None]] = set()
         self._asked_s: OrderedDict[OffloadKey, float] = OrderedDict()  # when all were asked last, ascending
 
     async def open(self) -> None:
         """Begin to connect, in the background; wait a while until each peer has been tried once."""
-        self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self._peers]
+        self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self.members]
         with anyio.move_on_after(_FIRST_TRIES_S):
-            for peer in self._peers:
+            for peer in self.members:
                 await peer.was_tried.wait()
 
     def stop(self) -> None:
         """Disconnect from all: none is asked or read from now on."""
         for task in self._tasks:
             task.cancel()
-        for peer in self._peers:
+        for peer in self.members:
             peer.close()
 
     async def aclose(self) -> None:
@@ -317,13 +317,13 @@ class Peers:
         Peers at ``addresses``, if any, are asked first, and the others only for keys that these do not hold:
         when a key is asked for first, every second after that, and whenever one of these does not answer.
         """
-        for peer in self._peers:
+        for peer in self.members:
             peer.drop_if_closed()
-        peers = [peer for peer in self._peers if peer.can_be_asked]
+        peers = [peer for peer in self.members if peer.can_be_asked]
         named = [peer for peer in peers if peer.address in addresses]
         if not named:
             return await self._ask(peers, keys)
-        found = await self._ask(named, keys, self._patience_s)
+        found = await self._ask(named, keys, self.patience_s)
         missing = [key for key in keys if key not in found]
         others = [peer for peer in peers if peer not in named and peer.can_be_asked]
         if all(peer.can_be_asked for peer in named):
@@ -375,7 +375,7 @@ class Peers:
             for task in done:
                 task.result()
             if limit_s is None and len(waiting) <= half:
-                limit_s = 2 * loop.time() - begun_s + self._patience_s
+                limit_s = 2 * loop.time() - begun_s + self.patience_s
         return waiting
 
 
