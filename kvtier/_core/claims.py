@@ -73,7 +73,7 @@ class Claims:
         self._lookup = lookup
         self._close = close
         self._claims: dict[str, _Claim] = {}
-        self._size = 0  # keys of all claims together
+        self.size = 0  # keys of all claims together
         self._times: list[tuple[float, str]] = []  # a heap: when to look at a claim
         self._holders: dict[OffloadKey, set[_Claim]] = {}  # claims that keep each key
         self._arriving: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
@@ -85,7 +85,7 @@ class Claims:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is claimed, or remembered."""
-        return not (self._claims or self._holders or self._arriving or self.pinned or self._due or self._size)
+        return not (self._claims or self._holders or self._arriving or self.pinned or self._due or self.size)
 
     @property
     def is_promoting(self) -> bool:
@@ -208,7 +208,7 @@ class Claims:
     @property
     def _room(self) -> int:
         """How many more keys claims may have."""
-        return MOST_PER_SLOT * len(self._shared.table.all) - self._size
+        return MOST_PER_SLOT * len(self._shared.table.all) - self.size
 
     def _schedule(self, claim: _Claim) -> None:
         """Have ``start_round`` look at a claim when its times have come."""
@@ -228,7 +228,7 @@ class Claims:
             if self._room <= 0:
                 self._shared.counts["keep_refused", "names"] += 1
                 continue
-            self._size += 1
+            self.size += 1
             claim.keys[key] = None
             self._holders.setdefault(key, set()).add(claim)
             if key not in self.pinned:
@@ -236,7 +236,7 @@ class Claims:
 
     def _remove(self, claim: _Claim, keys: Collection[OffloadKey] = ()) -> None:
         """Remove keys from a claim; remove the claim if nothing is left of it."""
-        self._size -= len(keys)
+        self.size -= len(keys)
         unpinned: list[Chunk] = []
         for key in keys:
             del claim.keys[key]
@@ -265,7 +265,7 @@ class Claims:
         if len(ahead) - len(kept) > self._room:
             self._shared.counts["keep_refused", "names"] += len(ahead)
             return
-        self._size += len(ahead)
+        self.size += len(ahead)
         claim.ahead.extend(ahead)
         claim.from_s = now_s + max(after_s / 2, after_s - LEAD_S)
         claim.over_s = now_s + min(2 * after_s, REMEMBERED_S)
@@ -278,7 +278,7 @@ class Claims:
         if claim is next(iter(self._due), None):
             self._close_request()
         self._due.pop(claim, None)
-        self._size -= len(claim.ahead)
+        self.size -= len(claim.ahead)
         claim.ahead.clear()
         claim.from_s = claim.over_s = inf
 
@@ -302,7 +302,7 @@ class Claims:
             if room < 0:
                 break
             taken.append(claim.ahead.popleft())
-        self._size -= len(taken)
+        self.size -= len(taken)
         return taken
 
     def _ask(self) -> None:
@@ -332,7 +332,7 @@ class Claims:
         self._keep(claim, hits)
         claim.until_s = max(claim.until_s, claim.over_s)
         left = [key for key in claim.ahead if group_index(key) not in ended]
-        self._size -= len(claim.ahead) - len(left)
+        self.size -= len(claim.ahead) - len(left)
         claim.ahead = deque(left)
         if not left:
             self._stop(claim)

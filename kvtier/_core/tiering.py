@@ -160,35 +160,12 @@ class Tiering:
         self.shared.gate.begin_round()
         self.promotions.start_round(now_s)
         self._round = object()
-        for transfer in self.shared.overdue(now_s):
-            if not transfer.is_put:
-                self.promotions.give_up(transfer, now_s)
-        for request in asked:
-            if request.state is RequestState.CLOSED:
-                continue
-            self.priorities.use(request, request.hits)
-            if request.wanted:
-                self._defer(request, now_s)
-            elif request.state is not RequestState.EXPIRED:
-                self.served(request)
-        for request in [*self.holds.pending, *self.holds.awaiting]:
-            if request.deadline_s is not None and request.deadline_s <= now_s:
-                self._expire(request, now_s)
-        if self.holds.awaiting:
-            asked = list(dict.fromkeys([*asked, *self.promotions.waits.follow(now_s)]))
-        for request in asked:  # only now, when the hits of all are pinned
-            if request.is_waiting and request.locates:
-                self.promotions.locate_wanted(request, now_s)
-            elif request.is_waiting:
-                self.promotions.promote_wanted(request, now_s)
-        for request in self.holds.awaiting:
-            if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
-                self.holds.release(request)
+        self._give_up_overdue_gets(now_s)
+        self._hold_or_serve(asked, now_s)
+        self._expire_requests(now_s)
+        self._promote(asked, now_s)  # only now, when the hits of all are pinned
         self.claims.pin_arrived()
-        if self.table.users and (released := self.priorities.released()):
-            self._counts["released",] += len(released)
-            self.table.pin(released)
-            self._drop(released)
+        self._drop_released()
         if self._tiers:
             self.holds.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:
@@ -197,6 +174,41 @@ class Tiering:
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
+
+    def _give_up_overdue_gets(self, now_s: float) -> None:
+        for transfer in self.shared.overdue(now_s):
+            if not transfer.is_put:
+                self.promotions.give_up(transfer, now_s)
+
+    def _hold_or_serve(self, asked: Sequence[Request], now_s: float) -> None:
+        """Hold what was found for requests that wait; unpin what the others had."""
+        for request in asked:
+            if request.state is RequestState.CLOSED:
+                continue
+            self.priorities.use(request, request.hits)
+            if request.wanted:
+                self._defer(request, now_s)
+            elif request.state is not RequestState.EXPIRED:
+                self.served(request)
+
+    def _promote(self, asked: Sequence[Request], now_s: float) -> None:
+        """Start gets for requests of this round, and for those whose awaited chunks have arrived."""
+        if self.holds.awaiting:
+            asked = list(dict.fromkeys([*asked, *self.promotions.follow_waits(now_s)]))
+        for request in asked:
+            if request.is_waiting and request.locates:
+                self.promotions.locate_wanted(request, now_s)
+            elif request.is_waiting:
+                self.promotions.promote_wanted(request, now_s)
+        for request in self.holds.awaiting:
+            if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
+                self.holds.release(request)
+
+    def _drop_released(self) -> None:
+        if self.table.users and (released := self.priorities.released()):
+            self._counts["released",] += len(released)
+            self.table.pin(released)
+            self._drop(released)
 
     def next_deadline_s(self) -> float | None:
         """Return the latest time for the next ``settle``; None if nothing is pending."""
@@ -215,7 +227,7 @@ class Tiering:
         A request whose deadline has passed stays EXPIRED until it is served: its scans wait no more.
         """
         if request in self.holds.pending or request.state is not RequestState.IDLE:
-            self._end_wait(request)
+            self.promotions.waits.close(request)
             request.move(RequestEvent.SERVED)
             request.deadline_s = None
             self.holds.unhold(request)
@@ -245,7 +257,7 @@ class Tiering:
     def close(self, request: Request, now_s: float = -inf) -> None:
         """End a request: nothing is held for it, nothing is pending, and the times of its claim begin."""
         request.move(RequestEvent.ENDED)
-        self._end_wait(request, "aborted")
+        self.promotions.waits.close(request, "aborted")
         if request.run.time:
             self._use_prompt(request)
         if request.releases:
@@ -260,21 +272,13 @@ class Tiering:
         request.move(RequestEvent.DEFERRED)
         if self.epoch or self.shared.windowed:
             # After a reset, chunks of other engines are not for this one. Windows lack some of their chunks.
-            self._end_wait(request)
+            self.promotions.waits.close(request)
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
         if request.wait is not None:
             request.wait.start_clock(now_s)
         self.holds.hold(request)
         self.holds.unpin_unasked(request)
-
-    def _end_wait(self, request: Request, outcome: str = "") -> None:
-        """End a request's wait for other engines' chunks, and count what came of it."""
-        wait, request.wait = request.wait, None
-        if wait is not None and wait.has_waited:
-            lacks_any = any(key not in self._visible for key in wait.keys)
-            known = wait.outcome or ("gave_up" if lacks_any else "arrived")
-            self._counts["waits", outcome or known] += 1
 
     def _hold_hits(self) -> None:
         """Pin the hits of this round, before an eviction within it."""
@@ -283,9 +287,15 @@ class Tiering:
                 self.priorities.use(request, request.hits)
                 self.holds.hold(request)
 
+    def _expire_requests(self, now_s: float) -> None:
+        """End the waiting of requests whose deadlines have passed: what is pending for them is a miss."""
+        for request in [*self.holds.pending, *self.holds.awaiting]:
+            if request.deadline_s is not None and request.deadline_s <= now_s:
+                self._expire(request, now_s)
+
     def _expire(self, request: Request, now_s: float) -> None:
         if request.wait is not None:
-            self.promotions.waits.end(request, now_s)
+            self.promotions.waits.give_up(request, now_s)
         if request.state is RequestState.WAITING:
             request.move(RequestEvent.OVERDUE)
             if not request.is_prefetch:
@@ -510,7 +520,7 @@ class Tiering:
         self.cascades.offered_again.clear()
         self._round = object()
         for request in self.holds.awaiting:  # later chunks of other engines are not for this one
-            self._end_wait(request)
+            self.promotions.waits.close(request)
         self.claims.clear()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
@@ -536,7 +546,7 @@ class Tiering:
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         if self.table.trailers is not None:
-            self.table.trailers.reset()  # of evicted and loaded chunks, too
+            self.table.trailers.reset()  # evicted and loaded chunks lose theirs, too
         self._counts["audit_failed", name] += 1
         self.refusal = "audit" if tier is None else self.refusal
         for index, status in enumerate(self._tiers):
