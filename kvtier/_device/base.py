@@ -74,7 +74,9 @@ class Blocks:
         groups = enumerate(zip(self.group_sizes, self.first_indices, counts, strict=False))
         for group, (size, first, count) in groups:
             is_explained = count * blocks_per_chunk - size == first % blocks_per_chunk
-            cut = 0 if group in state_groups else -first % blocks_per_chunk  # of a chunk without front
+            cut = (
+                0 if group in state_groups else -first % blocks_per_chunk
+            )  # blocks of a chunk that lacks its front
             parts.append(self.ids[start + (cut if is_explained else size) : start + size])
             firsts.append(first + cut)
             whole += [is_explained and not cut, *[is_explained] * count][:count]
@@ -262,8 +264,8 @@ class Finished:
     """How a transfer ended."""
 
     transfer_id: int
-    nbytes: int  # of its pages
-    seconds: float  # of the copy, without the wait for its turn
+    nbytes: int  # its pages' bytes
+    seconds: float  # duration of the copy, without the wait for its turn
     error: BaseException | None = None  # why it failed for good
     attempt: Attempt | None = Attempt.FIRST  # the last one; None if none was made, as on a lost device
 

@@ -54,7 +54,7 @@ class Population:
         self._address = address
         self._path = file.path if file else None
         self._fd = os.dup(file.fd) if file else None
-        self._there_bytes = 0  # of the slots, from slot 0 on: an earlier engine has allocated them
+        self._there_bytes = 0  # from slot 0 on, allocated by an earlier engine
         if self._fd is not None:
             weakref.finalize(self, os.close, self._fd).atexit = False  # threads may still use it
             status = os.fstat(self._fd)
@@ -65,7 +65,7 @@ class Population:
         self._start_s = time.monotonic()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # of the fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._has_huge_pages: bool | None = None  # None until they were asked for
         self._next = 0
         self._ready = 0

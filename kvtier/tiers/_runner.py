@@ -56,7 +56,7 @@ Post = Callable[[Event], None]
 _USAGE_EVERY_S = 1.0
 _MOST_TOUCHED = 16_384
 _LOG_EVERY_S = 10.0
-_REREAD_SHARE = 0.25  # of the deadline: all chunks of the get wait for it
+_REREAD_SHARE = 0.25  # share of the deadline: all chunks of the get wait for it
 
 
 class TierRunner:

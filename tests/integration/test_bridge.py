@@ -458,7 +458,7 @@ def test_tiers_get_prefill_address(make: Make) -> None:
     it.core.on_event(TierDown(1, "gone"), 0.0)
     assert "from" not in (it.manager.response_params("a", PREFILL) or {})["kvtier"]
     it.manager.on_new_request(ReqContext(req_id="b", kv_transfer_params=told))
-    assert it.manager._requests["b"].addresses == ("10.0.0.1:18570",)
+    assert it.manager.requests["b"].addresses == ("10.0.0.1:18570",)
 
 
 @pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled", "request"])

@@ -37,8 +37,8 @@ class DiskUsage:
     ledger_is_wrong: bool  # whether it differs from ``bytes`` by more than engines write meanwhile
     leased_bytes: int | None  # leased by writing engines; None without a ledger
     writers: int | None  # engines that have it open; None without a ledger
-    total_bytes: int  # of its file system
-    free_bytes: int  # of its file system, for unprivileged users
+    total_bytes: int  # size of its file system
+    free_bytes: int  # free in its file system, for unprivileged users
     unreadable: int  # directories missing from the sums
     parts: list[UsagePart]
 

@@ -30,7 +30,7 @@ class Actions:
         self._core = core
         self._peers = peers
         self._clock = clock
-        self._hints: dict[str, list[Hint]] = {}  # of running requests
+        self.running: dict[str, list[Hint]] = {}  # the hints of running requests, by name
 
     @property
     def capabilities(self) -> list[tuple[str, str]]:
@@ -44,7 +44,7 @@ class Actions:
         """
         if not given:
             return False
-        self._hints[request.name] = given
+        self.running[request.name] = given
         terms = Terms("")
         for hint in given:
             if hint.action is not None:
@@ -60,7 +60,7 @@ class Actions:
 
     def outcomes(self, request: Request) -> list[Hint]:
         """Return the hints of a running request, with the outcomes as far as they are known."""
-        given, claim = self._hints.get(request.name, []), request.terms and request.terms.name
+        given, claim = self.running.get(request.name, []), request.terms and request.terms.name
         for hint in given:
             if hint.outcome not in ("accepted", "clipped"):
                 continue
@@ -77,7 +77,7 @@ class Actions:
         """Count the outcomes of a request's hints when it ends."""
         for hint in self.outcomes(request):
             self._core.shared.counts["hint_actions", hint.type, hint.outcome, hint.reason] += 1
-        self._hints.pop(request.name, None)
+        self.running.pop(request.name, None)
 
     def _lack(self, kind: str) -> str:
         """Return why no action of a type is executed, in a word of ``HINT_ACTIONS``; empty if it is."""

@@ -189,7 +189,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             self._published(core, executor, tiers, status_table),
-            self._facts(),
+            EngineFacts(
+                steps_ahead=self._engine.steps_ahead,
+                names_resumed=self._engine.vllm_config.use_v2_model_runner,
+                is_blind=self._is_blind,
+                has_blocks=self._engine.has_blocks,
+                why_not_stored=self._engine.why_not_stored,
+            ),
             sources=[
                 CacheHitSource.DISK if it.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
                 for it in tiers
@@ -204,15 +210,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
-        )
-
-    def _facts(self) -> EngineFacts:
-        return EngineFacts(
-            steps_ahead=self._engine.steps_ahead,
-            names_resumed=self._engine.vllm_config.use_v2_model_runner,
-            is_blind=self._is_blind,
-            has_blocks=self._engine.has_blocks,
-            why_not_stored=self._engine.why_not_stored,
         )
 
     def _status_table(self, region: Region) -> StatusTable:

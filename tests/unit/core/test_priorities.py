@@ -134,7 +134,7 @@ def test_ended_priorities_are_bounded() -> None:
         request = Request(priority=2, priority_s=1e6)
         store(core, keys(f"{number}/", 1), request=request)
         core.close(request, 0.0)
-    assert len(core.priorities._ending) <= 2 * 16 + SPARE_ENTRIES + 1
+    assert len(core.priorities.ending) <= 2 * 16 + SPARE_ENTRIES + 1
 
 
 def test_highest_leaves_last() -> None:

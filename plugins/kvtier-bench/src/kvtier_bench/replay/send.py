@@ -1,4 +1,4 @@
-"""Sends the requests of a replay at their times, and watches how the server bears them."""
+"""Sends the requests of a replay at their times, and measures how the server copes."""
 
 from __future__ import annotations
 
