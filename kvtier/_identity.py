@@ -86,7 +86,7 @@ def canonical_dtype(name: str) -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that a chunk's bytes depend on, besides the tokens, which its key names.
+    """Everything that determines a chunk's bytes, except for the tokens: its key names those.
 
     Attributes:
         model: name of the model; the readable part of ``namespace``.

@@ -49,7 +49,7 @@ def code_fingerprint(module: str) -> str | None:
     """Return a digest of the package that a module belongs to; None if its files are unknown."""
     try:
         found = find_spec(module.partition(".")[0])
-    except ValueError:  # of a script
+    except ValueError:  # a script has no spec
         return None
     folders = [Path(it) for it in (found and found.submodule_search_locations) or ()]
     if found is not None and found.origin is not None and not folders:

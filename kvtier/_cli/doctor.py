@@ -47,7 +47,7 @@ from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._root import Root, Tick
 
 OPEN_AT_MOST_S = 60.0
-_STEPS = 5  # of each tier
+_STEPS = 5  # steps of each check of a tier
 _PAGE_BYTES = 4096
 _MAX_FILE_BYTES = 16 * 2**20
 _EXTRA_CONFIG = "kv_connector_extra_config"
@@ -56,14 +56,14 @@ _NO_TIERS = "there is no secondary tier to check: name a file with secondary_tie
 IDENTITY = Identity.make("kvtier-doctor", {"purpose": "a probe; may be deleted"})
 _PERMIT = "give this user the permission"
 _SEE_TIER = "see the tier's settings, and the backend's own log"
-_REMEDIES: Mapping[Status, str] = {
+REMEDIES: Mapping[Status, str] = {
     Status.ABSENT: "check for other programs that delete there, and that the tier has room for a chunk",
     Status.CORRUPT: "do not use it: the medium or the network changes bytes",
     Status.REFUSED: _SEE_TIER,
     Status.FAILED: _SEE_TIER,
 }
 _MORE_ROOM = "give the tier more room, or wait until it has some: engines run without it meanwhile"
-_REMEDIES_OF_REASONS: Mapping[str, str] = {
+REMEDIES_OF_REASONS: Mapping[str, str] = {
     **dict.fromkeys(("max_bytes", "min_free", "full", "enospc", "edquot"), _MORE_ROOM),
     **dict.fromkeys(("eacces", "eperm"), _PERMIT),
     "counting": "wait until the root is counted: seconds to minutes",
@@ -95,7 +95,7 @@ class Diagnosis:
     kept: list[KeptFile]  # host memory of engines that have ended
 
 
-class _StepError(Exception):
+class _CheckError(Exception):
     """A step failed: the problem and the remedy."""
 
 
@@ -342,16 +342,16 @@ class _TierCheck:
 
     async def _get(self) -> None:
         if not await self._has_chunk():
-            raise _StepError("the chunk was put, but the tier does not have it", _REMEDIES[Status.ABSENT])
+            raise _CheckError("the chunk was put, but the tier does not have it", REMEDIES[Status.ABSENT])
         self._require_ok(await self._tier.get(Batch([self._key], [1], self._memory)))
         if self._memory.view(0) != self._memory.view(1):
-            raise _StepError("the tier returned other bytes than were put", _REMEDIES[Status.CORRUPT])
+            raise _CheckError("the tier returned other bytes than were put", REMEDIES[Status.CORRUPT])
 
     async def _discard(self) -> None:
         await self._tier.discard([self._key])
         if await self._has_chunk():
             remedy = "allow the tier to delete; without that it cannot remove damaged chunks"
-            raise _StepError("the tier still has the chunk after it was discarded", remedy)
+            raise _CheckError("the tier still has the chunk after it was discarded", remedy)
 
     async def _has_chunk(self) -> bool:
         (known,) = self._tier.known([self._key])
@@ -366,13 +366,13 @@ class _TierCheck:
             return
         word = next(iter(outcome.reasons), status.name.lower())
         meaning = {**reasons.TRANSFER, **self._tier.reasons}.get(word, "the log has the details")
-        remedy = _REMEDIES_OF_REASONS.get(word, _REMEDIES[Status(status)])
-        raise _StepError(f"{word}: {meaning}", remedy)
+        remedy = REMEDIES_OF_REASONS.get(word, REMEDIES[Status(status)])
+        raise _CheckError(f"{word}: {meaning}", remedy)
 
 
 def _described(error: BaseException, limit_s: float, settings: TierConfig) -> tuple[str, str]:
     """Return the problem and the remedy."""
-    if isinstance(error, _StepError):
+    if isinstance(error, _CheckError):
         problem, remedy = error.args
         return problem, remedy
     if isinstance(error, TimeoutError):

@@ -36,8 +36,8 @@ _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _BREAKER: Final = {0: "closed", 1: "half open", 2: "open"}
 _PRIMARY: Final = "cpu"
 
-_LOADED, _MISSES = "kvtier_loaded_chunks_total", "kvtier_misses_total"
-_READ, _WRITTEN = "vllm:kv_offload_tiering_read_bytes_total", "vllm:kv_offload_tiering_write_bytes_total"
+LOADED, MISSES = "kvtier_loaded_chunks_total", "kvtier_misses_total"
+READ, WRITTEN = "vllm:kv_offload_tiering_read_bytes_total", "vllm:kv_offload_tiering_write_bytes_total"
 
 _UP, _USED, _CAPACITY = "kvtier_tier_up", "kvtier_tier_used_bytes", "kvtier_tier_capacity_bytes"
 _QUEUED, _IN_FLIGHT = "kvtier_queued_transfers", "kvtier_in_flight_transfers"
@@ -79,7 +79,7 @@ class TierView:
     is_up: bool | None  # None for the primary tier
     used_bytes: Bytes | None  # None if unknown
     capacity_bytes: Bytes | None  # None if unbounded
-    hit_share: Share | None  # of all chunks looked up since the last sample or the start
+    hit_share: Share | None  # share of all chunks looked up since the last sample or the start
     read_bytes_s: Bytes | None  # promoted from it
     written_bytes_s: Bytes | None
     queued: int  # waiting puts and gets
@@ -99,7 +99,7 @@ _COLUMNS: Final = (
 class EngineView:
     """The activity of one engine's cache."""
 
-    source: str  # of its metrics
+    source: str  # where its metrics come from
     error: str | None = None  # why they could not be read; the rest is then empty
     seconds: float | None = None  # interval of rates and shares; None: since the engine started
     chunks: int = 0  # looked up for requests: hits and misses
@@ -237,7 +237,7 @@ def view_of(source: str, now: Snapshot, before: Snapshot | None = None) -> Engin
 
     If a counter fell, the engine was restarted: it counts from 0.
     """
-    loaded, misses = _grown("tier", _LOADED, now, before), _grown("reason", _MISSES, now, before)
+    loaded, misses = _grown("tier", LOADED, now, before), _grown("reason", MISSES, now, before)
     chunks = sum(loaded.values()) + sum(misses.values())
     tiers = {*now.by("tier", _UP), *now.by("tier", _USED), *now.by("tier", _CAPACITY), *loaded}
     by_frequency = sorted(misses.items(), key=lambda item: -item[1])
@@ -280,20 +280,20 @@ def _tier(tier: str, now: Snapshot, before: Snapshot | None, hit_share: Share | 
         state = gauge(_BREAKER_STATE, max, verb=verb)
         return None if state is None else _BREAKER.get(int(state))
 
-    up, written = gauge(_UP, min), gauge(_WRITTEN)
+    up, written = gauge(_UP, min), gauge(WRITTEN)
     return TierView(
         tier,
         is_up=None if up is None else up > 0,
         used_bytes=size(_USED),
         capacity_bytes=size(_CAPACITY),
         hit_share=hit_share,
-        read_bytes_s=rate(_READ),
-        written_bytes_s=rate(_WRITTEN),
+        read_bytes_s=rate(READ),
+        written_bytes_s=rate(WRITTEN),
         queued=int(gauge(_QUEUED) or 0),
         in_flight=int(gauge(_IN_FLIGHT) or 0),
         breaker_get=breaker("get"),
         breaker_put=breaker("put"),
-        read_per_written=(gauge(_READ) or 0.0) / written if written else None,
+        read_per_written=(gauge(READ) or 0.0) / written if written else None,
     )
 
 

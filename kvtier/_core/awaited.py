@@ -55,7 +55,7 @@ class Wait:
         """Return when it ends even if no tier could be asked for the last time."""
         return -inf if self.until_s is None else self.until_s + LAST_S
 
-    def begin(self, now_s: float) -> None:
+    def start_clock(self, now_s: float) -> None:
         """Start its time, unless it has started."""
         if self.until_s is None:
             self.until_s, self._news_s = now_s + self._longest_s, now_s
@@ -82,7 +82,7 @@ class Wait:
         else:
             self._confirmed.update(key for key in missing if key in self._wanted and key not in self._failed)
 
-    def take(self, keys: Sequence[OffloadKey], now_s: float) -> list[OffloadKey]:
+    def await_missing(self, keys: Sequence[OffloadKey], now_s: float) -> list[OffloadKey]:
         """Wait for the ``keys`` that tiers report missing; return the others.
 
         If the others include an awaited key, the wait ends and all keys return: the prompt has a gap there.

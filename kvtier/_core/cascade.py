@@ -52,7 +52,7 @@ class Cascades:
             self.offered_again.update((key, None) for key in keys if key in visible)
 
     def follow_reuse(self, now_s: float) -> None:
-        """Tell the tiers which chunks were used again, and put those that they were not given before."""
+        """Notify the tiers of chunks that were used again, and put those that they lack."""
         loaded, again = list(self.reused), {**self.reused, **self.offered_again}
         self.reused.clear()
         self.offered_again.clear()

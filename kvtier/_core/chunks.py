@@ -54,7 +54,7 @@ class ChunkTable:
     def __init__(self, policy: EvictionPolicy) -> None:
         # They choose the chunks to evict, by priority; LRU replaces the one of DEFAULT at its first fault.
         self.orders: list[EvictionPolicy] = [LRU(), policy, LRU(), LRU()]
-        self.users: dict[OffloadKey, Request] = {}  # of chunks with another priority than DEFAULT
+        self.users: dict[OffloadKey, Request] = {}  # who set a chunk's priority, unless it is DEFAULT
         self.faults: list[tuple[str, str]] = []  # policies, and why they were replaced; the reader clears it
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing
@@ -63,7 +63,7 @@ class ChunkTable:
         self.adopted: dict[OffloadKey, Chunk] = {}
         self.trailers: SlotTrailers | None = None  # for the next engine; None if none is to adopt the chunks
         self.all: list[Chunk] = []
-        self.uses = 0  # of chunks: the clock of the runs
+        self.uses = 0  # uses of chunks so far: the clock of the runs
         self._adopted_slots: frozenset[int] = frozenset()
 
     @property
@@ -125,7 +125,7 @@ class ChunkTable:
         Chunks of the ``spared`` run stay. LRU replaces a policy that chooses what it must not.
         """
         evicted: list[OffloadKey] = []
-        kept: dict[OffloadKey, Chunk] = {}  # of the spared run: the orders are told of them again
+        kept: dict[OffloadKey, Chunk] = {}  # chunks of the spared run: the orders get them back
         for priority in range(len(self.orders)) if self.users else (DEFAULT,):
             before = -1
             while before < len(kept) and len(evicted) < count:
@@ -202,7 +202,7 @@ class ChunkTable:
             self._call(priority, act, part)
 
     def _add_candidates(self, chunks: Sequence[Chunk], *, used: bool) -> None:
-        """Tell the orders which chunks may be evicted. Chunks of a run are in the order of its prompt."""
+        """Add chunks that may be evicted to the orders. Chunks of a run are in the order of its prompt."""
         run, place = NO_RUN, 0
         keys: list[OffloadKey] = []
         for chunk in chunks:
@@ -252,7 +252,7 @@ class ChunkTable:
         if (user := self.users.pop(key, None)) is not None:
             del user.own[key]
 
-    def take(
+    def assign_slots(
         self,
         keys: Sequence[OffloadKey],
         run: Run,
@@ -292,7 +292,7 @@ class ChunkTable:
         adopted = self.adopted.get(key)
         if adopted is None or self.trailers is None or not self.trailers.is_verified(adopted.slot):
             return []
-        return self.filled(self.take([key], run, places, visible=True, in_place=True))
+        return self.filled(self.assign_slots([key], run, places, visible=True, in_place=True))
 
     def split_adopted(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Return the keys of adopted chunks, and the others."""

@@ -73,7 +73,7 @@ class Claims:
         self._lookup = lookup
         self._close = close
         self._claims: dict[str, _Claim] = {}
-        self._size = 0  # keys of all claims together
+        self.size = 0  # keys of all claims together
         self._times: list[tuple[float, str]] = []  # a heap: when to look at a claim
         self._holders: dict[OffloadKey, set[_Claim]] = {}  # claims that keep each key
         self._arriving: dict[OffloadKey, None] = {}  # not pinned yet: perhaps being stored
@@ -85,7 +85,7 @@ class Claims:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is claimed, or remembered."""
-        return not (self._claims or self._holders or self._arriving or self.pinned or self._due or self._size)
+        return not (self._claims or self._holders or self._arriving or self.pinned or self._due or self.size)
 
     @property
     def is_promoting(self) -> bool:
@@ -101,7 +101,7 @@ class Claims:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def begin(self, request: Request, terms: Terms) -> None:
+    def start_request(self, request: Request, terms: Terms) -> None:
         """Give an arriving request its terms. Its conversation is back, so nothing is promoted ahead."""
         request.terms = terms
         claim = self._claims.setdefault(terms.name, _Claim(terms.name))
@@ -122,7 +122,7 @@ class Claims:
                 terms.used.pop(key, None)
             terms.used.update(dict.fromkeys(keys))
 
-    def end(self, request: Request, now_s: float) -> None:
+    def end_request(self, request: Request, now_s: float) -> None:
         """Note a request's end: the times of its claim count from now."""
         if (terms := request.terms) is None:
             return
@@ -170,7 +170,7 @@ class Claims:
         if self._request is not None or self._begin_lookup():
             self._ask()
 
-    def settle(self) -> None:
+    def pin_arrived(self) -> None:
         """Pin chunks that have arrived, within the budget: the one for promotions has them no more."""
         shared, arrived = self._shared, list[Chunk]()
         for key in [*self._arriving]:
@@ -208,7 +208,7 @@ class Claims:
     @property
     def _room(self) -> int:
         """How many more keys claims may have."""
-        return MOST_PER_SLOT * len(self._shared.table.all) - self._size
+        return MOST_PER_SLOT * len(self._shared.table.all) - self.size
 
     def _schedule(self, claim: _Claim) -> None:
         """Have ``start_round`` look at a claim when its times have come."""
@@ -228,7 +228,7 @@ class Claims:
             if self._room <= 0:
                 self._shared.counts["keep_refused", "names"] += 1
                 continue
-            self._size += 1
+            self.size += 1
             claim.keys[key] = None
             self._holders.setdefault(key, set()).add(claim)
             if key not in self.pinned:
@@ -236,7 +236,7 @@ class Claims:
 
     def _remove(self, claim: _Claim, keys: Collection[OffloadKey] = ()) -> None:
         """Remove keys from a claim; remove the claim if nothing is left of it."""
-        self._size -= len(keys)
+        self.size -= len(keys)
         unpinned: list[Chunk] = []
         for key in keys:
             del claim.keys[key]
@@ -265,7 +265,7 @@ class Claims:
         if len(ahead) - len(kept) > self._room:
             self._shared.counts["keep_refused", "names"] += len(ahead)
             return
-        self._size += len(ahead)
+        self.size += len(ahead)
         claim.ahead.extend(ahead)
         claim.from_s = now_s + max(after_s / 2, after_s - LEAD_S)
         claim.over_s = now_s + min(2 * after_s, REMEMBERED_S)
@@ -276,9 +276,9 @@ class Claims:
     def _stop(self, claim: _Claim) -> None:
         """Promote nothing more for a claim. Chunks that were found stay until their time is over."""
         if claim is next(iter(self._due), None):
-            self._end_request()
+            self._close_request()
         self._due.pop(claim, None)
-        self._size -= len(claim.ahead)
+        self.size -= len(claim.ahead)
         claim.ahead.clear()
         claim.from_s = claim.over_s = inf
 
@@ -302,7 +302,7 @@ class Claims:
             if room < 0:
                 break
             taken.append(claim.ahead.popleft())
-        self._size -= len(taken)
+        self.size -= len(taken)
         return taken
 
     def _ask(self) -> None:
@@ -328,17 +328,17 @@ class Claims:
     def _end_lookup(self, hits: list[OffloadKey], ended: set[int]) -> None:
         claim = next(iter(self._due))
         self._shared.counts["prefetched",] += sum(key in self._promoted for key in hits)
-        self._end_request()
+        self._close_request()
         self._keep(claim, hits)
         claim.until_s = max(claim.until_s, claim.over_s)
         left = [key for key in claim.ahead if group_index(key) not in ended]
-        self._size -= len(claim.ahead) - len(left)
+        self.size -= len(claim.ahead) - len(left)
         claim.ahead = deque(left)
         if not left:
             self._stop(claim)
             self._remove(claim)
 
-    def _end_request(self) -> None:
+    def _close_request(self) -> None:
         if self._request is not None:
             self._close(self._request)
         self._request = None

@@ -106,7 +106,7 @@ class KVEventLog:
         gone, self._announced[tier] = tuple(self._announced[tier]), OrderedDict()
         self._note(KVEvent(gone, tier, removed=True))
 
-    def take(self) -> list[KVEvent]:
+    def take_events(self) -> list[KVEvent]:
         """Return and clear the changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes

@@ -28,7 +28,7 @@ class Priorities:
         self._table = shared.table
         self.due: list[OffloadKey] = []  # chunks whose request, put or load has ended
         self._several = Request(priority=LOW)  # stands for more than one
-        self._ending: list[tuple[float, int, Request]] = []  # a heap: when priorities of requests are over
+        self.ending: list[tuple[float, int, Request]] = []  # a heap: when priorities of requests are over
         self._numbers = count()
 
     def use(self, request: Request, keys: Keys, new: Iterable[OffloadKey] = ()) -> None:
@@ -46,17 +46,17 @@ class Priorities:
         self._table.prioritize([key for key in was if priority > was[key] or key in taken], mine)
         self._table.prioritize(others, self._several)
 
-    def end(self, request: Request, now_s: float) -> None:
+    def schedule_end(self, request: Request, now_s: float) -> None:
         """Schedule the end of an ended request's priority."""
         if request.own and request.priority_s < inf:
-            if len(self._ending) > 2 * len(self._table.users) + SPARE_ENTRIES:
-                self._ending = sorted(entry for entry in self._ending if entry[2].own)
-            heappush(self._ending, (now_s + request.priority_s, next(self._numbers), request))
+            if len(self.ending) > 2 * len(self._table.users) + SPARE_ENTRIES:
+                self.ending = sorted(entry for entry in self.ending if entry[2].own)
+            heappush(self.ending, (now_s + request.priority_s, next(self._numbers), request))
 
     def expire(self, now_s: float) -> None:
         """Give chunks back the default priority when their time is over."""
-        while self._ending and self._ending[0][0] <= now_s:
-            self._table.prioritize([*heappop(self._ending)[2].own], None)
+        while self.ending and self.ending[0][0] <= now_s:
+            self._table.prioritize([*heappop(self.ending)[2].own], None)
 
     def unpinned(self, chunks: Sequence[Chunk], are_put: Iterable[bool]) -> None:
         """Note that puts or loads of chunks have ended, and whether a tier is thereby known to have each."""

@@ -21,7 +21,7 @@ class LookupRecord:
     """
 
     def __init__(self, name: str = "", asked: set[str] | None = None) -> None:
-        self.misses: dict[OffloadKey, str] = {}  # of the last scan, in its order, and why: ``reasons.MISS``
+        self.misses: dict[OffloadKey, str] = {}  # keys that the last scan missed, in its order; reasons
         self.refusals: dict[OffloadKey, dict[str, str]] = {}  # reasons, by key and tier name
         self._round: object = None
         self._name = name
@@ -47,7 +47,7 @@ class LookupRecord:
 class Terms:
     """The terms of a request's claim, as its client set them."""
 
-    name: str  # of the claim; requests with the same name share it
+    name: str  # the claim's; requests with the same name share it
     kept_s: float = 0.0  # how long its chunks are kept after the end of the last one; 0 if they are not
     # From its end until its chunks are needed again; 0 if they are not. If it is infinite, its claim keeps
     # nothing after its end, and remembers its chunks for ``Claims.promote``.
@@ -69,7 +69,7 @@ class Request(Stateful):
 
     name: str = ""
     tiers: frozenset[int] | None = None  # tiers that may be asked; None for all
-    addresses: tuple[str, ...] = ()  # of engines that have its chunks, by its client's hint
+    addresses: tuple[str, ...] = ()  # engines that have its chunks, by its client's hint
     blocks: frozenset[int] | None = None  # the last 64 bits of those chunks' hashes; None for all chunks
     state: RequestState = RequestState.IDLE
     deadline_s: float | None = None  # when pending keys become misses; set while WAITING
@@ -90,8 +90,8 @@ class Request(Stateful):
     is_prefetch: bool = False  # no client waits for it: it yields to all other requests
     answers_stand: bool = False  # it waits, and the same lookups would get the same answers as before
     wait: Wait | None = None  # for chunks that no tier has yet; None if these are misses at once
-    terms: Terms | None = None  # of its claim, if it has one
-    priority: int = DEFAULT  # of the chunks it uses, unless another request has given them a higher one
+    terms: Terms | None = None  # the terms of its claim, if it has one
+    priority: int = DEFAULT  # the chunks that it uses get it, unless another request gives them a higher one
     priority_s: float = inf  # how long after its end the priority lasts
     releases: bool = False  # chunks that it alone has used leave the primary tier when it has ended
     # Chunks whose priority it sets, and whether a tier is known to have them.
@@ -101,7 +101,7 @@ class Request(Stateful):
     run: Run = field(default_factory=Run)
     # Of each chunk in its prompt; empty if its chunks are offered in their order.
     places: Mapping[OffloadKey, int] = field(default_factory=dict)
-    record: LookupRecord | None = None  # of its lookups, if it is explained
+    record: LookupRecord | None = None  # what its lookups found, if it is explained
 
     def __str__(self) -> str:
         return f"request {self.name!r}"
@@ -139,22 +139,6 @@ class Request(Stateful):
     def mark_absent(self, keys: Iterable[OffloadKey]) -> None:
         self.absent.update(keys)
         self.answers_stand = False
-
-    def mark_nowhere(self, keys: Sequence[OffloadKey], now_s: float) -> None:
-        """Answer MISS for ``keys``, which no tier has or could give, unless it waits for them."""
-        if self.wait is not None:
-            awaited, keys = self.awaits_any, self.wait.take(keys, now_s)
-            if awaited and self.wait.outcome == "in_vain":
-                self.why_absent.update(dict.fromkeys(keys, "not_arrived"))
-        self.mark_absent(keys)
-
-    def end_wait(self, now_s: float) -> None:
-        """Answer MISS for all keys that it waits for."""
-        if self.wait is not None:
-            left = self.wait.give_up(now_s)
-            if self.wait.outcome == "in_vain":
-                self.why_absent.update(dict.fromkeys(left, "not_arrived"))
-            self.mark_absent(left)
 
     def forget_locations(self) -> None:
         """Forget which keys are located, or nowhere."""

@@ -72,8 +72,8 @@ class Tiering:
         self._missing: list[Request] = []  # asked for chunks in this round that are missing
         self._round: object = object()
         self._has_damage = False
-        self.is_disabled = False  # nothing is stored and nothing found any more: see disable_after_audit
-        # Why each round that begins is answered MISS, in a word of ``reasons.MISS``; set by the owner.
+        # Why nothing is stored, and each round that begins is answered MISS: a word of ``reasons.MISS``.
+        # Set by the owner, and by ``disable_after_audit``.
         self.refusal: str | None = None
         self._tracker = ReuseTracker(limits.store_threshold, limits.max_tracker_size)
 
@@ -160,35 +160,12 @@ class Tiering:
         self.shared.gate.begin_round()
         self.promotions.start_round(now_s)
         self._round = object()
-        for transfer in self.shared.overdue(now_s):
-            if not transfer.is_put:
-                self.promotions.give_up(transfer, now_s)
-        for request in asked:
-            if request.state is RequestState.CLOSED:
-                continue
-            self.priorities.use(request, request.hits)
-            if request.wanted:
-                self._defer(request, now_s)
-            elif request.state is not RequestState.EXPIRED:
-                self.served(request)
-        for request in [*self.holds.pending, *self.holds.awaiting]:
-            if request.deadline_s is not None and request.deadline_s <= now_s:
-                self._expire(request, now_s)
-        if self.holds.awaiting:
-            asked = list(dict.fromkeys([*asked, *self.promotions.waits.follow(now_s)]))
-        for request in asked:  # only now, when the hits of all are pinned
-            if request.is_waiting and request.locates:
-                self.promotions.locate_wanted(request, now_s)
-            elif request.is_waiting:
-                self.promotions.promote_wanted(request, now_s)
-        for request in self.holds.awaiting:
-            if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
-                self.holds.release(request)
-        self.claims.settle()
-        if self.table.users and (released := self.priorities.released()):
-            self._counts["released",] += len(released)
-            self.table.pin(released)
-            self._drop(released)
+        self._give_up_overdue_gets(now_s)
+        self._hold_or_serve(asked, now_s)
+        self._expire_requests(now_s)
+        self._promote(asked, now_s)  # only now, when the hits of all are pinned
+        self.claims.pin_arrived()
+        self._drop_released()
         if self._tiers:
             self.holds.evict_to_reserve()
         if self.cascades.reused or self.cascades.offered_again:
@@ -197,6 +174,41 @@ class Tiering:
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
+
+    def _give_up_overdue_gets(self, now_s: float) -> None:
+        for transfer in self.shared.overdue(now_s):
+            if not transfer.is_put:
+                self.promotions.give_up(transfer, now_s)
+
+    def _hold_or_serve(self, asked: Sequence[Request], now_s: float) -> None:
+        """Hold what was found for requests that wait; unpin what the others had."""
+        for request in asked:
+            if request.state is RequestState.CLOSED:
+                continue
+            self.priorities.use(request, request.hits)
+            if request.wanted:
+                self._defer(request, now_s)
+            elif request.state is not RequestState.EXPIRED:
+                self.served(request)
+
+    def _promote(self, asked: Sequence[Request], now_s: float) -> None:
+        """Start gets for requests of this round, and for those whose awaited chunks have arrived."""
+        if self.holds.awaiting:
+            asked = list(dict.fromkeys([*asked, *self.promotions.follow_waits(now_s)]))
+        for request in asked:
+            if request.is_waiting and request.locates:
+                self.promotions.locate_wanted(request, now_s)
+            elif request.is_waiting:
+                self.promotions.promote_wanted(request, now_s)
+        for request in self.holds.awaiting:
+            if request.held and request.awaits_any:  # it began to in this round, as no tier could be asked
+                self.holds.release(request)
+
+    def _drop_released(self) -> None:
+        if self.table.users and (released := self.priorities.released()):
+            self._counts["released",] += len(released)
+            self.table.pin(released)
+            self._drop(released)
 
     def next_deadline_s(self) -> float | None:
         """Return the latest time for the next ``settle``; None if nothing is pending."""
@@ -215,7 +227,7 @@ class Tiering:
         A request whose deadline has passed stays EXPIRED until it is served: its scans wait no more.
         """
         if request in self.holds.pending or request.state is not RequestState.IDLE:
-            self._end_wait(request)
+            self.promotions.waits.close(request)
             request.move(RequestEvent.SERVED)
             request.deadline_s = None
             self.holds.unhold(request)
@@ -245,36 +257,28 @@ class Tiering:
     def close(self, request: Request, now_s: float = -inf) -> None:
         """End a request: nothing is held for it, nothing is pending, and the times of its claim begin."""
         request.move(RequestEvent.ENDED)
-        self._end_wait(request, "aborted")
+        self.promotions.waits.close(request, "aborted")
         if request.run.time:
             self._use_prompt(request)
         if request.releases:
             self.priorities.due += request.own
-        self.priorities.end(request, now_s)
+        self.priorities.schedule_end(request, now_s)
         self.shared.gate.running.discard(request)
         self.holds.unhold(request)
         request.forget_answers()
-        self.claims.end(request, now_s)
+        self.claims.end_request(request, now_s)
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
         if self.epoch or self.shared.windowed:
             # After a reset, chunks of other engines are not for this one. Windows lack some of their chunks.
-            self._end_wait(request)
+            self.promotions.waits.close(request)
         if request.deadline_s is None:
             request.deadline_s = now_s + self.shared.limits.request_deadline_s
         if request.wait is not None:
-            request.wait.begin(now_s)
+            request.wait.start_clock(now_s)
         self.holds.hold(request)
         self.holds.unpin_unasked(request)
-
-    def _end_wait(self, request: Request, outcome: str = "") -> None:
-        """End a request's wait for other engines' chunks, and count what came of it."""
-        wait, request.wait = request.wait, None
-        if wait is not None and wait.has_waited:
-            lacks_any = any(key not in self._visible for key in wait.keys)
-            known = wait.outcome or ("gave_up" if lacks_any else "arrived")
-            self._counts["waits", outcome or known] += 1
 
     def _hold_hits(self) -> None:
         """Pin the hits of this round, before an eviction within it."""
@@ -283,9 +287,15 @@ class Tiering:
                 self.priorities.use(request, request.hits)
                 self.holds.hold(request)
 
+    def _expire_requests(self, now_s: float) -> None:
+        """End the waiting of requests whose deadlines have passed: what is pending for them is a miss."""
+        for request in [*self.holds.pending, *self.holds.awaiting]:
+            if request.deadline_s is not None and request.deadline_s <= now_s:
+                self._expire(request, now_s)
+
     def _expire(self, request: Request, now_s: float) -> None:
         if request.wait is not None:
-            self.promotions.waits.end(request, now_s)
+            self.promotions.waits.give_up(request, now_s)
         if request.state is RequestState.WAITING:
             request.move(RequestEvent.OVERDUE)
             if not request.is_prefetch:
@@ -372,8 +382,8 @@ class Tiering:
         If room is short only a prefix of them gets slots: a prompt with holes is useless. Returns None
         if there is no slot now, and an empty reservation if there is nothing to store.
         """
-        if self.is_disabled:
-            self._counts["store_refused", "audit"] += len(keys)
+        if self.refusal is not None:
+            self._counts["store_refused", self.refusal] += len(keys)
             return None
         request = request or Request()
         visible, table, run, places = self._visible, self.table, request.run, request.places
@@ -399,7 +409,7 @@ class Tiering:
             front = set(sorted(new, key=lambda key: places.get(key, inf))[:room])
             new = [key for key in new if key in front]
         self._tracker.count(offered)
-        reservation = Reservation(self.table.take(new, run, places, visible=True), new, evicted)
+        reservation = Reservation(self.table.assign_slots(new, run, places, visible=True), new, evicted)
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
         self.claims.use(request, keys, is_offered=True)
@@ -407,7 +417,7 @@ class Tiering:
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
         """End a store that has copied its bytes: its filled chunks are READY, and go to the other tiers."""
-        if self.is_disabled:
+        if self.refusal == "audit":
             self.abort(reservation)
             return
         self._end(reservation)
@@ -491,7 +501,7 @@ class Tiering:
 
     def take_kv_events(self) -> list[KVEvent]:
         """Return and clear what has become available, or has left, since the last call."""
-        return self.shared.kv_events.take()
+        return self.shared.kv_events.take_events()
 
     def take_counts(self) -> dict[Count, float]:
         """Return and clear the counts since the last call."""
@@ -510,7 +520,7 @@ class Tiering:
         self.cascades.offered_again.clear()
         self._round = object()
         for request in self.holds.awaiting:  # later chunks of other engines are not for this one
-            self._end_wait(request)
+            self.promotions.waits.close(request)
         self.claims.clear()
         self.promotions.reset()
         ready = [key for key, chunk in self._visible.items() if chunk.state is _READY]
@@ -536,9 +546,9 @@ class Tiering:
         """
         name = PRIMARY if tier is None else self._tiers[tier].name
         if self.table.trailers is not None:
-            self.table.trailers.reset()  # of evicted and loaded chunks, too
+            self.table.trailers.reset()  # evicted and loaded chunks lose theirs, too
         self._counts["audit_failed", name] += 1
-        self.is_disabled = self.is_disabled or tier is None
+        self.refusal = "audit" if tier is None else self.refusal
         for index, status in enumerate(self._tiers):
             if tier in (None, index) and not status.failed_audit:
                 status.failed_audit = True

@@ -30,7 +30,7 @@ class Transfer:
     chunks: Sequence[Chunk]  # chunks whose slots it reads or writes; for a get, of the leading keys
     deadline_s: float  # on the owner's clock
     is_put: bool
-    breaker: Breaker  # of its tier and verb
+    breaker: Breaker  # the breaker of its tier and verb
     is_overdue: bool = False  # the deadline has passed: the answer is a miss, but slots are still in use
     left: frozenset[OffloadKey] = frozenset()  # keys that left the tier meanwhile, as far as it is tracked
     slot_use: SlotUse = SlotUse.NONE

@@ -39,14 +39,14 @@ class QueuedTransfer:
 
     transfer_id: int
     plan: CopyPlan
-    nbytes: int  # of the plan; the queue's thread uses no arrays: NumPy would release the interpreter lock
+    nbytes: int  # the plan's; the queue's thread uses no arrays: NumPy would release the interpreter lock
     computed: Event | Exception  # the copies wait for it; or the error of recording it
     attempts: tuple[Attempt, ...]  # to make, in this order
     check: Check | None  # audits the copies
     # Start and end of the copies in flight, or the error of enqueueing them; None before that, and if the
     # device is lost.
     begun: tuple[Event, Event] | BaseException | None = None
-    audit: Iterator[None] | None = None  # of the copies in flight
+    audit: Iterator[None] | None = None  # the audit of the copies in flight
 
     def failed(self, error: BaseException, attempt: Attempt | None = None) -> Finished:
         """Return the result of a transfer that failed for good."""

@@ -74,7 +74,9 @@ class Blocks:
         groups = enumerate(zip(self.group_sizes, self.first_indices, counts, strict=False))
         for group, (size, first, count) in groups:
             is_explained = count * blocks_per_chunk - size == first % blocks_per_chunk
-            cut = 0 if group in state_groups else -first % blocks_per_chunk  # of a chunk without front
+            cut = (
+                0 if group in state_groups else -first % blocks_per_chunk
+            )  # blocks of a chunk that lacks its front
             parts.append(self.ids[start + (cut if is_explained else size) : start + size])
             firsts.append(first + cut)
             whole += [is_explained and not cut, *[is_explained] * count][:count]
@@ -90,7 +92,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PieceRun:
     """Equally long pieces of a page, and their places in the canonical page.
 
     Piece ``i`` of ``pieces`` has ``piece_bytes`` bytes. It starts at ``local_offset + i * local_stride`` in
@@ -125,7 +127,7 @@ class PageMapping:
     """
 
     canonical_bytes: int
-    runs: tuple[Run, ...]
+    runs: tuple[PieceRun, ...]
     writers: int = 1
     writer: int = 0
 
@@ -160,7 +162,7 @@ class PageMapping:
             raise ValueError(f"a run goes beyond the canonical page of {self.canonical_bytes} bytes")
 
 
-def _spread(run: Run) -> _Integers:
+def _spread(run: PieceRun) -> _Integers:
     steps = np.arange(run.pieces, dtype=np.int64)
     local = run.local_offset + steps * run.local_stride
     canonical = run.canonical_offset + steps * run.canonical_stride
@@ -262,8 +264,8 @@ class Finished:
     """How a transfer ended."""
 
     transfer_id: int
-    nbytes: int  # of its pages
-    seconds: float  # of the copy, without the wait for its turn
+    nbytes: int  # its pages' bytes
+    seconds: float  # duration of the copy, without the wait for its turn
     error: BaseException | None = None  # why it failed for good
     attempt: Attempt | None = Attempt.FIRST  # the last one; None if none was made, as on a lost device
 

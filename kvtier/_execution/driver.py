@@ -16,7 +16,7 @@ from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._log import GuardedLogger, LogLimit
-from kvtier._memory.slot_checksums import Damage, SlotChecksums
+from kvtier._memory.slot_checksums import SlotChecksums, SlotDamage
 from kvtier._telemetry.traces import open_traces
 
 _CHANGES_EVERY_S = 30.0
@@ -124,11 +124,11 @@ class Driver:
         if self.traces is not None:
             self.traces.close()
 
-    def _find_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
+    def _find_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[SlotDamage]:
         if self._slot_checksums is None or not self._has_damage():
             return []
         return self._slot_checksums.take_damage(chunks, origins)
 
-    def _disable(self, damage: Iterable[Damage]) -> None:
+    def _disable(self, damage: Iterable[SlotDamage]) -> None:
         for it in damage:
             self._core.disable_after_audit(it.tier, str(it))

@@ -138,7 +138,8 @@ class Executor:
         while self._is_busy():
             await self._progress.wait()
         for runner in self._runners:
-            await runner.supervisor.resets_ended()
+            if runner.supervisor.epoch.number:  # else it may still be opening, which no caller awaits
+                await runner.supervisor.epoch.settled.wait()
 
     async def finish(self, drain_by_s: float, end_by_s: float) -> None:
         """Wait until ``drain_by_s`` for commands in flight, before the executor is left.
@@ -166,7 +167,9 @@ class ExecutorThread:
 
     def __init__(self, make: Callable[[Post], Executor]) -> None:
         self.events = EventQueue()  # to be taken from the left
-        self.activity: Sequence[TierActivity] = ()  # of each tier, in the core's order, from the start on
+        self.activity: Sequence[
+            TierActivity
+        ] = ()  # one for each tier, in the core's order, from the start on
         self._make = make
         self._inbox: deque[Sequence[Command]] = deque()
         self._woken = False

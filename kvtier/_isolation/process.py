@@ -38,7 +38,7 @@ from kvtier.errors import IsolationError, StateError
 
 logger = GuardedLogger("kvtier.executor")
 
-_KILL_SHARE = 1 / 3  # of the seconds after the drain, to end a process that does not exit by itself
+_KILL_SHARE = 1 / 3  # share of the time after the drain, to end a process that does not exit
 _WARN_S = 5.0
 _LOOK_S = 0.05
 _READS_AT_ONCE = 16

@@ -227,7 +227,7 @@ class TieringManager:
                 await self._copies.store(reservation.keys, reservation.slots, mine)
             finally:
                 self._driver.inspect(reservation)
-        return 0 if self._core.is_disabled else len(reservation.keys)
+        return 0 if self._core.refusal else len(reservation.keys)
 
     @asynccontextmanager
     async def write(self, keys: Sequence[OffloadKey]) -> AsyncIterator[Written]:

@@ -40,7 +40,7 @@ class SlotLayout:
     area of canonical pages, each of which holds what all workers have of a block in a tensor.
     """
 
-    page_bytes: tuple[int, ...]  # of one block in each tensor: its padded page, or the canonical page
+    page_bytes: tuple[int, ...]  # bytes of one block in each tensor: its padded page, or the canonical page
     blocks_per_chunk: int
     rank: int  # which area this worker's pages are in, 0 to ``workers - 1``
     workers: int  # areas of a slot

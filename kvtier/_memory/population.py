@@ -26,7 +26,7 @@ _MAX_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SlotPart:
     """A part of each slot that one worker uses more than others."""
 
     offset: int  # in the slot
@@ -47,25 +47,25 @@ class Population:
         address: int,
         file: LockedFile | None,
         on_ready: Callable[[range], None],
-        parts: Sequence[Part],
+        parts: Sequence[SlotPart],
     ) -> None:
         self._slots = slots
         self._chunk_bytes = chunk_bytes
         self._address = address
         self._path = file.path if file else None
         self._fd = os.dup(file.fd) if file else None
-        self._there_bytes = 0  # of the slots, from slot 0 on: an earlier engine has allocated them
+        self._there_bytes = 0  # from slot 0 on, allocated by an earlier engine
         if self._fd is not None:
             weakref.finalize(self, os.close, self._fd).atexit = False  # threads may still use it
             status = os.fstat(self._fd)
             behind = status.st_size - slots * chunk_bytes  # allocated already
             self._there_bytes = status.st_blocks * _BLOCK_BYTES - behind
         self._on_ready = on_ready
-        self._parts = parts or (Part(0, chunk_bytes, None),)
+        self._parts = parts or (SlotPart(0, chunk_bytes, None),)
         self._start_s = time.monotonic()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # of the fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._has_huge_pages: bool | None = None  # None until they were asked for
         self._next = 0
         self._ready = 0
@@ -125,7 +125,7 @@ class Population:
                         return errno.errorcode.get(code, str(code))
         return ""
 
-    def _ranges(self, piece: range, part: Part) -> Iterator[tuple[int, int]]:
+    def _ranges(self, piece: range, part: SlotPart) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the part in each slot; slots that it fills are joined."""
         size = self._chunk_bytes
         if part.nbytes == size:

@@ -24,7 +24,7 @@ from kvtier._forks import keep_fd_from_children, keep_memory_from_children
 from kvtier._log import GuardedLogger
 from kvtier._memory import _locked_file, guard, memory_limits, pages
 from kvtier._memory._locked_file import KEPT_FOR, NOTE_BYTES, PREFIX, LockedFile, remove_stale_files
-from kvtier._memory.population import Part, Population
+from kvtier._memory.population import Population, SlotPart
 from kvtier.errors import RegionError, StateError
 
 logger = GuardedLogger("kvtier.memory")
@@ -218,7 +218,7 @@ class Region:
         self._guard = weakref.finalize(self, os.close, fd)
 
     def populate(
-        self, on_ready: Callable[[range], None], parts: Sequence[Part] = (), threads: int | None = None
+        self, on_ready: Callable[[range], None], parts: Sequence[SlotPart] = (), threads: int | None = None
     ) -> None:
         """Start allocating memory for the slots, in daemon threads, in pieces from slot 0 on.
 

@@ -38,7 +38,7 @@ _FAULTS = Fault.SLOT | Fault.COPY
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class SlotDamage:
     """A chunk that an audit has found damaged."""
 
     key: OffloadKey
@@ -162,10 +162,10 @@ class SlotChecksums:
     def blame(self, slot: int, area: int, fault: Fault) -> None:
         self._words[slot * self.areas + area] |= fault
 
-    def take_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[Damage]:
+    def take_damage(self, chunks: Sequence[Chunk], origins: Sequence[int | None]) -> list[SlotDamage]:
         """Return and clear the findings of audits in the slots of these chunks."""
         damage = [
-            Damage(chunk.key, chunk.slot, origin, self.take_fault(chunk.slot))
+            SlotDamage(chunk.key, chunk.slot, origin, self.take_fault(chunk.slot))
             for chunk, origin in zip(chunks, origins, strict=True)
         ]
         return [it for it in damage if it.fault]

@@ -28,7 +28,7 @@ class Call(ctypes.Structure):
     )
 
 
-class ChunkScan(ctypes.Structure):
+class ScanStruct(ctypes.Structure):
     """``struct chunk_scan`` of scan.c."""
 
     _fields_ = (
@@ -54,7 +54,7 @@ class TreeSums(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_int64), ("failed", ctypes.c_int64), ("error", ctypes.c_int64))
 
 
-_SHARED: Final = {"call": Call, "chunk_scan": ChunkScan, "tree_sums": TreeSums}
+_SHARED: Final = {"call": Call, "chunk_scan": ScanStruct, "tree_sums": TreeSums}
 _MAX_NUMBERS: Final = 64
 
 

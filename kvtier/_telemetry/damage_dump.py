@@ -20,7 +20,7 @@ from kvtier._log import GuardedLogger, LogLimit
 logger = GuardedLogger("kvtier.audit")
 
 MOST_FILES = 48
-MOST_BYTES = 8 * 2**20  # of each file
+MOST_BYTES = 8 * 2**20  # size limit of each file
 
 _LOG_EVERY_S = 60.0
 _numbers = count(1)

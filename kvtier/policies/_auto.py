@@ -20,11 +20,11 @@ from kvtier.policies._reuse import CLASSES, ReuseModel
 
 _LHD, _ARC, _LRU = range(3)
 
-_LEAST_SLOTS = 1024  # of a simulated cache; smaller ones say little
+_LEAST_SLOTS = 1024  # simulated caches have at least as many; smaller ones prove little
 _LEAST_SAMPLED = 4  # of 256 keys: 1 in 64
 _SLACK = 64  # a 64th of the slots is made free at once, since each call costs more than a key
 _REVIEW_USES = 32
-_HALF_LIFE = 4.0  # of hits, in simulated capacities of uses
+_HALF_LIFE = 4.0  # after so many capacities of uses a hit counts half
 _MARGIN = 0.01
 _NOISE = 4.0  # hits
 

@@ -9,7 +9,7 @@ from kvtier.keys import OffloadKey
 RECORD_BITS = 48
 _RECORD = (1 << RECORD_BITS) - 1
 _TAG = 0xFFFF
-_GROUP_BITS = 32  # of a key, behind its hash
+_GROUP_BITS = 32  # the end of a key, behind its hash
 _SEGMENT_BITS = 14
 _SEGMENT = 1 << _SEGMENT_BITS
 _KEY_BYTES = 12  # the group, and as many bytes of the hash as make keys differ

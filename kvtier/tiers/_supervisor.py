@@ -70,7 +70,7 @@ class TierSupervisor:
         is_idle: Callable[[], bool],
     ) -> None:
         self.tier = named.tier  # a new one at each later opening
-        self.epoch = Epoch(0)  # of commands submitted now
+        self.epoch = Epoch(0)  # the epoch of commands submitted now
         self.down: str | None = None  # why the tier cannot be used
         self.is_open = False  # whether it has to be closed
         self._name = named.name
@@ -102,11 +102,6 @@ class TierSupervisor:
                         await self._requested.wait()
         finally:
             self._release_waiters()
-
-    async def resets_ended(self) -> None:
-        """Wait for the resets requested so far. Without any, return at once."""
-        if self.epoch.number:
-            await self.epoch.settled.wait()
 
     async def close(self, limit_s: float) -> None:
         """Close the tier if it is open, and wait at most ``limit_s`` seconds."""

@@ -171,8 +171,8 @@ HINTS: Sequence[Mapping[str, Any]] = (
 class Drawer:
     """Draws requests whose prompts form a tree.
 
-    Each life draws its own odds for each feature: a defect that rare features hide shows without them,
-    and what needs one feature several times shows where it is frequent.
+    Each life draws its own odds for each feature. A life without a feature shows defects that the feature
+    hides; a life with many shows defects that need several.
 
     Args:
         chance: where all is drawn from.

@@ -252,7 +252,7 @@ def _core(llm: Any) -> Tiering:
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     children = getattr(connector, "_connectors", [connector])
     (scheduler,) = [one.connector_scheduler for one in children if hasattr(one, "connector_scheduler")]
-    core: Tiering = scheduler.manager._core
+    core: Tiering = scheduler.manager.core
     return core
 
 

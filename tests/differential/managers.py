@@ -42,7 +42,7 @@ from kvtier import (
     open_manager,
     prometheus_collector,
 )
-from kvtier._device.base import Run
+from kvtier._device.base import PieceRun
 from kvtier._memory.layout import SlotLayout
 from kvtier.keys import OffloadKey
 from kvtier.tiers import until_done
@@ -105,7 +105,7 @@ class Tensors(Device):
 
 def _swap(ref: PageRef) -> PageMapping:
     half = ref.page_bytes // 2
-    return PageMapping(ref.page_bytes, (Run(0, half, half), Run(half, 0, half)))
+    return PageMapping(ref.page_bytes, (PieceRun(0, half, half), PieceRun(half, 0, half)))
 
 
 @dataclass
@@ -183,8 +183,8 @@ def require_refusals() -> None:
     """Raise AssertionError unless managers that cannot work, or would give wrong bytes, are refused."""
     plain: dict[str, Any] = {"cpu_bytes_to_use": 2**20}
     caches = Device().caches
-    turns = PageMapping(960, (Run(0, 0, 960),), writers=2, writer=1)
-    half = PageMapping(1920, (Run(0, 960, 960),))
+    turns = PageMapping(960, (PieceRun(0, 0, 960),), writers=2, writer=1)
+    half = PageMapping(1920, (PieceRun(0, 960, 960),))
     of_one = [KVCaches(caches.tensors, ((PageRef(0, 960, mapping),),)) for mapping in (turns, half)]
     refused: list[tuple[dict[str, Any], dict[str, str], KVCaches]] = [
         ({"keep_host_memory_s": 1}, {}, caches),

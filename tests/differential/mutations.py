@@ -56,12 +56,12 @@ MUTATIONS = (
     Mutation(
         "request_is_never_closed",
         f"{_MANAGER}.on_request_finished",
-        (("self._core.close(request, self._clock())", "pass"),),
+        (("self.core.close(request, self._clock())", "pass"),),
     ),
     Mutation(
         "load_is_never_over",
         f"{_MANAGER}.complete_load",
-        (("self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)", "pass"),),
+        (("self._driver.end_load(pinned, self.requests.get(req_context.req_id), failed=failed)", "pass"),),
     ),
     Mutation(
         "prompt_is_evicted_for_its_own_tail",

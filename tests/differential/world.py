@@ -178,7 +178,7 @@ class Stage:
         self._run = None
 
     def wrong(self, said: Iterable[Said]) -> list[str]:
-        """Return in words which answers the model would not give."""
+        """Describe the answers that the model would not give."""
         said = [one for one in said if one.tokens]
         for weights in sorted({number for one in said for number in one.weights}):
             self._score([one for one in said if weights in one.weights], weights)

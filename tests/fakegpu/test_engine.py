@@ -121,7 +121,7 @@ class Engine(process.Engine):
         self.idle_aborts = 0  # while no copy was in flight
 
     def serve(self, events: Mapping[int, Event]) -> Answers:
-        """Answer all prompts at once; None for one that is aborted. See ``Chapter`` for the events."""
+        """Return the answers to all prompts, sent at once; None for an aborted one. See ``Chapter``."""
         engine, number = self._llm.llm_engine, next(self._numbers)
         self._names = [f"{number}-{place}" for place in range(len(PROMPTS))]
         for name, prompt in zip(self._names, PROMPTS, strict=True):

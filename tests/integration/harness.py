@@ -27,7 +27,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers.fs._root import ChunkFile, Root
 from kvtier_bench.engine.compared import (
     BLOCK_TOKENS,
-    Channel,
+    EngineChannel,
     EngineError,
     end_of,
     engine_arguments,
@@ -266,7 +266,7 @@ class Launcher:
             raise EngineError(f"no answer from the launcher: {error!r}") from error
 
 
-class Engine(Channel):
+class Engine(EngineChannel):
     """One engine in its own process. A context manager that stops it.
 
     Its exit removes vLLM's leftovers in shared memory, but not kvtier's.

@@ -173,11 +173,11 @@ def _name(added: str) -> str:
 
 def _awaiting(llm: Any) -> list[Any]:
     """Return the requests that await chunks that no tier has yet."""
-    return [request for request in _manager(llm)._requests.values() if request.awaits_any]
+    return [request for request in _manager(llm).requests.values() if request.awaits_any]
 
 
 def _core(llm: Any) -> Any:
-    return _manager(llm)._core
+    return _manager(llm).core
 
 
 def _manager(llm: Any) -> Any:

@@ -362,8 +362,8 @@ def test_audits_skip_changed_blocks(make: Make, why: Unfilled) -> None:
             status_table.rows[0].count(StatusField.AUDITS_FAILED)
             status_table.rows[0].mark(slots_of(output.store_spec), why)
         it.manager.complete_store(set(output.keys_to_store), context)
-        assert it.core.is_disabled is (why is Unfilled.FAILED)
-        if it.core.is_disabled:
+        assert it.core.refusal == ("audit" if why is Unfilled.FAILED else None)
+        if it.core.refusal:
             return
     assert it.find(prompt(2, 1), context) == 1
 
@@ -458,7 +458,7 @@ def test_tiers_get_prefill_address(make: Make) -> None:
     it.core.on_event(TierDown(1, "gone"), 0.0)
     assert "from" not in (it.manager.response_params("a", PREFILL) or {})["kvtier"]
     it.manager.on_new_request(ReqContext(req_id="b", kv_transfer_params=told))
-    assert it.manager._requests["b"].addresses == ("10.0.0.1:18570",)
+    assert it.manager.requests["b"].addresses == ("10.0.0.1:18570",)
 
 
 @pytest.mark.parametrize("how", ["reset", "down", "audit", "refused", "disabled", "request"])

@@ -158,7 +158,7 @@ def test_fetch_names_the_peer(make: Make, endpoint: str) -> None:
     named = [int.from_bytes(key[-12:-4], "big") for key in keys[:2]]
     fetch = action("kv.fetch", "1.0", source_control_endpoint=endpoint, block_hashes=named, mode="copy")
     context = it.begin("a", fetch)
-    request = it.manager._requests["a"]
+    request = it.manager.requests["a"]
     assert [request.addresses_for(key) for key in keys] == [(PEER,)] * 2 + [()] * 2
     assert it.end(context) == [("accepted", "ok")]
     elsewhere = {**fetch, "payload": {**fetch["payload"], "block_hashes": [999]}}
@@ -298,8 +298,8 @@ class Hostile:
         self.it.step()
         core = self.it.core
         assert len(core.claims.pinned) <= core.shared.pin_budget
-        assert core.claims._size <= MOST_PER_SLOT * SLOTS
-        assert len(self.it.manager._actions._hints) <= len(self.running)
+        assert core.claims.size <= MOST_PER_SLOT * SLOTS
+        assert len(self.it.manager.actions.running) <= len(self.running)
 
     def load(self, keys: list[OffloadKey], context: ReqContext) -> None:
         """Wait for answers, no longer than the bounds; load what is found, and compare the bytes."""
@@ -333,7 +333,7 @@ def test_hostile_hints_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
         for number in range(1, 7):  # requests without hints have the engine for themselves afterwards
             it.serve(None, number, 6)
         it.end(most=0)
-        assert not it.it.manager._actions._hints
+        assert not it.it.manager.actions.running
         it.clock.now += LONGEST_S + REMEMBERED_S
         it.it.step()
         it.it.step()

@@ -75,7 +75,7 @@ def test_judged_group(
     spec._settings = spec._settings.model_copy(update={"load_gate": "latency"})
     manager: Any = spec.get_manager()
     try:
-        assert manager._core.shared.gate.window_chunks == window_chunks
+        assert manager.core.shared.gate.window_chunks == window_chunks
         assert (None if manager._steps is None else manager._steps._group) == judged
     finally:
         cache.connector.shutdown()

@@ -79,7 +79,7 @@ class Engine:
 
     def refused(self) -> dict[str, int]:
         manager: Any = self.scheduler.manager
-        return {name[1]: n for name, n in manager._core.shared.counts.items() if name[0] == "store_refused"}
+        return {name[1]: n for name, n in manager.core.shared.counts.items() if name[0] == "store_refused"}
 
 
 @pytest.fixture(

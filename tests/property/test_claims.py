@@ -175,7 +175,7 @@ class World:
             self.chance.choice(((), (), (), ("a",), ("a", "b"))),
         )
         self.requests.append(Request())
-        self.core.claims.begin(self.requests[-1], terms)
+        self.core.claims.start_request(self.requests[-1], terms)
         named = self._named(terms.name)
         self.reference.stop(named)
         if terms.kept_s:

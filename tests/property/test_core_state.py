@@ -325,7 +325,7 @@ class CoreMachine(RuleBasedStateMachine):
         request.releases = releases and priority == 0
         request.priority_s = priority_s
         if terms is not None:
-            self.core.claims.begin(request, terms)
+            self.core.claims.start_request(request, terms)
         is_windowed = group_index(prompt[0]) in self.windowed
         patience_s = REQUEST_DEADLINE_S + wait_s
         self.askers.append(Asker(prompt[:length], backwards and is_windowed, request, patience_s=patience_s))

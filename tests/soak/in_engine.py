@@ -62,7 +62,7 @@ def transfers(llm: Any) -> dict[str, float]:
 
 def _core(llm: Any) -> Any:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    return scheduler.connector.connector_scheduler.manager._core
+    return scheduler.connector.connector_scheduler.manager.core
 
 
 def _objects() -> Counter[str]:

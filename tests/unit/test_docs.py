@@ -233,7 +233,7 @@ def test_page_names_exist(page: Path) -> None:
     )
     assert [name for name in modules if not module_exists(name)] == []
 
-    paths = re.findall(r"^(?:tests|docs|examples|plugins|kvtier|\.ci)/[\w./-]+", code, re.MULTILINE)
+    paths = re.findall(r"(?<!\S)(?:tests|docs|examples|plugins|kvtier|\.ci)/[\w./-]+", code)
     assert [path for path in paths if not (ROOT / path).exists() and not path.endswith(".json")] == []
 
     sessions = re.findall(r"nox -s (\w+)", code)

@@ -197,7 +197,7 @@ async def opened(*tiers: AnyTier, **settings: Any) -> AsyncIterator[World]:
 
 
 class Gate:
-    """Copies that wait to be let through, and say when one has begun."""
+    """Copies that wait until the test releases them, with an event for each start."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

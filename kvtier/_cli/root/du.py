@@ -28,7 +28,7 @@ class UsagePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class DiskUsage:
     """How much of a disk a root takes."""
 
     root: str
@@ -37,8 +37,8 @@ class Usage:
     ledger_is_wrong: bool  # whether it differs from ``bytes`` by more than engines write meanwhile
     leased_bytes: int | None  # leased by writing engines; None without a ledger
     writers: int | None  # engines that have it open; None without a ledger
-    total_bytes: int  # of its file system
-    free_bytes: int  # of its file system, for unprivileged users
+    total_bytes: int  # size of its file system
+    free_bytes: int  # free in its file system, for unprivileged users
     unreadable: int  # directories missing from the sums
     parts: list[UsagePart]
 
@@ -56,7 +56,7 @@ def command(root: RootArgument, as_json: JsonFlag = False) -> None:
     finish(taken, _show, as_json=as_json, is_healthy=not taken.unreadable)
 
 
-def _usage(root: Root, tick: Tick) -> Usage:
+def _usage(root: Root, tick: Tick) -> DiskUsage:
     measure = Measure(root, tick)
     parts = [part for one in root.namespaces() for part in _parts(measure, one)]
     parts.append(UsagePart("", "ledger", measure.bytes(ledger.FOLDER)))
@@ -64,7 +64,7 @@ def _usage(root: Root, tick: Tick) -> Usage:
     disk, accounts = os.fstatvfs(root.fd), ledger.read(root.fd)
     counted = sum(part.bytes for part in parts)
     known = accounts if accounts is not None and accounts.is_exact else None
-    return Usage(
+    return DiskUsage(
         root=str(root.path),
         bytes=counted,
         ledger_bytes=None if known is None else known.used,
@@ -79,7 +79,7 @@ def _usage(root: Root, tick: Tick) -> Usage:
     )
 
 
-def _show(usage: Usage) -> None:
+def _show(usage: DiskUsage) -> None:
     rows = [(part.namespace, part.part, Bytes(part.bytes)) for part in usage.parts]
     table(usage.root, ("namespace", "part", "bytes"), [*rows, ("", "in all", Bytes(usage.bytes))])
     print_line(f"file system: {Bytes(usage.free_bytes)} of {Bytes(usage.total_bytes)} free")

@@ -39,10 +39,10 @@ class CollectionResult:
 
     root: str
     dry_run: bool
-    bytes_before: int  # of the root on disk, or of the one namespace
+    bytes_before: int  # disk use of the root, or of the one namespace
     bytes_after: int
     max_bytes: int | None
-    leftover_bytes: int  # of dead writers, old epochs, orphaned chunks and the quarantine
+    leftover_bytes: int  # dead writers, old epochs, orphaned chunks and the quarantine
     expired_files: int
     expired_bytes: int
     evicted_files: int

@@ -16,11 +16,11 @@ class CacheListing:
 
     namespace: str
     model: str | None  # None if the manifest cannot be read
-    digest: str | None  # of the identity, in hexadecimal; None if the manifest belongs to another cache
+    digest: str | None  # the identity's, in hexadecimal; None if the manifest belongs to another cache
     groups: list[int]  # KV cache groups with chunks
     epoch: int | None  # the one an engine would join now; None if unknown
-    chunks: int  # of that epoch
-    old_chunks: int  # of other epochs, removed when unused
+    chunks: int  # chunks of that epoch
+    old_chunks: int  # chunks of other epochs, removed when unused
     bytes: int  # on disk, old chunks included
     in_use: bool | None  # whether a living process has it open; None if unknown
     last_use: float | None  # Unix time of the last use of a chunk; None without chunks

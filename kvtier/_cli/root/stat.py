@@ -21,7 +21,7 @@ _NO_KEY = OffloadKey(b"")
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkState:
+class ChunkReport:
     """The state of one chunk's file. Fields from its trailer are None if it has none."""
 
     path: str
@@ -48,13 +48,13 @@ def command(
     finish(state, _show, as_json=as_json, is_healthy=state.finding == Integrity.SOUND)
 
 
-def _show(state: ChunkState) -> None:
+def _show(state: ChunkReport) -> None:
     shown = {**asdict(state), "written": ago(state.written), "used": ago(state.used)}
     del shown["path"]
     table(state.path, ("what", "value"), [(name.replace("_", " "), value) for name, value in shown.items()])
 
 
-def _state_of(path: Path) -> ChunkState:
+def _state_of(path: Path) -> ChunkReport:
     """Return the state of a chunk's file. TierError if it cannot be read or is not a chunk file."""
     try:
         found = os.stat(path, follow_symlinks=False)
@@ -64,7 +64,7 @@ def _state_of(path: Path) -> ChunkState:
     except OSError as error:
         raise TierError(f"{path} cannot be read: {error.strerror}") from error
     sealed = check.sealed
-    return ChunkState(
+    return ChunkReport(
         path=str(path),
         finding=check.finding,
         hash=sealed.key[:-4].hex() if sealed else None,

@@ -54,7 +54,7 @@ class CacheVerification:
     strays: int  # other files among the chunks; they stay
     quarantined: int  # in the quarantine, including files just moved
     set_aside: int  # moved to the quarantine just now
-    problem: str  # of the whole cache; "" if there is none
+    problem: str  # one of the whole cache; "" if there is none
     ill: list[DamagedFile]  # the first MOST_LISTED
 
     @property

@@ -37,7 +37,7 @@ class Gets:
         """Get keys from a tier, the first ``count`` of them into free slots."""
         first = next(iter(waiters), None) or Request()
         in_place, table = self._shared.tiers[tier].in_place, self._shared.table
-        chunks = table.take(keys[:count], first.run, first.places, visible=False, in_place=in_place)
+        chunks = table.assign_slots(keys[:count], first.run, first.places, visible=False, in_place=in_place)
         self._holds.promoting.update(chunks)
         transfer = self._shared.start_transfer(tier, keys, chunks, now_s, is_put=False)
         transfer.located = located

@@ -27,8 +27,8 @@ class Promotions:
         self._windowed = shared.windowed
         self._gets = Gets(shared, self.holds)
         self.land_verified = self._gets.land_verified
-        self._tiers = TierOrder(shared, self.holds, self._gets)
-        self.waits = Waits(shared, self.holds, self._gets, self._tiers)
+        self.waits = Waits(shared, self.holds, self._gets)
+        self._tiers = TierOrder(shared, self.holds, self._gets, self.waits)
         self._refusals: list[str | None] = []  # per tier, in the last round
         self._has_new_refusals = False
         self._tried: tuple[Request | None, int] = (None, 0)  # the last first in line, and ``holds.changes``
@@ -37,6 +37,10 @@ class Promotions:
         """Note whether a tier began to accept or to refuse gets since the last round."""
         refusals = [status.get_refusal(now_s) for status in self._shared.tiers]
         self._has_new_refusals, self._refusals = refusals != self._refusals, refusals
+
+    def follow_waits(self, now_s: float) -> list[Request]:
+        """Ask again for awaited chunks; return the requests for which something may be promoted now."""
+        return self.waits.follow(now_s, self._tiers.ask)
 
     def promote_wanted(self, request: Request, now_s: float) -> None:
         """Start gets of the keys that the request wants, as far as the budget goes.

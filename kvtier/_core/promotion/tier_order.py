@@ -7,6 +7,7 @@ from itertools import groupby
 
 from kvtier._core.promotion.gets import Gets
 from kvtier._core.promotion.holds import Holds
+from kvtier._core.promotion.waits import Waits
 from kvtier._core.promotion.wanted import Waiters, allowed_tiers, loading, of_use
 from kvtier._core.requests import Request
 from kvtier._core.shared import Keys, SharedState
@@ -19,10 +20,11 @@ _WAIT = "wait"
 class TierOrder:
     """Chooses the tier for each get. If there is none, the keys are absent for the waiting requests."""
 
-    def __init__(self, shared: SharedState, holds: Holds, gets: Gets) -> None:
+    def __init__(self, shared: SharedState, holds: Holds, gets: Gets, waits: Waits) -> None:
         self._shared = shared
         self._holds = holds
         self._gets = gets
+        self._waits = waits
 
     def ask(self, keys: Keys, waiters: Waiters, now_s: float, first_tier: int, slot_use: SlotUse) -> None:
         """Look for keys in the next tier that may be asked; if there is none, they are absent."""
@@ -60,9 +62,7 @@ class TierOrder:
                 self.ask(keys, locating, now_s, tier, SlotUse.NONE)
                 waiters = loading(waiters)
         for request in waiters:
-            request.mark_nowhere(keys, now_s)
-            if request.wait is not None and request.wait.keys and request.wait.until_s is not None:
-                self._holds.leave_line(request, request.wait.until_s)
+            self._waits.mark_nowhere(request, keys, now_s)
 
     def _ask_in_place(
         self, tier: int, keys: Keys, waiters: Waiters, now_s: float, slot_use: SlotUse

@@ -20,10 +20,10 @@ from kvtier._core.tiers.load_gate import LoadGateMode
 from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier.keys import OffloadKey
 
-_DRAIN_SHARE = 0.5  # of a deadline, within which queued puts should end
+_DRAIN_SHARE = 0.5  # share of a deadline within which queued puts should end
 _SLOW_SHARE = 0.75
 
-_WEIGHT = 0.3  # of the last put in the running mean
+_WEIGHT = 0.3  # weight of the last put in the running mean
 _SLOWED = 2.0  # a get that takes this many times its usual time is held up
 _NOTICEABLE_S = 0.02  # ... if the excess is at least this
 _LEAST_SHARE = 1 / 64
@@ -59,7 +59,7 @@ class PutPressure:
     """
 
     def __init__(self, drain_s: float, width: int) -> None:
-        self.share = 1.0  # of the bound that is admitted now; delayed gets lower it
+        self.share = 1.0  # share of the bound that is admitted now; delayed gets lower it
         self._drain_s = drain_s
         self._width = width
         self._chunk_s: float | None = None

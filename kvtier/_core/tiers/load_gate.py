@@ -23,7 +23,7 @@ _PROBE_EVERY_S = 5.0  # longest pause
 _PROBE_AGAIN_S = 0.5  # after a probe for chunks that the tier lacked
 _PROBE_S = 0.25  # longest estimated time of a probe ...
 _PROBE_CHUNKS = 8  # ... and its most chunks
-_ROUND_S = 0.1  # of computing per round, besides the first request in line
+_ROUND_S = 0.1  # computing time per round, besides the first request in line
 _NEXT_ROUND_S = 0.02
 _LEAST_S = 1e-7  # lower bound of any time
 
@@ -43,7 +43,11 @@ class TierSpeed:
         self.probe_from_s = -inf  # when the next probe may begin
         self.probe_wait_s = _FIRST_PROBE_S  # pause between that probe and the next
         self._doubted_s: float | None = None  # end of the last get, if that was an outlier
-        self._variance = (0.0, 0.0, 0.0)  # of the latency, covariance, of the time per chunk
+        self._variance = (
+            0.0,
+            0.0,
+            0.0,
+        )  # variance of the latency, covariance, variance of the time per chunk
 
     @property
     def is_known(self) -> bool:

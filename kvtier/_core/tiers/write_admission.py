@@ -22,7 +22,7 @@ _LEAST_WINDOW = 256  # offers of sampled keys before the share of reuse is judge
 _LOW, _HIGH = 0.02, 0.05  # puts stop paying below this share of reuse, and pay again above
 _TRIAL_CHUNKS = 256  # consecutive offers that are all put although puts do not pay ...
 _TRIAL_SHARE = 16  # ... in one of this many such series
-_BURST_S = 3600.0  # of the budget may be used at once
+_BURST_S = 3600.0  # the budget for this time may be used at once
 _DAY_S = 86_400.0
 _NONE: Mapping[str, int] = {}
 
@@ -48,7 +48,7 @@ class WriteAdmission:
         self._remembered = remembered
         self._sample: OrderedDict[OffloadKey, None] = OrderedDict()
         self._window = _LEAST_WINDOW
-        self._offers = self._reuses = 0.0  # of sampled keys, lately
+        self._offers = self._reuses = 0.0  # recent ones of sampled keys
         self._offered = 0
         self._per_s = inf if chunks_per_day is None else chunks_per_day / _DAY_S
         self._left = self._most_left = max(1.0, self._per_s * _BURST_S)

@@ -52,7 +52,7 @@ class _Buffer:
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.int8, pin_memory=pinned)
         self.used: Any = None  # the event after the device's last copies with it
-        self.arriving: CopyPlan | None = None  # of a store: copies to the slots, after the device's
+        self.arriving: CopyPlan | None = None  # a store's copies to the slots, after the device's
 
     def finish(self) -> None:
         """Block until the device has ended its copies, and copy arrived bytes to the slots."""

@@ -30,21 +30,21 @@ class Actions:
         self._core = core
         self._peers = peers
         self._clock = clock
-        self._hints: dict[str, list[Hint]] = {}  # of running requests
+        self.running: dict[str, list[Hint]] = {}  # the hints of running requests, by name
 
     @property
     def capabilities(self) -> list[tuple[str, str]]:
         """The types of actions that this engine executes, and their versions."""
         return [(name, version) for name, (version, _) in hints.TYPES.items() if not self._lack(name)]
 
-    def begin(self, request: Request, given: list[Hint], own_session: str = "") -> bool:
+    def execute(self, request: Request, given: list[Hint], own_session: str = "") -> bool:
         """Execute the hints of an arriving request; return whether all chunks of its prompt count.
 
         ``own_session`` is the id of its session in vLLM.
         """
         if not given:
             return False
-        self._hints[request.name] = given
+        self.running[request.name] = given
         terms = Terms("")
         for hint in given:
             if hint.action is not None:
@@ -55,12 +55,12 @@ class Actions:
         terms.name = terms.name or f"request {request.name}"
         is_claimed = bool(terms.kept_s or terms.next_use_s)
         if is_claimed or terms.releases:
-            self._core.claims.begin(request, terms)
+            self._core.claims.start_request(request, terms)
         return is_claimed or request.priority > DEFAULT
 
     def outcomes(self, request: Request) -> list[Hint]:
         """Return the hints of a running request, with the outcomes as far as they are known."""
-        given, claim = self._hints.get(request.name, []), request.terms and request.terms.name
+        given, claim = self.running.get(request.name, []), request.terms and request.terms.name
         for hint in given:
             if hint.outcome not in ("accepted", "clipped"):
                 continue
@@ -73,11 +73,11 @@ class Actions:
                 hint.outcome, hint.reason = "clipped", "budget"
         return given
 
-    def end(self, request: Request) -> None:
+    def count_outcomes(self, request: Request) -> None:
         """Count the outcomes of a request's hints when it ends."""
         for hint in self.outcomes(request):
             self._core.shared.counts["hint_actions", hint.type, hint.outcome, hint.reason] += 1
-        self._hints.pop(request.name, None)
+        self.running.pop(request.name, None)
 
     def _lack(self, kind: str) -> str:
         """Return why no action of a type is executed, in a word of ``HINT_ACTIONS``; empty if it is."""

@@ -232,7 +232,7 @@ class EngineContext:
             return True
         pools = {manager.block_pool for manager in cache.coordinator.single_type_managers}
         in_use = (pool.num_gpu_blocks - pool.get_num_free_blocks() for pool in pools)
-        null_block = 1  # of each pool, always in use
+        null_block = 1  # each pool has one, always in use
         return max(in_use) > null_block or any(len(pool.cached_block_hash_to_block) for pool in pools)
 
     def forget_withdrawn_blocks(self) -> None:

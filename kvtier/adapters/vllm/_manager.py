@@ -62,8 +62,8 @@ class Slots(LoadStoreSpec):
     """Where chunks are in the primary tier; goes to the workers."""
 
     slots: list[int]
-    request: str = ""  # of a load: whose chunks they are
-    chunks: Sequence[int] = ()  # of a store: how many there are, by the id of their group
+    request: str = ""  # a load's: whose chunks they are
+    chunks: Sequence[int] = ()  # a store's: their number, by the id of their group
 
 
 _OF_NEW_CHUNKS = RequestOffloadingContext()
@@ -127,7 +127,7 @@ class KVTierManager(OffloadingManager):
         explainer: Explainer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._core = core
+        self.core = core
         self._engine = engine or EngineFacts()
         self._published = published or Published(core, executor.activity)
         self._workers = self._published.workers
@@ -152,14 +152,16 @@ class KVTierManager(OffloadingManager):
         self._explainer = explainer or Explainer(self._published.names, clock=clock)
         self._explainer.traces = self._driver.traces
         self._hints = HintReader(clock)
-        self._actions = Actions(core, peers, clock)
-        self._published.tell_capabilities(self._actions.capabilities)
-        self.session = ""  # of the request that arrives next
+        self.actions = Actions(core, peers, clock)
+        self._published.tell_capabilities(self.actions.capabilities)
+        self.session = ""  # the session of the request that arrives next
         self._clock = clock
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
         self._failed_loads: set[str] = set()  # requests in ``_loads``
-        self._load_sources: dict[OffloadKey, CacheHitSource] = {}  # of the last load, the tiers' chunks
+        self._load_sources: dict[
+            OffloadKey, CacheHitSource
+        ] = {}  # chunks of the last load that came from tiers
         self._stores: dict[OffloadKey, Reservation] = {}
         self._doubtful: set[Reservation] = set()  # stores in flight that may hold no KV
         self._flushing: list[_Flushing] = []
@@ -169,27 +171,27 @@ class KVTierManager(OffloadingManager):
     # --- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if req_context.req_id in self._requests:  # an earlier one of this name has not ended
+        if req_context.req_id in self.requests:  # an earlier one of this name has not ended
             self.on_request_finished(req_context)
         tiers = allowed_tiers(req_context.load_tier_filter, self._published.locations)
-        request = self._requests[req_context.req_id] = Request(req_context.req_id, tiers)
+        request = self.requests[req_context.req_id] = Request(req_context.req_id, tiers)
         params, session, self.session = req_context.kv_transfer_params, self.session, ""
         is_asked, hints = self._hints.read(req_context.req_id, params, req_context.kv_hints)
-        needs_all = self._actions.begin(request, hints, session)
+        needs_all = self.actions.execute(request, hints, session)
         request.no_store = "neighbour" if self._engine.is_blind else None
         request.places = places_of(req_context)
         if is_asked or self._explainer.is_on:
             self._explainer.follow(req_context, request, hints, is_asked=is_asked)
-        is_selective = any(status.writes.is_selective for status in self._core.shared.tiers)
-        needs_all = needs_all or is_selective or is_prefill(params) or bool(self._core.table.orders[LOW])
+        is_selective = any(status.writes.is_selective for status in self.core.shared.tiers)
+        needs_all = needs_all or is_selective or is_prefill(params) or bool(self.core.table.orders[LOW])
         return _OF_ALL_CHUNKS if needs_all else _OF_NEW_CHUNKS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See vLLM. Copies of the request can still be in flight."""
-        request = self._requests.pop(req_context.req_id, None)
+        request = self.requests.pop(req_context.req_id, None)
         if request is not None:
-            self._actions.end(request)
-            self._core.close(request, self._clock())
+            self.actions.count_outcomes(request)
+            self.core.close(request, self._clock())
             self._explainer.forget(request.name)
         if self._steps is not None:
             self._steps.forget(req_context.req_id)
@@ -203,8 +205,8 @@ class KVTierManager(OffloadingManager):
         ours: dict[str, Any] = {}
         if (explained := self._explainer.answer(req_id)) is not None:
             ours[EXPLAINED] = msgspec.to_builtins(explained)
-        if (request := self._requests.get(req_id)) is not None:
-            hints = self._actions.outcomes(request)
+        if (request := self.requests.get(req_id)) is not None:
+            hints = self.actions.outcomes(request)
             named = [{key: getattr(hint, key) for key in _TOLD} for hint in hints if hint.action_id]
             ours.update({OUTCOMES: named} if named else {})
         if is_prefill(params):
@@ -218,8 +220,8 @@ class KVTierManager(OffloadingManager):
         their deadline. Empty if no chunk gets into a tier: none takes puts, the request stores nothing, or a
         reset was before.
         """
-        core, shared = self._core, self._core.shared
-        if core.epoch or core.is_disabled or self._store_refusal(req_id):
+        core, shared = self.core, self.core.shared
+        if core.epoch or self._store_refusal(req_id):
             return {}
         tiers = {
             index: it
@@ -234,7 +236,7 @@ class KVTierManager(OffloadingManager):
 
     def restart(self, req_id: str) -> None:
         """Note that a request gets new blocks, also if no chunk of it is looked up."""
-        if (request := self._requests.get(req_id)) is not None and request.no_store == "preempted":
+        if (request := self.requests.get(req_id)) is not None and request.no_store == "preempted":
             request.no_store = None
 
     # --- lookups and loads -----------------------------------------------------------------------
@@ -243,26 +245,26 @@ class KVTierManager(OffloadingManager):
         """See vLLM. Asked for each key of each waiting request in each step."""
         if self._events:
             self._driver.on_events(self._events)
-        request = self._requests[req_context.req_id]
-        answer = self._core.repeat_answer(key, request) if request.answers_stand else None
+        request = self.requests[req_context.req_id]
+        answer = self.core.repeat_answer(key, request) if request.answers_stand else None
         if answer is None:
-            answer = self._core.lookup(key, request)
+            answer = self.core.lookup(key, request)
             if self._steps is not None and key == request.first:
                 request.base = self._steps.place(req_context, key) or 0
         return _RESULTS[answer]
 
     def is_audited(self, req_id: str) -> bool:
         """Return whether a load of what a request's lookups have found is audited, so that it can fail."""
-        audits, visible = self._slot_checksums, self._core.table.visible
-        if audits is None or (request := self._requests.get(req_id)) is None:
+        audits, visible = self._slot_checksums, self.core.table.visible
+        if audits is None or (request := self.requests.get(req_id)) is None:
             return False
         found = [*request.held, *filter(None, map(visible.get, request.hits))]
         slots = [chunk.slot for chunk in found]
         return any(audits.audited(slots, area) for area in range(audits.areas))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        request = self._requests[req_context.req_id]
-        pinned = self._core.acquire(list(keys), request)
+        request = self.requests[req_context.req_id]
+        pinned = self.core.acquire(list(keys), request)
         self._loads[req_context.req_id] = pinned
         self._published.stream.loaded(keys)
         if self._steps is not None:
@@ -291,7 +293,7 @@ class KVTierManager(OffloadingManager):
         self._failed_loads.discard(req_context.req_id)
         if failed:
             self._explainer.load_failed(req_context.req_id)
-        self._driver.end_load(pinned, self._requests.get(req_context.req_id), failed=failed)
+        self._driver.end_load(pinned, self.requests.get(req_context.req_id), failed=failed)
 
     def fail_loads(self, req_ids: Iterable[str]) -> None:
         """Note that the loads of these requests, about to be completed, did not bring their bytes.
@@ -312,15 +314,15 @@ class KVTierManager(OffloadingManager):
         """
         if self._events:  # the first slots, say
             self._driver.on_events(self._events)
-        request = self._requests.get(req_context.req_id)
+        request = self.requests.get(req_context.req_id)
         if request is not None:  # vLLM's first model runner names no request that resumes after a preemption
-            self._core.scheduled(request)
+            self.core.scheduled(request)
         if refusal := self._store_refusal(req_context.req_id):
-            self._core.shared.counts["store_refused", refusal] += len(keys)
+            self.core.shared.counts["store_refused", refusal] += len(keys)
             # An empty answer: vLLM does not offer the chunks again.
             return PrepareStoreOutput(keys_to_store=[], store_spec=Slots([]), evicted_keys=[])
         keys = list(keys)
-        reservation = self._core.reserve(keys, request)
+        reservation = self.core.reserve(keys, request)
         if self._steps is not None and request is not None:
             self._steps.offered(req_context, keys, request.first)
         if reservation is None:
@@ -329,7 +331,7 @@ class KVTierManager(OffloadingManager):
         if stored:
             self._stores[stored[0]] = reservation
         else:
-            self._core.abort(reservation)
+            self.core.abort(reservation)
         return PrepareStoreOutput(
             keys_to_store=stored,
             store_spec=Slots(reservation.slots, chunks=_count_by_group(stored)),
@@ -360,14 +362,14 @@ class KVTierManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """See vLLM. Called in each step, before or after its stores, by version."""
         for req_id in context.preempted_req_ids:  # a reset's, perhaps: they may be named as new, too
-            if (request := self._requests.get(req_id)) is not None:
-                self._core.restart(request)
+            if (request := self.requests.get(req_id)) is not None:
+                self.core.restart(request)
                 request.is_placed = request.is_placed and not self._engine.names_resumed
                 if self._steps is not None:
                     self._steps.forget(req_id)
         for req_id in context.new_req_ids:
-            if (request := self._requests.get(req_id)) is not None:
-                self._core.scheduled(request)
+            if (request := self.requests.get(req_id)) is not None:
+                self.core.scheduled(request)
                 if request.is_placed and not TRACKS_BLOCKS:  # a session: vLLM appends its blocks
                     request.no_store = "session"
                 elif request.no_store == "preempted":
@@ -383,14 +385,12 @@ class KVTierManager(OffloadingManager):
             self._explainer.step_ended(context.new_req_ids)
         if not REPORTS_RESET_FLUSH:
             self._count_down()
-        if self._core.is_disabled:
-            self._stop_copying("audit", "a chunk was damaged")
-        elif self._workers.is_lost:
-            self._stop_copying("device_lost", "a worker's device is lost")
+        if self._workers.is_lost:
+            self._stop_copying()
 
     def has_pending_work(self) -> bool:
         """See vLLM. Puts need no steps. Steps give back slots that a reset cut off, and prefetch chunks."""
-        return bool(self._flushing) or self._core.claims.is_promoting
+        return bool(self._flushing) or self.core.claims.is_promoting
 
     def reset_cache(self) -> None:
         """See vLLM, which drops its record of running copies; the workers still finish them.
@@ -428,7 +428,7 @@ class KVTierManager(OffloadingManager):
         self._closed = True
         self._driver.on_events(self._events)
         self._published.warn_of_chunks_not_put()
-        dropped = DroppedPuts(self._core, self._drain_s, logger, lambda: self._core.shared.counts)
+        dropped = DroppedPuts(self.core, self._drain_s, logger, lambda: self.core.shared.counts)
         if unconfirmed := sum(len(store.chunks) for store in self._stores.values()):
             logger.warning(
                 "shutdown: %d chunks were still being copied from the device; they are lost", unconfirmed
@@ -457,16 +457,16 @@ class KVTierManager(OffloadingManager):
 
     def _store_refusal(self, req_id: str) -> str | None:
         """Return why a request stores nothing, in a word of ``reasons.STORE_REFUSED``; else None."""
-        refusal = self._core.refusal or ("reset" if self._has_old_blocks else None)
-        if (request := self._requests.get(req_id)) is not None:
+        refusal = self.core.refusal or ("reset" if self._has_old_blocks else None)
+        if (request := self.requests.get(req_id)) is not None:
             refusal = refusal or request.no_store
         return refusal or self._engine.why_not_stored(req_id)
 
-    def _stop_copying(self, reason: str, text: str) -> None:
+    def _stop_copying(self) -> None:
         """Submit no more copies to the workers. The engine itself continues."""
-        if self._core.refusal is None:
-            self._core.refusal = reason
-            logger.error("%s: nothing is stored or loaded any more until a restart", text)
+        if self.core.refusal is None:
+            self.core.refusal = "device_lost"
+            logger.error("a worker's device is lost: nothing is stored or loaded any more until a restart")
 
     def _end_store(self, reservation: Reservation, success: bool, request: str = "") -> None:
         """End a store; drop what workers did not fill. If one has lost its device, never use the slots again.
@@ -481,13 +481,13 @@ class KVTierManager(OffloadingManager):
         if reservation in self._doubtful:
             self._doubtful.discard(reservation)
             unfilled = dict.fromkeys(reservation.slots, "neighbour") | unfilled
-        self._core.drop_unfilled(reservation, unfilled)
+        self.core.drop_unfilled(reservation, unfilled)
         if marks and self._workers.is_lost:
-            self._stop_copying("device_lost", "a worker's device is lost")
+            self._stop_copying()
         elif success:
             self._driver.commit(reservation, request)
         else:
-            self._core.abort(reservation)
+            self.core.abort(reservation)
 
     def _count_down(self) -> None:
         for flushing in self._flushing:

@@ -28,8 +28,8 @@ from kvtier._device.base import (
     KVCaches,
     PageMapping,
     PageRef,
+    PieceRun,
     Pinning,
-    Run,
 )
 from kvtier._log import GuardedLogger
 from kvtier._memory.region import Region
@@ -84,7 +84,7 @@ def _mapping(ref: CanonicalKVCacheRef) -> PageMapping:
             "canonical_layout"
         )
     runs = tuple(
-        Run(
+        PieceRun(
             run.local_offset,
             run.canonical_offset,
             run.fragment_size,

@@ -46,7 +46,7 @@ from kvtier._execution.executor import NamedTier, time_left
 from kvtier._identity import Identity
 from kvtier._isolation.process import AnyExecutor
 from kvtier._memory import numa
-from kvtier._memory.population import Part
+from kvtier._memory.population import SlotPart
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
@@ -189,7 +189,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
             core,
             executor,
             self._published(core, executor, tiers, status_table),
-            self._facts(),
+            EngineFacts(
+                steps_ahead=self._engine.steps_ahead,
+                names_resumed=self._engine.vllm_config.use_v2_model_runner,
+                is_blind=self._is_blind,
+                has_blocks=self._engine.has_blocks,
+                why_not_stored=self._engine.why_not_stored,
+            ),
             sources=[
                 CacheHitSource.DISK if it.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
                 for it in tiers
@@ -204,15 +210,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
             on_shutdown=partial(
                 _shut_down, executor, region, status_table, self._settings.drain_on_shutdown_s
             ),
-        )
-
-    def _facts(self) -> EngineFacts:
-        return EngineFacts(
-            steps_ahead=self._engine.steps_ahead,
-            names_resumed=self._engine.vllm_config.use_v2_model_runner,
-            is_blind=self._is_blind,
-            has_blocks=self._engine.has_blocks,
-            why_not_stored=self._engine.why_not_stored,
         )
 
     def _status_table(self, region: Region) -> StatusTable:
@@ -380,18 +377,18 @@ def _neighbours() -> Sequence[Mapping[str, Any]]:
     return others
 
 
-def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[Part]:
+def _numa_parts(shape: SlotShape, status_table: StatusTable) -> list[SlotPart]:
     """Return the NUMA node of each part of a slot, as far as workers, which vLLM makes first, reported it."""
     if len(numa.online()) < 2:
         return []
     nodes = [row[StatusField.NODE] - 1 if row[StatusField.NODE] else None for row in status_table.rows]
     if shape.areas < len(nodes) or len(set(nodes)) == 1:
-        return [Part(0, shape.chunk_bytes, nodes[0] if len(set(nodes)) == 1 else None)]
+        return [SlotPart(0, shape.chunk_bytes, nodes[0] if len(set(nodes)) == 1 else None)]
     size = shape.area_bytes
-    return [Part(rank * size, size, node) for rank, node in enumerate(nodes)]
+    return [SlotPart(rank * size, size, node) for rank, node in enumerate(nodes)]
 
 
-def _populate(region: Region, events: deque[Event], parts: Sequence[Part]) -> None:
+def _populate(region: Region, events: deque[Event], parts: Sequence[SlotPart]) -> None:
     """Start allocating the slots; return when the first are usable, or after two seconds.
 
     The engine is ready when this returns, and its first requests should find slots. The rest follows in the

@@ -26,7 +26,7 @@ class FileCheck:
     inode: int = 0
     sealed: seal.Sealed | None = None  # None without a trailer
     errno: int = 0  # if it is unreadable
-    checksum: int | None = None  # of the chunk's bytes, or of a damaged trailer
+    checksum: int | None = None  # checksum of the chunk's bytes, or of a damaged trailer
 
 
 class FileChecker:

@@ -49,7 +49,7 @@ _FIRST_TRY_PAUSE_S: Final = 2.0
 _LONGEST_TRY_PAUSE_S: Final = 60.0
 _LINES_EVERY_S: Final = 30.0
 _log = GuardedLogger("kvtier.tiers.fs")
-_log_limit = LogLimit(_LINES_EVERY_S)  # of the process: each attempt to open makes another tier
+_log_limit = LogLimit(_LINES_EVERY_S)  # for the whole process: each attempt to open makes another tier
 
 
 class OpenNamespace:

@@ -72,7 +72,7 @@ class Manifest:
     """The contents of ``config.json``."""
 
     fields: dict[str, Any]  # empty if it cannot be read
-    digest: bytes | None  # of the identity; None if it does not match the directory's name
+    digest: bytes | None  # the identity's; None if it does not match the directory's name
     problem: str  # why it is unusable; "" if it is valid, or missing: the next engine writes it
 
     @property
@@ -86,7 +86,7 @@ class Namespace:
 
     def __init__(self, root: Root, name: str, data_dirs: list[DataDir]) -> None:
         self._root = root
-        self.name = name  # of its directory
+        self.name = name  # its directory's name
         self.data_dirs = sorted(data_dirs, key=lambda found: found.epoch)  # when the root was listed
 
     @cached_property

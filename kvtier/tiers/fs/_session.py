@@ -45,7 +45,7 @@ _CHUNKS_TO_OPEN: Final = 16
 _FULL: Final = frozenset(-number for number in NO_ROOM)
 _NEEDS_ROOM: Final = _FULL | {Result.MAX_BYTES, Result.MIN_FREE}
 _FLUSH_S: Final = 0.02
-_ROOM_SHARE: Final = 0.2  # of a put's deadline, to wait for room
+_ROOM_SHARE: Final = 0.2  # share of a put's deadline to wait for room
 
 
 class Session:

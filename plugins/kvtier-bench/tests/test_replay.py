@@ -178,7 +178,7 @@ class Service:
         return web.json_response({"data": [{"id": "it", "max_model_len": 1000}]})
 
     async def page(self, _: web.Request) -> web.Response:
-        """Tell of a cache that never has anything."""
+        """Report a cache that never has anything."""
         if not self._has_metrics:
             return web.Response(status=404)
         computed = sum(len(order["words"]) for order in self.orders)

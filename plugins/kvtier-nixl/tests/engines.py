@@ -20,6 +20,8 @@ from kvtier import Identity
 from kvtier._settings import validation
 from kvtier.tiers import Status
 from kvtier_nixl import NixlConfig, NixlTier
+from kvtier_nixl._agent import Agent
+from kvtier_nixl._peers import Peers
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import absent, free_port
 
@@ -60,6 +62,23 @@ async def opened(
     require_nixl()
     async with TierRig(NixlTier(config(*peers, **settings)), identity(name), chunk_bytes).opened() as it:
         yield it
+
+
+def tier_of(it: TierRig) -> NixlTier:
+    assert isinstance(it.tier, NixlTier)
+    return it.tier
+
+
+def agent_of(it: TierRig) -> Agent:
+    """Return the NIXL agent of an open tier."""
+    return tier_of(it)._opened
+
+
+def peers_of(it: TierRig) -> Peers:
+    """Return the peers of an open tier."""
+    peers = tier_of(it)._peers
+    assert peers is not None
+    return peers
 
 
 async def until_found(it: TierRig, numbers: range) -> None:
@@ -153,8 +172,7 @@ async def obey(it: TierRig, tasks: TaskGroup) -> None:
 
 async def begin_read(it: TierRig, tasks: TaskGroup, process: int) -> None:
     """Have a read in flight, from a process that is stopped once its chunks are leased."""
-    assert isinstance(it.tier, NixlTier)
-    agent = it.tier._opened
+    agent = agent_of(it)
     read = agent.read
 
     async def stopped(peer: str, addresses: Sequence[int], rows: Sequence[int]) -> None:
@@ -163,7 +181,7 @@ async def begin_read(it: TierRig, tasks: TaskGroup, process: int) -> None:
 
     agent.read = stopped  # type: ignore[method-assign]
     tasks.start_soon(it.get, range(8))
-    while not agent._reads:  # noqa: ASYNC110 - nothing tells of it
+    while not agent.reads:  # noqa: ASYNC110 - nothing tells of it
         await anyio.sleep(0.005)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import anyio
 import pytest
-from engines import CHUNK_BYTES, Holder, config, identity, opened, until_found
+from engines import CHUNK_BYTES, Holder, agent_of, config, identity, opened, peers_of, tier_of, until_found
 
 from kvtier._core.messages import Answer
 from kvtier.errors import TierError
@@ -30,22 +30,15 @@ from kvtier_nixl._peers import Lease, Peer, PeerError, Peers
 from kvtier_nixl.config import parse_address
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import free_port
-from kvtier_testing.tiers.driver import Driver
+from kvtier_testing.tiers.driver import TierDriver
 from kvtier_testing.tiers.rig import keys
 
 pytestmark = pytest.mark.anyio
 EIGHT = range(8)
 
 
-def tier_of(it: TierRig) -> NixlTier:
-    assert isinstance(it.tier, NixlTier)
-    return it.tier
-
-
 def first_peer(it: TierRig) -> Peer:
-    peers = tier_of(it)._peers
-    assert peers is not None
-    return peers._peers[0]
+    return peers_of(it).members[0]
 
 
 @asynccontextmanager
@@ -61,7 +54,7 @@ async def pair(**settings: Any) -> AsyncIterator[tuple[TierRig, TierRig]]:
 
 def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Awaitable[None]]) -> None:
     """Run a hook each time that chunks are leased and about to be read."""
-    agent = tier_of(it)._opened
+    agent = agent_of(it)
     read = agent.read
 
     async def wrapped(*arguments: Any) -> None:
@@ -144,7 +137,7 @@ async def test_peer_killed_in_transfer_misses(holder: Holder, monkeypatch: pytes
 
 async def _kill_when_in_flight(it: TierRig, holder: Holder) -> None:
     with anyio.fail_after(30):
-        while not tier_of(it)._opened._reads:  # noqa: ASYNC110 - nothing tells of it
+        while not agent_of(it).reads:  # noqa: ASYNC110 - nothing tells of it
             await anyio.sleep(0.005)
     holder.kill()
 
@@ -165,14 +158,14 @@ async def test_late_bytes_are_harmless(holder: Holder, monkeypatch: pytest.Monke
         slots.reuse()
         assert outcome.reasons == {"timeout": 8}
         assert not first_peer(it).is_connected
-        agent = tier_of(it)._opened
-        assert agent._reads  # the transfer itself goes on
+        agent = agent_of(it)
+        assert agent.reads  # the transfer itself goes on
         assert lost  # and holds all receiving memory: kvtier would reopen the tier
         assert set(await it.get(EIGHT)) == {Status.ABSENT}
         monkeypatch.undo()
         holder.resume()
         with anyio.fail_after(60):
-            while agent._given_up_rows:  # noqa: ASYNC110 - nothing tells of it
+            while agent.given_up_rows:  # noqa: ASYNC110 - nothing tells of it
                 await anyio.sleep(0.01)
         slots.check_reused("a read that was given up")
         await until_found(it, EIGHT)
@@ -189,7 +182,7 @@ async def test_unreadable_peer_is_used_less(holder: Holder, monkeypatch: pytest.
 
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
-        agent = tier_of(it)._opened
+        agent = agent_of(it)
 
         async def read(_peer: str, _addresses: Sequence[int], rows: Sequence[int]) -> None:
             agent.free_rows(rows)
@@ -212,7 +205,7 @@ async def test_unreadable_peer_is_used_less(holder: Holder, monkeypatch: pytest.
 
 async def test_get_waiting_for_memory_keeps_peer() -> None:
     async with pair(deadline_s=6.0, answer_timeout_s=3.0, receive_bytes=2 * CHUNK_BYTES) as (_, it):
-        agent = tier_of(it)._opened
+        agent = agent_of(it)
         rows = await agent.take_rows(2)
         assert (await it.outcome_of_get(EIGHT)).reasons == {"timeout": 8}
         assert first_peer(it).is_connected
@@ -260,9 +253,8 @@ async def test_late_peer_is_not_awaited(holder: Holder, monkeypatch: pytest.Monk
             for _ in range(2):
                 assert list(await it.contains(range(16))) == 8 * [True] + 8 * [False]
             assert asked == 1, "it is not asked again before it has answered"
-            peers = tier_of(it)._peers
-            assert peers is not None
-            assert all(peer.is_connected for peer in peers._peers), "nobody has waited for answer_timeout_s"
+            peers = peers_of(it).members
+            assert all(peer.is_connected for peer in peers), "nobody has waited for answer_timeout_s"
             may_answer.set()
             await until_found(it, range(16))
 
@@ -272,10 +264,9 @@ async def test_other_holder_replaces_late_peer(holder: Holder, monkeypatch: pyte
     async with opened(listen=other) as near:
         await near.put(EIGHT)
         async with opened(holder.address, other) as it:
-            peers = tier_of(it)._peers
-            assert peers is not None
+            peers = peers_of(it).members
             with anyio.fail_after(60):
-                while not all(peer.is_connected for peer in peers._peers):  # noqa: ASYNC110 - nothing tells
+                while not all(peer.is_connected for peer in peers):  # noqa: ASYNC110 - nothing tells
                     await anyio.sleep(0.02)
             assert all(await it.contains(EIGHT))
             late = next(iter(tier_of(it)._located.values()))
@@ -297,7 +288,7 @@ async def test_other_holder_replaces_late_peer(holder: Holder, monkeypatch: pyte
 async def test_stopped_peer_allows_close(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
-        agent = tier_of(it)._opened
+        agent = agent_of(it)
         stopped = anyio.Event()
 
         async def stop() -> None:
@@ -308,13 +299,13 @@ async def test_stopped_peer_allows_close(holder: Holder, monkeypatch: pytest.Mon
         getting = asyncio.create_task(it.get(EIGHT))
         with anyio.fail_after(60):
             await stopped.wait()
-            while not agent._reads:  # noqa: ASYNC110 - nothing tells of it
+            while not agent.reads:  # noqa: ASYNC110 - nothing tells of it
                 await anyio.sleep(0.005)
         getting.cancel()
         await asyncio.wait((getting,))
-        assert agent._reads  # it cannot be stopped
-    await anyio.to_thread.run_sync(agent._thread.join, 60)
-    assert not agent._thread.is_alive()
+        assert agent.reads  # it cannot be stopped
+    await anyio.to_thread.run_sync(agent.thread.join, 60)
+    assert not agent.thread.is_alive()
     holder.resume()
 
 
@@ -351,7 +342,7 @@ async def test_expired_leases_give_nothing(
             await anyio.to_thread.run_sync(holder.tell, "put", *range(200, 216))
 
         rig = TierRig(NixlTier(config(holder.address, retry_share=0.0)), identity(), CHUNK_BYTES)
-        driver = Driver(rig, 32)
+        driver = TierDriver(rig, 32)
         async with driver.executor:
             await driver.put(range(1))  # now it is open
             await until_found(rig, range(8, 16))
@@ -464,7 +455,7 @@ async def test_hanging_thread_allows_close(
     monkeypatch.setattr(_agent, "_CLOSE_S", 0.5)
     goes_on = threading.Event()
     async with opened() as it:
-        agent = tier_of(it)._opened
+        agent = agent_of(it)
         agent._jobs.put(goes_on.wait)  # type: ignore[arg-type]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -475,10 +466,10 @@ async def test_hanging_thread_allows_close(
         await asyncio.wait((closing,))
         assert closing.cancelled()
     assert "its thread and memory are abandoned" in caplog.text
-    assert agent._thread.is_alive()
+    assert agent.thread.is_alive()
     goes_on.set()
-    await anyio.to_thread.run_sync(agent._thread.join, 30)
-    assert not agent._thread.is_alive()
+    await anyio.to_thread.run_sync(agent.thread.join, 30)
+    assert not agent.thread.is_alive()
     assert agent._agent is None
 
 
@@ -510,9 +501,8 @@ async def test_own_address_is_ignored(holder: Holder) -> None:
     mine = f"127.0.0.1:{free_port()}"
     async with opened(mine, holder.address, listen=mine) as it:
         await until_found(it, EIGHT)
-        peers = tier_of(it)._peers
-        assert peers is not None
-        assert [peer.is_connected for peer in peers._peers] == [False, True]
+        peers = peers_of(it).members
+        assert [peer.is_connected for peer in peers] == [False, True]
 
 
 async def test_failed_open_names_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

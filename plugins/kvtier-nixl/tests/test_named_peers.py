@@ -7,25 +7,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 import pytest
-from engines import opened, until_found
+from engines import opened, peers_of, until_found
 
 from kvtier._settings import validation
 from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey
 from kvtier.tiers import Status
-from kvtier_nixl import NixlConfig, NixlTier, _peers
-from kvtier_nixl._peers import Peer, Peers
+from kvtier_nixl import NixlConfig, _peers
+from kvtier_nixl._peers import Peer
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import free_port
 from kvtier_testing.tiers.rig import keys
 
 EIGHT = range(8)
-
-
-def peers_of(it: TierRig) -> Peers:
-    assert isinstance(it.tier, NixlTier)
-    assert it.tier._peers is not None
-    return it.tier._peers
 
 
 @asynccontextmanager
@@ -48,7 +42,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[TierRig,
 
         monkeypatch.setattr(Peer, "lookup", noted)
         monkeypatch.setattr(_peers, "_ASK_ALL_EVERY_S", 1000.0)
-        monkeypatch.setattr(peers_of(it), "_patience_s", 30.0)  # a busy machine is not late
+        monkeypatch.setattr(peers_of(it), "patience_s", 30.0)  # a busy machine is not late
         yield it, others, asked
 
 
@@ -96,7 +90,7 @@ async def test_all_peers_asked_on_silence(monkeypatch: pytest.MonkeyPatch, how: 
         if how == "gone":
             await others[0].tier.reset()
             with anyio.fail_after(60):
-                while peers_of(it)._peers[0].is_connected:  # noqa: ASYNC110 - nothing tells of it
+                while peers_of(it).members[0].is_connected:  # noqa: ASYNC110 - nothing tells of it
                     await anyio.sleep(0.01)
         elif how == "late":
             lookup = Peer.lookup
@@ -107,14 +101,14 @@ async def test_all_peers_asked_on_silence(monkeypatch: pytest.MonkeyPatch, how: 
                 return await lookup(peer, wanted)
 
             monkeypatch.setattr(Peer, "lookup", answers_late)
-            monkeypatch.setattr(peers_of(it), "_patience_s", 1.0)
+            monkeypatch.setattr(peers_of(it), "patience_s", 1.0)
         await others[1].put(range(8, 16))  # asked for a moment ago
         try:
             with anyio.fail_after(60):
                 for _ in range(2):
                     assert all(await it.tier.contains_at(keys(range(16)), [named]))
             assert {second, third} <= set(asked)
-            assert peers_of(it)._peers[0].is_connected is (how != "gone"), "nobody waited long for it"
+            assert peers_of(it).members[0].is_connected is (how != "gone"), "nobody waited long for it"
         finally:
             may_answer.set()
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import pytest
-from engines import opened, until_found
+from engines import agent_of, opened, peers_of, until_found
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers import Status
-from kvtier_nixl import NixlTier
 from kvtier_nixl._pace import Pace, share_out
 from kvtier_testing.tiers._servers import free_port
 from kvtier_testing.tiers.rig import keys
@@ -92,13 +91,10 @@ async def test_get_reads_from_all_holders(monkeypatch: pytest.MonkeyPatch) -> No
             near = await stack.enter_async_context(opened(listen=address))
             assert set(await near.put(range(64))) == {Status.OK}
         it = await stack.enter_async_context(opened(*addresses))
-        assert isinstance(it.tier, NixlTier)
-        peers = it.tier._peers
-        assert peers is not None
-        for peer in peers._peers:
+        for peer in peers_of(it).members:
             await peer.was_tried.wait()
         await until_found(it, range(64))
-        agent, read_from = it.tier._opened, Counter[str]()
+        agent, read_from = agent_of(it), Counter[str]()
         read = agent.read
 
         async def counted(peer: str, addresses: Sequence[int], rows: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from kvtier._settings import validation
 from kvtier.errors import ConfigError
 from kvtier_nixl import NixlConfig
 from kvtier_nixl import _protocol as protocol
-from kvtier_nixl._pool import Pool
+from kvtier_nixl._pool import ChunkPool
 
 pytestmark = pytest.mark.anyio
 
@@ -29,8 +29,8 @@ async def received(sent: bytes, limit_bytes: int = protocol.MAX_FRAME_BYTES) -> 
 
 
 MESSAGES = st.one_of(
-    st.builds(protocol.Lookup, st.lists(st.binary(min_size=1, max_size=68), max_size=8).map(tuple)),
-    st.builds(protocol.Lease, st.lists(st.binary(min_size=1, max_size=68), max_size=8).map(tuple)),
+    st.builds(protocol.LookupKeys, st.lists(st.binary(min_size=1, max_size=68), max_size=8).map(tuple)),
+    st.builds(protocol.LeaseChunks, st.lists(st.binary(min_size=1, max_size=68), max_size=8).map(tuple)),
     st.builds(protocol.Release, st.integers(0, 2**60)),
     st.builds(protocol.Found, st.lists(st.booleans(), max_size=8).map(tuple)),
     st.builds(protocol.Refused, st.text(max_size=100)),
@@ -50,7 +50,7 @@ def framed(body: bytes) -> bytes:
 async def test_any_bytes_parse_or_are_refused(sent: bytes) -> None:
     try:
         message = await received(sent)
-    except (protocol.ProtocolError, ConnectionError):
+    except (protocol.PeerProtocolError, ConnectionError):
         return
     assert isinstance(message, protocol.Message)
     assert await received(protocol.encode(message)) == message
@@ -60,28 +60,28 @@ async def test_any_bytes_parse_or_are_refused(sent: bytes) -> None:
 async def test_damage_parses_or_is_refused(message: protocol.AnyMessage, place: int, change: int) -> None:
     frame = bytearray(protocol.encode(message))
     frame[place % len(frame)] ^= change
-    with suppress(protocol.ProtocolError, ConnectionError):
+    with suppress(protocol.PeerProtocolError, ConnectionError):
         assert isinstance(await received(bytes(frame)), protocol.Message)
 
 
 @pytest.mark.parametrize("limit_bytes", [protocol.MAX_HELLO_BYTES, protocol.MAX_FRAME_BYTES])
 async def test_long_frame_is_refused_early(limit_bytes: int) -> None:
-    with pytest.raises(protocol.ProtocolError, match="exceeds the limit"):
+    with pytest.raises(protocol.PeerProtocolError, match="exceeds the limit"):
         await received(struct.pack(">I", limit_bytes + 1), limit_bytes)
 
 
 async def test_key_limit_is_enforced() -> None:
     keys = tuple(bytes([1]) * 68 for _ in range(protocol.MAX_KEYS))
-    assert await received(protocol.encode(protocol.Lease(keys))) == protocol.Lease(keys)
+    assert await received(protocol.encode(protocol.LeaseChunks(keys))) == protocol.LeaseChunks(keys)
     leased = protocol.Leased(2**60, 600.0, (2**63,) * protocol.MAX_KEYS, (bytes(128),) * protocol.MAX_KEYS)
     assert await received(protocol.encode(leased)) == leased
-    with pytest.raises(protocol.ProtocolError, match="invalid frame"):
-        await received(protocol.encode(protocol.Lookup((*keys, b"one more"))))
+    with pytest.raises(protocol.PeerProtocolError, match="invalid frame"):
+        await received(protocol.encode(protocol.LookupKeys((*keys, b"one more"))))
 
 
 @pytest.mark.parametrize("lasts_s", [-1.0, float("inf"), float("nan")])
 def test_lease_expires(lasts_s: float) -> None:
-    with pytest.raises(protocol.ProtocolError, match="invalid frame"):
+    with pytest.raises(protocol.PeerProtocolError, match="invalid frame"):
         protocol.decode(protocol.encode(protocol.Leased(1, lasts_s, (), ()))[4:])
 
 
@@ -143,9 +143,9 @@ def test_readme_lists_settings() -> None:
 class TestPool:
     """Eviction of chunks, and chunks kept by leases."""
 
-    def filled(self, rows: int = 4, lease_s: float = 10.0) -> tuple[Pool, list[Any]]:
+    def filled(self, rows: int = 4, lease_s: float = 10.0) -> tuple[ChunkPool, list[Any]]:
         evicted: list[Any] = []
-        pool = Pool(rows, lease_s, evicted.extend)
+        pool = ChunkPool(rows, lease_s, evicted.extend)
         for name in range(rows):
             (row,) = pool.reserve(1, 0.0)
             pool.publish(self.key(name), row, b"trailer")

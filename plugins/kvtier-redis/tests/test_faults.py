@@ -20,8 +20,8 @@ from kvtier.tiers import Outcome, Status
 from kvtier_redis._control import ControlClient
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._forgetful import ForgetfulProxy
-from kvtier_testing.tiers.driver import Driver
-from kvtier_testing.tiers.rig import Slots, key, keys
+from kvtier_testing.tiers.driver import TierDriver
+from kvtier_testing.tiers.rig import BatchSlots, key, keys
 
 pytestmark = pytest.mark.anyio
 DEADLINE_S = 1.0
@@ -60,7 +60,7 @@ async def lookup_fails(it: TierRig, numbers: Sequence[int], reason: str) -> None
 async def test_hanging_server_frees_slots(own_server: Server, verb: str) -> None:
     async with opened(own_server, **HANGING) as it:
         await it.outcome_of_put(range(16))
-        slots: Slots | None = None
+        slots: BatchSlots | None = None
         with own_server.stopped(), within(DEADLINE_S + GRACE_S):
             if verb == "put":
                 outcome = await it.outcome_of_put(range(100, 116))
@@ -247,7 +247,7 @@ async def test_rotated_tls_files_are_read(tmp_path: Path) -> None:
 
 async def test_bad_link_removes_no_keys(own_server: Server) -> None:
     with ForgetfulProxy(own_server.port) as proxy, own_server.client() as client:
-        driver = Driver(TierRig(redis_servers.tier(proxy), redis_servers.IDENTITY, CHUNK_BYTES), 32)
+        driver = TierDriver(TierRig(redis_servers.tier(proxy), redis_servers.IDENTITY, CHUNK_BYTES), 32)
         async with driver.executor:
             await driver.put(range(24))
             proxy.flips = 5

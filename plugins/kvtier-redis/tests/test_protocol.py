@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvtier.tiers import TRAILER_BYTES, Status
 from kvtier_redis import _commands
-from kvtier_redis._commands import Chunk
+from kvtier_redis._commands import BatchChunk
 from kvtier_redis._protocol import ErrorReply, RespSocket
-from kvtier_redis._reasons import ABSENT, OK, TIMED_OUT, TORN, Result
+from kvtier_redis._reasons import ABSENT, OK, TIMED_OUT, TORN, ChunkResult
 
 Pair = tuple[RespSocket, socket.socket]
 
@@ -45,8 +45,8 @@ def bulk(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)
 
 
-def empty(count: int) -> list[Chunk]:
-    return [Chunk(b"k", memoryview(bytearray(10)), bytearray(TRAILER_BYTES)) for _ in range(count)]
+def empty(count: int) -> list[BatchChunk]:
+    return [BatchChunk(b"k", memoryview(bytearray(10)), bytearray(TRAILER_BYTES)) for _ in range(count)]
 
 
 def after(data: bytes, call: Callable[[RespSocket], object]) -> object:
@@ -147,10 +147,10 @@ def test_broken_get_gives_whole_chunks(cut: int) -> None:
         (WHOLE, OK),
         (b"$-1\r\n", ABSENT),
         (bulk(b"x") + b":1\r\n", TORN),
-        (b"-LOADING\r\n", Result(Status.FAILED, "loading")),
+        (b"-LOADING\r\n", ChunkResult(Status.FAILED, "loading")),
     ],
 )
-def test_replies_match_their_chunks(reply: bytes, result: Result) -> None:
+def test_replies_match_their_chunks(reply: bytes, result: ChunkResult) -> None:
     chunks = empty(2)
     after(WHOLE + reply, lambda sock: _commands.get(sock, chunks))
     assert [chunk.result for chunk in chunks] == [OK, result]
@@ -160,12 +160,12 @@ def test_replies_match_their_chunks(reply: bytes, result: Result) -> None:
     ("reply", "result"),
     [
         (b"+OK\r\n", OK),
-        (b"-OOM no\r\n", Result(Status.REFUSED, "full")),
-        (b"-READONLY no\r\n", Result(Status.FAILED, "readonly")),
-        (b"-WHAT is this\r\n", Result(Status.FAILED, "error")),
+        (b"-OOM no\r\n", ChunkResult(Status.REFUSED, "full")),
+        (b"-READONLY no\r\n", ChunkResult(Status.FAILED, "readonly")),
+        (b"-WHAT is this\r\n", ChunkResult(Status.FAILED, "error")),
     ],
 )
-def test_put_skips_existing_chunks(reply: bytes, result: Result) -> None:
+def test_put_skips_existing_chunks(reply: bytes, result: ChunkResult) -> None:
     chunks = empty(2)
     after(b":1\r\n:0\r\n" + reply, lambda sock: _commands.put(sock, chunks, 60))
     assert [chunk.result for chunk in chunks] == [OK, result]

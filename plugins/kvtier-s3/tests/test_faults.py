@@ -25,7 +25,7 @@ from kvtier.tiers import Outcome, Status
 from kvtier_s3 import _profile
 from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._forgetful import ForgetfulProxy
-from kvtier_testing.tiers.driver import Driver
+from kvtier_testing.tiers.driver import TierDriver
 from kvtier_testing.tiers.rig import keys
 
 ALL = range(6)
@@ -146,7 +146,7 @@ async def test_truncated_body_never_returned(place: Place, proxy: Proxy) -> None
 
 @pytest.mark.parametrize("spoiled", ["html", "zeros", "bare"])
 async def test_spoiling_gateway_deletes_nothing(place: Place, proxy: Proxy, spoiled: str) -> None:
-    driver = Driver(TierRig(place.tier(), IDENTITY, CHUNK_BYTES), len(ALL))
+    driver = TierDriver(TierRig(place.tier(), IDENTITY, CHUNK_BYTES), len(ALL))
     async with driver.executor:
         await driver.put(ALL)
         with proxy.faulty(Faults(spoiled=spoiled, methods=("GET",), path="/chunks/")):

@@ -288,7 +288,7 @@ def test_unreadable_root_is_reported(run, tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize("word", sorted(FsTier.reasons))
 def test_only_full_disk_suggests_room(word):
     is_room = word in {"max_bytes", "min_free", "enospc", "edquot"}
-    remedy = doctor._REMEDIES_OF_REASONS.get(word, doctor._REMEDIES[Status.REFUSED])
+    remedy = doctor.REMEDIES_OF_REASONS.get(word, doctor.REMEDIES[Status.REFUSED])
     assert ("more room" in remedy) == is_room
 
 

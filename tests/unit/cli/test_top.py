@@ -297,4 +297,4 @@ def test_read_metrics_exist():
         f"{metric.name}_total" for metric in (*catalogue.COUNTERS.values(), *catalogue.BYTES.values())
     }
     published |= set(catalogue.GAUGES)
-    assert {top._LOADED, top._MISSES, top._READ, top._WRITTEN, *top.GAUGES} <= published
+    assert {top.LOADED, top.MISSES, top.READ, top.WRITTEN, *top.GAUGES} <= published

@@ -147,10 +147,10 @@ def test_pause_follows_arrival(news_s: float) -> None:
 
 def test_vain_questions_are_bounded() -> None:
     wait, now_s, asked = Wait(5.0), 0.0, 0
-    wait.begin(now_s)
+    wait.start_clock(now_s)
     wait.update(PROMPT, (), (), now_s)
     wait.note_answer(PROMPT, PROMPT, now_s, failed=False)
-    assert not wait.take(PROMPT, now_s)
+    assert not wait.await_missing(PROMPT, now_s)
     while not wait.is_over(now_s):
         now_s, asked = wait.again_s, asked + 1
         wait.ask_again()

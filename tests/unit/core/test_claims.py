@@ -18,7 +18,7 @@ FROM_S, OVER_S = 10.0, 40.0  # when the prompt of ``announce`` is promoted, and 
 
 def begin(core: Tiering, name: str = "agent", kept_s: float = 0.0, next_use_s: float = 0.0) -> Request:
     request = Request()
-    core.claims.begin(request, Terms(name, kept_s, next_use_s))
+    core.claims.start_request(request, Terms(name, kept_s, next_use_s))
     return request
 
 

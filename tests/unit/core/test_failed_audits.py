@@ -76,7 +76,7 @@ def test_only_failed_tiers_chunks_drop() -> None:
 
     assert outcome(core, request, KEYS[:2]) == [MISS] * 2
     assert ask_all(core, Request(), [*OTHERS, *KEYS[2:]]) == [HIT] * 4
-    assert not core.is_disabled
+    assert core.refusal is None
     changes = [change for change in core.take_kv_events() if change.removed]
     assert [set(change.keys) for change in changes if change.tier is None] == [set(KEYS[:2])]
     assert {key for change in changes if change.tier == 1 for key in change.keys} >= {*OTHERS, *KEYS[:2]}
@@ -131,7 +131,7 @@ def test_damaged_primary_tier_refuses() -> None:
     core.commit(under_way, 0.0)
     core.release(loaded)
     invariants.check(core)
-    assert core.is_disabled
+    assert core.refusal == "audit"
     assert outcome(core, waiting, KEYS[2:]) == [MISS] * 2
     assert outcome(core, Request(), [*under_way.keys, *OTHERS]) == [MISS] * 3
     assert core.reserve(KEYS) is None

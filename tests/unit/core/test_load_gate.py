@@ -18,7 +18,7 @@ from tests.unit.core import world
 from tests.unit.core.world import BAD, COPIED, GOOD, HIT, LOCATED, MISS, MISSING, PENDING, RETRY, keys
 
 CHUNK_S = 0.01  # to compute one
-FAST_S, SLOW_S = 0.001, 0.05  # to get one
+FAST_S, SLOW_S = 0.001, 0.05  # duration of a get of one chunk
 
 
 def make(mode: LoadGateMode = "latency", tiers: int = 1) -> Tiering:
@@ -347,7 +347,7 @@ def test_locating_doubles_latency() -> None:
 
 
 def test_queued_request_does_not_expire() -> None:
-    """The device may compute what is in front for long, and the engine not ask meanwhile."""
+    """The device may take long to compute the chunks in front, and the engine does not ask meanwhile."""
     core = make()
     know(core, SLOW_S)
     requests = {Request(): keys(name, 8) for name in "abcde"}

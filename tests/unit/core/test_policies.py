@@ -42,7 +42,7 @@ class TestAuto(PolicyConformance):
 
 
 def use(policy: EvictionPolicy, key: OffloadKey) -> bool:
-    """Ask for a key as the core does: a hit is pinned and read, a miss is stored. Say which it was."""
+    """Ask for a key as the core does: pin and read a hit, store a miss. Return whether it was a hit."""
     if key in policy:
         policy.pin([key])
         policy.add([key], used=True)

@@ -75,7 +75,7 @@ def there(core: Tiering, chunks: Sequence[OffloadKey]) -> list[OffloadKey]:
 def keep(core: Tiering, chunks: Sequence[OffloadKey]) -> None:
     """Have a client that keeps chunks load them."""
     request = Request()
-    core.claims.begin(request, Terms("session", kept_s=9.0))
+    core.claims.start_request(request, Terms("session", kept_s=9.0))
     core.release(core.acquire(chunks, request))
 
 
@@ -134,7 +134,7 @@ def test_ended_priorities_are_bounded() -> None:
         request = Request(priority=2, priority_s=1e6)
         store(core, keys(f"{number}/", 1), request=request)
         core.close(request, 0.0)
-    assert len(core.priorities._ending) <= 2 * 16 + SPARE_ENTRIES + 1
+    assert len(core.priorities.ending) <= 2 * 16 + SPARE_ENTRIES + 1
 
 
 def test_highest_leaves_last() -> None:

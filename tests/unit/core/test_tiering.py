@@ -195,7 +195,7 @@ def test_fetch_announces_found_and_lost() -> None:
 def test_no_listener_no_announcement() -> None:
     announcements = KVEventLog(1, 3, enabled=False)
     announcements.stored(keys("a", 2), 0)
-    assert announcements.take() == []
+    assert announcements.take_events() == []
 
 
 def test_request_id_forges_no_line():

@@ -1,4 +1,4 @@
-"""A device's runtime library that was compiled for the tests, and torch's streams and events played over it.
+"""A device's runtime library compiled for the tests, with torch's streams and events simulated over it.
 
 The library is plain C over host memory, so what is checked is how the calls are made and not what a device
 does with them.
@@ -146,7 +146,7 @@ def played_torch() -> PlayedTorch:
 
 @pytest.fixture
 def as_torch_cuda(played_torch: PlayedTorch, monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
-    """Have the played one stand for ``torch.cuda``."""
+    """Replace ``torch.cuda`` by the simulated one."""
     names: list[str] = ["Event", "Stream", "set_device", "current_stream", "get_device_properties", "stream"]
     for name in names:
         attribute: Callable[..., Any] = getattr(played_torch, name)

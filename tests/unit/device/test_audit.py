@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_batch, copy_each
-from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PageMapping, Run
+from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PageMapping, PieceRun
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.errors import AuditError, BlocksChangedError, DamagedSlotError
@@ -25,7 +25,7 @@ PLAIN = Shape(blocks_per_chunk=2)
 OWN_AREAS = Shape(blocks_per_chunk=2, workers=3, rank=1)
 HYBRID = Shape((512, 192, 64), groups=(((0, 512), (1, 100)), ((2, 64),)), blocks_per_chunk=2)
 GAPS = Shape((512, 192, 64), gaps=(64, 0, 1), blocks_per_chunk=2)
-HALF_OF_HEADS = PageMapping(1024, (Run(0, 32, 32, 16, 32, 64),), writers=2, writer=1)
+HALF_OF_HEADS = PageMapping(1024, (PieceRun(0, 32, 32, 16, 32, 64),), writers=2, writer=1)
 SHARED = Shape((512, 192), mappings=(HALF_OF_HEADS,), blocks_per_chunk=2)
 SHAPES = [PLAIN, OWN_AREAS, HYBRID, GAPS, SHARED]
 

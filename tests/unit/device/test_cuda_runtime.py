@@ -179,7 +179,7 @@ def runtime(request: pytest.FixtureRequest, stub_paths: dict[str, Path], as_torc
 
 
 class TestEachMethod(DeviceConformance):
-    """The whole suite over torch's runtime with each of its methods; torch and the device are played."""
+    """The whole suite over torch's runtime with each of its methods; torch and the device are simulated."""
 
     @pytest.fixture
     def engine_factory(self, runtime: TorchRuntime) -> EngineFactory:

@@ -1,7 +1,7 @@
 """A transfer takes the interpreter lock a fixed number of times, however many pages it has.
 
-Beside a busy engine thread each time can cost a millisecond. The played device counts the calls that release
-the lock in torch. Operations on large arrays release it in NumPy.
+Beside a busy engine thread each time can cost a millisecond. The simulated device counts the calls that
+release the lock in torch. Operations on large arrays release it in NumPy.
 """
 
 from __future__ import annotations

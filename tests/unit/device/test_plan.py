@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._device.base import Blocks, KVCaches, PageMapping, PageRef, Run
+from kvtier._device.base import Blocks, KVCaches, PageMapping, PageRef, PieceRun
 from kvtier._device.plan import CopyPlan, CopyPlanner, split
 from kvtier._memory.layout import SlotLayout
 
@@ -45,7 +45,7 @@ def test_chunks_of_a_tensor_join() -> None:
 
 
 def test_shared_pages_join_in_loads() -> None:
-    latent = PageMapping(1024, (Run(0, 0, 1024),), writers=2, writer=1)
+    latent = PageMapping(1024, (PieceRun(0, 0, 1024),), writers=2, writer=1)
     caches = KVCaches((torch.zeros((64, 1024), dtype=torch.int8),), ((PageRef(0, 1024, latent),),))
     plans = CopyPlanner(caches, SlotLayout.make((1024,), 4), HOST, 32)
     assert plans.load([3, 4, 6], blocks(range(10, 22))).sizes.tolist() == [8 * 1024, 4 * 1024]
@@ -116,21 +116,21 @@ def test_impossible_caches(tensor: torch.Tensor, ref: PageRef, message: str) -> 
 
 
 def test_neighbouring_pieces_join() -> None:
-    apart = PageMapping(96, (Run(0, 32, 8, 2, 8, 8), Run(16, 48, 16), Run(32, 80, 16)))
+    apart = PageMapping(96, (PieceRun(0, 32, 8, 2, 8, 8), PieceRun(16, 48, 16), PieceRun(32, 80, 16)))
     assert apart.pieces().tolist() == [[0, 32, 32], [32, 80, 16]]
 
 
 @pytest.mark.parametrize(
     ("canonical", "runs", "message"),
     [
-        (64, (Run(0, 0, 31),), "do not cover a page of 32 bytes"),
-        (64, (Run(1, 0, 32),), "do not cover a page of 32 bytes"),
-        (64, (Run(0, 0, 16), Run(8, 32, 16)), "overlap in the page"),
-        (64, (Run(0, 0, 16), Run(16, 8, 16)), "overlap in the canonical page"),
-        (64, (Run(0, 0, 16, 2, 16, 49),), "goes beyond the canonical page"),
+        (64, (PieceRun(0, 0, 31),), "do not cover a page of 32 bytes"),
+        (64, (PieceRun(1, 0, 32),), "do not cover a page of 32 bytes"),
+        (64, (PieceRun(0, 0, 16), PieceRun(8, 32, 16)), "overlap in the page"),
+        (64, (PieceRun(0, 0, 16), PieceRun(16, 8, 16)), "overlap in the canonical page"),
+        (64, (PieceRun(0, 0, 16, 2, 16, 49),), "goes beyond the canonical page"),
     ],
 )
-def test_lossy_mapping(canonical: int, runs: tuple[Run, ...], message: str) -> None:
+def test_lossy_mapping(canonical: int, runs: tuple[PieceRun, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PageRef(0, 32, PageMapping(canonical, runs))
 
@@ -138,13 +138,13 @@ def test_lossy_mapping(canonical: int, runs: tuple[Run, ...], message: str) -> N
 @pytest.mark.parametrize("numbers", [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 2, -1)])
 def test_impossible_run_or_writer(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="a length of 1 or more and an offset"):
-        Run(*numbers)
+        PieceRun(*numbers)
     with pytest.raises(ValueError, match="writer is 2 of 2"):
-        PageMapping(32, (Run(0, 0, 32),), writers=2, writer=2)
+        PageMapping(32, (PieceRun(0, 0, 32),), writers=2, writer=2)
 
 
 def test_page_in_two_places() -> None:
-    first, second = (PageMapping(128, (Run(0, offset, 64),)) for offset in (0, 64))
+    first, second = (PageMapping(128, (PieceRun(0, offset, 64),)) for offset in (0, 64))
     caches = KVCaches(
         (torch.zeros((4, 64), dtype=torch.int8),), ((PageRef(0, 64, first), PageRef(0, 64, second)),)
     )

@@ -1,6 +1,6 @@
-"""The engine over streams, on a device that is played: the contract, the order of streams, and pinning.
+"""The engine over streams, on a simulated device: the contract, the order of streams, and pinning.
 
-The played device copies later and in its own threads, as a GPU does, and refuses what CUDA refuses.
+The simulated device copies later and in its own threads, as a GPU does, and refuses what CUDA refuses.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def device() -> Iterator[PlayedDevice]:
 
 
 class ComputeStream(Compute):
-    """Computes later, on a stream of the played device."""
+    """Computes later, on a stream of the simulated device."""
 
     def __init__(self, device: PlayedDevice) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""The backend for Intel GPUs over host memory: torch's streams are played, its tensor copies are real."""
+"""The backend for Intel GPUs over host memory: torch's streams are simulated, its tensor copies are real."""
 
 from __future__ import annotations
 

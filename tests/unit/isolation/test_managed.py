@@ -58,7 +58,7 @@ class World:
         await self.manager.drain()
 
     async def load(self, name: int, length: int) -> int:
-        """Load the chunks that hit and check their bytes."""
+        """Load the chunks found, and check their bytes."""
         self.blocks[:] = 0
         count = await self.manager.load(prompt(name, length), range(length))
         assert [int(block) for block in self.blocks[:count, 0]] == [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier._memory import numa, pages
-from kvtier._memory.population import Part
+from kvtier._memory.population import SlotPart
 from kvtier._memory.region import Region
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def tmpfs(request: pytest.FixtureRequest, mounted: Mounted) -> Iterator[tuple[Pa
         yield path, request.param
 
 
-def populate(region: Region, parts: list[Part] | None = None, threads: int = 1) -> list[int]:
+def populate(region: Region, parts: list[SlotPart] | None = None, threads: int = 1) -> list[int]:
     """Populate a region and return the slots in the order in which they became ready."""
     ready: queue.SimpleQueue[range] = queue.SimpleQueue()
     region.populate(ready.put, parts or [], threads)
@@ -82,7 +82,7 @@ def test_parts_come_from_their_nodes(shm: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pages, "back", back)
     size = 3 * PAGE
     with Region.open("a", 2, size, shm) as region:
-        populate(region, [Part(0, PAGE + 100, 0), Part(PAGE + 100, PAGE, 1)])
+        populate(region, [SlotPart(0, PAGE + 100, 0), SlotPart(PAGE + 100, PAGE, 1)])
     assert asked == [
         (0, 0, 2 * PAGE),
         (0, size, 2 * PAGE),

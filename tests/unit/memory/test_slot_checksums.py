@@ -9,7 +9,7 @@ import pytest
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Get, Put, Touch
 from kvtier._memory.region import HeapMemory
-from kvtier._memory.slot_checksums import Damage, Fault, SlotChecksums, slot_checksums_bytes
+from kvtier._memory.slot_checksums import Fault, SlotChecksums, SlotDamage, slot_checksums_bytes
 from kvtier.keys import pack_key
 
 SLOTS = 8
@@ -96,7 +96,7 @@ def test_finding_is_reported_once() -> None:
     slot_checksums.expect(6, 0, 1)
 
     found = slot_checksums.take_damage(chunks[:7], [5] * 7)
-    assert found == [Damage(KEY, 2, 5, Fault.SLOT | Fault.COPY), Damage(KEY, 6, 5, Fault.SLOT)]
+    assert found == [SlotDamage(KEY, 2, 5, Fault.SLOT | Fault.COPY), SlotDamage(KEY, 6, 5, Fault.SLOT)]
     assert [it.tier for it in found] == [None, 5]  # a copy that goes wrong is no tier's doing
     assert slot_checksums.take_damage(chunks, [None] * SLOTS) == []
     assert slot_checksums.expected(6, 0) == 1

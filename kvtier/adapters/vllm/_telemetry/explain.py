@@ -79,7 +79,7 @@ class Explainer:
 
     @property
     def is_on(self) -> bool:
-        """Whether it also follows requests that do not ask for it."""
+        """Whether requests that did not ask to be explained are followed, too."""
         return self._rate > 0 or self.traces is not None
 
     def follow(
@@ -120,7 +120,7 @@ class Explainer:
                 done.request.record = None
                 done.note_waiting(now_s)
                 if not done.tokens and req_id not in self._asked:
-                    done.record.misses.clear()  # of an older scan: the engine's cache has them now
+                    done.record.misses.clear()  # misses of an older scan: the engine's cache has them now
                 self._tell(done, now_s)
         self._asked.clear()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_STEPS = 8  # in flight; without calls of ``get_stats`` nothing is measured
 _FROM_PROMPT = 2  # chunks: a single one, of generation or after a hit, is mostly overhead
-_UNSEEN = 0.5  # of a chunk: a prompt's average rest after its last whole chunk
+_UNSEEN = 0.5  # chunks: a prompt's average rest after its last whole chunk
 
 
 def end_of(context: ReqContext, key: OffloadKey) -> int | None:

@@ -130,7 +130,7 @@ class Place:
     """The directories of one epoch for one opener, relative to the root, and its options."""
 
     root_fd: int
-    data_dir: str  # of the epoch
+    data_dir: str  # the epoch's
     tmp_dir: str  # the opener's, for unfinished files
     digest: bytes  # first 16 bytes of the identity's digest
     chunk_bytes: int
@@ -171,7 +171,7 @@ class FileCall:
         self.keys = keys
         self.stop = StopFlag()
         self.results = array("i", bytes(4 * len(keys)))  # a Result or a negative errno for each chunk
-        self.inodes = array("Q", bytes(8 * len(keys)))  # of files whose result is in CORRUPT
+        self.inodes = array("Q", bytes(8 * len(keys)))  # set for files whose result is in CORRUPT
         self.added = 0  # bytes that a put wrote, new directories included
         self._index: Index | None = None
         self._slots = array("q", slots) if slots is not None else None

@@ -16,7 +16,7 @@ from kvtier.tiers.fs._files.chunk_files import require_library
 from kvtier.tiers.fs._files.index import Index
 from kvtier.tiers.fs._files.native_call import FileCall, Verb
 
-_PART_BYTES: Final = 256 * 1024  # of a thread's turn; a smaller one costs more locking and wake-ups
+_PART_BYTES: Final = 256 * 1024  # one turn of a thread; a smaller one costs more locking and wake-ups
 _QUEUES: Final = {Verb.PUT: 0, Verb.GET: 1, Verb.CONTAINS: 2}
 """See ``kvt_pool_submit``. Look-ups go first: they take microseconds, and a get or put may follow."""
 

@@ -44,7 +44,7 @@ class Evicted:
 
     leftover_bytes: int = 0  # useless to every engine
     chunks: int = 0  # removed for room or for ``ttl_s``
-    chunk_bytes: int = 0  # of these chunks and of emptied directories
+    chunk_bytes: int = 0  # bytes of these chunks and of emptied directories
     failures: Failures = field(default_factory=Counter)  # files not removed or read
     problems: Sequence[str] = ()  # leftovers not removed, as text
 

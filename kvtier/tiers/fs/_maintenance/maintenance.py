@@ -44,7 +44,7 @@ _TOUCHED_A_CALL: Final = 1024
 _PUBLISHED_BEFORE_EVICTION: Final = 4096  # chunks; puts wait for it
 _DOUBT_AT_MOST_S: Final = 600.0  # without eviction until a count; some take hours
 _LINES_EVERY_S: Final = 30.0
-_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTCONN})  # of other users, and dead mounts
+_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTCONN})  # other users, and dead mounts
 _log = GuardedLogger("kvtier.tiers.fs")
 
 
@@ -89,7 +89,7 @@ class Maintenance:
         self._eviction_pause = Backoff(*EVICTION_PAUSE_S)
         self._eviction_paused_until = 0.0
         self._is_warned = False
-        self._rest_bytes = 0  # of foreign files below the root
+        self._rest_bytes = 0  # bytes of foreign files below the root
         self._doubted_until = 0.0  # eviction waits until then for a count of a wrong ledger
         self._log_limit = LogLimit(_LINES_EVERY_S)
 

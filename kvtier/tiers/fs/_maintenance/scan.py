@@ -19,7 +19,7 @@ Freed = Callable[[int], None]
 """Callback for the bytes removed since the last call, so that puts can use them early."""
 
 
-class ChunkScan(layouts.ChunkScan):
+class ChunkScan(layouts.ScanStruct):
     """A scan of chunks' files in several directories. The native library reads and updates its fields.
 
     It ignores files that are not named as chunks. A file's mtime is the time of its put, and a later atime

@@ -47,7 +47,7 @@ class Pruned(NamedTuple):
     """The result of ``Removal.prune``."""
 
     entries: int  # removed
-    bytes: int  # of the removed entries
+    bytes: int  # the removed entries' disk use
     problem: str | None  # why too many are left
 
 

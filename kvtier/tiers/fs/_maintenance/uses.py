@@ -24,7 +24,7 @@ _PUBLISHED_IN_PUTS: Final = 0.05  # puts of this share of the chunks that the ro
 WAITING: Final = 65_536  # chunks whose use is to be published or was in this interval; some 150 bytes each
 _REMEMBERED: Final = 1 << 20  # chunks in the table; 8 bytes each
 _REMEMBERED_IN_ROOM: Final = 4  # remembered keys for each chunk that the root has room for
-_TIME_BITS: Final = 42  # of a record, for milliseconds; the higher bits are the use count
+_TIME_BITS: Final = 42  # bits of a record for milliseconds; the higher ones are the use count
 _TIME: Final = (1 << _TIME_BITS) - 1
 _UNIT_MS: Final = ages.UNIT_US // 1000
 

@@ -22,7 +22,7 @@ DEFAULT_SHARE: Final = 0.8
 DEFAULT_FREE: Final = "16%"  # above the 10 and 15 % at which the kubelet evicts pods by default
 LOWERED_EVERY_S: Final = 5.0
 PROBED_EVERY_S: Final = 60.0
-MAX_STORED: Final = 10**18  # of stored numbers, those of the whole file system too; sums may be larger
+MAX_STORED: Final = 10**18  # bound of stored numbers, the file system's too; sums may be larger
 
 
 @dataclass(frozen=True, slots=True)

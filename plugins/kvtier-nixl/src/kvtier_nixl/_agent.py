@@ -83,6 +83,9 @@ class Agent:
     Attributes:
         name: the agent's name, which no other one has.
         metadata: with this, agents of peers read from ``serving``.
+        thread: NIXL's.
+        reads: those in flight, with those that were given up.
+        given_up_rows: rows of receiving memory that given-up reads may still write to.
     """
 
     def __init__(self, serving: Memory, receiving: Memory, *, is_local: bool) -> None:
@@ -93,15 +96,15 @@ class Agent:
         self._is_local = is_local
         # Not a SimpleQueue: its get may compute a negative timeout (CPython 3.11), and then waits for ever.
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="kvtier-nixl", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvtier-nixl", daemon=True)
         self._agent: Any = None
-        self._reads: list[_Read] = []
+        self.reads: list[_Read] = []
         self._peers: set[str] = set()
         self._unwanted: set[str] = set()  # peers to be removed once no read of them is in flight
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Future[None] | None = None
         self._free = list(range(receiving.rows))
-        self._given_up_rows = 0
+        self.given_up_rows = 0
         self._row_freed = asyncio.Event()
 
     # --- on the event loop -----------------------------------------------------------------------
@@ -115,7 +118,7 @@ class Agent:
         """
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
-        self._thread.start()
+        self.thread.start()
         await self._call(self._start)
 
     async def aclose(self) -> None:
@@ -168,7 +171,7 @@ class Agent:
     @property
     def is_stuck(self) -> bool:
         """Whether reads that were given up have all of the receiving memory."""
-        return self._given_up_rows == self._receiving.rows
+        return self.given_up_rows == self._receiving.rows
 
     async def read(self, peer: str, addresses: Sequence[int], rows: Sequence[int]) -> None:
         """Read chunks of a peer into rows. The rows are the caller's again only if this returns.
@@ -182,7 +185,7 @@ class Agent:
             state = await read.future
         except BaseException:  # cancelled: the thread frees the rows when the bytes have stopped moving
             read.is_given_up = True
-            self._given_up_rows += len(rows)
+            self.given_up_rows += len(rows)
             if read.future.done() and not read.future.cancelled():
                 self._free_given_up(read)
             raise
@@ -191,7 +194,7 @@ class Agent:
             raise ReadError(state)
 
     def _free_given_up(self, read: _Read) -> None:
-        self._given_up_rows -= len(read.rows)
+        self.given_up_rows -= len(read.rows)
         self.free_rows(read.rows)
 
     def _read_ended(self, read: _Read, state: str) -> None:
@@ -223,7 +226,7 @@ class Agent:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=self._pause_s() if self._reads else None)
+                job = self._jobs.get(timeout=self._pause_s() if self.reads else None)
             except queue.Empty:
                 self._poll()
                 continue
@@ -235,7 +238,7 @@ class Agent:
 
     def _pause_s(self) -> float:
         """Return the seconds after which the reads are polled again."""
-        begun_s = max((read.begun_s for read in self._reads if not read.is_given_up), default=None)
+        begun_s = max((read.begun_s for read in self.reads if not read.is_given_up), default=None)
         if begun_s is None:
             return _GIVEN_UP_PAUSE_S
         return min(max(_POLL_SHARE * (time.monotonic() - begun_s), _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -249,11 +252,11 @@ class Agent:
         self._agent = agent
 
     def _end(self) -> None:
-        for read in self._reads:
+        for read in self.reads:
             with suppress(Exception):
                 self._agent.release_xfer_handle(read.handle)
             read.handle = None  # it refers to the agent
-        self._reads.clear()
+        self.reads.clear()
         self._agent = None  # it ends with its last reference: from here on nothing is written
         assert self._ended is not None
         ended = self._ended
@@ -281,20 +284,20 @@ class Agent:
             self._finish(read, f"{type(error).__name__}: {error}")
             return
         if state == _IN_FLIGHT:
-            self._reads.append(read)
+            self.reads.append(read)
         else:
             self._finish(read, state)
 
     def _poll(self) -> None:
-        for read in list(self._reads):
+        for read in list(self.reads):
             try:
                 state = self._agent.check_xfer_state(read.handle)
             except Exception as error:
                 state = f"{type(error).__name__}: {error}"
             if state != _IN_FLIGHT:
-                self._reads.remove(read)
+                self.reads.remove(read)
                 self._finish(read, state)
-        for peer in self._unwanted - {read.peer for read in self._reads}:
+        for peer in self._unwanted - {read.peer for read in self.reads}:
             self._unwanted.discard(peer)
             if peer in self._peers:
                 self._peers.discard(peer)

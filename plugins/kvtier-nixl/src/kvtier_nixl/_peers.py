@@ -23,7 +23,7 @@ from kvtier.keys import OffloadKey
 from kvtier_nixl import _protocol as protocol
 from kvtier_nixl._agent import Agent, ReadError
 from kvtier_nixl._pace import Pace, share_out
-from kvtier_nixl._protocol import Challenge, Hello, Message, MessageT, ProtocolError, Welcome
+from kvtier_nixl._protocol import Challenge, Message, MessageT, PeerHello, PeerProtocolError, Welcome
 from kvtier_nixl._server import Facts
 from kvtier_nixl.config import parse_address
 
@@ -149,7 +149,7 @@ class Peer:
         """Return which keys it holds. Raises PeerError."""
         held: list[bool] = []
         for part in _pieces(keys):
-            found = await self._ask(protocol.Lookup(part), protocol.Found)
+            found = await self._ask(protocol.LookupKeys(part), protocol.Found)
             if len(found.held) != len(part):
                 raise self._broken("it answered for another number of keys")
             held += found.held
@@ -157,7 +157,7 @@ class Peer:
 
     async def lease(self, keys: Sequence[OffloadKey]) -> Lease:
         """Lease chunks, at most ``MAX_KEYS``. Raises PeerError."""
-        leased = await self._ask(protocol.Lease(tuple(keys)), protocol.Leased)
+        leased = await self._ask(protocol.LeaseChunks(tuple(keys)), protocol.Leased)
         if not len(leased.addresses) == len(leased.trailers) == len(keys):
             raise self._broken("it answered for another number of keys")
         link = self._link
@@ -216,7 +216,7 @@ class Peer:
                     link.writer.write(protocol.encode(request))
                     await link.writer.drain()
                     return await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)
-        except (ProtocolError, OSError, TimeoutError) as error:
+        except (PeerProtocolError, OSError, TimeoutError) as error:
             if link is None:  # it is not to blame for its queue: whoever has the turn drops it
                 raise PeerError("earlier requests to it take too long") from None
             raise self._broken(_words(error)) from None
@@ -254,19 +254,21 @@ class Peer:
         facts = self._facts
         challenge = await protocol.expect(reader, Challenge, protocol.MAX_HELLO_BYTES)
         if challenge.version != protocol.VERSION:
-            raise ProtocolError(f"it speaks version {challenge.version}, this is version {protocol.VERSION}")
+            raise PeerProtocolError(
+                f"it speaks version {challenge.version}, this is version {protocol.VERSION}"
+            )
         if len(challenge.nonce) != protocol.NONCE_BYTES:
-            raise ProtocolError("its challenge has another length")
+            raise PeerProtocolError("its challenge has another length")
         nonce, secret = secrets.token_bytes(protocol.NONCE_BYTES), await facts.secret()
         mine = protocol.proof(secret, b"client", challenge, nonce, facts.identity)
-        hello = Hello(protocol.VERSION, nonce, facts.identity, facts.chunk_bytes, mine)
+        hello = PeerHello(protocol.VERSION, nonce, facts.identity, facts.chunk_bytes, mine)
         writer.write(protocol.encode(hello))
         await writer.drain()
         welcome = await protocol.expect(reader, Welcome, protocol.MAX_FRAME_BYTES)
         agent = protocol.agent_digest(welcome.agent, welcome.metadata)
         wanted = protocol.proof(secret, b"server", challenge, nonce, facts.identity, agent)
         if not protocol.is_proof(welcome.proof, wanted):
-            raise ProtocolError("it does not know the secret: compare the secret_file of both")
+            raise PeerProtocolError("it does not know the secret: compare the secret_file of both")
         return welcome
 
 
@@ -281,24 +283,24 @@ class Peers:
         timeout_s: float,
         warn: Callable[[str, str], None],
     ) -> None:
-        self._peers = [Peer(address, facts, agent, timeout_s, warn) for address in addresses]
-        self._patience_s = _PATIENCE * timeout_s
+        self.members = [Peer(address, facts, agent, timeout_s, warn) for address in addresses]
+        self.patience_s = _PATIENCE * timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._lookups: set[asyncio.Task[None]] = set()
         self._asked_s: OrderedDict[OffloadKey, float] = OrderedDict()  # when all were asked last, ascending
 
     async def open(self) -> None:
         """Begin to connect, in the background; wait a while until each peer has been tried once."""
-        self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self._peers]
+        self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self.members]
         with anyio.move_on_after(_FIRST_TRIES_S):
-            for peer in self._peers:
+            for peer in self.members:
                 await peer.was_tried.wait()
 
     def stop(self) -> None:
         """Disconnect from all: none is asked or read from now on."""
         for task in self._tasks:
             task.cancel()
-        for peer in self._peers:
+        for peer in self.members:
             peer.close()
 
     async def aclose(self) -> None:
@@ -315,13 +317,13 @@ class Peers:
         Peers at ``addresses``, if any, are asked first, and the others only for keys that these do not hold:
         when a key is asked for first, every second after that, and whenever one of these does not answer.
         """
-        for peer in self._peers:
+        for peer in self.members:
             peer.drop_if_closed()
-        peers = [peer for peer in self._peers if peer.can_be_asked]
+        peers = [peer for peer in self.members if peer.can_be_asked]
         named = [peer for peer in peers if peer.address in addresses]
         if not named:
             return await self._ask(peers, keys)
-        found = await self._ask(named, keys, self._patience_s)
+        found = await self._ask(named, keys, self.patience_s)
         missing = [key for key in keys if key not in found]
         others = [peer for peer in peers if peer not in named and peer.can_be_asked]
         if all(peer.can_be_asked for peer in named):
@@ -373,7 +375,7 @@ class Peers:
             for task in done:
                 task.result()
             if limit_s is None and len(waiting) <= half:
-                limit_s = 2 * loop.time() - begun_s + self._patience_s
+                limit_s = 2 * loop.time() - begun_s + self.patience_s
         return waiting
 
 

@@ -19,7 +19,7 @@ MAX_LEASES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ServedChunk:
     """A chunk that is served: its row, and the trailer that proves its bytes."""
 
     row: int
@@ -32,7 +32,7 @@ class _Lease:
     expires_s: float
 
 
-class Pool:
+class ChunkPool:
     """Rows of chunks, evicted by recency, except those that are pinned.
 
     Leases are pins of peers, which run out: a peer that dies must not keep memory. They take at most half of
@@ -49,7 +49,7 @@ class Pool:
         self.lease_s = lease_s
         self._on_evict = on_evict
         self._free = list(range(rows))
-        self._chunks: OrderedDict[OffloadKey, Chunk] = OrderedDict()  # the least recently used first
+        self._chunks: OrderedDict[OffloadKey, ServedChunk] = OrderedDict()  # the least recently used first
         self._pins: Counter[int] = Counter()
         self._leases: OrderedDict[int, _Lease] = OrderedDict()  # the first to expire first
         self._leased: Counter[int] = Counter()
@@ -90,9 +90,9 @@ class Pool:
         if key in self._chunks:
             self.give_back(row)
         else:
-            self._chunks[key] = Chunk(row, trailer)
+            self._chunks[key] = ServedChunk(row, trailer)
 
-    def pin(self, key: OffloadKey) -> Chunk | None:
+    def pin(self, key: OffloadKey) -> ServedChunk | None:
         """Return a chunk whose row keeps its bytes until ``unpin``; None if it is not there."""
         chunk = self._chunks.get(key)
         if chunk is not None:
@@ -109,14 +109,14 @@ class Pool:
                 self._removed.remove(row)
                 self._free.append(row)
 
-    def lease(self, keys: Sequence[OffloadKey], now_s: float) -> tuple[int, list[Chunk | None]]:
+    def lease(self, keys: Sequence[OffloadKey], now_s: float) -> tuple[int, list[ServedChunk | None]]:
         """Pin chunks for a peer, until it releases them or the lease runs out.
 
         Returns:
             The lease's number, and for each key the chunk; None if it is not there or too much is leased.
         """
         self._expire(now_s)
-        chunks: list[Chunk | None] = []
+        chunks: list[ServedChunk | None] = []
         for key in keys:
             has_room = len(self._leases) < MAX_LEASES and len(self._leased) < max(1, self.rows // 2)
             chunk = self.pin(key) if has_room else None

@@ -1,7 +1,7 @@
 """The control channel: how engines prove that they share a secret, and ask each other for chunks.
 
 Each frame is a length (u32, big-endian) and a msgpack message. The server begins with ``Challenge``; the
-client answers with ``Hello`` and a proof over both nonces, the server with ``Welcome`` and a proof of its
+client answers with ``PeerHello`` and a proof over both nonces, the server with ``Welcome`` and a proof of its
 own. No proof is of use for another connection. Afterwards each request has one reply, in order, except
 ``Release``, which has none.
 """
@@ -26,7 +26,7 @@ MAX_KEYS: Final = 1024
 """Keys of one request at most."""
 MAX_FRAME_BYTES: Final = 1 << 20
 MAX_HELLO_BYTES: Final = 4096
-"""Length of a ``Challenge`` or ``Hello`` at most: the server reads no longer frame without a proof."""
+"""Length of a ``Challenge`` or ``PeerHello`` at most: the server reads no longer frame without a proof."""
 NONCE_BYTES: Final = 32
 _LENGTH: Final = struct.Struct(">I")
 
@@ -38,7 +38,7 @@ Keys = Annotated[
 ]
 
 
-class ProtocolError(Exception):
+class PeerProtocolError(Exception):
     """The other side violated the protocol.
 
     Args:
@@ -62,7 +62,7 @@ class Challenge(Message, frozen=True, tag=1):
     nonce: Short
 
 
-class Hello(Message, frozen=True, tag=2):
+class PeerHello(Message, frozen=True, tag=2):
     """The client's first message: its expectations, and its proof of the secret."""
 
     version: int
@@ -92,7 +92,7 @@ class Refused(Message, frozen=True, tag=4):
     why: Text
 
 
-class Lookup(Message, frozen=True, tag=5):
+class LookupKeys(Message, frozen=True, tag=5):
     """Ask which keys are held."""
 
     keys: Keys
@@ -104,7 +104,7 @@ class Found(Message, frozen=True, tag=6):
     held: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MAX_KEYS)]
 
 
-class Lease(Message, frozen=True, tag=7):
+class LeaseChunks(Message, frozen=True, tag=7):
     """Ask to keep chunks where they are, to read them."""
 
     keys: Keys
@@ -132,7 +132,7 @@ class Release(Message, frozen=True, tag=9):
     lease: int
 
 
-AnyMessage = Challenge | Hello | Welcome | Refused | Lookup | Found | Lease | Leased | Release
+AnyMessage = Challenge | PeerHello | Welcome | Refused | LookupKeys | Found | LeaseChunks | Leased | Release
 MessageT = TypeVar("MessageT", bound=Message)
 _decoder: Final = msgspec.msgpack.Decoder[AnyMessage](AnyMessage)
 
@@ -148,7 +148,7 @@ def decode(body: bytes) -> AnyMessage:
     try:
         message: AnyMessage = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"invalid frame of {len(body)} bytes: {error}") from None
+        raise PeerProtocolError(f"invalid frame of {len(body)} bytes: {error}") from None
     return message
 
 
@@ -162,7 +162,7 @@ async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYT
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > limit_bytes:
-            raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {limit_bytes}")
+            raise PeerProtocolError(f"a frame of {length} bytes exceeds the limit of {limit_bytes}")
         return decode(await reader.readexactly(length))
     except asyncio.IncompleteReadError:
         raise ConnectionResetError("the connection was closed") from None
@@ -179,8 +179,8 @@ async def expect(reader: asyncio.StreamReader, wanted: type[MessageT], limit_byt
     if isinstance(message, wanted):
         return message
     if isinstance(message, Refused):
-        raise ProtocolError(f"it refuses: {message.why!r}")  # neither side is authenticated yet
-    raise ProtocolError(f"it sent {type(message).__name__} where {wanted.__name__} was due")
+        raise PeerProtocolError(f"it refuses: {message.why!r}")  # neither side is authenticated yet
+    raise PeerProtocolError(f"it sent {type(message).__name__} where {wanted.__name__} was due")
 
 
 def proof(

@@ -18,8 +18,8 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers import wait_for_end
 from kvtier_nixl import _protocol as protocol
 from kvtier_nixl._agent import Memory
-from kvtier_nixl._pool import Pool
-from kvtier_nixl._protocol import Challenge, Hello, Message, ProtocolError, Refused, Welcome
+from kvtier_nixl._pool import ChunkPool
+from kvtier_nixl._protocol import Challenge, Message, PeerHello, PeerProtocolError, Refused, Welcome
 
 _MAX_CONNECTIONS: Final = 256
 _MAX_STRANGERS: Final = 64
@@ -58,7 +58,9 @@ class ControlServer:
         warn: called with a subject for log limits and a text when a peer is turned away.
     """
 
-    def __init__(self, facts: Facts, pool: Pool, memory: Memory, warn: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, facts: Facts, pool: ChunkPool, memory: Memory, warn: Callable[[str, str], None]
+    ) -> None:
         self._facts = facts
         self._pool = pool
         self._memory = memory
@@ -110,7 +112,7 @@ class ControlServer:
             self._strangers.discard(task)
             while True:
                 await self._answer(await protocol.receive(reader), writer)
-        except ProtocolError as error:
+        except PeerProtocolError as error:
             self._log_refusal((writer.get_extra_info("peername") or ("?",))[0], error)
             with suppress(OSError, TimeoutError):
                 await _send(writer, Refused(str(error)[:500]))
@@ -125,7 +127,7 @@ class ControlServer:
             self._strangers.discard(task)
             writer.close()
 
-    def _log_refusal(self, host: str, error: ProtocolError) -> None:
+    def _log_refusal(self, host: str, error: PeerProtocolError) -> None:
         if len(self._logged_hosts) < _LOGGED_HOSTS:
             self._logged_hosts.add(host)
         subject = host if host in self._logged_hosts else "others"
@@ -136,27 +138,29 @@ class ControlServer:
         facts = self._facts
         challenge = Challenge(protocol.VERSION, secrets.token_bytes(protocol.NONCE_BYTES))
         await _send(writer, challenge)
-        hello = await protocol.expect(reader, Hello, protocol.MAX_HELLO_BYTES)
+        hello = await protocol.expect(reader, PeerHello, protocol.MAX_HELLO_BYTES)
         secret = await facts.secret()
         wanted = protocol.proof(secret, b"client", challenge, hello.nonce, hello.identity)
         if not protocol.is_proof(hello.proof, wanted):
-            raise ProtocolError("it has another secret: compare the secret_file of both", "secret")
+            raise PeerProtocolError("it has another secret: compare the secret_file of both", "secret")
         if hello.version != protocol.VERSION:
             versions = f"it speaks version {hello.version}, this is version {protocol.VERSION}"
-            raise ProtocolError(versions, "version")
+            raise PeerProtocolError(versions, "version")
         if hello.identity != facts.identity:
-            raise ProtocolError("it has another identity: model, settings or namespace differ", "identity")
+            raise PeerProtocolError(
+                "it has another identity: model, settings or namespace differ", "identity"
+            )
         if hello.chunk_bytes != facts.chunk_bytes:
             lengths = f"its chunks have {hello.chunk_bytes} bytes, these {facts.chunk_bytes}"
-            raise ProtocolError(lengths, "length")
+            raise PeerProtocolError(lengths, "length")
         agent = protocol.agent_digest(facts.agent, facts.metadata)
         answer = protocol.proof(secret, b"server", challenge, hello.nonce, facts.identity, agent)
         await _send(writer, Welcome(answer, facts.agent, facts.metadata))
 
     async def _answer(self, request: Message, writer: asyncio.StreamWriter) -> None:
-        if isinstance(request, protocol.Lookup):
+        if isinstance(request, protocol.LookupKeys):
             await _send(writer, protocol.Found(tuple(key in self._pool for key in request.keys)))
-        elif isinstance(request, protocol.Lease):
+        elif isinstance(request, protocol.LeaseChunks):
             keys = [OffloadKey(key) for key in request.keys]
             number, chunks = self._pool.lease(keys, time.monotonic())
             addresses = tuple(self._memory.address(chunk.row) if chunk else 0 for chunk in chunks)
@@ -165,7 +169,7 @@ class ControlServer:
         elif isinstance(request, protocol.Release):
             self._pool.release(request.lease)
         else:
-            raise ProtocolError(f"{type(request).__name__} is no request")
+            raise PeerProtocolError(f"{type(request).__name__} is no request")
 
 
 async def _send(writer: asyncio.StreamWriter, message: Message) -> None:

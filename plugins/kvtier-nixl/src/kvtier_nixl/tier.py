@@ -30,7 +30,7 @@ from kvtier.tiers import (
 )
 from kvtier_nixl._agent import Agent, Memory, ReadError
 from kvtier_nixl._peers import Peer, PeerError, Peers
-from kvtier_nixl._pool import Pool
+from kvtier_nixl._pool import ChunkPool
 from kvtier_nixl._protocol import MAX_KEYS
 from kvtier_nixl._server import ControlServer, Facts
 from kvtier_nixl.config import NixlConfig, is_loopback, parse_address
@@ -72,7 +72,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         self._agent: Agent | None = None
         self._server: ControlServer | None = None
         self._peers: Peers | None = None
-        self._pool: Pool | None = None
+        self._pool: ChunkPool | None = None
         self._resets = 0
         self._located: OrderedDict[OffloadKey, Peer] = OrderedDict()
 
@@ -84,7 +84,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         for setting, count in (("serve_bytes", rows), ("receive_bytes", receive_rows)):
             if not count:
                 raise self._error(f"{setting} is less than one chunk ({context.chunk_bytes} bytes); raise it")
-        self._pool = Pool(rows, self.config.lease_s, context.removed)
+        self._pool = ChunkPool(rows, self.config.lease_s, context.removed)
         self._serving = Memory(rows, context.chunk_bytes)
         self._receiving = Memory(receive_rows, context.chunk_bytes)
         try:
@@ -367,7 +367,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
     # --- helpers ---------------------------------------------------------------------------------
 
     @property
-    def _held(self) -> Pool:
+    def _held(self) -> ChunkPool:
         if self._pool is None:
             raise StateError("the NIXL tier is not open")
         return self._pool

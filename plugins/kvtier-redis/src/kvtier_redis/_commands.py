@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier_redis._protocol import Buffer, ErrorReply, Reply, RespSocket, command, set_command
-from kvtier_redis._reasons import ABSENT, OK, TIMED_OUT, TORN, Result, result_of
+from kvtier_redis._reasons import ABSENT, OK, TIMED_OUT, TORN, ChunkResult, result_of
 
 _WINDOW_BYTES: Final = 4 * 2**20  # a server buffers up to twice as much for each connection
 _PIPELINE_COMMANDS: Final = 512
 
 
 @dataclass(slots=True)
-class Chunk:
+class BatchChunk:
     """One chunk of a batch.
 
     Attributes:
@@ -28,7 +28,7 @@ class Chunk:
     key: bytes
     view: memoryview
     trailer: bytearray
-    result: Result = TIMED_OUT
+    result: ChunkResult = TIMED_OUT
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class Question:
 
     key: bytes
     reply: Reply | None = None
-    result: Result | None = TIMED_OUT
+    result: ChunkResult | None = TIMED_OUT
 
 
-def put(sock: RespSocket, chunks: Sequence[Chunk], ttl_s: int) -> None:
+def put(sock: RespSocket, chunks: Sequence[BatchChunk], ttl_s: int) -> None:
     """Store the chunks that are not there yet and set each ``result``."""
     expire = [command(b"EXPIRE", chunk.key, ttl_s) for chunk in chunks]
     absent = []
@@ -55,23 +55,23 @@ def put(sock: RespSocket, chunks: Sequence[Chunk], ttl_s: int) -> None:
         else:
             chunk.result = result_of(reply) if isinstance(reply, ErrorReply) else OK
 
-    def write(chunk: Chunk) -> list[Buffer]:
+    def write(chunk: BatchChunk) -> list[Buffer]:
         return set_command(chunk.key, [chunk.view, chunk.trailer], ttl_s)
 
-    def read(chunk: Chunk) -> None:
+    def read(chunk: BatchChunk) -> None:
         reply = sock.reply()
         chunk.result = result_of(reply) if isinstance(reply, ErrorReply) else OK
 
     _in_groups(sock, absent, write, read)
 
 
-def get(sock: RespSocket, chunks: Sequence[Chunk]) -> None:
+def get(sock: RespSocket, chunks: Sequence[BatchChunk]) -> None:
     """Fill the slots and set each ``result``."""
 
-    def write(chunk: Chunk) -> list[Buffer]:
+    def write(chunk: BatchChunk) -> list[Buffer]:
         return [command(b"GET", chunk.key)]
 
-    def read(chunk: Chunk) -> None:
+    def read(chunk: BatchChunk) -> None:
         found = sock.value_into([chunk.view, memoryview(chunk.trailer)])
         if isinstance(found, ErrorReply):
             chunk.result = result_of(found)
@@ -93,15 +93,15 @@ def pipeline(sock: RespSocket, commands: Sequence[bytes]) -> list[Reply]:
 
 def _in_groups(
     sock: RespSocket,
-    chunks: Sequence[Chunk],
-    write: Callable[[Chunk], Iterable[Buffer]],
-    read: Callable[[Chunk], None],
+    chunks: Sequence[BatchChunk],
+    write: Callable[[BatchChunk], Iterable[Buffer]],
+    read: Callable[[BatchChunk], None],
 ) -> None:
     """Send each group's commands before reading the replies to the group before: the server stays busy."""
     if not chunks:
         return
     size = max(1, min(_PIPELINE_COMMANDS, _WINDOW_BYTES // len(chunks[0].view)))
-    unread: Sequence[Chunk] = ()
+    unread: Sequence[BatchChunk] = ()
     for start in range(0, len(chunks), size):
         group = chunks[start : start + size]
         sock.send(buffer for chunk in group for buffer in write(chunk))

@@ -52,24 +52,24 @@ TOPOLOGY: Final = frozenset({"connection", "timeout", "readonly", "moved", "clus
 """Reasons after which the servers are discovered again: the key may be on another one by now."""
 
 
-class Result(NamedTuple):
+class ChunkResult(NamedTuple):
     """The result of one chunk of a put or a get; ``reason`` is empty where none is counted."""
 
     status: Status
     reason: str = ""
 
 
-OK: Final = Result(Status.OK)
-ABSENT: Final = Result(Status.ABSENT)
-TORN: Final = Result(Status.CORRUPT, "torn")
-DENIED: Final = Result(Status.FAILED, "denied")
-TIMED_OUT: Final = Result(Status.FAILED, "timeout")
+OK: Final = ChunkResult(Status.OK)
+ABSENT: Final = ChunkResult(Status.ABSENT)
+TORN: Final = ChunkResult(Status.CORRUPT, "torn")
+DENIED: Final = ChunkResult(Status.FAILED, "denied")
+TIMED_OUT: Final = ChunkResult(Status.FAILED, "timeout")
 
 
-def result_of(reply: ErrorReply) -> Result:
+def result_of(reply: ErrorReply) -> ChunkResult:
     """Return an error reply as the result of a chunk."""
     reason = _BY_ERROR_CODE.get(reply.partition(" ")[0], "error")
-    return Result(Status.REFUSED if reason == "full" else Status.FAILED, reason)
+    return ChunkResult(Status.REFUSED if reason == "full" else Status.FAILED, reason)
 
 
 def reason_of(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from kvtier.tiers import (
 )
 from kvtier_redis import _commands
 from kvtier_redis._client import ClientFactory
-from kvtier_redis._commands import Chunk, Question
+from kvtier_redis._commands import BatchChunk, Question
 from kvtier_redis._control import PRIVATE, ControlClient, MemoryUsage, Topology
 from kvtier_redis._pool import Connections, WorkerThreads
 from kvtier_redis._protocol import ErrorReply, RespSocket, command
@@ -42,7 +42,7 @@ from kvtier_redis._reasons import (
     TIMED_OUT,
     TOPOLOGY,
     TRANSIENT,
-    Result,
+    ChunkResult,
     reason_of,
     result_of,
 )
@@ -58,7 +58,7 @@ _CLOSING_CLEANUP_S: Final = 1.5
 _THREADS_CLOSE_S: Final = 1.0
 _LOG_INTERVAL_S: Final = 60.0
 T = TypeVar("T")
-_Job = tuple[Connections, Callable[[RespSocket], None], Sequence[Chunk | Question]]
+_Job = tuple[Connections, Callable[[RespSocket], None], Sequence[BatchChunk | Question]]
 
 _log = GuardedLogger("kvtier.tiers.redis")
 
@@ -242,7 +242,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         pool_of: Callable[[_Server], Connections],
     ) -> Outcome:
         """Run a put or a get, on as many connections as its bytes are worth."""
-        chunks = [Chunk(*parts) for parts in zip(names, batch.views, trailers, strict=True)]
+        chunks = [BatchChunk(*parts) for parts in zip(names, batch.views, trailers, strict=True)]
         jobs = []
         for server, group in self._by_server(chunks, lambda chunk: chunk.key):
             pool = pool_of(server)
@@ -287,7 +287,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
                 connections.pool.renew()
 
     async def _run_one(
-        self, pool: Connections, call: Callable[[RespSocket], None], parts: Sequence[Chunk | Question]
+        self, pool: Connections, call: Callable[[RespSocket], None], parts: Sequence[BatchChunk | Question]
     ) -> None:
         try:
             await pool.run(call)
@@ -296,7 +296,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
             self._warn(reason, error)
             for part in parts:
                 if part.result is TIMED_OUT:
-                    part.result = Result(Status.FAILED, reason)
+                    part.result = ChunkResult(Status.FAILED, reason)
 
     def _warn(self, reason: str, text: object) -> None:
         repeats = self._log_limit.allow(reason, time.monotonic())

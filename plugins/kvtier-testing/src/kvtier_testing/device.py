@@ -16,7 +16,7 @@ import time
 import pytest
 
 from kvtier import PageMapping
-from kvtier._device.base import Blocks, CopyQueue, Run
+from kvtier._device.base import Blocks, CopyQueue, PieceRun
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.errors import DamagedSlotError, DeviceLostError, DeviceStuckError, StateError
 from kvtier_testing.device_model import (
@@ -38,9 +38,9 @@ _GROUPS = (((0, 512), (1, 100)), ((2, 64),), ((1, 192), (2, 63)), ((0, 1),))
 def _canonical(rank: int, blocks_per_chunk: int) -> Shape:
     """Return the pages of one of four workers: half of the heads, shared with another worker; a latent
     shared by all four; a page of as many bytes in another order; a plain page."""
-    halves = PageMapping(1024, (Run(0, rank // 2 * 32, 32, 16, 32, 64),), writers=2, writer=rank % 2)
-    latent = PageMapping(192, (Run(0, 0, 192),), writers=4, writer=rank)
-    turned = PageMapping(96, (Run(0, 64, 32), Run(32, 0, 64)))
+    halves = PageMapping(1024, (PieceRun(0, rank // 2 * 32, 32, 16, 32, 64),), writers=2, writer=rank % 2)
+    latent = PageMapping(192, (PieceRun(0, 0, 192),), writers=4, writer=rank)
+    turned = PageMapping(96, (PieceRun(0, 64, 32), PieceRun(32, 0, 64)))
     mappings = (halves, latent, turned)
     return Shape((512, 192, 96, 40), mappings=mappings, blocks_per_chunk=blocks_per_chunk)
 

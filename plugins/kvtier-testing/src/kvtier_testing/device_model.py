@@ -37,7 +37,7 @@ class GivenCopies(CpuRuntime):
 
 
 class Compute:
-    """The engine's computation, played by the tests on torch's current stream."""
+    """The engine's computation, done by the tests on torch's current stream."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Submit work to the device; it may still run when this returns."""

@@ -83,7 +83,7 @@ def _check_claims(core: Tiering) -> None:
     most = int(len(table.all) * core.shared.limits.pin_budget)
     _require(all(table.visible.get(key) is it for key, it in kept.items()), "kept chunks can be found")
     _require(len(kept) <= most, "no more is kept than the budget")
-    ending = {request for _, _, request in core.priorities._ending}
+    ending = {request for _, _, request in core.priorities.ending}
     for key, user in table.users.items():
         has_end = user.state is not RequestState.CLOSED or user.priority_s == inf or user in ending
         _require(key in table.visible and key in user.own, "{} has a priority, and is there", key)

@@ -22,6 +22,7 @@ from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs import _session as session_module
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._files.native_call import StopFlag
+from kvtier.tiers.fs._session import Session
 from tests.unit.conftest import mounted_tmpfs
 from tests.unit.tiers.fs.library import Gate, patch_library
 
@@ -119,9 +120,14 @@ class World:
 
     async def until_listed(self, tier: FsTier) -> None:
         """Wait until a tier has swept its root and listed it, as it does after opening."""
+        session = self.session(tier)
+        await self.eventually(lambda: session.epoch is not None and session.epoch.listed >= 0)
+
+    def session(self, tier: FsTier) -> Session:
+        """Return the parts of an open tier: its quota, maintenance, epoch and namespace."""
         session = tier._session
         assert session is not None
-        await self.eventually(lambda: session.epoch is not None and session.epoch.listed >= 0)
+        return session
 
     async def bytes_below(self) -> int:
         """Add up the root, by a walk that does not mind what vanishes meanwhile."""

@@ -121,7 +121,7 @@ async def at_random():
 async def short_counts():
     tier = await open_tier("count")
     await put(tier, range(60))
-    add_up = tier._session.maintenance._add_up
+    add_up = world.session(tier).maintenance._add_up
     before = add_up()
     for name in ("openat", "readdir", "fstatat"):
         for every in (1, 2, 4, 8):

@@ -297,7 +297,7 @@ async def test_existing_chunks_evict_nothing(world, monkeypatch, who):
     evicted = tier.statistics().evicted_bytes
     for _ in range(3):
         assert (await world.put(tier, there)).statuses == (OK,) * len(there)
-    assert tier._session.quota.excess == 0
+    assert world.session(tier).quota.excess == 0
     assert left(world, 12) == there
     assert tier.statistics().evicted_bytes == evicted
 
@@ -390,7 +390,7 @@ async def test_uses_are_shared_by_files(world, monkeypatch):
 
 async def test_use_count_never_falls(world):
     tier = await filled(world, [(HOUR, None)] * 5)
-    place = tier._session.epoch.place
+    place = world.session(tier).epoch.place
     for classes, expected in (
         ((0, 1, 2, 3, 4), [1, 1, 2, 3, 4]),
         ((4, 2, 1, 1, 1), [4, 2, 2, 3, 4]),
@@ -598,7 +598,7 @@ async def test_returning_chunk_gets_use_time(world, monkeypatch):
     tier = await world.open(max_bytes=10**7)
     await world.put(tier, [1, 2])
     await tier.discard(world.keys([1]))
-    tier._session.maintenance.uses._began_at -= 10.0  # later
+    world.session(tier).maintenance.uses._began_at -= 10.0  # later
     await world.put(tier, [1])
     await world.eventually(lambda: touched)
     assert touched == [(*world.keys([1]), 1)]
@@ -609,7 +609,7 @@ async def test_old_epoch_leaves_in_pieces(world, monkeypatch):
     tier = await world.open(max_bytes=2**50)
     await world.put(tier, range(40))
     await tier.reset()
-    session = tier._session
+    session = world.session(tier)
     freed: list[int] = []
     removed = await anyio.to_thread.run_sync(
         Evictor(session.namespace.root_fd, session.closing).make_room, 20 * 20_480, freed.append
@@ -634,19 +634,13 @@ async def test_unevictable_root_is_left(world, monkeypatch, caplog):
     world.root.mkdir()
     (world.root / "ballast").write_bytes(bytes(300_000))
     tier = await world.open(max_bytes=200_000)
+    work = world.session(tier).maintenance
     began = time.monotonic()
     for number in range(200):
         assert (await world.put(tier, [number])).statuses == (REFUSED,)
-    await world.eventually(
-        lambda: (
-            tier._session.maintenance._eviction_pause.pause_s == 0.04
-            or tier._session.maintenance.make_room_soon()
-        )
-    )
+    await world.eventually(lambda: work._eviction_pause.pause_s == 0.04 or work.make_room_soon())
     assert 1 <= len(searched) <= 6 + (time.monotonic() - began) / 0.04
-    await world.eventually(
-        lambda: "no chunks are left to evict" in caplog.text or tier._session.maintenance.make_room_soon()
-    )
+    await world.eventually(lambda: "no chunks are left to evict" in caplog.text or work.make_room_soon())
     assert sum("no chunks are left to evict" in record.message for record in caplog.records) == 1
     assert (world.root / "ballast").exists()
 
@@ -658,9 +652,9 @@ async def test_eviction_before_a_late_count_shows(world, monkeypatch):
     tier = await world.open(max_bytes=2**40)
     await world.put(tier, range(20))
     monkeypatch.setattr(maintenance.Maintenance, "_count", lambda self: None)
-    with tier._session.quota._change() as change:
+    with world.session(tier).quota._change() as change:
         change.accounts.add(2**41)
-    await anyio.to_thread.run_sync(tier._session.maintenance._evict)
+    await anyio.to_thread.run_sync(world.session(tier).maintenance._evict)
     assert left(world, 20) == []
     assert tier.statistics().evicted_chunks == 20
 

@@ -83,14 +83,14 @@ async def test_removed_root_misses(world, monkeypatch):
     assert (await world.get(tier, range(4))).statuses == (ABSENT,) * 4
     outcome = await world.put(tier, range(4))
     assert (outcome.statuses, dict(outcome.reasons)) == ((FAILED,) * 4, {"enoent": 4})
-    await anyio.to_thread.run_sync(tier._session.maintenance._do_tick)
+    await anyio.to_thread.run_sync(world.session(tier).maintenance._do_tick)
     await tier.discard(world.keys(range(4)))
     assert not any(await tier.contains(world.keys(range(4))))
 
 
 async def test_failed_lookup_is_a_failure(world):
     tier = await world.open()
-    data = world.root / tier._session.epoch.place.data_dir
+    data = world.root / world.session(tier).epoch.place.data_dir
     data.symlink_to(data.name)  # ELOOP for each file, as EIO and EACCES of a disk that fails
     with pytest.raises(TierError, match="2 of 2 lookups failed: eloop"):
         await tier.contains(world.keys(range(2)))

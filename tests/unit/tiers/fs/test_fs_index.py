@@ -119,7 +119,7 @@ async def test_old_epoch_is_not_the_new(world, gate, monkeypatch):
     patch_library(monkeypatch, gate, "kvt_chunks_list")
     tier = await world.open()
     await entered(gate)
-    old = tier._session.epoch
+    old = world.session(tier).epoch
     await tier.reset()
     gate.open()  # only now is the old one listed
     await world.until_listed(tier)

@@ -104,7 +104,7 @@ async def test_removed_cache_is_recreated(world, tier, told):
 
 async def test_remotely_removed_root_is_told(world, tier, told, monkeypatch):
     """A network file system drops the inode of a directory removed by another client."""
-    root_fd, fstat = tier._session.namespace.root_fd, os.fstat
+    root_fd, fstat = world.session(tier).namespace.root_fd, os.fstat
 
     def stale(fd):
         if fd == root_fd:
@@ -120,7 +120,7 @@ async def test_unmounted_root_is_not_remade(world, told, looks, mounted):
     world.root = mounted / "root"
     tier = await world.open(lost=told.append, max_bytes=2**50)
     await world.until_listed(tier)
-    opened = Path(f"/proc/self/fd/{tier._session.namespace.root_fd}")
+    opened = Path(f"/proc/self/fd/{world.session(tier).namespace.root_fd}")
     run("umount", "-l", str(mounted))
     for path in opened.iterdir():
         shutil.rmtree(path)

@@ -160,7 +160,7 @@ async def test_powerless_never_evict(world, monkeypatch, number, evicts):
     if evicts:
         await world.eventually(lambda: tier.statistics().evicted_chunks)
     else:
-        assert tier._session.quota.excess
+        assert world.session(tier).quota.excess
         assert requested == []
 
 

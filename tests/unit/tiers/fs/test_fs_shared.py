@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import shutil
-import threading
-from functools import partial
 
 import anyio
 import crc32c
@@ -16,10 +14,13 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.tiers._base import Outcome, Status
+from kvtier.tiers.fs._files.chunk_files import tree_bytes
+from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._quota import ledger
 from kvtier.tiers.fs._quota.accounts import Accounts, FileSystem
 from kvtier.tiers.fs._quota.quota import Quota
+from tests.unit.tiers.fs.conftest import AT_FDCWD
 
 pytestmark = pytest.mark.timeout(60)
 OK, ABSENT, REFUSED, FAILED = Status.OK, Status.ABSENT, Status.REFUSED, Status.FAILED
@@ -73,7 +74,7 @@ async def test_simultaneous_puts_count_once(world):
                 tasks.start_soon(tier.put, batch)
         assert (await world.get(tiers[0], range(first, first + 64))).statuses == (OK,) * 64
     for tier in tiers:
-        await anyio.to_thread.run_sync(tier._session.quota.flush)
+        await anyio.to_thread.run_sync(world.session(tier).quota.flush)
     assert accounts_of(world).used - await world.bytes_below() == drift
 
 
@@ -151,27 +152,13 @@ async def test_ledger_loss_is_harmless(world, monkeypatch, loss):
     assert 300_000 < await world.bytes_below() <= 600_000
 
 
-async def two_idle_openers(world, monkeypatch):
-    """Open two tiers whose background work has ended and does not start again: it would count the root."""
-    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
-    tiers = [await world.open(max_bytes=1_000_000) for _ in range(2)]
-    for tier in tiers:
-        ended = threading.Event()
-        tier._session.maintenance._slow.submit(ended.set)
-        await anyio.to_thread.run_sync(ended.wait)
-    monkeypatch.setattr(maintenance.Maintenance, "_do_slow_work", lambda *_: None)
-    return tiers
-
-
 async def sweep(_world, one, other):
     for tier in (one, other):
-        await tier.reset()  # no engine uses the epoch any more
-    await anyio.to_thread.run_sync(one._session.maintenance._sweep)
+        await tier.reset()  # no engine uses the old epoch any more
 
 
-async def evict(_world, one, _other):
-    freed = await anyio.to_thread.run_sync(one._session.maintenance._count_freed)
-    await anyio.to_thread.run_sync(one._session.maintenance._evictor.make_room, 100_000, freed)
+async def evict(world, one, _other):
+    await world.put(one, range(100, 140))
 
 
 async def discard(world, one, _other):
@@ -181,27 +168,27 @@ async def discard(world, one, _other):
 @pytest.mark.parametrize("remove", [sweep, evict, discard])
 async def test_count_leaves_no_hole(world, monkeypatch, remove):
     """A count between a removal and its report already excludes these bytes."""
-    one, other = await two_idle_openers(world, monkeypatch)
-    await world.put(one, range(20))
-    await anyio.to_thread.run_sync(one._session.quota.flush)  # reports the put
-    count = partial(other._session.quota.count, other._session.maintenance._add_up)
+    monkeypatch.setattr(maintenance, "TICK_S", 1000.0)
+    tiers = [await world.open(max_bytes=600_000) for _ in range(2)]
+    await world.put(tiers[0], range(20))
     report = Quota.removed
     late: list[int] = []
 
     def count_then_report(quota, nbytes, since):
         if nbytes and not late:
+            quota.count(lambda: tree_bytes(AT_FDCWD, str(world.root), StopFlag()))
             late.append(nbytes)
-            count()
         return report(quota, nbytes, since)
 
     monkeypatch.setattr(Quota, "removed", count_then_report)
-    await remove(world, one, other)
-    assert late
+    await remove(world, *tiers)
+    await world.eventually(lambda: late)
+    for tier in tiers:
+        await tier.aclose()
     assert accounts_of(world).used >= await world.bytes_below()
-    assert accounts_of(world).unconfirmed
-    await anyio.to_thread.run_sync(count)
+    await world.open(max_bytes=600_000)
+    await world.eventually(lambda: not accounts_of(world).unconfirmed)
     assert accounts_of(world).used == await world.bytes_below()
-    assert not accounts_of(world).unconfirmed
 
 
 def die_with_a_lease(world, nbytes):
@@ -237,7 +224,7 @@ async def test_dead_leases_evict_nothing(world, monkeypatch, ends_meanwhile):
 async def test_stopped_lock_holder_fails_puts(world, monkeypatch):
     tier = await world.open(max_bytes=10**9)
     await world.put(tier, [1])
-    await world.eventually(lambda: not tier._session.quota.has_news)  # nothing is leased ahead any more
+    await world.eventually(lambda: not world.session(tier).quota.has_news)  # nothing is leased ahead any more
     with monkeypatch.context() as patch, (world.root / ".kvtier" / "ledger").open("rb") as file:
         patch.setattr(ledger, "_PATIENCE_S", 0.05)
         fcntl.flock(file, fcntl.LOCK_EX)

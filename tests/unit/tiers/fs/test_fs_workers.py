@@ -47,7 +47,7 @@ async def test_failed_flush_allows_puts(world, monkeypatch):
         assert (await world.put(tier, [number := number + 1])).statuses == (Status.OK,)
         await anyio.sleep(0.01)
     # The lease ahead is given back: the next put asks the thread.
-    await anyio.to_thread.run_sync(tier._session.quota.refresh)
+    await anyio.to_thread.run_sync(world.session(tier).quota.refresh)
     assert (await world.put(tier, [2])).statuses == (Status.OK,)
     monkeypatch.undo()
 

@@ -177,7 +177,7 @@ def spread_of_median(values: Sequence[float]) -> tuple[float, float]:
     return medians[tail], medians[-1 - tail]
 
 
-class Channel:
+class EngineChannel:
     """Orders to the process of an engine, which ``kvtier_bench.engine.process`` lists, and its answers.
 
     Attributes:
@@ -241,7 +241,7 @@ class Channel:
         """Have a process that does not answer say in its log where it hangs, if it can."""
 
 
-class Engine(Channel):
+class Engine(EngineChannel):
     """One engine in its own process. A context manager that ends the process.
 
     Args:

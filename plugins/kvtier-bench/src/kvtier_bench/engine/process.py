@@ -217,7 +217,7 @@ def forget(llm: Any) -> Answer:
 def unverified(llm: Any) -> Answer:
     """Return how many chunks of the engine before are to be verified yet. For the order ``call``."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
-    return {"chunks": len(manager._core.table.trailers.unverified())}
+    return {"chunks": len(manager.core.table.trailers.unverified())}
 
 
 def _logprobs(answer: Any) -> list[float]:

@@ -235,5 +235,5 @@ def served(llm: Any) -> dict[str, Any]:
         "model": executor._identity.model,
         "manifest": executor._identity.manifest,
         "chunk_bytes": executor._region.chunk_bytes,
-        "keys": [key.hex() for key in manager._core.table.visible],
+        "keys": [key.hex() for key in manager.core.table.visible],
     }

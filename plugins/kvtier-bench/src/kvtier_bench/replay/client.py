@@ -47,7 +47,7 @@ class _Piece(msgspec.Struct):
 
 
 @dataclass
-class Answer:
+class RequestOutcome:
     """The outcome of one request.
 
     Attributes:
@@ -116,14 +116,14 @@ class Client:
         except _FAILURES:
             return None
 
-    async def complete(self, prompt: Sequence[int], tokens: int, due: float | None = None) -> Answer:
+    async def complete(self, prompt: Sequence[int], tokens: int, due: float | None = None) -> RequestOutcome:
         """Send one request and read its answer to the end. An error is part of the answer.
 
         Args:
             due: monotonic time when the request is due.
         """
         sent = time.monotonic()
-        answer = Answer(0.0 if due is None else sent - due)
+        answer = RequestOutcome(0.0 if due is None else sent - due)
         words = list(prompt) if self.prompts == "token ids" else " ".join(map(str, prompt))
         order = {"model": self._model, "prompt": words, "max_tokens": tokens, "temperature": 0.0}
         body = msgspec.json.encode({**order, "stream": True, **self._fields})
@@ -138,7 +138,7 @@ class Client:
         return answer
 
 
-async def _read(response: aiohttp.ClientResponse, answer: Answer, sent: float) -> None:
+async def _read(response: aiohttp.ClientResponse, answer: RequestOutcome, sent: float) -> None:
     """Read a stream of pieces into an answer."""
     last = sent
     usage: _Usage | None = None

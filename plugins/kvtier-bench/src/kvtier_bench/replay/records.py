@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier_bench.machine import Machine
-from kvtier_bench.replay.client import Answer
+from kvtier_bench.replay.client import RequestOutcome
 from kvtier_bench.replay.counters import COMPUTED, Counters
 from kvtier_bench.replay.workload import Workload
 
@@ -27,7 +27,7 @@ class Latency:
     itl_p99: float
 
     @staticmethod
-    def of(server: str, answers: Sequence[Answer]) -> Latency:
+    def of(server: str, answers: Sequence[RequestOutcome]) -> Latency:
         """Return the latency of one or more answers."""
         ttft = [answer.ttft_s for answer in answers]
         gaps = [gap for answer in answers for gap in answer.gaps_s] or [0.0]
@@ -68,7 +68,7 @@ class Served:
     def of(
         server: str,
         prompts: str,
-        answers: Sequence[Answer],
+        answers: Sequence[RequestOutcome],
         seconds: float,
         tokens: Mapping[str, float],
         reusable: int,

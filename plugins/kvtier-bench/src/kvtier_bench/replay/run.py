@@ -24,7 +24,7 @@ from kvtier_bench.engine.server import Server, add_tokenizer, free_port
 from kvtier_bench.machine import Machine, open_folder
 from kvtier_bench.replay.records import Record
 from kvtier_bench.replay.send import replay, too_long
-from kvtier_bench.replay.workload import Request, Scale, Workload
+from kvtier_bench.replay.workload import Scale, TraceRequest, Workload
 from kvtier_bench.simulate.trace import TimedLine, read_lines
 
 __all__ = ["Scale", "run"]
@@ -92,7 +92,7 @@ def _replay_each(
     model: str,
     work: Workload,
     scale: Scale,
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
 ) -> list[Record]:
     bears = MODELS[model]["max_position_embeddings"]
     if work.longest > bears:

@@ -1,4 +1,4 @@
-"""Sends the requests of a replay at their times, and watches how the server bears them."""
+"""Sends the requests of a replay at their times, and measures how the server copes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 
 from kvtier.errors import KVTierError
 from kvtier_bench.engine.compared import say
-from kvtier_bench.replay.client import Answer, Client, session
+from kvtier_bench.replay.client import Client, RequestOutcome, session
 from kvtier_bench.replay.counters import Counters
 from kvtier_bench.replay.records import (
     Interval,
@@ -21,14 +21,14 @@ from kvtier_bench.replay.records import (
     percentile_ms,
     sources,
 )
-from kvtier_bench.replay.workload import Request, Scale
+from kvtier_bench.replay.workload import Scale, TraceRequest
 
 _INTERVALS, _INTERVAL_S = 24, 2.0
 _STEP = [2, 3]  # has the engine tell what it did last; it fills no block
 
 
 async def replay(
-    name: str, url: str, scale: Scale, requests: Sequence[Request], longest: int
+    name: str, url: str, scale: Scale, requests: Sequence[TraceRequest], longest: int
 ) -> list[Record]:
     """Send the requests to a server and return its figures.
 
@@ -61,13 +61,13 @@ def too_long(longest: int, bears: int, scale: Scale) -> KVTierError:
 class _Sender:
     """One replay through one server."""
 
-    def __init__(self, name: str, client: Client, scale: Scale, requests: Sequence[Request]) -> None:
+    def __init__(self, name: str, client: Client, scale: Scale, requests: Sequence[TraceRequest]) -> None:
         self._name = name
         self._client = client
         self._scale = scale
         self._requests = requests
         self._interval_s = max(_INTERVAL_S, requests[-1].at_s / _INTERVALS)
-        self._answers: list[Answer] = []
+        self._answers: list[RequestOutcome] = []
         self._course: list[Interval] = []
         self._sent = 0
         self._seconds = 0.0

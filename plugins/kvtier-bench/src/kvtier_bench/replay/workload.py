@@ -26,7 +26,7 @@ _SHARED_BY_PERCENT: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request.
 
     Attributes:
@@ -88,12 +88,12 @@ class Scale:
         self.seed = seed
         self._chunk = lru_cache(1 << 16)(self._make_chunk)
 
-    def requests(self, lines: Sequence[TimedLine], count: int) -> list[Request]:
+    def requests(self, lines: Sequence[TimedLine], count: int) -> list[TraceRequest]:
         """Return ``count`` requests of the trace, or all if it has fewer, by time."""
         lines = sorted(lines, key=lambda line: line.timestamp)
         chosen = [lines[index] for index in sorted(self._choose(lines, count))]
         return [
-            Request(
+            TraceRequest(
                 (line.timestamp - chosen[0].timestamp) / 1000 / self.speed,
                 line.hash_ids,
                 self._scaled(line.input_length),
@@ -102,7 +102,7 @@ class Scale:
             for line in chosen
         ]
 
-    def prompt(self, request: Request) -> list[int]:
+    def prompt(self, request: TraceRequest) -> list[int]:
         """Return the tokens of a request's prompt. Tokens behind its last chunk are of this request alone."""
         tokens = [token for id_ in request.ids for token in self._chunk(id_)]
         if len(tokens) < request.prompt_tokens:
@@ -110,7 +110,7 @@ class Scale:
             return tokens + behind
         return tokens[: request.prompt_tokens]
 
-    def describe(self, trace: str, requests: Sequence[Request], of: int) -> Workload:
+    def describe(self, trace: str, requests: Sequence[TraceRequest], of: int) -> Workload:
         """Return what the requests are.
 
         Args:
@@ -133,7 +133,7 @@ class Scale:
             self.seed,
         )
 
-    def reusable(self, requests: Sequence[Request]) -> Iterator[int]:
+    def reusable(self, requests: Sequence[TraceRequest]) -> Iterator[int]:
         """Yield for each request how many tokens of its prompt are the beginning of an earlier one."""
         seen: set[int | str] = set()
         for request in requests:

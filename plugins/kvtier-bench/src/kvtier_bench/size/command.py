@@ -18,7 +18,7 @@ from kvtier._cli.report import Bytes
 from kvtier._core.tiering import PRIMARY
 from kvtier._memory.layout import default_blocks_per_chunk, whole_pages
 from kvtier._settings.quantities import MOST_BYTES, size
-from kvtier_bench.size.model_shape import ITEM_BYTES, Config, Group, ModelShape, read_config, shape_of
+from kvtier_bench.size.model_shape import ITEM_BYTES, Config, LayerGroup, ModelShape, read_config, shape_of
 from kvtier_bench.storage import fs
 
 _LENGTHS: Final = (1024, 8192, 32_768)
@@ -201,7 +201,7 @@ def _is_canonical(shape: ModelShape) -> bool:
     return shape.copies > 1 and not shape.has_states
 
 
-def _chunks(shape: ModelShape, group: Group) -> Chunks:
+def _chunks(shape: ModelShape, group: LayerGroup) -> Chunks:
     block = shape.block_bytes * _copies(shape)
     same = len({one.block_tokens for one in shape.groups}) == 1 and not shape.has_states
     blocks = default_blocks_per_chunk(block, group.block_tokens) if same else 1

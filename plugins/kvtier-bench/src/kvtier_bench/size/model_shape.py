@@ -41,7 +41,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Layers that share blocks.
 
     Attributes:
@@ -67,7 +67,7 @@ class Group:
 class ModelShape:
     """The KV cache of a model on ``workers`` tensor-parallel workers."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     workers: int
     copies: int  # workers that hold the same bytes
     pages_per_block: int  # of a worker: the largest group's layers
@@ -207,7 +207,7 @@ def _state_bytes(config: Config, tp: int, item_bytes: int) -> int:
     return int((memory * precise + conv * item_bytes) // tp)
 
 
-def _grouped(buckets: Mapping[_Layer, int], block_tokens: int) -> tuple[tuple[Group, ...], int]:
+def _grouped(buckets: Mapping[_Layer, int], block_tokens: int) -> tuple[tuple[LayerGroup, ...], int]:
     """Return the groups that vLLM divides layers into, and the pages of a block in one worker."""
     attention = [layer for layer in buckets if layer.kind != STATE]
     states = [layer for layer in buckets if layer.kind == STATE]
@@ -219,7 +219,7 @@ def _grouped(buckets: Mapping[_Layer, int], block_tokens: int) -> tuple[tuple[Gr
         block_tokens = step * -(-states[0].nbytes // (step * token_bytes))
     page = max(layer.nbytes for layer in attention) * block_tokens
     made = [
-        Group(layer.kind, number, page, _block(layer, page, block_tokens), layer.window)
+        LayerGroup(layer.kind, number, page, _block(layer, page, block_tokens), layer.window)
         for layer, number in buckets.items()
     ]
     if len(made) == 1:

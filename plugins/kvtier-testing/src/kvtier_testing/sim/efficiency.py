@@ -30,7 +30,7 @@ class EfficiencyCheckedTiering(Tiering):
         self._told: dict[Request, Told] = {}  # tiers without a chunk, as the current scan was told
 
     def on_event(self, event: Event, now_s: float) -> None:
-        """Apply an event, and note the requests that it tells of a miss in a tier."""
+        """Apply an event, and note the requests for which it reports a miss in a tier."""
         transfer = self.shared.transfers.get(event.id) if isinstance(event, GetEnded) else None
         if isinstance(event, GetEnded) and transfer is not None:
             if not transfer.is_overdue:

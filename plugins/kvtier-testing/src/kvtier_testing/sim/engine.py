@@ -266,7 +266,7 @@ class EngineProcess(Process):
         next_use_s = self._patience.choice((0.0, 0.1, 0.3, 2.0))
         name = self._claims.choice((request.name, request.name, "agent 1", "agent 2"))
         releases = self._claims.choice(((), (), (), ("agent 1",)))
-        self.core.claims.begin(request, Terms(name, kept_s, next_use_s, releases))
+        self.core.claims.start_request(request, Terms(name, kept_s, next_use_s, releases))
 
     def _schedule(self, job: Job) -> bool:
         found, waits = self._scan(job)

@@ -141,7 +141,7 @@ class SimAgent(Agent):
         super().__init__(*memory, is_local=is_local)
         self._fabric = fabric
         self._waiting: deque[Callable[[], None] | None] = deque()
-        self._thread: Any = SimpleNamespace(start=lambda: None)
+        self.thread: Any = SimpleNamespace(start=lambda: None)
         self._jobs: Any = SimpleNamespace(put=self._put)
 
     def _put(self, job: Callable[[], None] | None) -> None:

@@ -21,7 +21,7 @@ import anyio
 import pytest
 
 from kvtier.tiers import Batch, Status
-from kvtier_testing.tiers.rig import Slots, TierRig, calls_of, check_whole, expect, keys, names_of
+from kvtier_testing.tiers.rig import BatchSlots, TierRig, calls_of, check_whole, expect, keys, names_of
 from kvtier_testing.tiers.setup import FOREVER, TierSetup
 from kvtier_testing.tiers.steps import Ended, Way, held, run_cancelled
 
@@ -225,7 +225,7 @@ class _Trials:
     def __init__(self, rig: TierRig) -> None:
         self._rig = rig
         self._fresh = 100
-        self._got: list[Slots] = []
+        self._got: list[BatchSlots] = []
         self.stored: list[Sequence[int]] = []
 
     async def put(

@@ -12,7 +12,7 @@ from kvtier._execution.executor import Executor, NamedTier
 from kvtier_testing.tiers.rig import REUSED, TierRig, check_reused, expect, keys
 
 
-class Driver:
+class TierDriver:
     """A tier behind kvtier's executor: seals, checks and limits as in an engine.
 
     Attributes:

@@ -73,7 +73,7 @@ def content(number: int, chunk_bytes: int, version: int = 0) -> bytes:
     return random.Random(f"{number}/{version}").randbytes(chunk_bytes)
 
 
-class Slots:
+class BatchSlots:
     """Slots for one batch, in random order, each next to an unused slot.
 
     Attributes:
@@ -174,15 +174,15 @@ class TierRig:
         """Return the bytes of one chunk."""
         return content(number, self.chunk_bytes, version)
 
-    def filled(self, numbers: Iterable[int], version: int = 0) -> tuple[Batch, Slots]:
+    def filled(self, numbers: Iterable[int], version: int = 0) -> tuple[Batch, BatchSlots]:
         """Make a batch to put."""
         wanted = list(numbers)
-        slots = Slots(len(wanted), self.chunk_bytes)
+        slots = BatchSlots(len(wanted), self.chunk_bytes)
         for slot, number in zip(slots.numbers, wanted, strict=True):
             slots.memory.view(slot)[:] = self.content(number, version)
         return self.batch(keys(wanted), slots), slots
 
-    def batch(self, chosen: Sequence[OffloadKey], slots: Slots) -> Batch:
+    def batch(self, chosen: Sequence[OffloadKey], slots: BatchSlots) -> Batch:
         """Make a batch to put ``slots``, with trailers if the tier needs them."""
         return self.sealed(Batch(chosen, slots.numbers, slots.memory, is_put=True))
 
@@ -195,10 +195,10 @@ class TierRig:
             ]
         return batch
 
-    def empty(self, numbers: Iterable[int]) -> tuple[Batch, Slots]:
+    def empty(self, numbers: Iterable[int]) -> tuple[Batch, BatchSlots]:
         """Make a batch to get."""
         wanted = keys(numbers)
-        slots = Slots(len(wanted), self.chunk_bytes)
+        slots = BatchSlots(len(wanted), self.chunk_bytes)
         for slot in slots.numbers:
             slots.memory.view(slot)[:] = bytes([EMPTY]) * self.chunk_bytes
         return Batch(wanted, slots.numbers, slots.memory), slots

@@ -23,7 +23,7 @@ from kvtier._settings import validation
 from kvtier.keys import OffloadKey
 from kvtier.tiers import SecondaryTier
 from kvtier_testing.limits import LimitedSuite
-from kvtier_testing.tiers.driver import Driver
+from kvtier_testing.tiers.driver import TierDriver
 from kvtier_testing.tiers.rig import TierRig
 
 FOREVER = math.inf
@@ -167,10 +167,10 @@ class TierSetup(LimitedSuite):
     @asynccontextmanager
     async def driven(
         self, place: Path, *, slots: int = 32, chunk_bytes: int | None = None
-    ) -> AsyncIterator[Driver]:
+    ) -> AsyncIterator[TierDriver]:
         """Open a tier, call it and close it through kvtier's executor."""
         tier = self.make_tier(place)
-        driver = Driver(self.rig(tier, place, chunk_bytes=chunk_bytes), slots)
+        driver = TierDriver(self.rig(tier, place, chunk_bytes=chunk_bytes), slots)
         async with driver.executor:
             yield driver
 
