@@ -217,6 +217,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
         ),
         model_config=SimpleNamespace(
             is_mm_prefix_lm=False,
+            is_diffusion=False,
             model="layouts",
             dtype="bfloat16",
             use_mla=False,
@@ -313,6 +314,20 @@ def test_steps_that_fail_are_refused() -> None:
     with (
         providing_engine(EngineContext(cache.vllm_config, cache.config)),
         pytest.raises(ConfigError, match="enable_fault_tolerance is not supported"),
+    ):
+        KVTierOffloadingSpec(cache.spec.config)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_answers_of_diffusion_are_refused(answers: bool) -> None:
+    """The last forward pass of a read-only answer is over noise."""
+    cache = Cache(CASES["full attention"], 1)
+    cache.vllm_config.model_config.is_diffusion = True
+    cache.spec.config.extra_config["offload_prompt_only"] = not answers
+    refused = pytest.raises(ConfigError, match="not supported with diffusion models")
+    with (
+        providing_engine(EngineContext(cache.vllm_config, cache.config)),
+        refused if answers else nullcontext(),
     ):
         KVTierOffloadingSpec(cache.spec.config)
 

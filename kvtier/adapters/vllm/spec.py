@@ -129,6 +129,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported: vLLM's connector confuses requests "
                 "of one id, so a client that uses an id again ends the engine. Unset it"
             )
+        if not self._settings.offload_prompt_only and self._engine.vllm_config.model_config.is_diffusion:
+            raise ConfigError(
+                "offload_prompt_only: false is not supported with diffusion models: vLLM offers answers that "
+                "end without a forward pass that computes their KV (diffusion_read_only). Remove the setting"
+            )
         if (why := self._engine.prevents_reuse()) is not None:
             raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
         if not self._engine.sees_blocks:
