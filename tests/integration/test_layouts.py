@@ -22,6 +22,7 @@ from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.aux_output_connector import connector as aux_outputs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -295,6 +296,23 @@ def _owned(cache: Cache, group: int, blocks: Sequence[int], case: Case) -> torch
     mask = torch.zeros((NUM_BLOCKS, cache.nbytes // NUM_BLOCKS), dtype=torch.bool)
     mask[list(blocks)] = True
     return mask.flatten()
+
+
+def test_first_step_keeps_loaded_scales() -> None:
+    """vLLM's Triton backend sets all scales of a layer to 1 when it first computes with it."""
+    impl = object.__new__(TritonAttentionImpl)
+    impl._is_per_token_head_quant = True
+    pages = torch.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 2 * (8 + 4)), dtype=torch.int8)
+    cache = Cache(CASES["full attention"], 1)
+    layers = {"quantized": SimpleNamespace(impl=impl, kv_cache=pages), "state": SimpleNamespace()}
+    cache.vllm_config.compilation_config.static_forward_context = layers
+    cache.register()
+    try:
+        loaded = pages.random_(-128, 128).clone()
+        impl._ensure_scale_caches(pages)
+        assert torch.equal(pages, loaded)
+    finally:
+        cache.connector.shutdown()
 
 
 @from_vllm((0, 32), "pads no blocks in such a cache")

@@ -56,6 +56,18 @@ def page_format(config: OffloadingConfig, engine: EngineContext) -> int:
     return int.from_bytes(digest) if formats else 0
 
 
+def prepare_scales(engine: EngineContext) -> None:
+    """Let layers begin to keep a scale per token and head now, before any load.
+
+    vLLM's Triton backend sets all scales of a layer to 1 in the first step that computes it (0.31 to 0.33),
+    which may come behind a load.
+    """
+    for layer in engine.vllm_config.compilation_config.static_forward_context.values():
+        impl = getattr(layer, "impl", None)
+        if getattr(impl, "_is_per_token_head_quant", False):
+            impl._ensure_scale_caches(layer.kv_cache)
+
+
 def _pieces(layer: Any, blocks: int) -> int:
     """Return the number of backend blocks in one of vLLM's; 0 if the layer has no tensor of blocks."""
     cache = getattr(layer, "kv_cache", None)

@@ -52,7 +52,7 @@ from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import EngineFacts, KVTierManager
-from kvtier.adapters.vllm._pages import page_format
+from kvtier.adapters.vllm._pages import page_format, prepare_scales
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
@@ -291,6 +291,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
         from kvtier._device.auto import open_transfer_engine
 
+        prepare_scales(self._engine)
         groups = [group.group_id for group in self.config.groups]
         states = frozenset(at for at, group in enumerate(groups) if self._engine.keeps_states(group))
         caches = as_kv_caches(kv_caches, self._shape.is_canonical, states)
