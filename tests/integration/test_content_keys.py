@@ -157,11 +157,11 @@ def test_replaced_adapters_are_stored_if_none_was_in_use(
 ) -> None:
     engine = _Adapted()
     engine.begin(LoRARequest("adapter", 1, "/old"))
-    if is_quiet:
-        engine.states.clear()
+    if is_quiet:  # vLLM's connector may still store what the request has computed
+        engine.states["/old"].req.is_finished = lambda: True
     engine.context.note_adapter(LoRARequest("adapter", 1, path, load_inplace=in_place))
     engine.begin(LoRARequest("adapter", 1, path))
-    assert engine.stored() == stored
+    assert engine.stored() == stored, "not the old one, too"
 
     engine.states.clear()
     for again in ("/old", "/new", "/third"):

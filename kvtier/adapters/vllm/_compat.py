@@ -295,7 +295,7 @@ class EngineContext:
 
     def _adapters_in_use(self) -> Iterator[LoRARequest]:
         for state in self._states().values():
-            if state.req.lora_request is not None:
+            if state.req.lora_request is not None and not state.req.is_finished():
                 yield state.req.lora_request
 
     def why_not_stored(self, req_id: str) -> str | None:
