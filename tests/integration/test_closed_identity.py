@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.model_executor.model_loader import LoadFormats
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvtier._weights import weights_fingerprint
 from kvtier.adapters.vllm import _excluded_settings, _identity
@@ -114,29 +115,37 @@ def test_page_arrangement_counts(models: Callable[[str], Path]) -> None:
 class Layer:
     """A layer as the worker sees it."""
 
-    backend: str
+    backend: type
     kv_cache: object
 
-    def get_attn_backend(self) -> Any:
-        return SimpleNamespace(get_name=lambda: self.backend)
+    def get_attn_backend(self) -> type:
+        return self.backend
 
 
-def test_page_format_follows_backend(models: Callable[[str], Path]) -> None:
+class UnknownBackend:
+    """An attention backend."""
+
+
+def test_page_format_follows_backend(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(models("llama"))
     engine = engine_of(config)
     offloading = build_offloading_config(config, engine.kv_cache_config)
     names, blocks = offloading.groups[0].layer_names, engine.kv_cache_config.num_blocks
 
-    def formatted(backend: str, *shape: int) -> int:
+    def formatted(backend: type, *shape: int) -> int:
         layer = Layer(backend, [torch.empty(shape)])
         config.compilation_config.static_forward_context = dict.fromkeys(names, layer)
         return page_format(offloading, engine)
 
-    whole = formatted("FLASH_ATTN", blocks, 2, 128, 8)
-    assert whole == formatted("FLASH_ATTN", blocks, 1, 128, 8), "as with another number of workers"
-    assert whole == formatted("FLASH_ATTN", 2, blocks, 128, 8), "keys and values apart, as vLLM had it before"
-    assert whole != formatted("FLASH_ATTN", 2 * blocks, 2, 64, 8), "cut in two"
-    assert whole != formatted("FLASHINFER", blocks, 2, 128, 8)
+    known, unknown = CPUAttentionBackend, UnknownBackend
+    whole = formatted(known, blocks, 2, 128, 8)
+    assert whole == formatted(known, blocks, 1, 128, 8), "as with another number of workers"
+    assert whole == formatted(known, 2, blocks, 128, 8), "keys and values apart, as vLLM had it before"
+    assert whole != formatted(known, 2 * blocks, 2, 64, 8), "cut in two"
+    assert whole != (other := formatted(unknown, blocks, 2, 128, 8))
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    assert whole == formatted(known, blocks, 2, 128, 8)
+    assert other != formatted(unknown, blocks, 2, 128, 8), "it may arrange pages otherwise"
     config.compilation_config.static_forward_context = {}
     assert page_format(offloading, engine) == 0
 

@@ -125,38 +125,76 @@ def test_media_that_share_tokens_are_not_stored(
 
 
 @pytest.mark.parametrize(
-    ("media", "encodes", "ids", "in_place", "stored"),
+    ("media", "encodes", "ids", "stored"),
     [
-        ((), True, (1, 2), False, ["one", "other"]),
-        ((), True, (1, 1), False, []),
-        ((), True, (1, 1), True, ["other"]),
-        ((("image", 3, 40),), False, (1, 2), False, ["one", "other"]),
-        ((("image", 3, 40),), True, (1, 2), False, []),
+        ((), True, (1, 2), ["one", "other"]),
+        ((), True, (1, 1), []),
+        ((("image", 3, 40),), False, (1, 2), ["one", "other"]),
+        ((("image", 3, 40),), True, (1, 2), []),
     ],
 )
 def test_mistaken_adapters_are_not_stored(
-    media: tuple[tuple[str, int, int], ...],
-    encodes: bool,
-    ids: tuple[int, int],
-    in_place: bool,
-    stored: list[str],
+    media: tuple[tuple[str, int, int], ...], encodes: bool, ids: tuple[int, int], stored: list[str]
 ) -> None:
     """vLLM's workers know an adapter by its id, its cache of embeddings by its name; hashes have the path."""
-    requests = {"one": _beside(*media), "other": _beside(*media)}
-    states = {name: SimpleNamespace(req=request) for name, request in requests.items()}
-    connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=states))
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(
-            architectures=["LlamaForCausalLM"], hf_config=None, is_mm_prefix_lm=False
-        ),
-        lora_config=SimpleNamespace(enable_tower_connector_lora=encodes),
-    )
-    engine = EngineContext(config, SimpleNamespace(), connector)
-    for (name, request), lora_id in zip(requests.items(), ids, strict=True):
-        is_second = in_place and name == "other"
-        request.lora_request = LoRARequest("adapter", lora_id, f"/{name}", load_inplace=is_second)
-        engine.note_adapter(request.lora_request)
-    assert [name for name in requests if engine.why_not_stored(name) is None] == stored
+    engine = _Adapted(encodes)
+    for name, lora_id in zip(("one", "other"), ids, strict=True):
+        engine.begin(LoRARequest("adapter", lora_id, name), *media)
+    assert engine.stored() == stored
+
+
+@pytest.mark.parametrize(
+    ("path", "in_place", "is_quiet", "stored"),
+    [
+        ("/new", True, True, ["/new"]),
+        ("/new", True, False, []),
+        ("/new", False, True, []),
+        ("/old", True, False, ["/old"]),
+    ],
+)
+def test_replaced_adapters_are_stored_if_none_was_in_use(
+    path: str, in_place: bool, is_quiet: bool, stored: list[str]
+) -> None:
+    engine = _Adapted()
+    engine.begin(LoRARequest("adapter", 1, "/old"))
+    if is_quiet:  # vLLM's connector may still store what the request has computed
+        engine.states["/old"].req.is_finished = lambda: True
+    engine.context.note_adapter(LoRARequest("adapter", 1, path, load_inplace=in_place))
+    engine.begin(LoRARequest("adapter", 1, path))
+    assert engine.stored() == stored, "not the old one, too"
+
+    engine.states.clear()
+    for again in ("/old", "/new", "/third"):
+        engine.context.note_adapter(LoRARequest("adapter", 1, again, load_inplace=True))
+        engine.begin(LoRARequest("adapter", 1, again))
+        is_doubtful = again != "/third" and not stored
+        assert engine.stored() == ([] if is_doubtful else [again]), "the prefix cache may have blocks of both"
+        engine.states.clear()
+
+
+class _Adapted:
+    """An engine with adapters."""
+
+    def __init__(self, encodes: bool = False) -> None:
+        self.states: dict[str, Any] = {}
+        connector: Any = SimpleNamespace(connector_scheduler=SimpleNamespace(_req_status=self.states))
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                architectures=["LlamaForCausalLM"], hf_config=None, is_mm_prefix_lm=False
+            ),
+            lora_config=SimpleNamespace(enable_tower_connector_lora=encodes),
+        )
+        self.context = EngineContext(config, SimpleNamespace(), connector)
+
+    def begin(self, lora: LoRARequest, *media: tuple[str, int, int]) -> None:
+        """Begin a request, whose name is the path of its adapter."""
+        self.context.note_adapter(lora)
+        request = _beside(*media)
+        request.lora_request = lora
+        self.states[lora.lora_path] = SimpleNamespace(req=request)
+
+    def stored(self) -> list[str]:
+        return [name for name in self.states if self.context.why_not_stored(name) is None]
 
 
 @pytest.mark.parametrize(

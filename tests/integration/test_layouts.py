@@ -22,6 +22,7 @@ from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.aux_output_connector import connector as aux_outputs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -217,6 +218,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
         ),
         model_config=SimpleNamespace(
             is_mm_prefix_lm=False,
+            is_diffusion=False,
             model="layouts",
             dtype="bfloat16",
             use_mla=False,
@@ -296,6 +298,23 @@ def _owned(cache: Cache, group: int, blocks: Sequence[int], case: Case) -> torch
     return mask.flatten()
 
 
+def test_first_step_keeps_loaded_scales() -> None:
+    """vLLM's Triton backend sets all scales of a layer to 1 when it first computes with it."""
+    impl = object.__new__(TritonAttentionImpl)
+    impl._is_per_token_head_quant = True
+    pages = torch.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 2 * (8 + 4)), dtype=torch.int8)
+    cache = Cache(CASES["full attention"], 1)
+    layers = {"quantized": SimpleNamespace(impl=impl, kv_cache=pages), "state": SimpleNamespace()}
+    cache.vllm_config.compilation_config.static_forward_context = layers
+    cache.register()
+    try:
+        loaded = pages.random_(-128, 128).clone()
+        impl._ensure_scale_caches(pages)
+        assert torch.equal(pages, loaded)
+    finally:
+        cache.connector.shutdown()
+
+
 @from_vllm((0, 32), "pads no blocks in such a cache")
 def test_partial_layout_is_refused() -> None:
     # Pages that are padded to an alignment look like a packed block to vLLM's worker (0.32, 0.33): it
@@ -313,6 +332,20 @@ def test_steps_that_fail_are_refused() -> None:
     with (
         providing_engine(EngineContext(cache.vllm_config, cache.config)),
         pytest.raises(ConfigError, match="enable_fault_tolerance is not supported"),
+    ):
+        KVTierOffloadingSpec(cache.spec.config)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_answers_of_diffusion_are_refused(answers: bool) -> None:
+    """The last forward pass of a read-only answer is over noise."""
+    cache = Cache(CASES["full attention"], 1)
+    cache.vllm_config.model_config.is_diffusion = True
+    cache.spec.config.extra_config["offload_prompt_only"] = not answers
+    refused = pytest.raises(ConfigError, match="not supported with diffusion models")
+    with (
+        providing_engine(EngineContext(cache.vllm_config, cache.config)),
+        refused if answers else nullcontext(),
     ):
         KVTierOffloadingSpec(cache.spec.config)
 

@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ pytest.importorskip("vllm")
 import vllm
 from vllm.model_executor.models.registry import _VLLM_MODELS, _resolve_module_name
 
-from kvtier.adapters.vllm._excluded_settings import SAME_MODELS
+from kvtier.adapters.vllm._excluded_settings import SAME_BACKENDS, SAME_MODELS
 
 pytestmark = pytest.mark.releases
 
@@ -75,3 +76,42 @@ def test_shared_models_have_reviewed_code() -> None:
     assert [
         name for name, module in modules.items() if digest_of(root, module) not in reviewed[name]
     ] == [], "read what has changed, then add the digest, or remove the model"
+
+
+WRITES_PAGES = re.compile(r"cache_update|kv_cache_shape|kv_views|pth_key_value|split_kv_cache|scale_caches")
+BASE = "vllm.v1.attention.backend"
+REVIEWED_WRITERS = {
+    "vllm.v1.attention.backend": {"cd53400f9ab26c59", "213208ff1c18dadb"},
+    "vllm.v1.attention.backends.cpu_attn": {"ab4e57a9dc7f4adc"},
+    "vllm.v1.attention.backends.flash_attn": {"48b628d73a9cc62b"},
+    "vllm.v1.attention.backends.flashinfer": {"4ceed44c3916592e", "a3c6878293ac424e"},
+    "vllm.v1.attention.backends.flex_attention": {"fc85b2b9b21ff028"},
+    "vllm.v1.attention.backends.mla.cpu_mla": {"86e3d09b2e003b5d", "970a5ec2c5bd773a"},
+    "vllm.v1.attention.backends.mla.cutlass_mla": {"e3b0c44298fc1c14"},
+    "vllm.v1.attention.backends.mla.flashattn_mla": {"e3b0c44298fc1c14"},
+    "vllm.v1.attention.backends.mla.flashinfer_mla": {"e3b0c44298fc1c14"},
+    "vllm.v1.attention.backends.mla.flashmla": {"e3b0c44298fc1c14"},
+    "vllm.v1.attention.backends.mla.triton_mla": {"e3b0c44298fc1c14"},
+    "vllm.v1.attention.backends.triton_attn": {"faf921ad7f36402f", "95c87e0f23784cf5"},
+}
+"""For modules of attention backends the digests of their methods that write to pages."""
+
+
+def writers_digest(root: Path, module: str) -> str:
+    path = file_of(root, module)
+    assert path is not None, module
+    tree = ast.parse(path.read_bytes())
+    methods = [
+        it for it in ast.walk(tree) if isinstance(it, ast.FunctionDef) and WRITES_PAGES.search(it.name)
+    ]
+    return hashlib.sha256("\n".join(map(ast.unparse, methods)).encode()).hexdigest()[:16]
+
+
+def test_shared_backends_write_as_reviewed() -> None:
+    root = Path(vllm.__file__).parent
+    modules = {BASE, *(name.rpartition(".")[0] for name in SAME_BACKENDS)}
+    assert modules == REVIEWED_WRITERS.keys()
+    changed = {
+        it: digest for it in modules if (digest := writers_digest(root, it)) not in REVIEWED_WRITERS[it]
+    }
+    assert changed == {}, "read how pages are arranged now, then add the digest, or remove the backend"

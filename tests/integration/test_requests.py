@@ -6,7 +6,7 @@ Requests that end early leave no pin and no slot behind.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.integration.harness import PROMPT_CHUNKS, Engine, Launcher, Metrics, 
 pytestmark = pytest.mark.releases
 
 MAKER = "tests.differential.models"
+Adapted = tuple[Callable[..., Engine], str, str]
 
 STORED = [prompt(seed) for seed in range(6)]
 NEW = [prompt(seed) for seed in range(50, 56)]
@@ -97,14 +98,14 @@ def test_blocks_withdrawn_within_step_are_forgotten(
     assert served == (reference(low), {"cpu": 400 // 32})
 
 
-def test_replaced_adapter_ends_stores(launcher: Launcher, llama: Path, tmp_path: Path) -> None:
-    """What a request computes with the new adapter has the old one's key in vLLM."""
-    model, first = shutil.copytree(llama, tmp_path / "model"), prompt(1, 100)
-    old, new = (str(tmp_path / f"adapter-{number}") for number in (1, 2))
+@pytest.fixture
+def adapted(launcher: Launcher, llama: Path, tmp_path: Path) -> Adapted:
+    """A model with two adapters."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    paths = [str(tmp_path / f"adapter-{number}") for number in (1, 2)]
     with launcher.fork() as maker:
-        for folder in (old, new):
-            maker.call("make_adapter", module=MAKER, directory=folder, model=str(model))
-    more: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "num_gpu_blocks_override": 200}
+        for path in paths:
+            maker.call("make_adapter", module=MAKER, directory=path, model=str(model))
     settings = {
         "cpu_bytes_to_use": "64MiB",
         "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "root")}],
@@ -112,17 +113,48 @@ def test_replaced_adapter_ends_stores(launcher: Launcher, llama: Path, tmp_path:
         "offload_prompt_only": False,
         "blocks_per_chunk": 1,
     }
-    with launcher.start(model, settings, **more) as engine:
-        said = engine.call("replace_adapter", prompt=first, tokens=60, old=old, new=new)["answer"]
+
+    def start(*, stores: bool = True) -> Engine:
+        more: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "num_gpu_blocks_override": 200}
+        return launcher.start(model, settings if stores else None, **more)
+
+    return start, paths[0], paths[1]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_replaced_adapter_ends_stores(adapted: Adapted, returns: bool) -> None:
+    """What a request computes with the new adapter has the old one's key in vLLM."""
+    start, old, new = adapted
+    first = prompt(1, 100)
+    replacements = [(64, new), (84, old)] if returns else [(60, new)]
+    with start() as engine:
+        answer = engine.call("replace_adapter", prompt=first, folder=old, replacements=replacements)
         metrics = engine.settled()
-    asked = [*first, *said, 5]
-    with launcher.start(model, **more) as engine:
+    asked = [*first, *answer["answer"], 5]
+    with start(stores=False) as engine:
         expected = engine.call("ask_adapter", prompt=asked, folder=old)
-    with launcher.start(model, settings, **more) as engine:
+    with start() as engine:
         found = engine.call("ask_adapter", prompt=asked, folder=old)
 
     assert found["answer"] == expected["answer"]
     assert 0 < found["cached"] <= 160 < len(asked), "before the replacement"
+    assert metrics.value("kvtier_store_refused_chunks", reason="adapter") > 0
+
+
+def test_adapter_of_used_id_is_not_stored(adapted: Adapted) -> None:
+    """vLLM goes on with the adapter that it has loaded under the id."""
+    start, old, new = adapted
+    asked = prompt(1, 100)
+    with start() as engine:
+        engine.call("ask_adapter", prompt=prompt(2, 20), folder=old)
+        engine.call("ask_adapter", prompt=asked, folder=new)
+        metrics = engine.settled()
+    with start(stores=False) as engine:
+        expected = engine.call("ask_adapter", prompt=asked, folder=new)
+    with start() as engine:
+        found = engine.call("ask_adapter", prompt=asked, folder=new)
+
+    assert found == expected
     assert metrics.value("kvtier_store_refused_chunks", reason="adapter") > 0
 
 

@@ -147,16 +147,17 @@ def overtake(llm: Any, low: list[int], high: list[int], tokens: int) -> dict[str
     return {"answer": said[first], "preemptions": request.num_preemptions}
 
 
-def replace_adapter(llm: Any, prompt: list[int], tokens: int, old: str, new: str) -> dict[str, Any]:
-    """Return an answer of 200 tokens. The adapter is replaced in place after ``tokens`` of them."""
+def replace_adapter(
+    llm: Any, prompt: list[int], folder: str, replacements: list[tuple[int, str]]
+) -> dict[str, Any]:
+    """Return an answer of 200 tokens. Its adapter is replaced in place whenever it has so many of them."""
     engine, said = llm.llm_engine, list[int]()
-    engine.add_request("0001", {"prompt_token_ids": prompt}, sampling(200), lora_request=_adapter(old))
-    is_replaced = False
+    engine.add_request("0001", {"prompt_token_ids": prompt}, sampling(200), lora_request=_adapter(folder))
     while engine.has_unfinished_requests():
         for output in engine.step():
             said = list(output.outputs[0].token_ids)
-        if len(said) >= tokens and not is_replaced:
-            is_replaced = engine.add_lora(_adapter(new, load_inplace=True))
+        while replacements and len(said) >= replacements[0][0]:
+            engine.add_lora(_adapter(replacements.pop(0)[1], load_inplace=True))
     return {"answer": said}
 
 

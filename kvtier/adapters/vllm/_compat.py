@@ -186,6 +186,7 @@ class EngineContext:
     connector: KVConnectorBase_V1 | None = None
     sees_blocks: bool = False  # KVTierConnector: its connector sees blocks that others get
     adapters: dict[int | str, str] = field(default_factory=dict, compare=False)  # see ``note_adapter``
+    doubtful_adapters: set[tuple[int | str, str]] = field(default_factory=set, compare=False)
     splits: Splits = field(default_factory=Splits, compare=False)
 
     @property
@@ -254,31 +255,48 @@ class EngineContext:
         connector.bind_gpu_block_pool = guard
 
     def watch_adapters(self) -> None:
-        """Note which LoRA adapters vLLM replaces in place: running requests compute with the new ones.
+        """Note which LoRA adapters requests have, and which vLLM loads: it tells its executor alone.
 
-        Their block hashes still have the old path. vLLM tells its executor alone. Call this while the engine,
-        which has made that, makes its scheduler.
+        Call this while the engine, which has made its executor, makes its scheduler.
         """
-        executor = next((it.model_executor for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
-        if executor is None or self.vllm_config.lora_config is None:
+        connector: Any = self.connector
+        if connector is None or self.vllm_config.lora_config is None:
             return
+        executor = next((it.model_executor for it, _, _ in _callers() if hasattr(it, "model_executor")), None)
+        if executor is not None:
+            executor.add_lora = partial(self._note_and_add, executor.add_lora)
+        connector.on_new_request = partial(self._note_and_begin, connector.on_new_request)
 
-        def add(lora: LoRARequest, *, add: Callable[[LoRARequest], bool] = executor.add_lora) -> bool:
-            self.note_adapter(lora)
-            return add(lora)
+    def _note_and_add(self, add: Callable[[LoRARequest], bool], lora: LoRARequest) -> bool:
+        self.note_adapter(lora)
+        return add(lora)
 
-        executor.add_lora = add
+    def _note_and_begin(self, begin: Callable[[Request], None], request: Request) -> None:
+        self.note_adapter(request.lora_request)
+        begin(request)
 
     def note_adapter(self, lora: LoRARequest | None) -> None:
         """Note the path of an adapter for its id and its name; "" if it is not the only one.
 
-        An adapter that is loaded in place takes its id over.
+        An adapter that is loaded in place takes its id over if no request has the earlier one. Otherwise the
+        prefix cache may get blocks of both under either path, and a request can bring the earlier one back.
         """
         if lora is None:
             return
         for key in (lora.lora_int_id, lora.lora_name):
-            if self.adapters.setdefault(key, lora.lora_path) != lora.lora_path:
-                self.adapters[key] = lora.lora_path if lora.load_inplace and key == lora.lora_int_id else ""
+            known = self.adapters.setdefault(key, lora.lora_path)
+            if known == lora.lora_path:
+                continue
+            in_use = {it.lora_path for it in self._adapters_in_use() if key in (it.lora_int_id, it.lora_name)}
+            takes_over = lora.load_inplace and key == lora.lora_int_id and in_use <= {lora.lora_path}
+            self.adapters[key] = lora.lora_path if takes_over else ""
+            if not takes_over:
+                self.doubtful_adapters.update((key, path) for path in {known, lora.lora_path} | in_use)
+
+    def _adapters_in_use(self) -> Iterator[LoRARequest]:
+        for state in self._states().values():
+            if state.req.lora_request is not None and not state.req.is_finished():
+                yield state.req.lora_request
 
     def why_not_stored(self, req_id: str) -> str | None:
         """Return why a request's keys may not name the KV of its blocks; None if they do.
@@ -307,9 +325,13 @@ class EngineContext:
         return "ended_early" if request.is_finished() and request.num_computed_tokens < offered else None
 
     def _request(self, req_id: str) -> Request | None:
-        scheduler = getattr(self.connector, "connector_scheduler", None)
-        state = None if scheduler is None else scheduler._req_status.get(req_id)
+        state = self._states().get(req_id)
         return None if state is None else state.req
+
+    def _states(self) -> Mapping[str, Any]:
+        """Return vLLM's records of the requests that its connector knows."""
+        scheduler = getattr(self.connector, "connector_scheduler", None)
+        return {} if scheduler is None else scheduler._req_status
 
     def note_step(self, output: SchedulerOutput) -> None:
         """Note whether a step computes a part of an image whose tokens attend to each other.
@@ -356,7 +378,9 @@ class EngineContext:
         keys: list[int | str] = [lora.lora_int_id]
         if request.mm_features and self.vllm_config.lora_config.enable_tower_connector_lora:
             keys.append(lora.lora_name)
-        return all(self.adapters.get(key, lora.lora_path) == lora.lora_path for key in keys)
+        path = lora.lora_path
+        is_own = all(self.adapters.get(key, path) == path for key in keys)
+        return is_own and self.doubtful_adapters.isdisjoint((key, path) for key in keys)
 
     def _sizes_images_together(self) -> bool:
         """Return whether an image's embeddings depend on the rest of its request, unlike its hash.

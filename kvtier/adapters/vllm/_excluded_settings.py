@@ -36,3 +36,6 @@ LENGTH_DEPENDENT_MODELS: Final = tuple(_REVIEWED["models"]["length_dependent"].s
 
 SAME_MODELS: Final = frozenset(_REVIEWED["models"]["same_in_reviewed_releases"].split())
 """Architectures whose code computes the same KV in all releases of a KV format generation."""
+
+SAME_BACKENDS: Final = frozenset(_REVIEWED["backends"]["same_in_reviewed_releases"].split())
+"""Attention backends, likewise: those whose code arranges the bytes of a page alike."""

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.adapters.vllm._compat import EngineContext
+from kvtier.adapters.vllm._excluded_settings import SAME_BACKENDS
 
 _CPU_FLAGS = frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "bf16", "i8mm", "sve"})
 
@@ -41,19 +43,40 @@ def device_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def page_format(config: OffloadingConfig, engine: EngineContext) -> int:
     """Return a number that is the same for workers whose attention backends arrange pages alike.
 
-    It covers each group's backends, and into how many blocks a backend splits one of vLLM's. 0 if none of the
-    layers is known.
+    It covers each group's backends, and into how many blocks a backend splits one of vLLM's. 0 if none of
+    the layers is known.
     """
     layers = engine.vllm_config.compilation_config.static_forward_context
     blocks = engine.kv_cache_config.num_blocks
     formats = {
-        (group.group_id, layer.get_attn_backend().get_name(), _pieces(layer, blocks))
+        (group.group_id, _arrangement(layer.get_attn_backend()), _pieces(layer, blocks))
         for group in config.groups
         for name in group.layer_names
         if (layer := layers.get(name)) is not None  # otherwise of another pipeline stage
     }
     digest = blake2b(json.dumps(sorted(formats)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) if formats else 0
+
+
+def _arrangement(backend: type) -> str:
+    """Return a backend's class, since several have one name; with vLLM's release if that may matter.
+
+    ROCm's backends, for example, interleave values in some configurations since 0.33.
+    """
+    name = f"{backend.__module__}.{backend.__qualname__}"
+    return name if name in SAME_BACKENDS else f"{name} {vllm.__version__.partition('+')[0]}"
+
+
+def prepare_scales(engine: EngineContext) -> None:
+    """Let layers begin to keep a scale per token and head now, before any load.
+
+    vLLM's Triton backend sets all scales of a layer to 1 in the first step that computes it (0.31 to 0.33),
+    which may come behind a load.
+    """
+    for layer in engine.vllm_config.compilation_config.static_forward_context.values():
+        impl: Any = getattr(layer, "impl", None)
+        if getattr(impl, "_is_per_token_head_quant", False):
+            impl._ensure_scale_caches(layer.kv_cache)
 
 
 def _pieces(layer: Any, blocks: int) -> int:

@@ -117,7 +117,6 @@ class KVTierConnector(OffloadingConnector):
         if self._outer is not None and params and params.get("do_remote_prefill"):
             params.setdefault("kv_load_tiers", [])
         if self._manager is not None:
-            self._engine.note_adapter(request.lora_request)
             self._manager.session = getattr(request, "session_id", None) or ""  # vLLM 0.33
         super().on_new_request(request)
 

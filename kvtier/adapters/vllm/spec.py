@@ -52,7 +52,7 @@ from kvtier._memory.slot_checksums import SlotChecksums, slot_checksums_bytes
 from kvtier._memory.worker_status import StatusField, StatusTable, WorkerStatus, status_table_bytes
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._manager import EngineFacts, KVTierManager
-from kvtier.adapters.vllm._pages import page_format
+from kvtier.adapters.vllm._pages import page_format, prepare_scales
 from kvtier.adapters.vllm._parallel import SlotShape, slot_layout, slot_shape, with_chunk_size
 from kvtier.adapters.vllm._telemetry.events import location_of
 from kvtier.adapters.vllm._telemetry.explain import Explainer
@@ -128,6 +128,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             raise ConfigError(
                 "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is not supported: vLLM's connector confuses requests "
                 "of one id, so a client that uses an id again ends the engine. Unset it"
+            )
+        if not self._settings.offload_prompt_only and self._engine.vllm_config.model_config.is_diffusion:
+            raise ConfigError(
+                "offload_prompt_only: false is not supported with diffusion models: vLLM offers answers that "
+                "end without a forward pass that computes their KV (diffusion_read_only). Remove the setting"
             )
         if (why := self._engine.prevents_reuse()) is not None:
             raise ConfigError(f"{why}, so vLLM turns off its prefix cache for it: remove kvtier, too")
@@ -283,6 +288,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
         from kvtier._device.auto import open_transfer_engine
 
+        prepare_scales(self._engine)
         groups = [group.group_id for group in self.config.groups]
         states = frozenset(at for at, group in enumerate(groups) if self._engine.keeps_states(group))
         caches = as_kv_caches(kv_caches, self._shape.is_canonical, states)
