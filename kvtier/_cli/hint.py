@@ -36,7 +36,7 @@ def command(
     prompt: Annotated[typer.FileText | None, typer.Option(help="File with a prompt; `-` is stdin.")] = None,
     session: Annotated[str | None, typer.Option(help="Name of a session.")] = None,
     blocks: Annotated[
-        typer.FileText | None, typer.Option(help="File with block hashes, a JSON list of integers (`fetch`).")
+        typer.FileText | None, typer.Option(help="File with block hashes, a JSON list of integers.")
     ] = None,
     source: Annotated[str | None, typer.Option(help="`host:port` of a NIXL peer (`fetch`).")] = None,
     ttl: Annotated[float | None, typer.Option(parser=duration, help="Such as `5m`.")] = None,
@@ -45,7 +45,7 @@ def command(
     model: Annotated[str | None, typer.Option(help="Default: the server's first one.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Send an action on the KV cache of a prompt or a session, and print its outcome.
+    """Send an action on the KV cache of a prompt, a session or blocks, and print its outcome.
 
     It generates one token. OPENAI_API_KEY is sent if it is set. Exit status 1 if nothing was done.
 

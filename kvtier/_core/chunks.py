@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import CHUNK_MOVES, ChunkEvent, ChunkState, Stateful
-from kvtier.keys import OffloadKey
+from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.policies._base import EvictionPolicy, Run
 from kvtier.policies._lru import LRU
 
@@ -23,6 +23,11 @@ NO_RUN = Run()
 _run_of, _place_of = attrgetter("run"), attrgetter("place")
 _FILLING, _READY = ChunkState.FILLING, ChunkState.READY
 _AFTER_EVICTION = CHUNK_MOVES[ChunkEvent.EVICTED][_READY]  # the one state that this is allowed in
+
+
+def block_of(key: OffloadKey) -> int:
+    """Return the last 64 bits of the hash of a chunk's last block: KV events and hints name it by these."""
+    return int.from_bytes(key[-GROUP_BYTES - 8 : -GROUP_BYTES], "big")
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -65,11 +70,32 @@ class ChunkTable:
         self.all: list[Chunk] = []
         self.uses = 0  # uses of chunks so far: the clock of the runs
         self._adopted_slots: frozenset[int] = frozenset()
+        # Visible chunks by their blocks. None until it is asked for: most engines need none.
+        self._by_block: dict[int, dict[OffloadKey, None]] | None = None
 
     @property
     def room(self) -> int:
         """How many slots may be filled without an eviction."""
         return len(self.free) + len(self.adopted)
+
+    def named(self, blocks: Iterable[int]) -> list[OffloadKey]:
+        """Return the visible chunks whose last blocks are named, in the order of the names."""
+        if self._by_block is None:
+            self._by_block = {}
+            self._index(self.visible)
+        return [key for block in blocks for key in self._by_block.get(block, ())]
+
+    def _index(self, keys: Iterable[OffloadKey]) -> None:
+        if (index := self._by_block) is not None:
+            for key in keys:
+                index.setdefault(block_of(key), {})[key] = None
+
+    def _hide(self, key: OffloadKey) -> None:
+        del self.visible[key]
+        if (index := self._by_block) is not None:
+            del index[block_of(key)][key]
+            if not index[block_of(key)]:
+                del index[block_of(key)]
 
     def add_slots(self, slots: Iterable[int]) -> None:
         """Add free slots, except those that were adopted."""
@@ -169,7 +195,7 @@ class ChunkTable:
                 else:
                     if users:
                         self._forget_user(key)
-                    del visible[key]
+                    self._hide(key)
                     chunk.state = _AFTER_EVICTION
                     free.append(chunk)
                     evicted.append(key)
@@ -285,6 +311,7 @@ class ChunkTable:
             chunk.place = place
         if visible:
             self.visible.update(zip(keys, chunks, strict=True))
+            self._index(keys)
         return chunks
 
     def take_verified(self, key: OffloadKey, run: Run, places: Mapping[OffloadKey, int]) -> list[Chunk]:
@@ -324,6 +351,7 @@ class ChunkTable:
                 chunk.pins += pins
                 self.visible[chunk.key] = chunk  # an order of eviction asks for its place
                 ready.append(chunk)
+        self._index(chunk.key for chunk in ready)
         self.unpin(chunks)  # the copy's pin
         return ready
 
@@ -357,7 +385,7 @@ class ChunkTable:
         for chunk in chunks:
             chunk.move(ChunkEvent.DROPPED)
             if self.visible.get(chunk.key) is chunk:
-                del self.visible[chunk.key]
+                self._hide(chunk.key)
                 self._forget_user(chunk.key)
         self.unpin(chunks)
 
@@ -371,6 +399,7 @@ class ChunkTable:
             if not chunk.pins:
                 self._free(chunk)
         self.visible.clear()
+        self._by_block = None
         self.give_up_adopted()
         self._call(DEFAULT, lambda policy: policy.clear())
 

@@ -8,9 +8,9 @@ from math import inf
 from typing import ClassVar
 
 from kvtier._core.awaited import Wait
-from kvtier._core.chunks import DEFAULT, Chunk
+from kvtier._core.chunks import DEFAULT, Chunk, block_of
 from kvtier._core.states import REQUEST_MOVES, RequestState, Stateful
-from kvtier.keys import GROUP_BYTES, OffloadKey
+from kvtier.keys import OffloadKey
 from kvtier.policies._base import Run
 
 
@@ -70,7 +70,7 @@ class Request(Stateful):
     name: str = ""
     tiers: frozenset[int] | None = None  # tiers that may be asked; None for all
     addresses: tuple[str, ...] = ()  # engines that have its chunks, by its client's hint
-    blocks: frozenset[int] | None = None  # the last 64 bits of those chunks' hashes; None for all chunks
+    blocks: dict[int, None] | None = None  # last 64 bits of those chunks' hashes; None for all chunks
     state: RequestState = RequestState.IDLE
     deadline_s: float | None = None  # when pending keys become misses; set while WAITING
     round: object = None  # the last one that asked it; the fields down to ``wanted`` belong to that round
@@ -99,6 +99,8 @@ class Request(Stateful):
     is_placed: bool = False  # the engine has named its blocks, and will not again after a preemption
     no_store: str | None = None  # why its blocks may hold foreign KV: ``reasons.STORE_REFUSED``
     run: Run = field(default_factory=Run)
+    # Each stands for an action on ``blocks`` of its own, and uses those chunks alone; whether there were any.
+    parts: dict[Request, bool] = field(default_factory=dict)
     # Of each chunk in its prompt; empty if its chunks are offered in their order.
     places: Mapping[OffloadKey, int] = field(default_factory=dict)
     record: LookupRecord | None = None  # what its lookups found, if it is explained
@@ -118,10 +120,10 @@ class Request(Stateful):
 
     def addresses_for(self, key: OffloadKey) -> tuple[str, ...]:
         """Return the addresses of engines that have a chunk, by its client's hint."""
-        is_named = self.blocks is None or (
-            int.from_bytes(key[-GROUP_BYTES - 8 : -GROUP_BYTES], "big") in self.blocks
-        )
-        return self.addresses if is_named else ()
+        return self.addresses if self.names(key) else ()
+
+    def names(self, key: OffloadKey) -> bool:
+        return self.blocks is None or block_of(key) in self.blocks
 
     def begin_round(self, round_: object, first: OffloadKey) -> None:
         self.round = round_

@@ -267,6 +267,9 @@ class Tiering:
         self.holds.unhold(request)
         request.forget_answers()
         self.claims.end_request(request, now_s)
+        for part in request.parts:
+            self.close(part, now_s)
+        request.blocks, request.parts = None, {}  # chunks may refer to it for long
 
     def _defer(self, request: Request, now_s: float) -> None:
         request.move(RequestEvent.DEFERRED)
@@ -306,6 +309,27 @@ class Tiering:
                         request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
         self.holds.unhold(request)
 
+    def add_part(self, request: Request, part: Request) -> None:
+        """Have a part of a request use the chunks that its blocks name, until the request ends.
+
+        These are the visible ones now, and later those that the request loads or offers. The blocks only
+        choose among chunks that are there under their whole keys: a wrong name, or one that chunks share,
+        brings no other bytes to any request.
+        """
+        request.parts[part] = False
+        self._use_part(request, part, self.table.named(part.blocks or ()))
+
+    def _use_parts(self, request: Request, keys: Sequence[OffloadKey], *, is_offered: bool = False) -> None:
+        for part in request.parts:
+            self._use_part(request, part, [key for key in keys if part.names(key)], is_offered=is_offered)
+
+    def _use_part(
+        self, request: Request, part: Request, keys: Sequence[OffloadKey], *, is_offered: bool = False
+    ) -> None:
+        request.parts[part] |= bool(keys)
+        self.priorities.use(part, keys, keys)
+        self.claims.use(part, keys, is_offered=is_offered)
+
     # --- loads -----------------------------------------------------------------------------------
 
     def acquire(self, keys: Sequence[OffloadKey], request: Request | None = None) -> Pinned:
@@ -332,6 +356,7 @@ class Tiering:
         self.served(request)
         request.forget_answers()
         self.claims.use(request, keys)
+        self._use_parts(request, keys)
         return pinned
 
     def release(self, pinned: Pinned) -> None:
@@ -413,6 +438,7 @@ class Tiering:
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
         self.claims.use(request, keys, is_offered=True)
+        self._use_parts(request, keys, is_offered=True)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:

@@ -29,7 +29,46 @@ def draw(seed: int) -> Life:
     lives = [draw_life(chance, case, seed % LIVES_OF_A_CASE)]
     while len(lives) < _MOST_DRAWS and not Plan(lives[-1]).is_fit:
         lives.append(draw_life(chance, case, seed % LIVES_OF_A_CASE))
-    return lives[-1]
+    actions = Random(f"actions {seed}")  # apart: other seeds draw the same lives as without them
+    return with_actions(lives[-1], actions) if actions.random() < 0.5 else lives[-1]
+
+
+def with_actions(life: Life, chance: Random) -> Life:
+    """Return a life in which many clients send actions, in place of what they say of kvtier."""
+    rounds = [
+        replace(one, asks=tuple(replace(ask, hint=actions_for(ask.hint, chance)) for ask in one.asks))
+        for one in life.rounds
+    ]
+    return replace(life, rounds=tuple(rounds))
+
+
+def actions_for(hint: Mapping[str, Any], chance: Random) -> Mapping[str, Any]:
+    """Draw what a client says: actions, or what it said without them."""
+    others = {key: value for key, value in hint.items() if key != "kvtier"}
+    if chance.random() < (0.8 if hint else 0.4):
+        sent = [draw_action(chance) for _ in range(chance.choice([1, 1, 2, 4]))]
+        envelope = {"protocol_version": "0.1", "message_id": "life", "actions": sent}
+        return {**others, **chance.choice([{"kv_hint": envelope}, {"kvtier": {"hints": envelope}}])}
+    return hint
+
+
+def draw_action(chance: Random) -> Mapping[str, Any]:
+    """Draw an action. Its ``block_hashes`` are places among the chunks in host memory, from 0 to 1."""
+    kind = chance.choice(["fetch", "prefetch", "demote", "pin", "retain", "release"])
+    payload: dict[str, Any] = {"ttl_s": chance.choice([0.05, 1, 60])}
+    target = chance.choice(["prompt", "session", "blocks", "blocks"])
+    if target == "session":
+        payload["session"] = chance.choice(["one", "two"])
+    elif target == "blocks":
+        payload["block_hashes"] = [chance.randrange(100) / 100 for _ in range(chance.choice([1, 4, 20, 100]))]
+    if kind == "retain":
+        payload["priority"] = chance.randrange(4)
+    elif kind == "fetch":
+        payload["wait_s"] = 0.1
+    elif kind == "prefetch" and chance.random() < 0.4:
+        payload["next_use_s"] = chance.choice([0.1, 1])
+    version = "1.0" if kind == "fetch" else "0.1"
+    return {"action_id": kind, "action_type": f"kv.{kind}", "action_version": version, "payload": payload}
 
 
 def draw_model(chance: Random) -> Model:

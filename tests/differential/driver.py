@@ -7,10 +7,11 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
+from kvtier._core.chunks import block_of
 from kvtier._core.tiering import Tiering
 from kvtier.keys import content_hash, group_index
 from kvtier_testing import invariants
@@ -84,7 +85,7 @@ class Request:
         request = processor.process_inputs(
             name,
             tokens,
-            _sampling(say, order),
+            _sampling(say, {**order, "hint": self._named(order["hint"])}),
             supported_tasks=self._engine.get_supported_tasks(),
             lora_request=_adapter(order),
             priority=order["priority"],
@@ -93,6 +94,18 @@ class Request:
         if self._id:
             request.external_req_id = self._id.rpartition("-")[0]
         return request
+
+    def _named(self, hint: dict[str, Any]) -> dict[str, Any]:
+        """Return what a client says, with the hashes of blocks in place of places in host memory."""
+        hint = deepcopy(hint)
+        for envelope in (hint.get("kv_hint"), hint.get("kvtier", {}).get("hints")):
+            for action in envelope["actions"] if envelope else ():
+                keys = [*_core_of(self._engine).table.visible]
+                places = action["payload"].pop("block_hashes", None)
+                if places is not None:
+                    named = [block_of(keys[int(place * len(keys))]) for place in places if keys]
+                    action["payload"]["block_hashes"] = [*named, 7]
+        return hint
 
     def _add(self, request: Any) -> None:
         its_own = copy(request)  # both sides extend the prompt of a session
@@ -249,7 +262,11 @@ def rest(llm: Any) -> dict[str, Any]:
 
 
 def _core(llm: Any) -> Tiering:
-    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    return _core_of(llm.llm_engine)
+
+
+def _core_of(engine: Any) -> Tiering:
+    connector = engine.engine_core.engine_core.scheduler.connector
     children = getattr(connector, "_connectors", [connector])
     (scheduler,) = [one.connector_scheduler for one in children if hasattr(one, "connector_scheduler")]
     core: Tiering = scheduler.manager.core

@@ -15,18 +15,29 @@ from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvtier._core.chunks import block_of
 from kvtier._core.claims import MOST_PER_SLOT, REMEMBERED_S
 from kvtier._core.tiers.admission import Limits
-from kvtier.adapters.vllm._hints import LONGEST_S, TYPES
-from kvtier.keys import OffloadKey
+from kvtier.adapters.vllm._hints import LONGEST_S, MOST_BLOCKS, TYPES
+from kvtier.keys import OffloadKey, content_hash, pack_key
+from kvtier_testing import invariants
 from tests.effort import effort
-from tests.integration.test_bridge import Clock, World, content, dummy, prompt
+from tests.integration.test_bridge import Clock, World, content, dummy
 from tests.unit.test_hints import action, envelope
 
 pytestmark = pytest.mark.releases
 
 PEER = "10.0.0.1:18570"
 SLOTS = 32
+
+
+def prompt(number: int, length: int) -> list[OffloadKey]:
+    """Return keys whose blocks have the names ``1000 * number`` and following."""
+    return [pack_key((1000 * number + index).to_bytes(32, "big")) for index in range(length)]
+
+
+def named(keys: list[OffloadKey]) -> list[int]:
+    return [block_of(key) for key in keys]
 
 
 class Engine(World):
@@ -155,8 +166,8 @@ def test_retained_prompt_outlives_others(make: Make) -> None:
 @pytest.mark.parametrize("endpoint", [PEER, f"tcp://{PEER}"])
 def test_fetch_names_the_peer(make: Make, endpoint: str) -> None:
     it, keys = make(dummy(), peers=[PEER]), prompt(1, 4)
-    named = [int.from_bytes(key[-12:-4], "big") for key in keys[:2]]
-    fetch = action("kv.fetch", "1.0", source_control_endpoint=endpoint, block_hashes=named, mode="copy")
+    blocks = [int.from_bytes(key[-12:-4], "big") for key in keys[:2]]
+    fetch = action("kv.fetch", "1.0", source_control_endpoint=endpoint, block_hashes=blocks, mode="copy")
     context = it.begin("a", fetch)
     request = it.manager.requests["a"]
     assert [request.addresses_for(key) for key in keys] == [(PEER,)] * 2 + [()] * 2
@@ -166,6 +177,147 @@ def test_fetch_names_the_peer(make: Make, endpoint: str) -> None:
     assert it.turn("c", keys, fetch) == [("accepted", "ok")]
 
 
+# --- blocks ----------------------------------------------------------------------------------------
+
+
+def test_pin_of_blocks_keeps_them_alone(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    assert it.turn("a", keys, action("kv.pin", block_hashes=named(keys[:2]))) == [("accepted", "ok")]
+    it.flood()
+    assert [it.in_memory([key]) for key in keys] == [1, 1, 0, 0]
+
+
+def test_pin_of_blocks_in_memory_needs_no_prompt(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    it.turn("a", keys)
+    pin = action("kv.pin", session="s", block_hashes=named(keys))
+    assert it.turn("b", [], pin) == [("accepted", "new")]
+    it.flood()
+    assert it.in_memory(keys) == 4
+    assert it.turn("c", [], action("kv.release", session="s")) == [("accepted", "ok")]
+    assert it.core.claims.is_empty
+
+
+def test_prefetch_of_blocks_keeps_them(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    it.turn("a", keys)
+    it.flood()
+    fetched = action("kv.prefetch", block_hashes=named(keys[:3]), ttl_s=600)
+    assert it.turn("b", keys, fetched) == [("accepted", "ok")]
+    it.flood()
+    assert [it.in_memory([key]) for key in keys] == [1, 1, 1, 0]
+
+
+def test_announced_blocks_return(make: Make) -> None:
+    clock = Clock()
+    it, keys = make(dummy(), clock=clock), prompt(1, 4)
+    it.turn("a", keys)
+    later = action("kv.prefetch", block_hashes=named(keys[:2]), next_use_s=60)
+    assert it.turn("b", [], later) == [("deferred", "next_use")]
+    it.flood()
+    assert it.in_memory(keys) == 0
+    clock.now += 55
+    it.step()
+    while it.manager.has_pending_work():
+        it.step()
+    assert [it.in_memory([key]) for key in keys] == [1, 1, 0, 0]
+
+
+def test_retained_blocks_outlive_others(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    it.turn("a", keys)
+    retain = action("kv.retain", block_hashes=named(keys[:2]), priority=3)
+    assert it.turn("b", [], retain) == [("accepted", "ok")]
+    it.flood()
+    assert [it.in_memory([key]) for key in keys] == [1, 1, 0, 0]
+
+
+def test_demoted_blocks_leave_memory(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    demote = action("kv.demote", block_hashes=named(keys[2:]))
+    assert it.turn("a", keys, demote) == [("accepted", "ok")]
+    it.step()
+    assert [it.in_memory([key]) for key in keys] == [1, 1, 0, 0]
+    assert it.find(keys, it.begin("b")) == 4
+
+
+@pytest.mark.parametrize("kind", ["kv.release", "kv.demote"])
+def test_released_blocks_leave_first(make: Make, kind: str) -> None:
+    it, keys, others = make(dummy()), prompt(1, 4), prompt(2, 8)
+    it.turn("a", keys)
+    it.turn("b", others)
+    assert it.turn("c", [], action(kind, block_hashes=named(others[:4]))) == [("accepted", "ok")]
+    it.store(prompt(3, SLOTS - 11), it.begin("d"))
+    assert (it.in_memory(keys), it.in_memory(others[4:])) == (4, 4)
+    assert it.in_memory(others[:4]) < 4
+
+
+def test_actions_on_blocks_are_apart(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    both = [action("kv.pin", block_hashes=named(keys[:2])), action("kv.demote", block_hashes=named(keys[2:]))]
+    assert it.turn("a", keys, *both) == [("accepted", "ok")] * 2
+    it.flood()
+    assert [it.in_memory([key]) for key in keys] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["kv.pin", "kv.prefetch", "kv.retain", "kv.demote", "kv.release"])
+def test_unknown_blocks_are_missing(make: Make, kind: str) -> None:
+    it = make(dummy())
+    assert it.turn("a", prompt(1, 4), action(kind, block_hashes=[7, 2**64 - 1])) == [("missing", "blocks")]
+    assert it.core.claims.is_empty
+    assert not it.core.table.users
+
+
+def test_blocks_beyond_bound_are_cut(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    many = action("kv.pin", block_hashes=[*named(keys), *range(MOST_BLOCKS)])
+    assert it.turn("a", keys, many) == [("clipped", "limit")]
+
+
+def test_pin_of_blocks_beyond_budget_is_clipped(make: Make) -> None:
+    it, keys = make(dummy(), limits=Limits(pin_budget=0.25)), prompt(1, 12)
+    assert it.turn("a", keys, action("kv.pin", block_hashes=named(keys))) == [("clipped", "budget")]
+    assert len(it.core.claims.pinned) == SLOTS // 4
+
+
+def test_blocks_of_all_groups_are_named(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 2)
+    other = [pack_key(content_hash(key), 1) for key in keys]
+    it.turn("a", keys + other)
+    it.turn("b", [], action("kv.pin", block_hashes=named(keys)))
+    it.flood()
+    assert it.in_memory(keys + other) == 4
+
+
+def test_aborted_request_leaves_nothing(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    kept = [action(kind, block_hashes=named(keys)) for kind in ("kv.retain", "kv.demote", "kv.release")]
+    context = it.begin("a", action("kv.pin", block_hashes=named(keys), ttl_s=1e-3), *kept)
+    it.store(keys, context)
+    request = it.manager._requests["a"]
+    it.end(context)
+    assert request.blocks is None
+    assert not request.parts
+    assert all(user.blocks is None for user in it.core.table.users.values()), "hashes are not kept"
+    it.manager.reset_cache()
+    it.step()
+    assert it.core.claims.is_empty
+    it.check_idle()
+
+
+def test_reset_ends_claims_on_blocks(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    it.turn("a", keys)
+    it.begin("b", action("kv.pin", block_hashes=named(keys)), action("kv.retain", block_hashes=named(keys)))
+    it.step()
+    assert len(it.core.claims.pinned) == 4
+    it.manager.reset_cache()
+    assert (len(it.core.claims.pinned), len(it.core.table.users)) == (0, 0)
+    assert not it.core.table.named(named(keys))
+    it.step()
+    invariants.check(it.core)
+
+
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
@@ -173,7 +325,8 @@ def test_fetch_names_the_peer(make: Make, endpoint: str) -> None:
         (action("kv.fetch", "1.0", block_hashes=[1]), "peer"),
         (action("kv.fetch", "1.0", source_control_endpoint=PEER, block_hashes=[1], mode="move"), "target"),
         (action("kv.fetch", "1.0", source_control_endpoint=PEER, block_hashes=[1], no_retain=1), "target"),
-        (action("kv.pin", block_hashes=[1]), "target"),
+        (action("kv.demote", session="s", block_hashes=[1]), "target"),
+        (action("kv.prefetch", session="s", block_hashes=[1]), "target"),
         (action("kv.retain", session="s", priority=2), "target"),
         (action("kv.pin", session=True), "session"),
         (action("kv.pin", tier="dummy0"), "target"),
@@ -226,7 +379,11 @@ junk = st.recursive(
 )
 good = {
     "session": st.sampled_from("stuv"),
-    "block_hashes": st.lists(st.integers(0, 2**64 - 1), max_size=40),
+    "block_hashes": st.lists(
+        st.builds(lambda number, index: 1000 * number + index, st.integers(1, 6), st.integers(0, 6))
+        | st.integers(0, 2**64 - 1),
+        max_size=40,
+    ),
     "source_control_endpoint": st.sampled_from([PEER, "evil:1"]),
     "ttl_s": st.sampled_from([0.001, 5, 600, 1e9]),
     "wait_s": st.sampled_from([0.01, 1e9]),

@@ -229,6 +229,16 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "claims_on_blocks_never_end",
+        "kvtier._core.tiering:Tiering.close",
+        (("self.close(part, now_s)", "pass"),),
+    ),
+    Mutation(
+        "blocks_name_chunks_that_are_gone",
+        "kvtier._core.chunks:ChunkTable._hide",
+        (("del index[block_of(key)][key]", "pass"),),
+    ),
+    Mutation(
         "ended_claim_keeps_its_pins",
         "kvtier._core.claims:Claims._remove",
         (("self._shared.table.unpin(unpinned)", "pass"),),

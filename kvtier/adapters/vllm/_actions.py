@@ -47,29 +47,30 @@ class Actions:
         self.running[request.name] = given
         terms = Terms("")
         for hint in given:
-            if hint.action is not None:
+            if hint.action is not None and hint.action.block_hashes is not None and hint.type != FETCH:
+                hint.outcome, hint.reason = self._execute_part(hint, request, own_session)
+            elif hint.action is not None:
                 hint.outcome, hint.reason = self._execute(hint, request, terms, own_session)
             if hint.is_cut and hint.outcome == "accepted":
                 hint.outcome, hint.reason = "clipped", "limit"
-        request.priority = LOW if request.releases else request.priority
-        terms.name = terms.name or f"request {request.name}"
-        is_claimed = bool(terms.kept_s or terms.next_use_s)
-        if is_claimed or terms.releases:
-            self._core.claims.start_request(request, terms)
-        return is_claimed or request.priority > DEFAULT
+        is_claimed = self._claim(request, terms, f"request {request.name}")
+        return is_claimed or request.priority > DEFAULT or bool(request.parts)
 
     def outcomes(self, request: Request) -> list[Hint]:
         """Return the hints of a running request, with the outcomes as far as they are known."""
-        given, claim = self.running.get(request.name, []), request.terms and request.terms.name
+        given = self.running.get(request.name, [])
         for hint in given:
-            if hint.outcome not in ("accepted", "clipped"):
+            if hint.outcome in ("rejected", "missing"):
                 continue
-            is_partial = hint.type == FETCH and request.blocks is not None and request.places
-            if is_partial and not any(map(request.addresses_for, request.places)):
+            part, terms = hint.part, (hint.part or request).terms
+            has_any = part is None or request.parts[part]
+            if hint.type == FETCH and request.places:
+                has_any = any(map(request.names, request.places))
+            if not has_any:
                 hint.outcome, hint.reason = "missing", "blocks"
-            elif hint.reason == "new" and not request.places:
+            elif part is None and hint.reason == "new" and not request.places:
                 hint.outcome, hint.reason = "missing", "session"
-            elif hint.type == PIN and claim and self._core.claims.is_cut(claim):
+            elif hint.type == PIN and terms is not None and self._core.claims.is_cut(terms.name):
                 hint.outcome, hint.reason = "clipped", "budget"
         return given
 
@@ -88,6 +89,27 @@ class Actions:
             return "windows"
         return "budget" if kind == PIN and not shared.limits.pin_budget else ""
 
+    def _claim(self, request: Request, terms: Terms, name: str) -> bool:
+        """Begin a request's claim if it has one, under this name if no other was given; return whether."""
+        request.priority = LOW if request.releases else request.priority
+        terms.name = terms.name or name
+        is_claimed = bool(terms.kept_s or terms.next_use_s)
+        if is_claimed or terms.releases:
+            self._core.claims.start_request(request, terms)
+        return is_claimed
+
+    def _execute_part(self, hint: Hint, request: Request, own_session: str) -> _Outcome:
+        """Execute an action on blocks, by a part of the request."""
+        assert hint.action is not None
+        blocks, terms = dict.fromkeys(hint.action.block_hashes or ()), Terms("")
+        part = Request(f"{request.name}, blocks {len(request.parts)}", request.tiers, blocks=blocks)
+        outcome = self._execute(hint, part, terms, own_session)
+        if outcome[0] != "rejected":
+            hint.part = part
+            self._claim(part, terms, f"request {part.name}")
+            self._core.add_part(request, part)
+        return outcome
+
     def _execute(self, hint: Hint, request: Request, terms: Terms, own_session: str) -> _Outcome:
         """Execute an action, or add it to the terms of the request's own prompt."""
         action, kind, claims = hint.action, hint.type, self._core.claims
@@ -95,7 +117,7 @@ class Actions:
         session = own_session if action.session is True else action.session or ""
         if reason := self._lack(kind):
             return "rejected", reason
-        if (session and kind in (FETCH, RETAIN)) or (action.block_hashes is not None and kind != FETCH):
+        if session and (kind in (FETCH, RETAIN) or (action.block_hashes is not None and kind != PIN)):
             return "rejected", "target"
         if action.tier not in ("", PRIMARY) and kind != PREFETCH:
             return "rejected", "target"
@@ -135,7 +157,7 @@ class Actions:
         if (wait_s and not allowed_s) or (address and len(request.addresses) == MAX_ADDRESSES):
             return "rejected", "limit"
         if address:
-            named = None if action.block_hashes is None else frozenset(action.block_hashes)
+            named = None if action.block_hashes is None else dict.fromkeys(action.block_hashes)
             is_first, others = not request.addresses, request.blocks
             request.blocks = named if is_first or named is None or others is None else named | others
             request.addresses += (address,)

@@ -13,6 +13,7 @@ from msgspec import Meta, MsgspecError, Struct, convert, field
 
 from kvtier._core.chunks import DEFAULT, HIGHEST, LOW
 from kvtier._core.messages import MAX_ADDRESS, MAX_ADDRESSES
+from kvtier._core.requests import Request
 from kvtier._log import GuardedLogger, LogLimit
 
 logger = GuardedLogger("kvtier.vllm")
@@ -45,7 +46,7 @@ Hash = Annotated[int, Meta(ge=0)]
 
 
 class Action(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An action on the chunks of a request's own prompt, or of a session."""
+    """An action on the chunks of a request's own prompt, of a session, or of blocks."""
 
     session: Name | bool = False  # its name; true: the session that vLLM knows the request by
     block_hashes: list[Hash] | None = None  # the last 64 bits of the blocks' hashes; None for all
@@ -109,6 +110,7 @@ class Hint:
     is_cut: bool = False  # to a bound
     outcome: str = "rejected"  # or accepted, clipped, deferred, missing
     reason: str = "malformed"  # in a word of ``reasons.HINT_ACTIONS``
+    part: Request | None = None  # uses the chunks of its blocks, if it has any
 
 
 class _Envelope(Struct):

@@ -135,7 +135,7 @@ def test_advertised_address_has_port() -> None:
 
 
 def test_router_is_told_the_address() -> None:
-    told = {"router_capabilities": ["kv_hint.transfer.v1"], "control_advertise_host": "127.0.0.1"}
+    told = {"router_capabilities": ["router_hint"], "control_advertise_host": "127.0.0.1"}
     assert validation.build(NixlConfig, {**told, "control_ports": [18570]}).peer_address()
     with pytest.raises(ConfigError, match="peers reach this engine at 127"):
         validation.build(NixlConfig, {**told, "control_ports": [18571]})

@@ -36,8 +36,8 @@ class NixlConfig(TierConfig):
     )
     router_capabilities: tuple[str, ...] = Field(
         default=(),
-        description="What Dynamo's worker tells its router of this tier, such as `kv_hint.transfer.v1` "
-        "(`router_hint` in older releases). Without it the router sends no `kv.fetch`.",
+        description="What Dynamo's worker tells its router of this tier: `router_hint` for Dynamo 1.6. "
+        "Without it the router sends no `kv.fetch`.",
     )
     control_advertise_host: str | None = Field(
         default=None,

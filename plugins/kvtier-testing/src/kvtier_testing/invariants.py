@@ -37,6 +37,9 @@ def _check_table(table: ChunkTable) -> None:
     _require(table.adopted.keys().isdisjoint(table.visible), "a chunk is adopted or visible")
     _require(len(visible) == len(table.visible), "a chunk is visible under one key")
     _require(all(is_own_key), "chunks are found by their own keys")
+    if table._by_block is not None:
+        named = sorted(key for same in table._by_block.values() for key in same)
+        _require(named == sorted(table.visible), "visible chunks are found by their blocks")
 
 
 def _check_chunks(table: ChunkTable, pins: Mapping[Chunk, int]) -> None:

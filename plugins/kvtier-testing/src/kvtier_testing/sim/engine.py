@@ -13,6 +13,7 @@ from enum import Enum
 from math import inf
 
 from kvtier._core.awaited import Wait
+from kvtier._core.chunks import block_of
 from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request, Terms
 from kvtier._core.states import Lookup
@@ -137,6 +138,7 @@ class EngineProcess(Process):
         self._patience = world.chance(f"patience/{world.process}")
         self._claims = world.chance(f"claims/{world.process}")
         self._priorities = world.chance(f"priorities/{world.process}")
+        self._blocks = world.chance(f"blocks/{world.process}")
         self._holes = world.chance(f"holes/{world.process}")
         self._places = world.chance(f"places/{world.process}")
         peers = [address for tier in scenario.tiers for address in getattr(tier.config, "peers", ())]
@@ -259,7 +261,23 @@ class EngineProcess(Process):
         job.request.priority_s = self._priorities.choice((inf, inf, 0.0, 0.5))
         job.request.releases = job.request.priority == 0 and self._priorities.random() < 0.7
         job.patience_s = wait_s + self._scenario.limits.request_deadline_s
+        for _ in range(self._blocks.choice((0, 0, 0, 1, 2))):
+            self._add_part(job.request)
         self._jobs.append(job)
+
+    def _add_part(self, request: Request) -> None:
+        """Have a request act on blocks: of its own prompt or another one, or of none."""
+        chance = self._blocks
+        prompt = chance.choice(self._scenario.prompts)
+        named = [block_of(key) for key in chance.sample(prompt, chance.randint(1, len(prompt)))]
+        part = Request(f"{request.name}.{len(request.parts)}", blocks=dict.fromkeys([*named, 1]))
+        part.priority, part.priority_s = chance.choice(((1, inf), (1, inf), (0, inf), (2, 0.2), (3, inf)))
+        part.releases = part.priority == 0 and chance.random() < 0.5
+        kept_s, next_use_s = chance.choice(((0.0, 0.0), (0.1, 0.0), (1.0, 0.0), (0.0, 0.3), (0.2, 2.0)))
+        if kept_s or next_use_s:
+            name = chance.choice((part.name, part.name, "agent 1"))
+            self.core.claims.start_request(part, Terms(name, kept_s, next_use_s))
+        self.core.add_part(request, part)
 
     def _claim(self, request: Request, kept_s: float) -> None:
         """Claim its chunks, alone or with other requests; perhaps release the claim of others."""
