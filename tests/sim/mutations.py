@@ -250,7 +250,7 @@ MUTATIONS = (
     ),
     Mutation(
         "running_request_does_not_extend_its_claim",
-        "kvtier._core.claims:Claims.end",
+        "kvtier._core.claims:Claims.end_request",
         (("claim.requests -= 1", "claim.requests = 0"),),
     ),
     Mutation(
