@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _FILES_BESIDE = ("*.json", "*.py")
+_FOLDERS = ("", "*/", "*/*/")  # of encoders, and of tasks' adapters, which vLLM merges (Jina)
 _NOT_THE_WEIGHTS = re.compile(
     r"config\.json|tokenizer|vocab|added_tokens|special_tokens_map|chat_template|merges", re.IGNORECASE
 )
@@ -29,8 +31,8 @@ def weights_fingerprint(model: Path) -> str | None:
     evenly spread samples of 4 KiB from each file, which takes milliseconds. It can miss a change of less than
     half a percent of a file: that is what the setting ``namespace`` is for. Files that say how to use the
     weights count as well: settings of quantisation, image processors and generation, and code. Those of the
-    tokenizer do not, nor does ``config.json``, which the caller adds as the engine has read it. Encoders may
-    have their own folders: all these files count there.
+    tokenizer do not, nor does ``config.json``, which the caller adds as the engine has read it. Encoders and
+    adapters may have their own folders: all these files count there.
 
     ``model`` is the directory of the files, or the one file that is all of the model. None if there are no
     weights: then the revision names them.
@@ -122,8 +124,8 @@ def _files(model: Path) -> list[Path]:
     weights, beside = (
         [
             path
-            for pattern in (*patterns, *(f"*/{pattern}" for pattern in patterns))
-            for path in sorted(model.glob(pattern))
+            for folder, pattern in product(_FOLDERS, patterns)
+            for path in sorted(model.glob(folder + pattern))
             if path.is_file() and os.access(path, os.R_OK)
         ]
         for patterns in (_WEIGHT_FILES, _FILES_BESIDE)

@@ -454,13 +454,16 @@ def test_single_file_has_fingerprint(tmp_path: Path) -> None:
     assert None is not weights_fingerprint(model) != before
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_fingerprint_covers_folders_of_encoders(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "retrieval/adapter_model.safetensors"]
+)
+def test_fingerprint_covers_folders(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
     (tmp_path / "config.json").write_text("{}")
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (tmp_path / "encoder").symlink_to(elsewhere)  # as users share folders among models
     alone = weights_fingerprint(tmp_path)
+    (elsewhere / name).parent.mkdir(exist_ok=True)
     (elsewhere / name).write_bytes(WEIGHTS)
     before = weights_fingerprint(tmp_path)
     (elsewhere / name).write_bytes(WEIGHTS[::-1])
