@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Annotated, Any, Final, Literal
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 
 import typer
 
@@ -18,6 +18,7 @@ from kvtier.errors import KVTierError
 
 _TIMEOUT_S: Final = 600.0
 _MOST_BYTES: Final = 2**24
+_MOST_SHOWN: Final = 500  # bytes of an error's text
 _ID: Final = "kvtier hint"
 
 
@@ -51,6 +52,8 @@ def command(
 
     Example: kvtier hint http://localhost:8000 pin --prompt system.txt --session system --ttl 12h
     """
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{url}: not an http:// or https:// address")
     if prompt is None and session is None and blocks is None:
         raise typer.BadParameter("nothing to act on: give --prompt, --session or --blocks")
     payload = {"session": session, "source_control_endpoint": source, "ttl_s": ttl, "tier": tier}
@@ -70,7 +73,8 @@ def command(
     except (ValueError, LookupError, TypeError, AttributeError, HTTPException) as error:
         raise typer.BadParameter(f"{url}: not the answer of an OpenAI-compatible server ({error})") from error
     except OSError as error:
-        raise KVTierError(f"{url}: {error.reason if type(error) is URLError else error}") from error
+        said = f": {error.read(_MOST_SHOWN)!r}" if isinstance(error, HTTPError) else ""
+        raise KVTierError(f"{url}: {error.reason if type(error) is URLError else error}{said}") from error
     outcome = Told(action, str(told.get("outcome", "")), str(told.get("reason", "")))
     finish(outcome, _show, as_json=as_json, is_healthy=outcome.outcome in ("accepted", "clipped", "deferred"))
 

@@ -6,6 +6,7 @@ The manager is asked as vLLM's scheduler asks it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,9 @@ from vllm.v1.kv_offload.base import ReqContext
 from kvtier._core.chunks import block_of
 from kvtier._core.claims import MOST_PER_SLOT, REMEMBERED_S
 from kvtier._core.tiers.admission import Limits
+from kvtier._telemetry import explanation
 from kvtier.adapters.vllm._hints import LONGEST_S, MOST_BLOCKS, TYPES
+from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.keys import OffloadKey, content_hash, pack_key
 from kvtier_testing import invariants
 from tests.effort import effort
@@ -365,6 +368,40 @@ def test_session_of_the_engine_is_a_name(make: Make) -> None:
     it.begin("a", action("kv.pin", session=True))
     assert it.core.claims.has("session conversation 7")
     assert it.end(it.begin("b", action("kv.pin", session=True))) == [("rejected", "session")]
+
+
+@pytest.mark.parametrize(
+    ("sent", "outcome"),
+    [
+        (action("kv.retain"), ("accepted", "ok")),
+        (action("kv.pin", block_hashes=[1000] * (MOST_BLOCKS + 1)), ("clipped", "limit")),
+        (action("kv.prefetch", next_use_s=60), ("deferred", "next_use")),
+        (action("kv.fetch", "1.0", source_control_endpoint="evil:1"), ("rejected", "peer")),
+        (action("kv.release", session="s"), ("missing", "session")),
+    ],
+)
+def test_outcome_is_in_response_counter_and_line(
+    make: Make, sent: dict[str, Any], outcome: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=explanation.logger.name)
+    it = make(dummy(), explainer=Explainer(["dummy0"], rate=1.0, chance=lambda: 0.0))
+    assert it.turn("a", prompt(1, 4), sent) == [outcome]
+    assert it.core.shared.counts["hint_actions", sent["action_type"], *outcome] == 1
+    assert sum(n for count, n in it.core.shared.counts.items() if count[0] == "hint_actions") == 1
+    (line,) = explanation.read(record.getMessage().encode() for record in caplog.records)
+    assert isinstance(line, explanation.Explanation)
+    assert line.hints == [f"{sent['action_type']} {outcome[0]}: {outcome[1]}"]
+
+
+def test_blocks_of_all_actions_share_a_bound(make: Make) -> None:
+    it, keys = make(dummy()), prompt(1, 4)
+    it.turn("a", keys)
+    many = action("kv.retain", block_hashes=[*named(keys), *range(10**6, 10**6 + MOST_BLOCKS - 5)])
+    last = action("kv.retain", block_hashes=named(keys))
+    context = it.begin("b", many, last, last)
+    request = it.manager._requests["b"]
+    assert sum(len(part.blocks or ()) for part in request.parts) == MOST_BLOCKS
+    assert it.end(context) == [("accepted", "ok"), ("clipped", "limit"), ("missing", "blocks")]
 
 
 # --- hostile clients -------------------------------------------------------------------------------

@@ -161,10 +161,14 @@ class HintReader:
             self._warn(req_id, place, error)
             return [Hint()]
         is_known = envelope.protocol_version == PROTOCOL
-        hints = [self._read(req_id, place, raw, is_known) for raw in envelope.actions[: max(0, most)]]
+        hints: list[Hint] = []
+        left = MOST_BLOCKS  # for all actions: names take time of the engine's steps
+        for raw in envelope.actions[: max(0, most)]:
+            hints.append(self._read(req_id, place, raw, is_known, left))
+            left -= len((hints[-1].action or Action()).block_hashes or ())
         return hints if len(hints) == len(envelope.actions) else [*hints, Hint(reason="limit")]
 
-    def _read(self, req_id: str, place: str, found: object, is_known: bool) -> Hint:
+    def _read(self, req_id: str, place: str, found: object, is_known: bool, most_blocks: int) -> Hint:
         hint = Hint()
         try:
             raw = convert(found, _Raw, from_attributes=True)
@@ -176,8 +180,8 @@ class HintReader:
                 hint.reason = "unknown"
                 return hint
             blocks = raw.payload.get("block_hashes")
-            if isinstance(blocks, list) and len(blocks) > MOST_BLOCKS:
-                raw.payload = {**raw.payload, "block_hashes": blocks[:MOST_BLOCKS]}
+            if isinstance(blocks, list) and len(blocks) > most_blocks:
+                raw.payload = {**raw.payload, "block_hashes": blocks[:most_blocks]}
                 hint.is_cut = True
             hint.action = convert(raw.payload, payload)
         except _UNREADABLE as error:

@@ -17,6 +17,7 @@ class Server(ThreadingHTTPServer):
 
     sent: dict[str, Any]
     told: Any = ("accepted", "ok")
+    status = 200
 
     @property
     def url(self) -> str:
@@ -44,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, body: Any) -> None:
         text = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
@@ -98,6 +99,22 @@ def test_silent_server_is_named(kvtier, server: Server, told: Any) -> None:
 def test_absent_server_is_named(kvtier) -> None:
     said = kvtier("hint", "http://127.0.0.1:9", "release", "--session", "s")
     assert (said.status, said.err) == (2, "kvtier: http://127.0.0.1:9: [Errno 111] Connection refused\n")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost:8000", "file:///etc/passwd"])
+def test_other_address_is_refused(kvtier, url: str) -> None:
+    said = kvtier("hint", url, "release", "--session", "s")
+    assert said.status == 2
+    assert f"{url}: not an http:// or https:// address" in said.err
+
+
+def test_refusal_of_a_server_is_shown(kvtier, server: Server) -> None:
+    server.told = {"error": {"message": "The model `m` does not exist."}}
+    server.status = 404
+    said = kvtier("hint", server.url, "release", "--session", "s", "--model", "m")
+    assert said.status == 2
+    assert "HTTP Error 404: Not Found: b'{" in said.err
+    assert "The model `m` does not exist." in said.err
 
 
 @pytest.mark.parametrize("told", [[], {"kv_transfer_params": 7}])
