@@ -20,13 +20,15 @@ from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
 from kvtier._core.claims import Claims
 from kvtier._core.kv_events import KVEvent
+from kvtier._core.limits import Limits
 from kvtier._core.priorities import Priorities
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
+from kvtier._core.reuse_tracker import ReuseTracker
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
-from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index

@@ -16,7 +16,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier._core.claims import MOST_PER_SLOT, REMEMBERED_S
-from kvtier._core.tiers.admission import Limits
+from kvtier._core.limits import Limits
 from kvtier.adapters.vllm._hints import LONGEST_S, TYPES
 from kvtier.keys import OffloadKey
 from tests.effort import effort

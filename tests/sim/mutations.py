@@ -240,13 +240,13 @@ MUTATIONS = (
     ),
     Mutation(
         "running_request_does_not_extend_its_claim",
-        "kvtier._core.claims:Claims.end",
+        "kvtier._core.claims:Claims.end_request",
         (("claim.requests -= 1", "claim.requests = 0"),),
     ),
     Mutation(
         "promoted_ahead_for_ever",
         "kvtier._core.claims:Claims._stop",
-        (("self._end_request()", "pass"),),
+        (("self._close_request()", "pass"),),
     ),
     Mutation(
         "backlog_not_given_back",
@@ -323,7 +323,7 @@ FLEET_MUTATIONS = (
     ),
     Mutation(
         "reader_that_dies_keeps_its_lease",
-        "kvtier_nixl._pool:Pool._expire",
+        "kvtier_nixl._pool:ChunkPool._expire",
         (("if lease.expires_s > now_s:", "if True:"),),
     ),
     Mutation(
@@ -363,7 +363,7 @@ FLEET_MUTATIONS = (
     ),
     Mutation(
         "leased_rows_are_used_again_after_a_discard",
-        "kvtier_nixl._pool:Pool.discard",
+        "kvtier_nixl._pool:ChunkPool.discard",
         (("if self._pins[chunk.row] > 0:", "if False:"),),
     ),
 )
