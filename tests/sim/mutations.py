@@ -170,7 +170,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadline_ignored",
-        "kvtier._core.tiering:Tiering._expire",
+        "kvtier._core.tiering:Tiering._expire_requests",
         (("request.move(RequestEvent.OVERDUE)", "pass"),),
     ),
     Mutation(

@@ -122,11 +122,13 @@ class Promotions:
             self._ask_next_tier(transfer, answers, waiters, now_s)
         return copied
 
-    def give_up(self, transfer: Transfer, now_s: float) -> None:
-        """Stop waiting for an overdue get: its keys are looked for elsewhere."""
-        waiters = self._gets.give_up(transfer, now_s)
-        keys = _drop_located_later(transfer.keys, waiters, transfer.tier)
-        self._tiers.ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+    def give_up_overdue(self, now_s: float) -> None:
+        """Stop waiting for overdue gets: their keys are looked for elsewhere."""
+        for transfer in self._shared.overdue(now_s):
+            if not transfer.is_put:
+                waiters = self._gets.give_up(transfer, now_s)
+                keys = _drop_located_later(transfer.keys, waiters, transfer.tier)
+                self._tiers.ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
 
     def reset(self) -> None:
         """Doom what is being promoted, and unpin what is held."""
