@@ -169,7 +169,7 @@ class Promotions:
         ]
         useful = of_use(keys, waiters, self._windowed)
         for request in waiters:  # else it asks for them again once earlier ones are stored
-            request.mark_absent(key for key in keys if key not in useful)
+            request.mark_absent([key for key in keys if key not in useful])
         return useful
 
     def _has_to_decide(self, request: Request, transfer: Transfer) -> bool:
@@ -205,8 +205,7 @@ class Promotions:
             if transfer.waiters and transfer.chunks and not transfer.is_put
         ]
         if left and all(first in transfer.waiters for transfer in under_way):
-            first.mark_absent(left)
-            first.why_absent.update(dict.fromkeys(left, self._shared.short_of("budget")))
+            first.mark_absent(left, self._shared.short_of("budget"))
 
 
 def _drop_located_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:
