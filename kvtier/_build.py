@@ -11,9 +11,10 @@ from msgspec import convert
 
 from kvtier import _plugins as plugins
 from kvtier._config import TieringConfig
+from kvtier._core.limits import Limits
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier
 from kvtier._identity import Identity

@@ -217,12 +217,12 @@ class TieringConfig(Settings):
 
     @field_validator("eviction_policy")
     @classmethod
-    def _policy_is_installed(cls, value: str) -> str:
+    def _require_policy(cls, value: str) -> str:
         plugins.require(plugins.POLICIES, value, "eviction_policy")
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> TieringConfig:
+    def _require_consistency(self) -> TieringConfig:
         if self.isolation_memory_limit is not None and self.isolation != "process":
             raise ValueError("isolation_memory_limit requires isolation 'process': set both, or remove it")
         if self.block_size is not None and self.blocks_per_chunk is not None:

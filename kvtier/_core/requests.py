@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
@@ -138,8 +138,11 @@ class Request(Stateful):
         if self.record is not None:
             self.record.began(round_)
 
-    def mark_absent(self, keys: Iterable[OffloadKey]) -> None:
+    def mark_absent(self, keys: Collection[OffloadKey], why: str = "") -> None:
+        """Answer MISS for keys from now on, with a reason if tiers may have them."""
         self.absent.update(keys)
+        if why:
+            self.why_absent.update(dict.fromkeys(keys, why))
         self.answers_stand = False
 
     def forget_locations(self) -> None:

@@ -9,9 +9,10 @@ from math import inf
 
 from kvtier._core.chunks import NO_RUN, Chunk, ChunkTable
 from kvtier._core.kv_events import KVEventLog
+from kvtier._core.limits import Limits
 from kvtier._core.messages import Command, GetEnded, PutEnded, TransferHealth
-from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.load_gate import LoadGate
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Transfer
 from kvtier._reasons import BREAKER_OPENED, POLICY_REPLACED
 from kvtier.errors import StateError

@@ -20,13 +20,15 @@ from kvtier._core.cascade import Cascades
 from kvtier._core.chunks import DEFAULT, Chunk, ChunkTable
 from kvtier._core.claims import Claims
 from kvtier._core.kv_events import KVEvent
+from kvtier._core.limits import Limits
 from kvtier._core.priorities import Priorities
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
+from kvtier._core.reuse_tracker import ReuseTracker
 from kvtier._core.shared import Count, Notice, SharedState
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
-from kvtier._core.tiers.admission import Limits, ReuseTracker, TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Handle, Pinned, Reservation
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey, group_index
@@ -160,7 +162,7 @@ class Tiering:
         self.shared.gate.begin_round()
         self.promotions.start_round(now_s)
         self._round = object()
-        self._give_up_overdue_gets(now_s)
+        self.promotions.give_up_overdue(now_s)
         self._hold_or_serve(asked, now_s)
         self._expire_requests(now_s)
         self._promote(asked, now_s)  # only now, when the hits of all are pinned
@@ -174,11 +176,6 @@ class Tiering:
         if self._has_damage:
             self._has_damage = False
             self.disable_after_audit(None, "when it was about to be put into a tier")
-
-    def _give_up_overdue_gets(self, now_s: float) -> None:
-        for transfer in self.shared.overdue(now_s):
-            if not transfer.is_put:
-                self.promotions.give_up(transfer, now_s)
 
     def _hold_or_serve(self, asked: Sequence[Request], now_s: float) -> None:
         """Hold what was found for requests that wait; unpin what the others had."""
@@ -293,21 +290,22 @@ class Tiering:
     def _expire_requests(self, now_s: float) -> None:
         """End the waiting of requests whose deadlines have passed: what is pending for them is a miss."""
         for request in [*self.holds.pending, *self.holds.awaiting]:
-            if request.deadline_s is not None and request.deadline_s <= now_s:
-                self._expire(request, now_s)
+            if request.deadline_s is None or request.deadline_s > now_s:
+                continue
+            if request.wait is not None:
+                self.promotions.waits.give_up(request, now_s)
+            if request.state is RequestState.WAITING:
+                request.move(RequestEvent.OVERDUE)
+                if not request.is_prefetch:
+                    self._counts["expired",] += 1
+                self._record_deadline(request)
+            self.holds.unhold(request)
 
-    def _expire(self, request: Request, now_s: float) -> None:
-        if request.wait is not None:
-            self.promotions.waits.give_up(request, now_s)
-        if request.state is RequestState.WAITING:
-            request.move(RequestEvent.OVERDUE)
-            if not request.is_prefetch:
-                self._counts["expired",] += 1
-            if request.record is not None:
-                for transfer in self.shared.running:
-                    if not transfer.is_put and request in transfer.waiters:
-                        request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
-        self.holds.unhold(request)
+    def _record_deadline(self, request: Request) -> None:
+        if request.record is not None:
+            for transfer in self.shared.running:
+                if not transfer.is_put and request in transfer.waiters:
+                    request.record.refused(transfer.keys, self._tiers[transfer.tier].name, "deadline")
 
     def add_part(self, request: Request, part: Request) -> None:
         """Have a part of a request use the chunks that its blocks name, until the request ends.

@@ -74,9 +74,7 @@ class Blocks:
         groups = enumerate(zip(self.group_sizes, self.first_indices, counts, strict=False))
         for group, (size, first, count) in groups:
             is_explained = count * blocks_per_chunk - size == first % blocks_per_chunk
-            cut = (
-                0 if group in state_groups else -first % blocks_per_chunk
-            )  # blocks of a chunk that lacks its front
+            cut = 0 if group in state_groups else -first % blocks_per_chunk  # a chunk's that lacks its front
             parts.append(self.ids[start + (cut if is_explained else size) : start + size])
             firsts.append(first + cut)
             whole += [is_explained and not cut, *[is_explained] * count][:count]

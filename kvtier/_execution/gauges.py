@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from kvtier._core.states import BreakerState
 from kvtier._core.tiering import PRIMARY, Tiering
-from kvtier._core.tiers.admission import TierStatus
 from kvtier._core.tiers.breaker import Breaker
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._execution.executor import TierActivity
 
 Gauges = Mapping[tuple[str, tuple[str, ...]], float | None]

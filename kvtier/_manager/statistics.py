@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvtier._core.states import BreakerState, ChunkState
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_no_truth_value(cls, value: object, info: ValidationInfo) -> object:
+    def _refuse_booleans(cls, value: object, info: ValidationInfo) -> object:
         kind = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
             raise ValueError("a number is needed, not true or false")
@@ -117,7 +117,7 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _is_bounded(cls, value: object, info: ValidationInfo) -> object:
+    def _require_bounded(cls, value: object, info: ValidationInfo) -> object:
         if isinstance(value, int | float) and not isinstance(value, bool):
             _require_bounds(info.field_name or "", value)
         if isinstance(value, str | PurePath):

@@ -22,7 +22,7 @@ _MOST_DISCARDS = 16
 _SKIP_S = 600.0
 _MOST_SKIPPED = 4096
 
-ChunkDamage = tuple[Integrity, bytes, int]
+Defect = tuple[Integrity, bytes, int]
 """The defect of a chunk that was read, its trailer, and the checksum of its bytes.
 
 Two reads of a damaged chunk are equal. Two reads damaged by a bad link or bad memory are not.
@@ -75,7 +75,7 @@ class IntegrityChecks:
         """Fill in the trailers of a batch before its put."""
         await self._in_thread(_seal_all, batch, self._digest)
 
-    async def damaged(self, batch: Batch, statuses: Sequence[Status]) -> dict[int, ChunkDamage]:
+    async def damaged(self, batch: Batch, statuses: Sequence[Status]) -> dict[int, Defect]:
         """Return the damage of a get's chunks, by position."""
         return await self._in_thread(_damaged, batch, statuses, self._digest)
 
@@ -103,8 +103,8 @@ def _seal_all(batch: Batch, digest: bytes) -> None:
         batch.trailers[index] = seal(key, view, digest)
 
 
-def _damaged(batch: Batch, statuses: Sequence[Status], digest: bytes) -> dict[int, ChunkDamage]:
-    found: dict[int, ChunkDamage] = {}
+def _damaged(batch: Batch, statuses: Sequence[Status], digest: bytes) -> dict[int, Defect]:
+    found: dict[int, Defect] = {}
     chunks = zip(batch.keys, batch.views, batch.trailers, statuses, strict=True)
     for index, (key, view, trailer, status) in enumerate(chunks):
         if status == Status.CORRUPT:

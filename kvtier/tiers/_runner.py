@@ -43,7 +43,7 @@ from kvtier.tiers._base import (
     Usage,
 )
 from kvtier.tiers._faults import reason_of, require_fault, words_of
-from kvtier.tiers._integrity import ChunkDamage, IntegrityChecks, Suspects
+from kvtier.tiers._integrity import Defect, IntegrityChecks, Suspects
 from kvtier.tiers._loop_clock import LoopClock
 from kvtier.tiers._retry import Progress, Retries
 from kvtier.tiers._supervisor import AnyTier, Epoch, NamedTier, TierSupervisor
@@ -255,9 +255,7 @@ class TierRunner:
         damaged = await self._integrity.damaged(batch, outcome.statuses)
         return await self._resolve_damage(batch, outcome, damaged) if damaged else outcome
 
-    async def _resolve_damage(
-        self, batch: Batch, outcome: Outcome, damaged: dict[int, ChunkDamage]
-    ) -> Outcome:
+    async def _resolve_damage(self, batch: Batch, outcome: Outcome, damaged: dict[int, Defect]) -> Outcome:
         """Read damaged chunks again; discard those that are damaged in the tier, and skip the rest here."""
         statuses, counts, discarded = list(outcome.statuses), Counter(outcome.reasons), []
         again = batch.part(list(damaged))
@@ -277,7 +275,7 @@ class TierRunner:
             await self._discard(discarded)
         return self._complete(Outcome(statuses, counts), len(batch))
 
-    async def _reread(self, batch: Batch) -> Sequence[Status | ChunkDamage]:
+    async def _reread(self, batch: Batch) -> Sequence[Status | Defect]:
         try:
             async with self._clock.timeout_at(self._now_s() + self._deadline_s * _REREAD_SHARE):
                 outcome = self._complete(await self._tier.reread(batch), len(batch))

@@ -31,10 +31,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier._core.kv_events import KVEvent
+from kvtier._core.limits import Limits
 from kvtier._core.messages import Command, PutEnded, Removed, SlotsReady, TierDown, Touch
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import Limits, TierStatus
 from kvtier._core.tiers.breaker import Breaker
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._execution.executor import Executor, ExecutorThread
 from kvtier._identity import Identity
 from kvtier._memory.region import Region

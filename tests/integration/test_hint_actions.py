@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier._core.chunks import block_of
 from kvtier._core.claims import MOST_PER_SLOT, REMEMBERED_S
-from kvtier._core.tiers.admission import Limits
+from kvtier._core.limits import Limits
 from kvtier._telemetry import explanation
 from kvtier.adapters.vllm._hints import LONGEST_S, MOST_BLOCKS, TYPES
 from kvtier.adapters.vllm._telemetry.explain import Explainer

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier._core.awaited import Wait
 from kvtier._core.chunks import Chunk
+from kvtier._core.limits import Limits
 from kvtier._core.messages import (
     Answer,
     Get,
@@ -36,7 +37,7 @@ from kvtier._core.messages import (
 from kvtier._core.requests import Request, Terms
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import BreakerState, ChunkState, Lookup, RequestState
-from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._telemetry.catalogue import COUNTERS

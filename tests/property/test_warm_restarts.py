@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 
+from kvtier._core.limits import Limits
 from kvtier._core.messages import Answer, Command, Get, GetEnded, Put, PutEnded, SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.slot_trailers import SlotTrailers, slot_trailers_bytes
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Reservation
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._lru import LRU

@@ -170,7 +170,7 @@ MUTATIONS = (
     ),
     Mutation(
         "deadline_ignored",
-        "kvtier._core.tiering:Tiering._expire",
+        "kvtier._core.tiering:Tiering._expire_requests",
         (("request.move(RequestEvent.OVERDUE)", "pass"),),
     ),
     Mutation(
@@ -256,7 +256,7 @@ MUTATIONS = (
     Mutation(
         "promoted_ahead_for_ever",
         "kvtier._core.claims:Claims._stop",
-        (("self._end_request()", "pass"),),
+        (("self._close_request()", "pass"),),
     ),
     Mutation(
         "backlog_not_given_back",
@@ -333,7 +333,7 @@ FLEET_MUTATIONS = (
     ),
     Mutation(
         "reader_that_dies_keeps_its_lease",
-        "kvtier_nixl._pool:Pool._expire",
+        "kvtier_nixl._pool:ChunkPool._expire",
         (("if lease.expires_s > now_s:", "if True:"),),
     ),
     Mutation(
@@ -373,7 +373,7 @@ FLEET_MUTATIONS = (
     ),
     Mutation(
         "leased_rows_are_used_again_after_a_discard",
-        "kvtier_nixl._pool:Pool.discard",
+        "kvtier_nixl._pool:ChunkPool.discard",
         (("if self._pins[chunk.row] > 0:", "if False:"),),
     ),
 )

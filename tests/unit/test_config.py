@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from kvtier._config import TieringConfig
-from kvtier._core.tiers.admission import Limits
+from kvtier._core.limits import Limits
 from kvtier._settings import validation
 from kvtier.errors import ConfigError
 from kvtier_testing.dummy import DummyConfig

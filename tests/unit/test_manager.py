@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
+from kvtier._core.limits import Limits
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.plan import CopyPlan

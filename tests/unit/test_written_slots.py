@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier._core.tiers.admission import Limits
+from kvtier._core.limits import Limits
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from kvtier_testing.dummy import DummyConfig, DummyTier

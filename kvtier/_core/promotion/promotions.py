@@ -122,11 +122,13 @@ class Promotions:
             self._ask_next_tier(transfer, answers, waiters, now_s)
         return copied
 
-    def give_up(self, transfer: Transfer, now_s: float) -> None:
-        """Stop waiting for an overdue get: its keys are looked for elsewhere."""
-        waiters = self._gets.give_up(transfer, now_s)
-        keys = _drop_located_later(transfer.keys, waiters, transfer.tier)
-        self._tiers.ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
+    def give_up_overdue(self, now_s: float) -> None:
+        """Stop waiting for overdue gets: their keys are looked for elsewhere."""
+        for transfer in self._shared.overdue(now_s):
+            if not transfer.is_put:
+                waiters = self._gets.give_up(transfer, now_s)
+                keys = _drop_located_later(transfer.keys, waiters, transfer.tier)
+                self._tiers.ask(keys, waiters, now_s, transfer.tier + 1, transfer.slot_use)
 
     def reset(self) -> None:
         """Doom what is being promoted, and unpin what is held."""
@@ -167,7 +169,7 @@ class Promotions:
         ]
         useful = of_use(keys, waiters, self._windowed)
         for request in waiters:  # else it asks for them again once earlier ones are stored
-            request.mark_absent(key for key in keys if key not in useful)
+            request.mark_absent([key for key in keys if key not in useful])
         return useful
 
     def _has_to_decide(self, request: Request, transfer: Transfer) -> bool:
@@ -203,8 +205,7 @@ class Promotions:
             if transfer.waiters and transfer.chunks and not transfer.is_put
         ]
         if left and all(first in transfer.waiters for transfer in under_way):
-            first.mark_absent(left)
-            first.why_absent.update(dict.fromkeys(left, self._shared.short_of("budget")))
+            first.mark_absent(left, self._shared.short_of("budget"))
 
 
 def _drop_located_later(keys: Keys, waiters: Waiters, tier: int) -> list[OffloadKey]:

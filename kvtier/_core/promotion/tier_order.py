@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from enum import Enum, auto
 from itertools import groupby
 
 from kvtier._core.promotion.gets import Gets
@@ -14,7 +15,13 @@ from kvtier._core.shared import Keys, SharedState
 from kvtier._core.transfers import SlotUse
 from kvtier.keys import GROUP_BYTES, OffloadKey, group_index
 
-_WAIT = "wait"
+
+class Decision(Enum):
+    """What to do about keys that a tier may have."""
+
+    LOAD = auto()
+    COMPUTE = auto()  # computing them is quicker
+    WAIT = auto()  # the next round decides
 
 
 class TierOrder:
@@ -45,17 +52,18 @@ class TierOrder:
                     return
                 continue
             slots = min(len(keys), self._holds.room, shared.table.room)
+            decision = Decision.LOAD
             if closed is None:
                 gets = 1 if slots == len(keys) and not shared.windowed else 2
-                closed = self._gate(tier, keys, keys, gets, waiters, now_s, may_wait=not first_tier)
-            if closed == _WAIT:
+                decision = self._decide(tier, keys, keys, gets, waiters, now_s, may_wait=not first_tier)
+            if decision is Decision.WAIT:
                 return
-            if closed is None:
+            if closed is None and decision is Decision.LOAD:
                 count = slots if slot_use else 0
                 self._gets.start_get(tier, keys, count, waiters, now_s).slot_use = slot_use
                 return
-            self._skip(tier, keys, waiters, closed)
-            if closed == "gate":
+            self._skip(tier, keys, waiters, closed or "gate")
+            if decision is Decision.COMPUTE:
                 if slot_use or group_index(keys[0]) in shared.windowed:
                     self._probe(tier, keys, now_s)
                 locating = dict.fromkeys(request for request in waiters if request.locates)
@@ -87,11 +95,11 @@ class TierOrder:
                 refused.update(gone)
                 self.ask(gone, waiters, now_s, tier + 1, SlotUse.NONE)
                 continue
-            reason = reason or self._gate(tier, found, keys, 1, waiters, now_s)
-            if reason:
+            decision = Decision.LOAD if reason else self._decide(tier, found, keys, 1, waiters, now_s)
+            if reason or decision is not Decision.LOAD:
                 refused.update(found)
-            if reason and reason != _WAIT:
-                self._skip(tier, found, waiters, reason)
+            if reason or decision is Decision.COMPUTE:
+                self._skip(tier, found, waiters, reason or "gate")
                 self.ask(found, waiters, now_s, tier + 1, SlotUse.NONE)
         return [key for key in keys if key not in refused] if refused else keys
 
@@ -117,7 +125,7 @@ class TierOrder:
         self._shared.counts["skipped", self._shared.tiers[tier].name, reason] += len(keys)
         self._gets.record(waiters, tier, keys, reason)
 
-    def _gate(
+    def _decide(
         self,
         tier: int,
         keys: Keys,
@@ -127,8 +135,8 @@ class TierOrder:
         now_s: float,
         *,
         may_wait: bool = True,
-    ) -> str | None:
-        """Return "gate", and note it, if computing keys is quicker; None if they are to be loaded.
+    ) -> Decision:
+        """Decide whether keys are loaded or computed, and note that they are to be computed.
 
         The decision is not for waiters that only locate, or prefetch.
 
@@ -137,27 +145,27 @@ class TierOrder:
             keys: the keys to get from it, ``wanted`` or a part of them.
             wanted: all keys that the waiters may get with them, however few slots there are.
             gets: number of gets that this takes, one after the other.
-            may_wait: whether "wait" may be returned, which leaves the decision to the next round.
+            may_wait: whether the decision may be left to the next round.
         """
         gate = self._shared.gate
         waiters = {it: None for it in waiters if not (it.locates or it.is_prefetch)}
         request = next(iter(waiters), None)
         if not gate.is_active or request is None:
-            return None
+            return Decision.LOAD
         if self._shared.windowed and group_index(request.first or keys[0]) in self._shared.windowed:
-            return None  # no group has chunks of all of the prompt
+            return Decision.LOAD  # no group has chunks of all of the prompt
         fetched, place, count = self._choice(request, keys[0], wanted)
         if not gate.decide_to_compute(tier, fetched, gets, place, count, now_s):
-            return None
+            return Decision.LOAD
         if may_wait and self._holds.first not in (None, *waiters) and gate.defer(now_s):
             for waiter in waiters:
                 if not waiter.awaits_any:
                     waiter.deadline_s = None  # it does not wait for a tier
-            return _WAIT
+            return Decision.WAIT
         gate.count_computed(place, count)
         for waiter in waiters:
             waiter.why_absent.update(dict.fromkeys(keys, "gate"))
-        return "gate"
+        return Decision.COMPUTE
 
     def _choice(self, request: Request, key: OffloadKey, wanted: Keys) -> tuple[int, int, int]:
         """Return the number of chunks to fetch for a request; then the place and number of chunks to compute.

@@ -37,9 +37,7 @@ class Waits:
             request.mark_absent(keys)
             return
         had_any, missed = request.awaits_any, wait.await_missing(keys, now_s)
-        if had_any and wait.outcome == "in_vain":
-            request.why_absent.update(dict.fromkeys(missed, "not_arrived"))
-        request.mark_absent(missed)
+        request.mark_absent(missed, "not_arrived" if had_any and wait.outcome == "in_vain" else "")
         if wait.keys and wait.until_s is not None:
             self._holds.leave_line(request, wait.until_s)
 
@@ -82,9 +80,7 @@ class Waits:
         self.update(request, now_s)
         if (wait := request.wait) is not None:
             left = wait.give_up(now_s)
-            if wait.outcome == "in_vain":
-                request.why_absent.update(dict.fromkeys(left, "not_arrived"))
-            request.mark_absent(left)
+            request.mark_absent(left, "not_arrived" if wait.outcome == "in_vain" else "")
         self.update(request, now_s)
 
     def close(self, request: Request, outcome: str = "") -> None:

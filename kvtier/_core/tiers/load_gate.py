@@ -43,11 +43,8 @@ class TierSpeed:
         self.probe_from_s = -inf  # when the next probe may begin
         self.probe_wait_s = _FIRST_PROBE_S  # pause between that probe and the next
         self._doubted_s: float | None = None  # end of the last get, if that was an outlier
-        self._variance = (
-            0.0,
-            0.0,
-            0.0,
-        )  # variance of the latency, covariance, variance of the time per chunk
+        # Variance of the latency, covariance, variance of the time per chunk.
+        self._variance = (0.0, 0.0, 0.0)
 
     @property
     def is_known(self) -> bool:

@@ -30,7 +30,6 @@ logger = GuardedLogger("kvtier.vllm")
 OLDEST, NEWEST = (0, 31), (0, 33)
 """The range that kvtier is tested with."""
 
-
 KV_FORMATS: Final = {"0.31.0": 1, "0.32.0": 1, "0.33.0": 1}
 """The KV format generation of each release whose chunks are proven readable within its generation.
 
@@ -142,14 +141,11 @@ def limit_refusals() -> None:
 REPORTS_RESET_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether vLLM reports that workers have ended the copies that a reset cut off (0.33)."""
 
-
 SCHEDULE_ENDS_LAST = REPORTS_RESET_FLUSH
 """Whether a step's ``on_schedule_end`` comes after its ``prepare_store`` (0.33), not before."""
 
-
 TRACKS_BLOCKS = REPORTS_RESET_FLUSH
 """Whether vLLM replaces the block tables of sessions, and notes the blocks of other connectors (0.33)."""
-
 
 CAPS_HITS_BY_EXPERTS = REPORTS_RESET_FLUSH
 """Whether vLLM loads no more of a prompt than it has the routed experts of, if it returns them (0.33)."""

@@ -205,7 +205,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 CacheHitSource.DISK if it.tier.medium == "disk" else CacheHitSource.EXTERNAL_UNSPECIFIED
                 for it in tiers
             ],
-            addresses=_addresses(tiers),
+            addresses={
+                index: address for index, it in enumerate(tiers) if (address := it.tier.config.peer_address())
+            },
             peers={address for tier in tiers for address in tier.tier.config.peer_addresses()},
             slot_checksums=slot_checksums,
             steps=self._step_meter(core, chunk_tokens, windowed),
@@ -422,12 +424,6 @@ def _populate(region: Region, events: deque[Event], parts: Sequence[SlotPart]) -
             region.slots,
             _FIRST_SLOTS_S,
         )
-
-
-def _addresses(tiers: Sequence[NamedTier]) -> dict[int, str]:
-    """Return the addresses where other engines read from a tier, by its index."""
-    said = {index: tier.tier.config.peer_address() for index, tier in enumerate(tiers)}
-    return {index: address for index, address in said.items() if address}
 
 
 def _shut_down(executor: AnyExecutor, region: Region, status_table: StatusTable, drain_s: float) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Collection
 
 import pytest
 
+from kvtier._core.limits import Limits
 from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier.policies._lru import LRU
 from tests.unit.core.world import (
     COPIED,

@@ -20,7 +20,7 @@ from kvtier._core.promotion.waits import MOST_POLLS
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier.keys import OffloadKey
 from tests.unit.core.world import (
     COPIED,

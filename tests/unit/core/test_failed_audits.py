@@ -8,7 +8,7 @@ from kvtier._core.messages import Get, Reset, TierUp
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier.keys import OffloadKey
 from kvtier.policies._arc import ARC
 from kvtier_testing import invariants

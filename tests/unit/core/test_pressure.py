@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._core.tiers.admission import PutPressure
+from kvtier._core.tiers.tier_status import PutPressure
 
 
 def slowed(pressure: PutPressure, gets: int, now_s: float = 10.0) -> None:

@@ -17,7 +17,7 @@ from kvtier._core.messages import (
 )
 from kvtier._core.requests import Request
 from kvtier._core.states import BreakerState
-from kvtier._core.tiers.admission import TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier.keys import OffloadKey
 from tests.unit.core import world
 from tests.unit.core.world import BAD, GOOD, LATE, keys, taken

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvtier._core.kv_events import EventQueue, KVEvent, KVEventLog
+from kvtier._core.limits import Limits
 from kvtier._core.messages import ProcessEnded, PutEnded, Removed, SlotsReady, TierDown, TierUp, Touch
 from kvtier._core.requests import Request
 from kvtier._core.states import RequestEvent
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import Limits
 from kvtier.errors import StateError
 from kvtier.policies._lru import LRU
 from kvtier_testing import invariants

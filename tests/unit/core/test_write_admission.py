@@ -10,7 +10,7 @@ from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Get, GetEnded, Put, PutEnded
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.tiers.write_admission import WriteAdmission, WritePolicy
 from kvtier.keys import OffloadKey, pack_key
 from tests.unit.core import world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier._core.limits import Limits
 from kvtier._core.messages import (
     Answer,
     Command,
@@ -18,7 +19,7 @@ from kvtier._core.messages import (
 from kvtier._core.requests import Request
 from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
-from kvtier._core.tiers.admission import Limits, TierStatus
+from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Reservation
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.policies._base import EvictionPolicy

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 
-from kvtier._core.tiers.admission import Limits
+from kvtier._core.limits import Limits
 from kvtier.keys import OffloadKey, pack_key
 from kvtier.tiers import TierConfig
 from kvtier_testing.sim.backend import NO_FAULTS, FaultProfile

@@ -1,4 +1,4 @@
-"""Admission and back-pressure: how many chunks may be put into each tier now, and got from it.
+"""The status of each tier, and back-pressure: how many chunks may be put into it now, and got from it.
 
 A dropped put costs a later hit. A put that waits too long costs slots of the primary tier now, and one that
 slows down a get delays a request now. So puts are dropped first.
@@ -6,19 +6,13 @@ slows down a get delays a request now. So puts are dropped first.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable
 from math import inf
-
-from msgspec import Struct
 
 from kvtier._core.messages import TransferHealth
 from kvtier._core.states import BreakerState
 from kvtier._core.tiers.breaker import Breaker
-from kvtier._core.tiers.load_gate import LoadGateMode
 from kvtier._core.tiers.write_admission import WriteAdmission
-from kvtier.keys import OffloadKey
 
 _DRAIN_SHARE = 0.5  # share of a deadline within which queued puts should end
 _SLOW_SHARE = 0.75
@@ -31,23 +25,6 @@ _RECOVERY_BY_GET = 1 / 16
 _RECOVERY_BY_PUT = 1 / 32
 _DRIFT = 0.2
 _QUICKEST_S = 1e-6
-
-
-class Limits(Struct, frozen=True):
-    """The bounds that the core keeps. Fractions are of the primary tier's slots."""
-
-    request_deadline_s: float = 5.0  # how long a request waits for pending answers
-    max_wait_s: float = 30.0  # how long it may wait for chunks that no tier has yet
-    promotion_budget: float = 0.25  # slots for promoted chunks that no request has loaded yet
-    promotion_reserve: float = 1 / 32  # slots kept free, so that a get can copy chunks with its first answer
-    # Slots that puts may pin. Each tier has an equal share, and may use the rest that other tiers leave: a
-    # slow tier starves neither them nor the stores.
-    put_backlog: float = 0.5
-    pin_budget: float = 0.25  # slots that may be kept for clients on request
-    store_threshold: int = 0  # how often a chunk must be offered before it is stored; below 2, at once
-    max_tracker_size: int = 64_000  # keys whose offers are remembered for the threshold
-    max_announced: int = 250_000  # keys of each tier that may be announced as available, if events are on
-    load_gate: LoadGateMode = "off"  # when to compute a chunk although a tier has it; see ``LoadGate``
 
 
 class PutPressure:
@@ -163,28 +140,3 @@ class TierStatus:
         """Return the health of a transfer. A get that took most of its deadline has failed; a put has not."""
         is_slow = health is TransferHealth.GOOD and not is_put and seconds > self.deadline_s * _SLOW_SHARE
         return TransferHealth.BAD if is_slow else health
-
-
-class ReuseTracker:
-    """Counts offers of keys, for ``store_threshold``: a chunk that is offered once is not worth a slot."""
-
-    def __init__(self, threshold: int, size: int) -> None:
-        self._threshold = threshold
-        self._size = size
-        self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
-
-    def admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Return the leading keys that this offer makes frequent enough."""
-        if self._threshold < 2:
-            return keys
-        return list(takewhile(lambda key: self._offers.get(key, 0) + 1 >= self._threshold, keys))
-
-    def count(self, keys: Sequence[OffloadKey]) -> None:
-        """Count an offer of each key; of a long prompt only its front. Refused offers do not count."""
-        if self._threshold < 2:
-            return
-        offers = self._offers
-        for key in reversed(keys[: self._size]):
-            offers[key] = offers.pop(key, 0) + 1  # moves the key to the end
-        while len(offers) > self._size:
-            offers.popitem(last=False)
