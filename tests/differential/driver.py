@@ -218,10 +218,13 @@ def _reweigh(worker: Any, weights: int) -> None:
 def score(llm: Any, orders: list[dict[str, Any]]) -> dict[str, Any]:
     """Return two logprobs for each token of a text from ``start`` on: its own, and the highest.
 
-    Each text is computed at once, without reuse.
+    Each text is computed at once, without reuse. The adapters of lives leave the logits alone, and vLLM's CPU
+    engine ends where it adapts those of a prompt (0.32).
     """
     from vllm import SamplingParams
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
+    PunicaWrapperCPU.add_lora_logits = lambda *_, **__: None
     how = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=1)
     texts = [{"prompt_token_ids": order["text"]} for order in orders]
     adapters = [_adapter(order) for order in orders]
