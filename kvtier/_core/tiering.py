@@ -12,7 +12,7 @@ Slots for keys that may turn out to be absent come only from free ones, so a que
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from kvtier._core import messages
@@ -25,7 +25,7 @@ from kvtier._core.priorities import Priorities
 from kvtier._core.promotion.promotions import Promotions
 from kvtier._core.requests import Request
 from kvtier._core.reuse_tracker import ReuseTracker
-from kvtier._core.shared import Count, Notice, SharedState
+from kvtier._core.shared import Count, Keys, Notice, SharedState
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.states import ChunkState, Lookup, RequestEvent, RequestState
 from kvtier._core.tiers.tier_status import TierStatus
@@ -315,18 +315,16 @@ class Tiering:
         brings no other bytes to any request.
         """
         request.parts[part] = False
-        self._use_part(request, part, self.table.named(part.blocks or ()))
+        self._use_parts(request, self.table.named(part.blocks or ()), [part])
 
-    def _use_parts(self, request: Request, keys: Sequence[OffloadKey], *, is_offered: bool = False) -> None:
-        for part in request.parts:
-            self._use_part(request, part, [key for key in keys if part.names(key)], is_offered=is_offered)
-
-    def _use_part(
-        self, request: Request, part: Request, keys: Sequence[OffloadKey], *, is_offered: bool = False
+    def _use_parts(
+        self, request: Request, keys: Keys, parts: Iterable[Request], *, is_offered: bool = False
     ) -> None:
-        request.parts[part] |= bool(keys)
-        self.priorities.use(part, keys, keys)
-        self.claims.use(part, keys, is_offered=is_offered)
+        for part in parts:
+            named = [key for key in keys if part.names(key)]
+            request.parts[part] |= bool(named)
+            self.priorities.use(part, named, named)
+            self.claims.use(part, named, is_offered=is_offered)
 
     # --- loads -----------------------------------------------------------------------------------
 
@@ -354,7 +352,7 @@ class Tiering:
         self.served(request)
         request.forget_answers()
         self.claims.use(request, keys)
-        self._use_parts(request, keys)
+        self._use_parts(request, keys, request.parts)
         return pinned
 
     def release(self, pinned: Pinned) -> None:
@@ -436,7 +434,7 @@ class Tiering:
         self.handles.add(reservation)
         self.priorities.use(request, keys, new)
         self.claims.use(request, keys, is_offered=True)
-        self._use_parts(request, keys, is_offered=True)
+        self._use_parts(request, keys, request.parts, is_offered=True)
         return reservation
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
