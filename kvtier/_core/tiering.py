@@ -285,7 +285,7 @@ class Tiering:
                 self.holds.hold(request)
 
     def _expire_requests(self, now_s: float) -> None:
-        """End the waiting of requests whose deadlines have passed. Keys that are pending for them are misses."""
+        """End the waiting of requests whose deadlines have passed. Their pending keys are misses."""
         for request in [*self.holds.pending, *self.holds.awaiting]:
             if request.deadline_s is None or request.deadline_s > now_s:
                 continue
