@@ -99,7 +99,7 @@ _COLUMNS: Final = (
 class EngineView:
     """The activity of one engine's cache."""
 
-    source: str  # where its metrics come from
+    source: str  # the URL or file of its metrics
     error: str | None = None  # why they could not be read; the rest is then empty
     seconds: float | None = None  # interval of rates and shares; None: since the engine started
     chunks: int = 0  # looked up for requests: hits and misses

@@ -59,7 +59,7 @@ class ChunkTable:
     def __init__(self, policy: EvictionPolicy) -> None:
         # They choose the chunks to evict, by priority; LRU replaces the one of DEFAULT at its first fault.
         self.orders: list[EvictionPolicy] = [LRU(), policy, LRU(), LRU()]
-        self.users: dict[OffloadKey, Request] = {}  # who set a chunk's priority, unless it is DEFAULT
+        self.users: dict[OffloadKey, Request] = {}  # set the priority of these chunks; others have DEFAULT
         self.faults: list[tuple[str, str]] = []  # policies, and why they were replaced; the reader clears it
         self.visible: dict[OffloadKey, Chunk] = {}  # those that are found by their keys
         self.free: list[Chunk] = []  # those whose slots hold nothing

@@ -103,7 +103,7 @@ class Request(Stateful):
     parts: dict[Request, bool] = field(default_factory=dict)
     # Of each chunk in its prompt; empty if its chunks are offered in their order.
     places: Mapping[OffloadKey, int] = field(default_factory=dict)
-    record: LookupRecord | None = None  # what its lookups found, if it is explained
+    record: LookupRecord | None = None  # the results of its lookups, if it is explained
 
     def __str__(self) -> str:
         return f"request {self.name!r}"

@@ -288,7 +288,7 @@ class Tiering:
                 self.holds.hold(request)
 
     def _expire_requests(self, now_s: float) -> None:
-        """End the waiting of requests whose deadlines have passed: what is pending for them is a miss."""
+        """End the waiting of requests whose deadlines have passed. Their pending keys are misses."""
         for request in [*self.holds.pending, *self.holds.awaiting]:
             if request.deadline_s is None or request.deadline_s > now_s:
                 continue

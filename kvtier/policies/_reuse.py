@@ -8,7 +8,7 @@ from math import log
 MAX_USES = 31
 CLASSES = 7
 CLASS_OF_USES = (0, 0, 1, 2, 3, 4, 4, 4, *[5] * 8, *[6] * (MAX_USES - 15))
-_PRIOR = (1.0, 2.0, 2.7, 3.4, 5.0, 8.0, 20.0)  # assumed rates at which chunks of each class are used again
+_PRIOR = (1.0, 2.0, 2.7, 3.4, 5.0, 8.0, 20.0)  # assumed rates of reuse of the chunks of each class
 
 UNITS = 25
 """Units of age in the time of as many uses of chunks as there are slots."""

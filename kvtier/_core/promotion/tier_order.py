@@ -17,7 +17,7 @@ from kvtier.keys import GROUP_BYTES, OffloadKey, group_index
 
 
 class Decision(Enum):
-    """What to do about keys that a tier may have."""
+    """A decision about keys that a tier may have."""
 
     LOAD = auto()
     COMPUTE = auto()  # computing them is quicker

@@ -24,7 +24,7 @@ MOST_POLLS = 2
 
 
 class Waits:
-    """Asks tiers again for what requests await, the one that is due longest first, and ends waits."""
+    """Asks tiers again for awaited chunks, first those that are overdue longest, and ends waits."""
 
     def __init__(self, shared: SharedState, holds: Holds, gets: Gets) -> None:
         self._shared = shared
@@ -67,7 +67,7 @@ class Waits:
         return news
 
     def update(self, request: Request, now_s: float) -> None:
-        """Stop waiting for what was found; put a request that awaits nothing more in line again."""
+        """Stop waiting for found chunks; put a request that awaits nothing more in line again."""
         wait = request.wait
         if wait is not None:
             found = (self._shared.table.visible, request.located)
@@ -108,7 +108,7 @@ class Waits:
         for request in sorted(due, key=lambda it: it.wait.again_s if it.wait else inf):
             if room <= 0:
                 return
-            self.update(request, now_s)  # what it awaits may have been promoted for others
+            self.update(request, now_s)  # its chunks may have been promoted for others
             if request.wait is None or not request.wait.keys:
                 request.answers_stand = False
                 continue
