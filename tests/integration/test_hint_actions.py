@@ -297,7 +297,7 @@ def test_aborted_request_leaves_nothing(make: Make) -> None:
     kept = [action(kind, block_hashes=named(keys)) for kind in ("kv.retain", "kv.demote", "kv.release")]
     context = it.begin("a", action("kv.pin", block_hashes=named(keys), ttl_s=1e-3), *kept)
     it.store(keys, context)
-    request = it.manager._requests["a"]
+    request = it.manager.requests["a"]
     it.end(context)
     assert request.blocks is None
     assert not request.parts
@@ -399,7 +399,7 @@ def test_blocks_of_all_actions_share_a_bound(make: Make) -> None:
     many = action("kv.retain", block_hashes=[*named(keys), *range(10**6, 10**6 + MOST_BLOCKS - 5)])
     last = action("kv.retain", block_hashes=named(keys))
     context = it.begin("b", many, last, last)
-    request = it.manager._requests["b"]
+    request = it.manager.requests["b"]
     assert sum(len(part.blocks or ()) for part in request.parts) == MOST_BLOCKS
     assert it.end(context) == [("accepted", "ok"), ("clipped", "limit"), ("missing", "blocks")]
 

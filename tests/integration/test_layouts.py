@@ -238,6 +238,7 @@ def _vllm_config(case: Case, blocks_per_chunk: int) -> Any:
         ),
         instance_id="layouts",
         attention_config=SimpleNamespace(hisparse_config=None),
+        lora_config=None,
         scheduler_config=SimpleNamespace(policy="fcfs"),
         compilation_config=SimpleNamespace(static_forward_context={}),
         kv_events_config=None,
