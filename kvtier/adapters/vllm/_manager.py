@@ -62,8 +62,8 @@ class Slots(LoadStoreSpec):
     """Where chunks are in the primary tier; goes to the workers."""
 
     slots: list[int]
-    request: str = ""  # a load's: whose chunks they are
-    chunks: Sequence[int] = ()  # a store's: their number, by the id of their group
+    request: str = ""  # the request of a load
+    chunks: Sequence[int] = ()  # number of chunks of a store, by group id
 
 
 _OF_NEW_CHUNKS = RequestOffloadingContext()
@@ -159,9 +159,8 @@ class KVTierManager(OffloadingManager):
         self.requests: dict[str, Request] = {}
         self._loads: dict[str, Pinned] = {}
         self._failed_loads: set[str] = set()  # requests in ``_loads``
-        self._load_sources: dict[
-            OffloadKey, CacheHitSource
-        ] = {}  # chunks of the last load that came from tiers
+        # The chunks of the last load that came from tiers.
+        self._load_sources: dict[OffloadKey, CacheHitSource] = {}
         self._stores: dict[OffloadKey, Reservation] = {}
         self._doubtful: set[Reservation] = set()  # stores in flight that may hold no KV
         self._flushing: list[_Flushing] = []
