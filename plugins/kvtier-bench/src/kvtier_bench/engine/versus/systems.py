@@ -110,7 +110,8 @@ class System:
         self.ranks = 1
         self.is_canonical = False
         self.keep_s = 0.0
-        self.written = 0  # bytes, by processes that have ended
+        self.written = 0  # bytes, by processes that have ended, without those of their starts
+        self._before = 0  # bytes that the start has written: PyTorch may have compiled kernels
         self._setting = setting
         self._logs = logs
         self._python = python
@@ -147,11 +148,12 @@ class System:
         self.engine.ask("start", START_S, arguments=arguments)
         seconds = time.perf_counter() - started
         self.engine.ask("generate", prompts=[[2] * 64], output_tokens=4, logprobs=0)  # the first is slow
+        self._before = self._written()
         return seconds
 
     def stop(self) -> None:
         """Stop everything in an orderly way, or by force where that fails."""
-        self.written += self._written()
+        self.written, self._before = self.bytes_written(), 0
         self.stop_engine()
         if self._server is not None:
             for number in (signal.SIGCONT, signal.SIGTERM):  # it may have been stopped
@@ -259,8 +261,8 @@ class System:
             self.start_server()
 
     def bytes_written(self) -> int:
-        """Bytes that all processes have written to disks, those that have ended included."""
-        return self.written + self._written()
+        """Return the bytes that all processes have written to disks after their starts, ended ones included."""
+        return self.written + self._written() - self._before
 
     def cpu_s(self) -> float:
         """Processor time that the processes that run now have taken, in seconds."""
