@@ -261,7 +261,7 @@ class System:
             self.start_server()
 
     def bytes_written(self) -> int:
-        """Return the bytes that all processes have written to disks after their starts, ended ones included."""
+        """Return the bytes that all processes have written after their starts, those that have ended too."""
         return self.written + self._written() - self._before
 
     def cpu_s(self) -> float:
