@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,11 +55,11 @@ class Site:
 
     def blocks(self) -> list[int]:
         """Return the blocks of the one prompt that was stored, as KV events name them."""
-        deadline = time.monotonic() + UNTIL_S
-        while len(self.router.events) < PROMPT_CHUNKS:
+        deadline, stored = time.monotonic() + UNTIL_S, list[dict[str, Any]]()
+        while len(stored) < PROMPT_CHUNKS:
             assert time.monotonic() < deadline, self.router.events
             self.router.take_in()
-        stored = [event for event in self.router.events if event["medium"] == "CPU"]
+            stored = [event for event in self.router.events if event["medium"] == "CPU"]
         return [event["block_hashes"][-1] for event in stored]
 
 

@@ -61,6 +61,7 @@ def test_unknown_policy_lists_installed():
         ("offload_prompt_only", "false"),  # vLLM would take this text as true
         ("promotion_budget", 1.5),
         ("request_deadline_s", float("nan")),
+        ("request_deadline_s", 5000),  # meant in milliseconds
         ("copy_deadline_s", 1e-9),
         ("drain_on_shutdown_s", 1e30),  # beyond what a thread can be waited for
         ("cpu_bytes_to_use", "much"),
