@@ -99,7 +99,7 @@ class Request(Stateful):
     is_placed: bool = False  # the engine has named its blocks, and will not again after a preemption
     no_store: str | None = None  # why its blocks may hold foreign KV: ``reasons.STORE_REFUSED``
     run: Run = field(default_factory=Run)
-    # Each stands for an action on ``blocks`` of its own, and uses those chunks alone; whether there were any.
+    # Its actions on blocks: each uses the chunks of its own ``blocks``. The value says whether it has any.
     parts: dict[Request, bool] = field(default_factory=dict)
     # Of each chunk in its prompt; empty if its chunks are offered in their order.
     places: Mapping[OffloadKey, int] = field(default_factory=dict)
@@ -123,6 +123,7 @@ class Request(Stateful):
         return self.addresses if self.names(key) else ()
 
     def names(self, key: OffloadKey) -> bool:
+        """Return whether the chunk is one of ``blocks``."""
         return self.blocks is None or block_of(key) in self.blocks
 
     def begin_round(self, round_: object, first: OffloadKey) -> None:
