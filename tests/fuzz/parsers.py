@@ -22,13 +22,12 @@ from typing import Any
 import crc32c
 from msgspec.msgpack import Decoder
 
-from kvtier._identity import Identity
+from kvtier import HeapMemory, Identity
 from kvtier._isolation import wire
-from kvtier._memory.region import HeapMemory
 from kvtier.errors import IdentityError
 from kvtier.keys import pack_key
+from kvtier.tiers import TierContext
 from kvtier.tiers import _seal as seal
-from kvtier.tiers._base import TierContext
 from kvtier.tiers._seal import Integrity, Sealed
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs import _layout as layout

@@ -13,8 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from kvtier._config import TieringConfig
-from kvtier._identity import Identity
+from kvtier import Identity, TieringConfig
 from kvtier.adapters.vllm._compat import EngineContext
 from kvtier.adapters.vllm._identity import engine_identity
 from kvtier.adapters.vllm._parallel import slot_shape

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import Batch, Outcome, SecondaryTier, Status, TierConfig
+from kvtier.tiers import Batch, Outcome, SecondaryTier, Status, TierConfig
 
 _LOOK_AGAIN_S = 0.02
 _DELAY_S = 0.1

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
+from kvtier import Identity
 from kvtier._core.kv_events import KVEvent
 from kvtier._core.limits import Limits
 from kvtier._core.messages import Command, PutEnded, Removed, SlotsReady, TierDown, Touch
@@ -37,7 +38,6 @@ from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.breaker import Breaker
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._execution.executor import Executor, ExecutorThread
-from kvtier._identity import Identity
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import Fault, SlotChecksums
 from kvtier._memory.worker_status import StatusField, StatusTable, Unfilled, status_table_bytes
@@ -48,8 +48,8 @@ from kvtier.adapters.vllm._telemetry.explain import Explainer
 from kvtier.adapters.vllm._telemetry.metrics import Published
 from kvtier.adapters.vllm.spec import KVTierOffloadingSpec
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.policies._lru import LRU
-from kvtier.tiers._base import SecondaryTier
+from kvtier.policies import LRU
+from kvtier.tiers import SecondaryTier
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
 from kvtier_testing.dummy import DummyConfig, DummyTier

@@ -18,10 +18,10 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent
 
+from kvtier import Identity
 from kvtier._core.states import ChunkState
-from kvtier._identity import Identity
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import Knowledge
+from kvtier.tiers import Knowledge
 from kvtier.tiers.fs import FsTier
 from kvtier.tiers.fs._layout import chunk_path, data_dir
 from tests.integration.harness import PATIENCE_S

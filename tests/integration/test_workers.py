@@ -12,10 +12,10 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
+from kvtier import KVCaches, PageRef
 from kvtier._core.tiering import Tiering
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import copy_batch
-from kvtier._device.base import KVCaches, PageRef
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region

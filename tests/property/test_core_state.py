@@ -42,11 +42,7 @@ from kvtier._core.tiers.write_admission import WriteAdmission
 from kvtier._core.transfers import Pinned, Reservation
 from kvtier._telemetry.catalogue import COUNTERS
 from kvtier.keys import OffloadKey, group_index, pack_key
-from kvtier.policies._arc import ARC
-from kvtier.policies._auto import Auto
-from kvtier.policies._base import EvictionPolicy, Run
-from kvtier.policies._lhd import LHD
-from kvtier.policies._lru import LRU
+from kvtier.policies import ARC, LHD, LRU, Auto, EvictionPolicy, Run
 from kvtier_testing import invariants
 from kvtier_testing.sim.efficiency import EfficiencyCheckedTiering
 from tests.effort import effort

@@ -10,8 +10,7 @@ import anyio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier import StateError, pack_key
-from kvtier._manager.manager import TieringManager
+from kvtier import StateError, TieringManager, pack_key
 from tests.common import PATIENCE_S
 from tests.effort import effort
 from tests.unit.test_manager import World, dummy, prompt

@@ -18,7 +18,7 @@ from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Reservation
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.policies._lru import LRU
+from kvtier.policies import LRU
 from kvtier.tiers._seal import check, read, seal
 from kvtier_testing import invariants
 from tests.effort import effort

@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._lru import LRU
-from kvtier.tiers._base import Batch, Outcome
+from kvtier.policies import LRU
+from kvtier.tiers import Batch, Outcome
 from kvtier_testing.dummy import DummyConfig, DummyTier
 from kvtier_testing.sim import Backend, Overrides, SimTier, SimTierConfig, Violation, run
 from kvtier_testing.sim.__main__ import main

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvtier._core.states import BreakerState
-from kvtier.tiers._base import Batch, Outcome
+from kvtier.tiers import Batch, Outcome
 from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import PATIENCE_S
 from tests.unit.test_manager import World, opened, prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from kvtier._config import TieringConfig
+from kvtier import TieringConfig
 from kvtier._core.limits import Limits
 from kvtier._settings import validation
 from kvtier.errors import ConfigError

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import typer.main
 
+from kvtier import TieringConfig, errors
 from kvtier import _plugins as plugins
 from kvtier import _reasons as reasons
-from kvtier import errors
 from kvtier._cli.main import app
-from kvtier._config import ENGINE_KEYS, TieringConfig
+from kvtier._config import ENGINE_KEYS
 from kvtier._telemetry.catalogue import BYTES, COUNTERS, GAUGES
 from kvtier.errors import KVTierError
 from kvtier.tiers import _registry as registry

@@ -19,17 +19,15 @@ from hypothesis import given
 from hypothesis.strategies import floats
 from pydantic import ByteSize
 
+from kvtier import HeapMemory
 from kvtier._core.kv_events import MOST_REMOVED
 from kvtier._core.messages import Answer, Event, GetEnded, Put, PutEnded, Removed, TierDown, TierUp, Touch
 from kvtier._execution import executor as _executor
 from kvtier._execution.executor import Executor, ExecutorThread, NamedTier, time_left
-from kvtier._memory.region import HeapMemory
 from kvtier.errors import TierError
 from kvtier.keys import MAX_KEY_BYTES, OffloadKey
+from kvtier.tiers import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext, Usage, _supervisor
 from kvtier.tiers import _runner as runners
-from kvtier.tiers import _supervisor
-from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext, Usage
-from kvtier.tiers._seal import TRAILER_BYTES
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.unit.isolation.conftest import (

@@ -11,13 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._identity import (
-    Difference,
-    Identity,
-    canonical,
-    canonical_dtype,
-    differences,
-)
+from kvtier import Identity
+from kvtier._identity import Difference, canonical, canonical_dtype, differences
 from kvtier.errors import IdentityError
 
 

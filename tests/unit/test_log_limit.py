@@ -9,8 +9,8 @@ import pytest
 from kvtier._core.shared import Notice
 from kvtier._core.tiering import Tiering
 from kvtier._execution.driver import Driver
-from kvtier._log import GuardedLogger, LogLimit
 from kvtier.policies import LRU
+from kvtier.tiers import GuardedLogger, LogLimit
 from tests.common import failing_log_handler
 
 

@@ -19,22 +19,20 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from kvtier import Identity, KVCaches, PageRef, TieringConfig, open_manager, pack_key
+from kvtier import Identity, KVCaches, PageRef, TieringConfig, TieringManager, open_manager, pack_key
 from kvtier._core.limits import Limits
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import copy_batch
 from kvtier._device.plan import CopyPlan
-from kvtier._manager.manager import TieringManager
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier._memory.slot_checksums import SlotChecksums
 from kvtier.errors import ConfigError, DeviceStuckError, StateError, TransferError
 from kvtier.keys import OffloadKey, group_index
-from kvtier.policies._lru import LRU
-from kvtier.tiers._base import Batch, Outcome, SecondaryTier
-from kvtier.tiers._waiting import until_done
+from kvtier.policies import LRU
+from kvtier.tiers import Batch, Outcome, SecondaryTier, until_done
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier_testing import invariants
 from kvtier_testing.device_model import GivenCopies

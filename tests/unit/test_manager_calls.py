@@ -14,9 +14,8 @@ import anyio
 import pytest
 from importlib_metadata import EntryPoints
 
-from kvtier import ConfigError, RegionError, TieringConfig, open_manager
+from kvtier import ConfigError, RegionError, TieringConfig, TieringManager, open_manager
 from kvtier import _plugins as plugins
-from kvtier._manager.manager import TieringManager
 from kvtier._memory.region import Region
 from kvtier.errors import StateError
 from tests.common import PATIENCE_S

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier import TieringConfig
 from kvtier import _plugins as plugins
 from kvtier._build import make_core, make_tiers
-from kvtier._config import TieringConfig
 from kvtier._plugins import POLICIES
 from kvtier.errors import ConfigError, TierError
-from kvtier.policies._base import EvictionPolicy
-from kvtier.policies._lru import LRU
+from kvtier.policies import LRU, EvictionPolicy
 
 LRU_IMPORT = "from kvtier.policies._lru import LRU\n"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
+from kvtier import TieringConfig
 from kvtier import _schema as schema
-from kvtier._config import TieringConfig
 from kvtier.errors import KVTierError
 
 GOOD = [

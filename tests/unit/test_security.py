@@ -21,8 +21,8 @@ from kvtier._memory.region import Region
 from kvtier._settings.validation import hide
 from kvtier.errors import ConfigError, TierError
 from kvtier.keys import OffloadKey
+from kvtier.tiers import Batch, Knowledge, Outcome, Status
 from kvtier.tiers import _registry as registry
-from kvtier.tiers._base import Batch, Knowledge, Outcome, Status
 from kvtier_bench.storage import tier as tier_bench
 from kvtier_testing.dummy import DummyConfig
 from tests.unit.tiers.world import Scripted

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvtier import TieringConfig
 from kvtier._cli.main import app
-from kvtier._config import TieringConfig
 from kvtier.errors import ConfigError
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,

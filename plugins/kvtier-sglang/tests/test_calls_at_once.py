@@ -19,8 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from test_storage import files, hashes, load, store
 
 from kvtier import Acquired, OffloadKey, StateError, Statistics, TieringManager
-from kvtier.tiers import SecondaryTier
-from kvtier.tiers._waiting import until_done
+from kvtier.tiers import SecondaryTier, until_done
 from kvtier.tiers.fs import FsTier
 from kvtier_sglang._loop import LoopThread
 from kvtier_sglang._pages import HostPages

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvtier import Identity
 from kvtier._cli import main as cli
-from kvtier._identity import Identity
-from kvtier.tiers._base import Batch, Status, TierContext
+from kvtier.tiers import Batch, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs._layout import data_dir
 from tests.unit.tiers.fs.conftest import World

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier._identity import Identity
+from kvtier import Identity
 
 ENGINE = {"kv_cache": {"dtype": "float16"}, "settings": {"model_config": {"dtype": "float16"}}}
 

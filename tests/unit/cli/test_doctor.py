@@ -15,7 +15,7 @@ from kvtier._cli import doctor, limits
 from kvtier._cli import main as cli
 from kvtier._memory.memory_limits import MemoryLimit
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs import FsTier
 from kvtier_testing.dummy import DummyTier
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from kvtier._identity import Identity
+from kvtier import Identity
 from kvtier.tiers.fs._layout import BLOCK_BYTES
 
 CHUNK_BYTES = 16384

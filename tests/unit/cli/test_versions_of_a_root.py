@@ -16,8 +16,7 @@ import pytest
 
 from kvtier import _identity
 from kvtier.errors import TierError
-from kvtier.tiers import _seal
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status, _seal
 from tests.unit.cli.conftest import Cache, Kvtier
 
 PROJECT = Path(__file__).parents[3]

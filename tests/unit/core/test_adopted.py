@@ -12,7 +12,7 @@ from kvtier._core.requests import Request
 from kvtier._core.slot_trailers import SlotTrailers
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.tier_status import TierStatus
-from kvtier.policies._lru import LRU
+from kvtier.policies import LRU
 from tests.unit.core.world import (
     COPIED,
     HIT,

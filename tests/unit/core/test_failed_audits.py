@@ -10,7 +10,7 @@ from kvtier._core.states import Lookup
 from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier.keys import OffloadKey
-from kvtier.policies._arc import ARC
+from kvtier.policies import ARC
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     COPIED,

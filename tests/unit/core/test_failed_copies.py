@@ -11,7 +11,7 @@ from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._core.transfers import Pinned
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.policies._arc import ARC
+from kvtier.policies import ARC
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     HIT,

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.policies._arc import ARC
-from kvtier.policies._auto import Auto
-from kvtier.policies._base import EvictionPolicy
+from kvtier.policies import ARC, LHD, LRU, Auto, EvictionPolicy
 from kvtier.policies._ghosts import Ghosts
-from kvtier.policies._lhd import LHD
-from kvtier.policies._lru import LRU
 from kvtier.policies._reuse import UNITS, ReuseModel
 from kvtier_testing.policies import PolicyConformance
 from tests.unit.core.world import keys

@@ -12,8 +12,7 @@ from kvtier._core.messages import SlotsReady
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier.keys import OffloadKey
-from kvtier.policies._base import Run
-from kvtier.policies._lru import LRU
+from kvtier.policies import LRU, Run
 from kvtier_testing import invariants
 from tests.unit.core.world import COPIED, answer, keys, reserve, step, store
 from tests.unit.core.world import make as core_of

@@ -11,7 +11,7 @@ from kvtier._core.requests import Request
 from kvtier._core.states import RequestEvent
 from kvtier._core.tiering import Tiering
 from kvtier.errors import StateError
-from kvtier.policies._lru import LRU
+from kvtier.policies import LRU
 from kvtier_testing import invariants
 from tests.unit.core.world import (
     COPIED,

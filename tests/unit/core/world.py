@@ -22,8 +22,7 @@ from kvtier._core.tiering import Tiering
 from kvtier._core.tiers.tier_status import TierStatus
 from kvtier._core.transfers import Reservation
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.policies._base import EvictionPolicy
-from kvtier.policies._lru import LRU
+from kvtier.policies import LRU, EvictionPolicy
 from kvtier_testing import invariants
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY

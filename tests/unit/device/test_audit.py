@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtier import PageMapping
 from kvtier._device._engine import TransferEngine
 from kvtier._device.backends.cpu import CpuRuntime, HostStream, copy_batch, copy_each
-from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PageMapping, PieceRun
+from kvtier._device.base import Attempt, Audits, Blocks, CopyQueue, Finished, PieceRun
 from kvtier._device.plan import CopyPlan
 from kvtier._memory.slot_checksums import Fault, SlotChecksums, slot_checksums_bytes
 from kvtier.errors import AuditError, BlocksChangedError, DamagedSlotError

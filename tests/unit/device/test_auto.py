@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier import KVCaches, PageRef
 from kvtier._device.auto import open_transfer_engine
-from kvtier._device.base import KVCaches, PageRef
 from kvtier._memory.layout import SlotLayout
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._device.base import Blocks, KVCaches, PageMapping, PageRef, PieceRun
+from kvtier import KVCaches, PageMapping, PageRef
+from kvtier._device.base import Blocks, PieceRun
 from kvtier._device.plan import CopyPlan, CopyPlanner, split
 from kvtier._memory.layout import SlotLayout
 

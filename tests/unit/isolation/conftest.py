@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from kvtier import Identity
 from kvtier._core.messages import Event, Get, GetEnded, ProcessEnded, Put, PutEnded, Reset, TierUp
 from kvtier._execution.executor import Executor, ExecutorThread
-from kvtier._identity import Identity
 from kvtier._isolation.heartbeat import SupervisorTimes
 from kvtier._isolation.process import ExecutorProcess
 from kvtier._memory.region import Region
 from kvtier.keys import OffloadKey, pack_key
+from kvtier.tiers import SecondaryTier
 from kvtier.tiers import _registry as registry
-from kvtier.tiers._base import SecondaryTier
 from tests.common import named_tier
 
 IDENTITY = Identity.make("model", {"dtype": "int8"})

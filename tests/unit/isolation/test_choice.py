@@ -14,13 +14,12 @@ import anyio.to_thread
 import pytest
 import torch
 
-from kvtier import KVCaches, PageRef, TieringConfig, open_manager
+from kvtier import KVCaches, PageRef, TieringConfig, TieringManager, open_manager
 from kvtier._build import make_tiers, start_executor
 from kvtier._core.messages import Event, Get, GetEnded, Put, PutEnded
 from kvtier._execution.executor import ExecutorThread, NamedTier
 from kvtier._isolation import link as links
 from kvtier._isolation.process import AnyExecutor, ExecutorProcess
-from kvtier._manager.manager import TieringManager
 from kvtier._memory.region import Region
 from kvtier.errors import ConfigError, IsolationError
 from kvtier_testing.dummy import DummyConfig, DummyTier

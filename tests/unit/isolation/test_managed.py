@@ -15,8 +15,7 @@ import anyio.to_thread
 import pytest
 import torch
 
-from kvtier import KVCaches, PageRef, TieringConfig, open_manager, pack_key
-from kvtier._manager.manager import TieringManager
+from kvtier import KVCaches, PageRef, TieringConfig, TieringManager, open_manager, pack_key
 from kvtier.errors import StateError
 from kvtier.keys import OffloadKey
 from tests.common import children, is_alive

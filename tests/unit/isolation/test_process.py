@@ -31,8 +31,7 @@ from kvtier._isolation.channel import RETRY_S
 from kvtier._isolation.child import TierServer
 from kvtier._isolation.heartbeat import Heartbeat, SupervisorTimes
 from kvtier._isolation.link import Link
-from kvtier.tiers._base import Usage
-from kvtier.tiers._seal import TRAILER_BYTES
+from kvtier.tiers import TRAILER_BYTES, Usage
 from tests.common import children, failing_log_handler, is_alive, wait_while
 
 from .conftest import (

@@ -31,8 +31,8 @@ from kvtier._isolation import wire
 from kvtier._isolation.decoder import MessageDecoder
 from kvtier._isolation.wire import Frames, WireError
 from kvtier.keys import OffloadKey
+from kvtier.tiers import Usage
 from kvtier.tiers._activity import TierActivity, usage_of
-from kvtier.tiers._base import Usage
 from kvtier_testing.dummy import DummyConfig, DummyTier
 
 numbers = st.integers(0, 2**63 - 1)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import HeapMemory
 from kvtier._core.chunks import Chunk
 from kvtier._core.messages import Get, Put, Touch
-from kvtier._memory.region import HeapMemory
 from kvtier._memory.slot_checksums import Fault, SlotChecksums, SlotDamage, slot_checksums_bytes
 from kvtier.keys import pack_key
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._log import LogLimit
 from kvtier._telemetry import damage_dump
+from kvtier.tiers import LogLimit
 
 
 @pytest.fixture

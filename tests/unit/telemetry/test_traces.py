@@ -21,8 +21,8 @@ from kvtier._core.messages import Command, Get, GetEnded, Put, PutEnded, Transfe
 from kvtier._core.requests import Request
 from kvtier._core.tiering import Tiering
 from kvtier._execution.driver import Driver
-from kvtier._log import GuardedLogger
 from kvtier._telemetry.traces import open_traces
+from kvtier.tiers import GuardedLogger
 from kvtier_testing.dummy import DummyConfig
 from tests.unit.core.world import COPIED, HIT, MISSING, ask, keys, make, reserve
 from tests.unit.test_manager import Deaf, opened, prompt

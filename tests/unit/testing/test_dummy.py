@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier._identity import Identity
-from kvtier._memory.region import HeapMemory
+from kvtier import HeapMemory, Identity
 from kvtier.keys import pack_key
-from kvtier.tiers._base import Batch, Knowledge, Outcome, Status, TierContext
-from kvtier.tiers._seal import TRAILER_BYTES, Integrity, check, seal
+from kvtier.tiers import TRAILER_BYTES, Batch, Knowledge, Outcome, Status, TierContext
+from kvtier.tiers._seal import Integrity, check, seal
 from kvtier_testing.dummy import DummyConfig, DummyTier
 
 CHUNK_BYTES = 1024

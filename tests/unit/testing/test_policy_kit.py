@@ -8,8 +8,7 @@ import hypothesis
 import pytest
 
 from kvtier.keys import OffloadKey
-from kvtier.policies._base import EvictionPolicy, Run
-from kvtier.policies._lru import LRU
+from kvtier.policies import LRU, EvictionPolicy, Run
 from kvtier_testing.policies import PolicyConformance
 
 

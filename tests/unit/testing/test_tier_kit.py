@@ -22,7 +22,7 @@ import pytest
 from pydantic import Field
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import (
+from kvtier.tiers import (
     Batch,
     Knowledge,
     Outcome,
@@ -31,8 +31,8 @@ from kvtier.tiers._base import (
     TierConfig,
     TierContext,
     Usage,
+    in_thread,
 )
-from kvtier.tiers._waiting import in_thread
 from kvtier_testing import limits
 from kvtier_testing.tiers import TierConformance, basics, lifecycle, resources
 

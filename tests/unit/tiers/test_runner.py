@@ -16,9 +16,7 @@ from kvtier._core.messages import Answer, Get, TierDown, TierUp, Touch, Transfer
 from kvtier._execution.executor import NamedTier
 from kvtier.errors import TierError
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import Outcome, Status
-from kvtier.tiers._faults import require_answers
-from kvtier.tiers._waiting import until_done
+from kvtier.tiers import Outcome, Status, require_answers, until_done
 from kvtier_testing.dummy import DummyConfig
 from tests.unit.isolation.conftest import content, key
 from tests.unit.tiers import world as worlds

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers._seal import MAGIC, TRAILER_BYTES, Integrity, check, seal
+from kvtier.tiers import TRAILER_BYTES
+from kvtier.tiers._seal import MAGIC, Integrity, check, seal
 
 KEY = pack_key(b"k" * 32, 1)
 DIGEST = bytes(range(16))

@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import SecondaryTier
+from kvtier.tiers import SecondaryTier
 from kvtier.tiers.fs import FsTier
 from kvtier_testing.dummy import DummyTier
 from kvtier_testing.tiers import Damage, TierConformance

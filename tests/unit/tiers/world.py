@@ -10,11 +10,11 @@ from typing import Any
 
 import anyio
 
+from kvtier import HeapMemory
 from kvtier._core.messages import Command, Event, Get, GetEnded, Put, PutEnded, Reset, TierDown, TierUp
 from kvtier._execution.executor import Executor, NamedTier
-from kvtier._memory.region import HeapMemory
 from kvtier.keys import OffloadKey
-from kvtier.tiers._base import Batch, Knowledge, SecondaryTier, TierContext, Usage
+from kvtier.tiers import Batch, Knowledge, SecondaryTier, TierContext, Usage
 from kvtier_testing.dummy import DummyConfig, DummyTier
 from tests.common import named_tier
 from tests.unit.isolation.conftest import CHUNK_BYTES, IDENTITY, PATIENCE_S, SLOTS, content, keys

@@ -14,10 +14,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier._identity import Identity
-from kvtier._memory.region import HeapMemory
+from kvtier import HeapMemory, Identity
 from kvtier.keys import OffloadKey, pack_key
-from kvtier.tiers._base import Batch, Outcome, TierContext, ignore
+from kvtier.tiers import Batch, Outcome, TierContext
+from kvtier.tiers._base import ignore
 from kvtier.tiers.fs import FsConfig, FsTier
 from kvtier.tiers.fs import _session as session_module
 from kvtier.tiers.fs._files.chunk_files import tree_bytes

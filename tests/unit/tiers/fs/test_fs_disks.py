@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs import FsTier
 from kvtier.tiers.fs._maintenance import maintenance
 from tests.unit.tiers.fs.disks import Disk

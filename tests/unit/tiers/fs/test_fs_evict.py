@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from kvtier.keys import pack_key
-from kvtier.tiers._base import Knowledge, Outcome, Status
+from kvtier.tiers import Knowledge, Outcome, Status
 from kvtier.tiers.fs import FsConfig
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.chunk_files import tree_bytes, tree_remove

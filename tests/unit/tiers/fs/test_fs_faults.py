@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._maintenance import maintenance

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from kvtier.keys import pack_key
-from kvtier.tiers._base import Knowledge, Status
+from kvtier.tiers import Knowledge, Status
 from kvtier.tiers.fs._files import chunk_files
 from kvtier.tiers.fs._files.index import Index
 from tests.unit.tiers.fs.library import patch_library

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from kvtier import _reasons as reasons
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs import FsTier
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs._files.native_call import Result

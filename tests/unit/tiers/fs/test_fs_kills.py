@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from kvtier._cli.root.verify import verify
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs._files.chunk_files import tree_bytes
 from kvtier.tiers.fs._files.native_call import StopFlag
 from kvtier.tiers.fs._quota import ledger

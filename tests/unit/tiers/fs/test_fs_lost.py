@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs import _namespace
 from kvtier.tiers.fs._locks import make_writer_lock
 from kvtier.tiers.fs._maintenance import maintenance

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.tiers._base import Status, TierContext
+from kvtier.tiers import Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier, _namespace
 from kvtier.tiers.fs import _layout as layout
 from kvtier.tiers.fs import _locks as locks

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier._identity import Identity
+from kvtier import Identity
 from kvtier.errors import TierError
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._namespace import OpenNamespace
 from tests.unit.tiers.fs.conftest import World

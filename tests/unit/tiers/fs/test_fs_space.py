@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs._config import FsConfig
 from kvtier.tiers.fs._files.native_call import Result
 from kvtier.tiers.fs._locks import make_writer_lock

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs import FsTier
 
 pytestmark = pytest.mark.timeout(60)  # a FIFO holds up for ever who opens it as if it were a file

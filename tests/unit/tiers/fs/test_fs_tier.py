@@ -8,12 +8,12 @@ import threading
 import anyio
 import pytest
 
+from kvtier import HeapMemory
 from kvtier import _native as native
-from kvtier._memory.region import HeapMemory
 from kvtier.errors import StateError, TierError
 from kvtier.keys import pack_key
+from kvtier.tiers import Batch, Knowledge, Status, TierContext
 from kvtier.tiers import _registry as registry
-from kvtier.tiers._base import Batch, Knowledge, Status, TierContext
 from kvtier.tiers.fs import FsConfig, FsTier
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -8,7 +8,7 @@ import threading
 import anyio
 import pytest
 
-from kvtier.tiers._base import Status
+from kvtier.tiers import Status
 from kvtier.tiers.fs._files.workers import Workers
 from kvtier.tiers.fs._maintenance import maintenance
 from kvtier.tiers.fs._maintenance.evict import Evictor
