@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtier_bench.engine.compared import EngineError
 from tests.differential.draws import LIVES_OF_A_MODEL, draw, features
+from tests.differential.driver import DEADLOCK
 from tests.differential.lives import Life, code, joined
 from tests.differential.models import Model
 from tests.differential.shrink import shrink, without
@@ -100,7 +101,7 @@ class Search:
         say(f"seed {seed}: {end}, loaded {dict(stage.loaded)} in {time.monotonic() - begun_s:.0f} s")
         if failure is not None:
             say(str(failure)[-3000:])
-        if failure is not None and end == failure.kind:
+        if failure is not None and end == failure.kind != DEADLOCK:
             self._report(stage, seed, life, failure)
 
     def _failure(self, stage: Stage, life: Life) -> tuple[Failure | None, Life]:

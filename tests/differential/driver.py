@@ -17,6 +17,7 @@ from kvtier.keys import content_hash, group_index
 from kvtier_testing import invariants
 
 _PATIENCE_S = 60.0
+DEADLOCK = "deadlock of vLLM's sessions"
 _NUMBERS = itertools.count()
 _planted = ExitStack()
 
@@ -189,12 +190,24 @@ def play(
             heard_s = time.monotonic()
         if time.monotonic() > heard_s + _PATIENCE_S:
             left = {name: one.turns for name, (_, one) in running.items() if one.end is None}
-            raise TimeoutError(f"no answer within {_PATIENCE_S} s: {left}")
+            why = DEADLOCK if _is_deadlocked(engine.engine_core.engine_core.scheduler) else "no answer"
+            raise TimeoutError(f"{why} for {_PATIENCE_S} s: {left}")
     if is_refused and engine.reset_prefix_cache(True, reset_connector=True):
         weights = new.pop(0)
         reweigh(llm, weights)
     heard = [{"turns": one.turns, "end": one.end, "cached": one.cached} for one in requests]
     return {"heard": heard, "weights": weights}
+
+
+def _is_deadlocked(scheduler: Any) -> bool:
+    """Whether a continued session and the requests beside it wait for one another's blocks.
+
+    vLLM preempts only running requests. A session holds its blocks while it waits for input, and a request
+    holds those that were loaded for it: if no one runs and each needs more than is free, none goes on.
+    """
+    holding = list(scheduler.kv_holding_waiting)
+    is_ready = all(one.status.name == "WAITING" for one in holding)  # no load is awaited
+    return not scheduler.running and is_ready and any(one.resumable for one in holding)
 
 
 def reweigh(llm: Any, weights: int) -> dict[str, Any]:

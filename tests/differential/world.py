@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_bench.engine.compared import EngineError, make_prompt
+from tests.differential.driver import DEADLOCK
 from tests.differential.judges import wrong_counters, wrong_events
 from tests.differential.lives import BESIDE_A_TRANSPORT, Ask, Case, Life, Piece, Probe, Round
 from tests.differential.models import Model, adapter
@@ -24,6 +25,7 @@ TOLERANCE = 2e-3
 DRIVER = "tests.differential.driver"
 _FORGET = {"module": "kvtier_bench.engine.process", "function": "forget"}
 _CONTROL = (130, 300, 500)
+_KINDS = {"AssertionError": "rest", DEADLOCK: DEADLOCK}
 
 
 class Failure(Exception):
@@ -155,7 +157,7 @@ class Stage:
                 raise Failure("tokens", "\n".join(wrong))
         except EngineError as error:
             self._leave()
-            kind = "rest" if "AssertionError" in str(error) else "engine"
+            kind = next((kind for sign, kind in _KINDS.items() if sign in str(error)), "engine")
             raise Failure(kind, str(error)) from error
         except BaseException:
             self._leave()
