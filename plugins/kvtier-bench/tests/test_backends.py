@@ -14,7 +14,7 @@ POSSIBLE = (
 
 @pytest.fixture
 def only_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without any accelerator, with a torch for CUDA."""
+    """Simulate a machine that has no accelerator but a CUDA build of torch."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", None)
     for api in (torch.cuda, torch.xpu):

@@ -65,7 +65,7 @@ def run() -> Run:
 
 
 def records(result: Result, *kinds: type[Any]) -> Records:
-    """Return the records of a command's JSON, which are of these classes and have their fields."""
+    """Return the records of a command's JSON, after checking that they have the fields of these classes."""
     assert result.exit_code == 0, result.output
     found: Records = json.loads(result.stdout)
     assert set(found) == {kind.__name__ for kind in kinds}

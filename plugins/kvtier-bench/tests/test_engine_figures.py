@@ -129,9 +129,9 @@ def test_measures_compare_within_round() -> None:
     ("tokens", "logprobs", "wrong", "failed"),
     [
         ([1, 2, 3], [-0.5, -1.0, -1.5], 0, 0),
-        ([1, 2, 3], [-0.5, -1.00001, -1.5], 0, 0),  # as engines that do the same differ
+        ([1, 2, 3], [-0.5, -1.00001, -1.5], 0, 0),  # Equal engines differ this much.
         ([1, 2, 4], [-0.5, -1.0, -1.5], 1, 0),
-        ([1, 2, 3], [-0.5, -1.0, -1.6], 1, 0),  # the likeliest token is the same by chance
+        ([1, 2, 3], [-0.5, -1.0, -1.6], 1, 0),  # The likeliest token is the same by chance.
         ([1, 2, 3], [-0.5, float("nan"), -1.5], 1, 0),
         ([1, 2], [-0.5, -1.0], 0, 1),
     ],

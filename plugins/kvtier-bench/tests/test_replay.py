@@ -40,7 +40,7 @@ def lines(draw: st.DrawFn) -> TimedLine:
 
 
 def common(one: list[Any], other: list[Any]) -> int:
-    """Return how many items two lists begin with."""
+    """Return the length of the common prefix of two lists."""
     return next(
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
@@ -85,7 +85,7 @@ def test_trace_is_divided(trace: list[TimedLine], speed: float, tokens_per_chunk
 
 
 def conversations(count: int, turns: int) -> list[TimedLine]:
-    """Return conversations behind one system prompt, whose turns come in turns."""
+    """Return conversations that share a system prompt and whose turns are interleaved."""
     return [
         TimedLine(
             [0, *range(1000 * (number + 1), 1000 * (number + 1) + 2 * turn + 1)],
@@ -163,8 +163,8 @@ class Service:
     """An OpenAI-compatible server without a model, in a thread.
 
     Attributes:
-        orders: the requests.
-        refuses: length of the prompts that it refuses, in tokens.
+        orders: the requests received.
+        refuses: length, in tokens, of the prompts that it refuses.
     """
 
     def __init__(self, *, takes_ids: bool, has_metrics: bool) -> None:
@@ -178,7 +178,7 @@ class Service:
         return web.json_response({"data": [{"id": "it", "max_model_len": 1000}]})
 
     async def page(self, _: web.Request) -> web.Response:
-        """Report a cache that never has anything."""
+        """Report a cache that is always empty."""
         if not self._has_metrics:
             return web.Response(status=404)
         computed = sum(len(order["words"]) for order in self.orders)
@@ -221,7 +221,7 @@ class Service:
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A server that runs while the test does."""
+    """Run a server for the duration of the test."""
     found = Service(**request.param)
     ready, ended = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
@@ -281,7 +281,7 @@ def test_replay_counts_failures(service: Service, tmp_path: Path, request: pytes
         if len(prompt) != service.refuses
     ]
     asked = [(order["words"], order["max_tokens"]) for order in service.orders]
-    assert sorted(asked[-9:-1]) == sorted(expected)  # the last one has the engine tell what it did
+    assert sorted(asked[-9:-1]) == sorted(expected)  # The last request makes the engine report its last step.
     answered = sum(len(words) for words, _ in expected) + 2
     assert (served["computed"], served["hit_percent"]) == ((None, None) if as_text else (answered, 0))
     assert found["Interval"][-1]["sent"] == 12

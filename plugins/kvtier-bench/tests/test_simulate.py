@@ -1,4 +1,4 @@
-"""``kvtier simulate``: its replay against a naive LRU, every policy against the optimum, and the command."""
+"""``kvtier simulate``: its replay against a naive LRU, policies against the optimum, and the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ some = hypothesis.settings(max_examples=100, deadline=None)
 
 
 def naive_lru(requests: list[list[OffloadKey]], capacity: int) -> list[int]:
-    """Return the chunks that each request loads: a list, the least recently used one first."""
+    """Return the number of chunks that each request loads. The cache is a list, least recently used first."""
     held: list[OffloadKey] = []
     found = []
     for keys in requests:
@@ -87,7 +87,7 @@ def test_returning_files_outlive_single_use(name: str) -> None:
 
 @pytest.mark.parametrize(("capacity", "loaded"), [(1, 2), (2, 3), (3, 3)])
 def test_optimum_keeps_next_used(capacity: int, loaded: int) -> None:
-    """Of a, b, c, a, b, a with one slot, only a is worth keeping; b as well with two; c never."""
+    """In a, b, c, a, b, a, only a is worth keeping with one slot, and b as well with two. c never is."""
     requests = sample([[1], [2], [3], [1], [2], [1]]).requests
     assert optimum(requests, [0] * 6, capacity) == loaded
 
@@ -162,7 +162,7 @@ def test_wrong_argument_is_named(arguments: list[str], words: str) -> None:
 )
 def test_invalid_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"hash_ids": [1]}\n \r\n' + line)  # neither BOM nor blank line is wrong
+    path.write_bytes(b'\xef\xbb\xbf{"hash_ids": [1]}\n \r\n' + line)  # A BOM and blank lines are allowed.
     assert f"{path}, line 3: " in (text := refused(str(path)))
     assert '"hash_ids", a list of numbers or strings' in text
 
@@ -189,7 +189,7 @@ def test_failing_policy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_shared_prefix_hit_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 chunks of 100, of which the sample has fewer than its share."""
+    """Use 20 chunks out of 100. The sample contains fewer of them than its share."""
     monkeypatch.setattr(run, "sample", partial(sample, max_lookups=20_000))
     path, head = tmp_path / "trace.jsonl", [f"shared {number}" for number in range(20)]
     prompts = [head + [f"{request}, {number}" for number in range(80)] for request in range(300)]

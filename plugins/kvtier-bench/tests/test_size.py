@@ -42,7 +42,7 @@ def sizes(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]
 )
 def test_bytes_per_token(tmp_path: Path, config: Any, options: list[str], bytes_per_token: int) -> None:
     found = sizes(tmp_path, config, *options)["bytes_per_token"]
-    assert bytes_per_token <= found < 1.01 * bytes_per_token  # a chunk fills whole pages
+    assert bytes_per_token <= found < 1.01 * bytes_per_token  # A chunk fills whole pages.
 
 
 def test_rooms_and_loads_follow_from_bytes_per_token(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from kvtier.errors import ConfigError
 
 
 def missing(name: str) -> str | None:
-    """Return why a backend cannot be used here; None if it can."""
+    """Return why a backend cannot be used on this machine, or None if it can."""
     if name == "cpu":
         return None
     if name == "xpu":
@@ -26,12 +26,12 @@ def missing(name: str) -> str | None:
 
 
 def accelerator() -> str:
-    """Return the backend of this machine's accelerator, or the CPU's if it has none."""
+    """Return the backend of this machine's accelerator, or the CPU backend if it has none."""
     return next((name for name in reversed(BACKENDS) if missing(name) is None), "cpu")
 
 
 def usable(name: str) -> str:
-    """Return the name of a backend; ConfigError if it does not exist, or is unusable here."""
+    """Return the name of a backend. Raise ConfigError if it does not exist or is unusable here."""
     if name not in BACKENDS:
         raise ConfigError(f"there is no device backend named {name!r}; {_possible()}")
     if (why := missing(name)) is not None:

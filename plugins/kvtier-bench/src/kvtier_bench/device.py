@@ -1,7 +1,8 @@
 """The cost of device copies: GB/s against one pinned copy, host time, lost computing, and a busy engine.
 
-Compared figures come from the same round, measured in turns. As in an engine, a block has a page in each
-layer's tensor. Blocks are scattered on the device, so that neighbouring pages cannot be joined.
+Figures that are compared come from the same round and are measured alternately. As in an engine, a block has
+a page in each layer's tensor. Blocks are scattered on the device, so that neighbouring pages cannot be
+joined.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _Wait = Callable[[Sequence[int]], list[Finished]]
 
 KIB = 2**10
 PAGE_BYTES = (8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2048 * KIB)
-LAYERS, BLOCKS_PER_CHUNK = 16, 1  # a store needs whole chunks, and some measurements have one block
+LAYERS, BLOCKS_PER_CHUNK = 16, 1  # A store needs whole chunks; some measurements use a single block.
 SUBMISSIONS = (16, 256, 4096)
 """Pages of one; more than fit into the memory that is used are left out."""
 
@@ -55,7 +56,7 @@ class Machine:
 
     Attributes:
         device: its name, and the software's versions.
-        mib: MiB of device memory in the copies, and of slots.
+        mib: MiB of device memory that the copies use, and MiB of slots.
         pinned: percent of the slots that the device could pin.
     """
 
@@ -72,8 +73,8 @@ class CopySpeed:
     Attributes:
         page_kib: KiB of a page.
         way: store, load, or both at once with half of the blocks each (at least one).
-        gb_s: median GB/s from the submission to the end.
-        limit_gb_s: GB/s of one pinned copy in each direction, of as many bytes together.
+        gb_s: median GB/s from submission to completion.
+        limit_gb_s: GB/s of one pinned copy of the same total size in each direction.
         percent: percent of the limit; median of the rounds' ratios.
         host_us: median microseconds of the submitting call.
     """
@@ -95,7 +96,7 @@ class ComputeLoss:
         page_kib: KiB of a page.
         work: products as in a prefill, which computing bounds, or with few rows as in a decode step, which
             the device's memory bounds.
-        percent: median of the rounds' losses.
+        percent: median loss over all rounds.
     """
 
     page_kib: int
@@ -110,10 +111,10 @@ class BusyEngine:
 
     Attributes:
         page_kib: KiB of a page.
-        idle_ms: median milliseconds while the thread sleeps.
-        busy_ms: median milliseconds while it runs short steps, and only hands over the interpreter lock
-            between two of them.
-        ratio: how many times as long; median of the rounds' ratios.
+        idle_ms: median duration in milliseconds while the thread sleeps.
+        busy_ms: median duration in milliseconds while the thread runs short steps and releases the
+            interpreter lock only between steps.
+        ratio: ``busy_ms`` divided by ``idle_ms``; median of the rounds' ratios.
     """
 
     page_kib: int
@@ -132,10 +133,10 @@ def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
 
     Args:
         backend: name of the backend; default: this machine's accelerator, else the CPU.
-        mib: MiB of device memory to use, and of slots; default: 2048, on the CPU 64.
+        mib: MiB of device memory to use, and MiB of slots; default: 2048, or 64 on the CPU.
 
     Raises:
-        ConfigError: there is no such backend, or it cannot be used here.
+        ConfigError: the backend does not exist or cannot be used on this machine.
     """
     name = usable(backend or accelerator())
     device = _torch_device(name)
@@ -146,15 +147,15 @@ def run(backend: str | None = None, mib: int | None = None) -> list[Figure]:
 
 
 def _torch_device(name: str) -> torch.device:
-    """Return the device that holds a backend's tensors: the current one, if the machine has several."""
-    kind = "cuda" if name == "rocm" else name  # torch's name for AMD's GPUs, too
+    """Return the device that holds a backend's tensors. If the machine has several, it is the current one."""
+    kind = "cuda" if name == "rocm" else name  # torch uses this name for AMD's GPUs, too
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
 
 
 def _description(name: str) -> str:
-    """Return the name of the device that a backend uses here, with the versions of its software."""
+    """Return the name of a backend's device and the versions of its software."""
     device = _torch_device(name)
     if device.type == "cpu":
         return f"{os.cpu_count()} CPUs, torch {torch.__version__}"
@@ -167,7 +168,7 @@ def _description(name: str) -> str:
 
 @contextmanager
 def _one_thread(wanted: bool) -> Iterator[None]:
-    """Have torch copy and compute with one thread, as a queue of copies does."""
+    """Limit torch to one thread for copies and computation, as a copy queue uses one."""
     before = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(1)
@@ -201,7 +202,7 @@ def _copies(name: str, device: torch.device, total: int) -> list[Figure]:
 
 
 class _Bench:
-    """Blocks on the device, as many slots, pages of one length, and the transfer engine between them.
+    """Blocks on the device, an equal number of slots, and the transfer engine. All pages have one length.
 
     Args:
         memory: the blocks' pages, of shape (layers, blocks, bytes).
@@ -246,7 +247,7 @@ class _Bench:
         )
 
     def busy_engine(self, count: int, way: str) -> BusyEngine:
-        """Measure submissions of ``count`` blocks by a thread that sleeps until the end, or runs Python."""
+        """Measure submissions of ``count`` blocks. The submitting thread then sleeps, or runs Python code."""
         idle, busy = _in_turns(
             lambda: self._through_engine(count, way, [], self._sleep),
             lambda: self._through_engine(count, way, [], self._run_python),
@@ -256,7 +257,7 @@ class _Bench:
         return BusyEngine(self._page_bytes // KIB, count * LAYERS, way, idle_ms, busy_ms, ratio)
 
     def compute_loss(self, way: str, work: str) -> ComputeLoss:
-        """Measure products of matrices with and without copies, in turns."""
+        """Alternately measure matrix products with and without concurrent copies."""
         is_host = self._device.type == "cpu"
         width, kind = (512, torch.float32) if is_host else (8192, torch.bfloat16)
         square = torch.rand((width, width), device=self._device, dtype=kind)
@@ -277,7 +278,10 @@ class _Bench:
         return ComputeLoss(self._page_bytes // KIB, way, work, median(losses[1:]))
 
     def _launcher(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Return what does this work: as one graph where the device has them, as engines do."""
+        """Return a function that does this work, as one graph if the device supports graphs.
+
+        Engines do the same.
+        """
         work()
         if self._device.type != "cuda":
             return work
@@ -288,7 +292,7 @@ class _Bench:
         return graph.replay
 
     def _steps(self, step: Callable[[], object]) -> float:
-        """Return the seconds that some steps take, each launched when the one before has ended."""
+        """Return the duration of some steps in seconds. Each is launched after the previous one has ended."""
         begun = time.perf_counter()
         for _ in range(STEPS):
             step()
@@ -297,7 +301,7 @@ class _Bench:
         return time.perf_counter() - begun
 
     def _through_engine(self, count: int, way: str, host: list[float], wait: _Wait) -> float:
-        """Return the seconds of the copies; append the submission's seconds to ``host``."""
+        """Return the duration of the copies in seconds; append the duration of the submission to ``host``."""
         self._synchronize()
         start = time.perf_counter()
         ids = self._submit(count, way)
@@ -319,7 +323,7 @@ class _Bench:
             until = time.perf_counter() + BUSY_STEP_S
             while time.perf_counter() < until:
                 pass
-            time.sleep(0)  # releases the interpreter lock, and asks for it again at once
+            time.sleep(0)  # Releases the interpreter lock and requests it again at once.
             results += self._engine.finished()
         return results
 
@@ -336,7 +340,10 @@ class _Bench:
         return ids
 
     def _shares(self, count: int, way: str) -> Iterator[tuple[bool, _Integers, _Integers]]:
-        """Yield for each way whether it is a store, its blocks and its slots; the two ways share none."""
+        """Yield, for each direction, whether it is a store, its blocks and its slots.
+
+        Directions share neither.
+        """
         ways = ("store", "load") if way == "both" else (way,)
         share = max(1, count // len(ways))
         slots = -(-share // BLOCKS_PER_CHUNK)
@@ -359,7 +366,7 @@ class _Bench:
 
     @contextmanager
     def _copying(self, way: str) -> Iterator[None]:
-        """Copy all blocks one way, again and again, in another thread."""
+        """Copy all blocks in one direction, repeatedly, in another thread."""
         stopping = threading.Event()
 
         def copy() -> None:
@@ -377,7 +384,7 @@ class _Bench:
             self._engine.finished()
 
     def _timed_on_device(self, work: Callable[[], object]) -> float:
-        """Return the seconds from a call to the end of the device's work that it enqueues."""
+        """Return the seconds from a call until the device has finished the work that the call enqueued."""
         self._synchronize()
         begun = time.perf_counter()
         work()
@@ -401,10 +408,10 @@ class _Bench:
 
 
 def _in_turns(*measures: Callable[[], float]) -> list[list[float]]:
-    """Return what each of two measures found in each round, without the first one."""
+    """Return the results of two measurements for each round except the first."""
     found: list[list[float]] = [[] for _ in measures]
     for number in range(ROUNDS + 1):
-        for turn in range(2):  # each is the first in every second round: it finds the caches cold
+        for turn in range(2):  # Each runs first in every second round, when the caches are cold.
             at = (number + turn) % 2
             found[at].append(measures[at]())
     return [values[1:] for values in found]
@@ -416,7 +423,7 @@ def _opened(device: torch.device, page_bytes: int, total: int) -> Iterator[_Benc
     memory = torch.ones((LAYERS, blocks, page_bytes), dtype=torch.int8, device=device)
     caches = KVCaches(memory.unbind(), (tuple(PageRef(layer, page_bytes) for layer in range(LAYERS)),))
     layout = SlotLayout.make(caches.page_bytes, BLOCKS_PER_CHUNK)
-    slots = 2 * -(-blocks // 2 // BLOCKS_PER_CHUNK)  # enough for each half
+    slots = 2 * -(-blocks // 2 // BLOCKS_PER_CHUNK)  # each half needs enough blocks
     with Region.anonymous(max(2, slots), layout.chunk_bytes) as region:
         engine = open_transfer_engine(caches, layout, region)
         try:

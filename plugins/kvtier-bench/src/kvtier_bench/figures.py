@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_EDGE = 3  # characters between two columns
+_EDGE = 3  # spaces between two columns
 
 
 def report(result: object, as_json: bool) -> None:
@@ -45,7 +45,8 @@ def show(result: object, console: Console) -> None:
             needed += longest + _EDGE
         for row in rows:
             table.add_row(*(_cell(getattr(row, name)) for name in names))
-        # As wide as its longest words need, even beyond the console: no figure is cut off or folded.
+        # Each column fits its longest word, even beyond the console's width, so that no figure is truncated
+        # or wrapped.
         console.width = max(console.width, needed)
         console.print(table, crop=False)
 

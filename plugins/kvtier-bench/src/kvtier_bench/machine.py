@@ -37,7 +37,7 @@ class Machine:
 
     @staticmethod
     def here(folder: Path | None = None) -> Machine:
-        """Describe this machine, and the file system that ``folder`` is on."""
+        """Return a description of this machine and of the file system of ``folder``."""
         return Machine(
             processor=_processor_name(),
             cores=len(os.sched_getaffinity(0)),
@@ -50,16 +50,19 @@ class Machine:
         )
 
     def again(self) -> Machine:
-        """Return the same with the load at the end added: one engine alone makes a load of its cores."""
+        """Return a copy with the load at the end added.
+
+        One engine already causes a load equal to its cores.
+        """
         return dataclasses.replace(self, load=f"{self.load} to {os.getloadavg()[0]:.1f}")
 
 
 @contextmanager
 def open_folder(root: Path | None) -> Iterator[Path]:
-    """Make a directory below ``root``, or below the one for temporary files, and remove it at the end.
+    """Make a directory below ``root``, or below the system's temporary directory, and remove it at the end.
 
     Raises:
-        KVTierError: ``root`` is not there and cannot be made.
+        KVTierError: ``root`` does not exist and cannot be created.
     """
     if root is not None:
         try:
@@ -77,7 +80,7 @@ def require_room(folder: Path, needed: int, what: str) -> None:
     """Raise KVTierError unless a file system has enough free bytes.
 
     Args:
-        what: the purpose of the bytes, for the message.
+        what: the purpose of the bytes, for the error message.
     """
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -87,18 +90,18 @@ def require_room(folder: Path, needed: int, what: str) -> None:
 
 
 def files_below(folder: Path) -> dict[str, Any]:
-    """Return the settings of an fs tier for a measurement: it may use all that the file system has.
+    """Return the settings of an fs tier for a measurement. The tier may use all free space.
 
-    By default a tier keeps some of it free, and on a disk that is nearly full stores nothing.
+    By default a tier keeps some space free, and stores nothing on a nearly full disk.
 
     Args:
-        folder: the tier's root, which is thrown away afterwards.
+        folder: the tier's root, which is deleted afterwards.
     """
     return {"type": "fs", "root_dir": str(folder), "min_free_bytes": 0}
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Ask the kernel to forget the files' bytes. Bytes still being written stay."""
+    """Ask the kernel to drop the files from the page cache. Pages still being written stay."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError), open(Path(parent, name), "rb") as file:
@@ -119,7 +122,7 @@ def family(root: int) -> list[int]:
 def processor_s(pid: int) -> float:
     """Return the processor time of a process, ended threads included; 0 if it has ended.
 
-    This is Linux' clock of another process (clock_getcpuclockid): /proc counts in ticks of 10 ms.
+    Reads Linux' per-process clock (clock_getcpuclockid), because /proc counts in ticks of 10 ms.
     """
     with suppress(OSError):
         return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)

@@ -1,4 +1,4 @@
-"""Real engines for benchmarks: several alive at once, each in its own process, asked in turns."""
+"""Real engines for benchmarks. Several run at once, each in its own process, and get requests in turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvtier_bench.machine import files_below
 SERVER = "kvtier_bench.engine.process"
 BLOCK_TOKENS = 32
 VOCABULARY = 1024
-DTYPE = "float32"  # with bfloat16, batches of another shape may round to another token
+DTYPE = "float32"  # With bfloat16, a batch of a different shape may round to a different token.
 START_S = 300.0
 ANSWER_S = 600.0
 END_LINES = 150
@@ -67,7 +67,7 @@ def _llama(
 
 
 MODELS: Mapping[str, Settings] = {
-    # Initialised so that an answer depends on all of its prompt: a wrong byte shows in the tokens.
+    # Initialised so that an answer depends on the whole prompt: a wrong byte then changes the tokens.
     "tiny": _llama(256, 512, 4, 4, 2, 0.1),
     "small": _llama(512, 1408, 6, 8, 2, 0.08),
     "medium": _llama(1024, 2816, 8, 16, 4, 0.06),
@@ -103,17 +103,17 @@ class Part(Enum):
 
 
 class EngineError(KVTierError):
-    """An engine refused, died or did not answer in time; the end of its log is in the message."""
+    """An engine refused an order, died or did not answer in time. The message contains the end of its log."""
 
 
 def kv_groups(size: str) -> int:
-    """Return the number of KV cache groups, which have as many layers each."""
+    """Return the number of KV cache groups. All groups have the same number of layers."""
     layers = MODELS[size].get("layer_types", ["full_attention"])
     return len(layers) // layers.count("full_attention")
 
 
 def block_bytes(size: str) -> int:
-    """Return the bytes of KV cache that one block of one group takes."""
+    """Return the number of bytes in one block of one KV cache group."""
     model = MODELS[size]
     heads = model["num_key_value_heads"] * model["head_dim"]
     width = 2 if size == FOR_A_GPU else 4
@@ -121,13 +121,13 @@ def block_bytes(size: str) -> int:
 
 
 def make_prompt(seed: int | str, tokens: int, shared: Sequence[int] = ()) -> list[int]:
-    """Make token ids that begin with ``shared``. Prompts of different seeds share only those."""
+    """Make token ids that begin with ``shared``. Prompts with different seeds share only this prefix."""
     generator = random.Random(seed)
     return [*shared, *(generator.randrange(2, VOCABULARY) for _ in range(tokens - len(shared)))]
 
 
 def over_files(primary_bytes: int, folder: Path) -> Settings:
-    """Return the settings of kvtier's connector with files below ``folder``, a chunk for each block."""
+    """Return settings of kvtier's connector, with files below ``folder`` and one block per chunk."""
     return {
         "spec_name": "KVTierOffloadingSpec",
         "cpu_bytes_to_use": primary_bytes,
@@ -156,7 +156,7 @@ class Sample:
 def measure(
     engines: Mapping[str, Engine], rounds: range, ask: Callable[[str, Engine, int], Sample]
 ) -> dict[str, list[Sample]]:
-    """Ask each engine once a round, in an order that differs by round; rounds below 0 do not count."""
+    """Query each engine once per round, in an order that changes. Rounds below 0 are warm-up."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order, generator = list(engines), random.Random(0)
     for number in rounds:
@@ -170,7 +170,7 @@ def measure(
 
 
 def spread_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds between which 95 % of the medians of resampled values lie (bootstrap)."""
+    """Return the bounds of the central 95 % of the medians of resampled values (bootstrap)."""
     generator = random.Random(0)
     medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = RESAMPLES // 40
@@ -178,10 +178,12 @@ def spread_of_median(values: Sequence[float]) -> tuple[float, float]:
 
 
 class EngineChannel:
-    """Orders to the process of an engine, which ``kvtier_bench.engine.process`` lists, and its answers.
+    """Sends orders to an engine's process and receives the answers.
+
+    ``kvtier_bench.engine.process`` lists the orders.
 
     Attributes:
-        patience_s: seconds to wait for an answer, unless an order has its own limit.
+        patience_s: seconds to wait for an answer if the order has no limit of its own.
     """
 
     patience_s = ANSWER_S
@@ -192,16 +194,16 @@ class EngineChannel:
         self._log = log
 
     def ask(self, do: str, patience_s: float | None = None, **order: Any) -> dict[str, Any]:
-        """Give an order and wait for the answer.
+        """Send an order and return the answer.
 
         Raises:
-            EngineError: it failed, or there was no answer.
+            EngineError: the order failed, or no answer came.
         """
         self.tell(do, **order)
         return self.hear(do, patience_s)
 
     def tell(self, do: str, **order: Any) -> None:
-        """Give an order whose answer is not waited for here. Raises as ``ask`` does."""
+        """Send an order without waiting for the answer. Raises the same errors as ``ask``."""
         self._channel.settimeout(self.patience_s)
         try:
             self._lines.write(json.dumps({"do": do, **order}) + "\n")
@@ -210,7 +212,7 @@ class EngineChannel:
             raise self.failed(f"{do}: {error!r}") from error
 
     def hear(self, do: str, patience_s: float | None = None) -> dict[str, Any]:
-        """Wait for the answer to an order that was given before. Raises as ``ask`` does."""
+        """Return the answer to an order sent earlier. Raises the same errors as ``ask``."""
         limit_s = patience_s or self.patience_s
         self._channel.settimeout(limit_s)
         try:
@@ -218,7 +220,7 @@ class EngineChannel:
         except TimeoutError as error:
             self.write_stacks()
             raise self.failed(f"{do}: no answer within {limit_s:g} s") from error
-        except OSError:  # it died with an order unread
+        except OSError:  # The engine died before it read an order.
             line = ""
         if not line:
             raise self.failed(f"{do}: the engine died")
@@ -228,17 +230,17 @@ class EngineChannel:
         return answer
 
     def hang_up(self) -> None:
-        """Close the connection: the process ends in an orderly way, unless it hangs."""
+        """Close the connection, which makes the process shut down unless it hangs."""
         with suppress(OSError):
             self._lines.close()
         self._channel.close()
 
     def failed(self, problem: str) -> EngineError:
-        """Return the error that tells of a problem, with the end of the log."""
+        """Return an error that contains the problem and the end of the log."""
         return EngineError(f"{problem}\n{end_of(self._log)}")
 
     def write_stacks(self) -> None:
-        """Have a process that does not answer say in its log where it hangs, if it can."""
+        """Make an unresponsive process log the stacks of its threads, if it can."""
 
 
 class Engine(EngineChannel):
@@ -282,7 +284,7 @@ class Engine(EngineChannel):
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the process as ``kill -9`` does."""
+        """Kill the process with SIGKILL."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
@@ -295,7 +297,7 @@ class Engine(EngineChannel):
 
 
 def end_of(log: Path) -> str:
-    """Return the last lines of a log, enough for the stacks of all threads."""
+    """Return the last lines of a log, enough to contain the stacks of all threads."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-END_LINES:])
 
 
@@ -315,7 +317,7 @@ def open_engines(
         folder: for the model and the engines' logs.
         size: a size in ``MODELS``.
         settings: settings of each engine's connector, by the engine's name; None for no connector.
-        on_gpu: arguments of the engines on a GPU, which replace others.
+        on_gpu: arguments that replace others if the engines run on a GPU.
         python, variables: see ``Engine``.
         arguments: arguments of all engines.
     """
@@ -323,7 +325,7 @@ def open_engines(
         model = make_model(folder, size)
         engines = {name: stack.enter_context(Engine(name, folder, python, variables)) for name in settings}
         for engine in engines.values():
-            engine.tell("load")  # the imports, which take most of a start, go on side by side
+            engine.tell("load")  # Imports take most of the start-up time, so they run in parallel.
         for name, engine in engines.items():
             say(f"starting an engine: {name}")
             engine.hear("load", START_S)
@@ -336,13 +338,13 @@ def open_engines(
 
 
 def wait_until_verified(engine: Engine) -> None:
-    """Wait until an engine's tier process has verified the chunks of the engine before."""
+    """Wait until an engine's tier process has verified the previous engine's chunks."""
     while engine.ask("call", module=SERVER, function="unverified", arguments={})["chunks"]:
         time.sleep(_POLL_S)
 
 
 def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:
-    """Make a model of one of the sizes in ``MODELS``, once, and return its directory."""
+    """Return the directory of a model with a size from ``MODELS``; create it if it does not exist."""
     model = folder / f"model-{size}-{seed}"
     family, config = ("Gemma3", "Gemma3TextConfig") if size == "windows" else ("Llama", "LlamaConfig")
     if size == FOR_A_GPU:
@@ -363,17 +365,18 @@ def make_model(folder: Path, size: str, seed: int = 20261121) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of all engines: the same quiet threads for each, and a steady malloc."""
+    """Return the environment of all engines. Thread settings are equal, and malloc keeps its memory."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return {
         "HF_HUB_OFFLINE": "1",
-        # Else glibc returns large buffers to the system, and an engine faults up to 80,000 pages a second in
-        # again. That takes a tenth of its time or less, as its earlier buffers happen to lie.
+        # Otherwise glibc returns large buffers to the system, and an engine causes up to 80,000 page faults
+        # per second. They take up to a tenth of its time, depending on the addresses of earlier buffers.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
-        # With a connector vLLM binds other threads, which alone would change times and tokens.
+        # With a connector, vLLM binds its threads differently. That alone would change times and tokens.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", cores),
-        "OMP_WAIT_POLICY": "PASSIVE",  # idle engines leave the cores to the one that is asked
+        # Idle engines must leave the cores to the engine that is being measured.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -381,7 +384,7 @@ def environment() -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Print progress on the error output: minutes pass between two lines of a report."""
+    """Print progress to stderr, because minutes pass between two lines of a report."""
     Console(stderr=True).print(f"[dim]{escape(text)}", highlight=False, soft_wrap=True)
 
 
@@ -390,7 +393,7 @@ def engine_arguments(model: Path, extra_config: Settings | None, more: Mapping[s
 
     Args:
         extra_config: settings of the connector; None for an engine without one.
-        more: further arguments of the engine; ``kv_transfer_config`` over the one made here.
+        more: further arguments of the engine. A ``kv_transfer_config`` is merged over the generated one.
     """
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -398,7 +401,7 @@ def engine_arguments(model: Path, extra_config: Settings | None, more: Mapping[s
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
-        "gpu_memory_utilization": 0.1,  # of a GPU: several engines are alive
+        "gpu_memory_utilization": 0.1,  # fraction of a GPU's memory, because several engines run at once
         "max_num_batched_tokens": 2048,
         "disable_log_stats": False,
         "seed": 0,

@@ -1,12 +1,12 @@
-"""The demo: a real engine keeps its KV cache over restarts, and every token is compared.
+"""The demo: a real engine keeps its KV cache across restarts, and every token is compared.
 
-Each engine runs in its own process, so the restarts are real: one is killed, and the next one has its host
-memory. The last one has files alone. The engines of this run measured every figure: time to the first token,
-and the tokens that each tier gave.
+Each engine runs in its own process, so the restarts are real. One engine is killed, and the next one adopts
+its host memory. The last engine has only the files. All figures are measured in this run: time to the first
+token, and the tokens loaded from each tier.
 
-The answers must equal the control's: an engine without a connector that got the same prompt in the same way.
-It answers each prompt twice: once computed, once from its device cache. In bfloat16 the two may differ,
-because the batches have other shapes.
+The answers must equal those of the control, an engine without a connector that gets the same prompts. The
+control answers each prompt twice: first by computing it, then from its device cache. In bfloat16 the two
+answers may differ, because the shapes of the batches differ.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvtier_bench.machine import Machine, open_folder
 MODEL = "medium"
 PROMPTS = (1, 2, 3)
 FILLERS = (101, 102, 103)
-WARM_UP = 10**6  # and up: a prompt per engine, which is not in the files
+WARM_UP = 10**6  # from here on: one prompt per engine that is not in the files
 PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
-DEVICE_BLOCKS = 225  # the engine's own cache: two prompts of 94 blocks, and not three
+DEVICE_BLOCKS = 225  # The engine's own cache holds two prompts of 94 blocks, but not three.
 PRIMARY_BYTES = 2**30
-ON_GPU = {"dtype": "bfloat16"}  # with float32 vLLM leaves FlashAttention
+ON_GPU = {"dtype": "bfloat16"}  # with float32, vLLM does not use FlashAttention
 HITS = {"cpu_hit": "cpu", "restart_host_hit": "adopted", "restart_fs_hit": "fs"}
 CONTROLS = {"cold": "computed", **dict.fromkeys(HITS, "device_hit")}
 KEPT, NO_MORE = {"keep_host_memory_s": 300}, {"keep_host_memory_s": 0.1}  # seconds
@@ -56,8 +56,8 @@ class Phase:
         phase: nothing cached; hits in host memory, in a killed engine's host memory, and in files.
         ttft_ms: median time to the first token.
         computed: prompt tokens that the engine computed.
-        from_cpu, from_adopted, from_fs: prompt tokens that a tier gave.
-        speed_up: how many times faster the first token came than in the first phase.
+        from_cpu, from_adopted, from_fs: prompt tokens loaded from a tier.
+        speed_up: time to the first token in the first phase, divided by the time in this phase.
         identical: whether every answer equals the control's.
     """
 
@@ -81,7 +81,7 @@ class Round:
 
 
 def main(as_json: bool) -> int:
-    """Run the demo; return 0 if every token was identical and every tier served, else 1."""
+    """Run the demo. Return 0 if all tokens were identical and every tier returned chunks, else 1."""
     with open_folder(None) as folder:
         machine = Machine.here()
         rounds = _run_engines(folder)
@@ -94,7 +94,7 @@ def main(as_json: bool) -> int:
 
 
 def compare(rounds: Mapping[str, Round]) -> list[Phase]:
-    """Return a row for each phase: its times compared with the first, its answers with the control's."""
+    """Return a row for each phase, which compares times with the first phase and answers with the control."""
     tokens = PROMPT_TOKENS * len(PROMPTS)
     cold_s = median(rounds["cold"].ttft_s)
     return [
@@ -114,7 +114,7 @@ def compare(rounds: Mapping[str, Round]) -> list[Phase]:
 
 
 def find_problems(phases: Sequence[Phase]) -> list[str]:
-    """Return a line for each phase whose tokens differ, and for each tier that gave nothing."""
+    """Return a line for each phase with wrong tokens and for each tier that returned no tokens."""
     problems = []
     for it in phases:
         if not it.identical:
@@ -166,7 +166,7 @@ def _ask(engine: Engine, seed: int, tokens: int, into: Round) -> None:
 
 
 def _loaded_tokens(engine: Engine) -> Counter[str]:
-    """Return the tokens that each tier has given so far, from the engine's metrics."""
+    """Return the number of tokens loaded from each tier so far, from the engine's metrics."""
     loaded: Counter[str] = Counter()
     for name, labels, value in engine.ask("metrics")["samples"]:
         if name == "kvtier_loaded_chunks_total":

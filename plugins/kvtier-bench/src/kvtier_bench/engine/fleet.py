@@ -1,8 +1,8 @@
-"""An engine that is asked for prompts which another one computed, over each tier that both share.
+"""Time to the first token of prompts that another engine computed, for each tier that both engines share.
 
-Pairs of engines, all alive at once: in each pair the first computes prompts, and the second is asked for the
-same ones when the first has stored them. They share only the tier, not even a tier process. Then the first is
-asked again, and has them on its device.
+All pairs of engines run at once. In each pair, the first engine computes and stores prompts. Then the second
+engine gets the same prompts. The two share only the tier, not even a tier process. Finally the first engine
+gets the prompts again and finds them on its device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvtier_bench.machine import Machine, files_below, open_folder
 FILES, NIXL, COMPUTED, DEVICE = "files", "nixl", "computed", "device"
 FETCH, KVCR = "nixl, kv.fetch", "KVCR, kv.fetch"
 PROMPT_TOKENS, CHUNK_TOKENS = 1280, 256
-_ROOM = 20  # size of primary tiers, and of a tier's own memory, in prompts of a round
+_ROOM = 20  # Size of primary tiers and of a tier's own memory, counted in prompts of one round.
 _SECOND = "{} (second)"
 
 
@@ -47,14 +47,14 @@ class Served:
     """Time to the first token of the second engine, by the tier that it shares with the first
 
     Attributes:
-        way: the tier, with ``kv.fetch`` if each request names the first engine as its source; ``computed``
-            is the first engine, which finds nothing and computes; ``device`` is the first engine when it is
-            asked again.
+        way: the tier, with ``kv.fetch`` if each request names the first engine as its source; ``computed`` is
+            the first engine, which finds nothing and computes; ``device`` is the first engine when it gets
+            the prompts again.
         ttft_ms: median over rounds of the median over prompts.
         ratio: the time divided by the time with files in the same round; median over rounds.
-        low, high: 95 % of the medians of resampled rounds lie between them.
-        from_cache: prompt tokens that the engine did not compute, of all.
-        wrong: answers that differ from the first engine's, of all.
+        low, high: bounds of the central 95 % of the medians of resampled rounds.
+        from_cache: prompt tokens that the engine did not compute, out of all.
+        wrong: answers that differ from the first engine's, out of all.
     """
 
     way: str
@@ -67,7 +67,7 @@ class Served:
 
 
 class Answers(NamedTuple):
-    """The results of a pair's engines in one round."""
+    """The results of both engines of a pair in one round."""
 
     first: Sample
     second: Sample
@@ -83,12 +83,12 @@ class Work:
     prompts: int = 4
 
     def of_round(self, way: str, number: int) -> list[list[int]]:
-        """Return the prompts, which no other round and no other pair has."""
+        """Return the prompts, which are unique to this round and pair."""
         return [make_prompt(f"{way} {number} {i}", PROMPT_TOKENS) for i in range(self.prompts)]
 
     @property
     def bytes_in_all(self) -> int:
-        """Bytes that a pair stores in all of its rounds."""
+        """Number of bytes that a pair stores in all of its rounds."""
         blocks = self.prompts * PROMPT_TOKENS // BLOCK_TOKENS
         return (self.rounds + 1) * blocks * block_bytes(self.model)
 
@@ -99,11 +99,11 @@ def run(
     """Measure.
 
     Args:
-        root: directory for the files, which are removed afterwards. Default: a temporary one.
+        root: directory for the files, which are removed afterwards; default: a temporary directory.
         tiers: settings of tiers, as JSON; both engines of a pair get the same.
-        nixl: whether one more pair reads each other's memory over NIXL.
-        kvcr: interpreter for all engines, which has KVCR. It is compared with kvtier over NIXL, both with
-            hints: times, and answers after faults. Its engines run after the others.
+        nixl: whether to add a pair whose engines read each other's memory over NIXL.
+        kvcr: interpreter for all engines, with KVCR installed. Times and answers after faults are compared
+            between KVCR and kvtier over NIXL, both with hints. KVCR's engines run after the others.
     """
     with open_folder(root) as folder, open_folder(None) as logs:
         machine = Machine.here(folder)
@@ -117,7 +117,7 @@ def run(
         if kvcr is None:
             return [*table(_measure(logs, work, ways, sys.executable)), work, machine.again()]
         answers = _measure(logs, work, {**ways, FETCH: _HINTED[FETCH](work)}, kvcr)
-        # Alone: a thread of NIXL spins in each of KVCR's engines, which would slow the others.
+        # KVCR runs alone, because a thread of NIXL spins in each of its engines and would slow the others.
         answers |= _measure(logs, work, {KVCR: _HINTED[KVCR](work)}, kvcr)
         faults = [fault for name, make in _HINTED.items() for fault in _fail(logs, work, name, make, kvcr)]
         return [*table(answers), *faults, work, machine.again()]
@@ -133,7 +133,7 @@ def _open_pairs(logs: Path, work: Work, ways: Mapping[str, Way], python: str) ->
     length = PROMPT_TOKENS + OUTPUT_TOKENS
     blocks = (work.prompts + 1) * -(-length // BLOCK_TOKENS)
     arguments: dict[str, Any] = {"max_model_len": length, "num_gpu_blocks_override": blocks}
-    variables = {"PYTHONHASHSEED": "0"}  # engines hash alike, as routers need it
+    variables = {"PYTHONHASHSEED": "0"}  # Engines must hash alike; routers require it, too.
     with open_engines(logs, work.model, settings, python=python, variables=variables, **arguments) as engines:
         yield {
             name: Pair(way, engines[name], engines[_SECOND.format(name)], logs) for name, way in ways.items()
@@ -145,7 +145,7 @@ def _measure(logs: Path, work: Work, ways: Mapping[str, Way], python: str) -> di
     answers: dict[str, list[Answers]] = {way: [] for way in ways}
 
     def ask(way: str, first: Engine, number: int) -> Sample:
-        """Have the first engine compute and store, ask the second, and the first again."""
+        """Query the first engine, which computes and stores; then the second engine, then the first again."""
         pair, prompts = pairs[way], work.of_round(way, number)
         found = Answers(pair.ask(first, prompts), pair.fetch(prompts), pair.ask(first, prompts))
         answers[way].append(found)
@@ -157,10 +157,11 @@ def _measure(logs: Path, work: Work, ways: Mapping[str, Way], python: str) -> di
 
 
 def _fail(logs: Path, work: Work, name: str, make: Callable[[Work], Way], python: str) -> list[Fault]:
-    """Return the answers of pairs after faults, with memory for the prompts of two rounds."""
+    """Return the answers of pairs after faults. Their memory holds the prompts of two rounds."""
     seen: list[Seen] = []
     small = replace(work, rounds=1)
-    for _ in range(work.rounds):  # in new engines: KVCR's serve no more after a stop
+    # These engines are new, because KVCR's do not serve again after they were stopped.
+    for _ in range(work.rounds):
         with _open_pairs(logs, small, {name: make(small)}, python) as pairs:
             faults = Faults(
                 pairs[name],
@@ -173,7 +174,7 @@ def _fail(logs: Path, work: Work, name: str, make: Callable[[Work], Way], python
 
 
 def table(answers: Mapping[str, Sequence[Answers]]) -> list[Served]:
-    """Compare each way with files, round by round."""
+    """Compare each way with the fs tier, round by round."""
     base = [median(it.second.ttft_s) for it in answers[FILES]]
     firsts = {way: [it.first for it in found] for way, found in answers.items()}
     rows = {way: [it.second for it in found] for way, found in answers.items()}
@@ -234,10 +235,11 @@ def _peers(work: Work, *, has_hints: bool = False) -> Way:
 
 
 def _of_kvcr(work: Work) -> Way:
-    """Return two engines with vLLM's own tiering that read from each other's memory by KVCR."""
+    """Return two engines with vLLM's own tiering that read from each other's memory through KVCR."""
     ports = [free_port() for _ in range(2)]
     host = "127.0.0.1"
-    # By default a source stops serving for good if its thread stands still for 1 s, as in an engine's start.
+    # By default a source stops serving permanently if its thread stalls for 1 s. An engine's start stalls it
+    # for longer.
     patience = {"operation_timeout_ms": 2500}
     tier = {"type": "kvcr", **patience, "router_capabilities": ["router_hint"], "control_host": host}
     first, second = (

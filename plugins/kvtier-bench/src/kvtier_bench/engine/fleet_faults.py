@@ -1,4 +1,4 @@
-"""Answers of an engine that reads another one's memory, when that memory or that engine fails."""
+"""Answers of an engine that reads another engine's memory, while that memory or engine fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTROL, ALTERED, STOPPED = (
     "bits flipped in the first engine's memory",
     "first engine stopped amid a fetch, and continued when its peer had given up",
 )
-_LATE_S = 3.0  # an engine that continues has sent by then what was in flight
+_LATE_S = 3.0  # By then a resumed engine has sent all data in flight.
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Fault:
     """Answers of the second engine when the first one fails
 
     Attributes:
-        wrong: answers with other tokens than computed, of all.
-        from_cache: tokens of the fetched prompts that were not computed, of all.
-        longest_s: seconds until the first token of the request that waited longest.
+        wrong: answers whose tokens differ from the computed answer, out of all.
+        from_cache: tokens of the fetched prompts that were not computed, out of all.
+        longest_s: longest time to the first token, in seconds.
     """
 
     fault: str
@@ -42,11 +42,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one pair of engines did in one fault.
+    """The observations of one pair of engines during one fault.
 
     Attributes:
-        pairs: answers, each with the one that was computed.
-        fetched: of prompts that the first engine had.
+        pairs: pairs of a fetched and a computed answer.
+        fetched: results of the prompts whose chunks the first engine had.
     """
 
     fault: str
@@ -59,7 +59,7 @@ class Faults:
     """Faults of a pair of engines, the second of which reads the first one's memory.
 
     Attributes:
-        prompts: makes the prompts of a name.
+        prompts: makes the prompts that belong to a name.
         memory_bytes: the size of the smallest memory that holds chunks.
     """
 
@@ -69,7 +69,7 @@ class Faults:
     chunk_bytes: int
 
     def run(self) -> Iterator[Seen]:
-        """Yield what was seen, fault by fault."""
+        """Yield the observations for each fault."""
         self._fetch(CONTROL, "the first fetch connects")
         control = self._fetch(CONTROL)
         yield control
@@ -87,7 +87,7 @@ class Faults:
         flip_memory(self.pair.first.pid, self.memory_bytes, self.chunk_bytes)
 
     def _stop(self, after_s: float) -> Seen:
-        """Stop the first engine amid a fetch, and let it continue when its peer has used the slots again."""
+        """Stop the first engine during a fetch, and resume it after its peer has reused the slots."""
         prompts, others, second = self.prompts(STOPPED), self.prompts("other chunks"), self.pair.second
         computed = self.pair.ask(self.pair.first, prompts)
 
@@ -107,7 +107,7 @@ class Faults:
 
 
 def table(way: str, seen: Sequence[Seen]) -> list[Fault]:
-    """Return a row for each fault, over all pairs of engines that went through it."""
+    """Return a row for each fault, summed over all pairs of engines that were exposed to it."""
     return [
         _row(way, fault, [one for one in seen if one.fault == fault]) for fault in (CONTROL, ALTERED, STOPPED)
     ]
@@ -128,7 +128,7 @@ def _row(way: str, fault: str, seen: Sequence[Seen]) -> Fault:
 
 @contextmanager
 def _stopped(root: int) -> Iterator[None]:
-    """Stop a process and its descendants meanwhile."""
+    """Stop a process and its descendants while the context is entered."""
     processes = family(root)
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
@@ -144,9 +144,9 @@ def flip_memory(root: int, nbytes: int, chunk_bytes: int) -> None:
     """Flip a bit in each quarter of a chunk, in all shared memory of a process and its descendants.
 
     Args:
-        nbytes: size of the smallest mapping that is meant.
+        nbytes: size of the smallest mapping to change.
     """
-    places = {}  # processes map the same memory: each place is flipped once
+    places = {}  # Processes map the same memory, so that each location must be flipped only once.
     for pid in family(root):
         for line in Path("/proc", str(pid), "maps").read_text().splitlines():
             addresses, access, _, device, inode, *_ = line.split(maxsplit=5)

@@ -1,8 +1,8 @@
-"""Load or compute: time to the first token while a tier is throttled, and when it is fast again.
+"""Load or compute: time to the first token while a tier is throttled, and after it has recovered.
 
-Three engines get the same prompts one at a time, in turns: one without a connector, one that loads all that
-its tier has (``load_gate`` ``off``), and one that decides (``latency``). This module slows the tier down in
-the engines' processes. Device cache and primary tier hold about one prompt.
+Three engines get the same prompts one at a time, in turns: one without a connector, one that loads everything
+found in its tier (``load_gate`` ``off``), and one that chooses (``latency``). This module slows the tier down
+in the engines' processes. The device cache and the primary tier hold about one prompt each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ THROTTLES: Mapping[str, Mapping[str, float]] = {
     NEAR: {"bytes_s": 0.0, "latency_s": 0.05},
 }
 PHASES = (FAST, BANDWIDTH, FAST, LATENCY, FAST, NEAR)
-PAUSE_S = 1.0  # between two requests after a throttle has ended: low traffic
+PAUSE_S = 1.0  # pause between two requests after a throttle has ended, to simulate low traffic
 PATIENCE_S = 60.0
 
 
@@ -55,12 +55,12 @@ class FirstToken:
 
     Attributes:
         phase: the tier's speed.
-        load_gate: the engine's setting; none: it has no connector.
+        load_gate: the engine's setting; none if it has no connector.
         p50_ms, p95_ms: percentiles of the requests.
         ratio: this engine's time divided by the better median of the other two; median over requests.
-        low, high: 95 % of the medians of resampled requests lie between them.
-        loaded: requests that loaded chunks from the tier, of all.
-        first_ms: the longest of the first requests, which are not counted above.
+        low, high: bounds of the central 95 % of the medians of resampled requests.
+        loaded: requests that loaded chunks from the tier, out of all.
+        first_ms: slowest of the first requests, which the figures above exclude.
         wrong: answers that differ from the answers of the engine without a connector.
     """
 
@@ -91,7 +91,7 @@ class Work:
 
     model: str
     requests: int
-    tier: str  # its settings, as JSON
+    tier: str  # the tier's settings, as JSON
     warmup: int = 20
     prompts: int = 8
     prompt_tokens: int = 2016
@@ -103,7 +103,7 @@ class Work:
         return -(-(self.prompt_tokens + self.output_tokens) // BLOCK_TOKENS) * kv_groups(self.model)
 
     def prompt(self, number: int) -> list[int]:
-        """Return the prompt of a request: each comes back when the caches have forgotten it."""
+        """Return the prompt of a request. Each prompt recurs after the caches have evicted it."""
         return make_prompt(f"gate {number % self.prompts}", self.prompt_tokens)
 
 
@@ -131,16 +131,17 @@ def run(work: Work) -> list[FirstToken | Recovery | Work | Machine]:
 
 
 def _settings(work: Work, mode: str) -> Settings:
-    primary_bytes = 2 * work.blocks * block_bytes(work.model)  # one is loaded, and one is being put
+    # one prompt is being loaded while another is being put
+    primary_bytes = 2 * work.blocks * block_bytes(work.model)
     return {
         "spec_name": "KVTierOffloadingSpec",
         "cpu_bytes_to_use": primary_bytes,
-        "eviction_policy": "lru",  # others would keep a part of prompts that come back in turn
+        "eviction_policy": "lru",  # other policies would keep parts of recurring prompts
         "block_size": BLOCK_TOKENS,
         "promotion_budget": 1.0,
         "isolation": "thread",
         "load_gate": mode,
-        "namespace": mode,  # the tier may be one that both engines share
+        "namespace": mode,  # both engines may share the tier
         "secondary_tiers": [json.loads(work.tier)],
     }
 
@@ -217,7 +218,7 @@ def _first_token(
 
 
 class _Link:
-    """The slow link in front of the tier: its gets and its lookups pass through it."""
+    """The slow link to the tier, which delays its gets and lookups."""
 
     bytes_s = 0.0
     latency_s = 0.0
@@ -226,7 +227,7 @@ class _Link:
 
 
 def throttle(llm: object, bytes_s: float, latency_s: float, tier: str = "dummy") -> dict[str, Any]:  # noqa: ARG001
-    """Throttle every tier of a type in this process; 0 is no limit."""
+    """Throttle every tier of a type in this process; 0 removes the limit."""
     _Link.bytes_s, _Link.latency_s = bytes_s, latency_s
     if tier not in _Link.slowed:
         _Link.slowed.add(tier)

@@ -1,8 +1,8 @@
-"""Agents that return from tools, by the KV hints that they send; one engine for each way of sending them.
+"""Agents that return from tool calls, compared by the KV hints that they send. Each way has its own engine.
 
-All engines are alive at once. They get each turn one after the other, so a loaded machine slows all alike.
-Pauses pass in virtual time: they decide which turns come between two turns of an agent. An engine is idle,
-and its transfers have ended, before it gets the next turn.
+All engines run at once. Each turn goes to one engine after another, so a loaded machine slows all engines
+equally. Pauses pass in virtual time: they determine which turns lie between two turns of an agent. Before an
+engine gets the next turn it is idle and its transfers have ended.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvtier_bench.simulate.generate import Source, Workload
 from kvtier_bench.simulate.trace import TimedLine, read_lines
 
 PAUSE_S: Final = (5.0, 120.0)  # log-uniform between them
-SERVICE_S: Final = 1.0  # of a turn, in virtual time
-TTL_S: Final = 3600.0  # nothing expires while a benchmark takes minutes
+SERVICE_S: Final = 1.0  # duration of a turn, in virtual time
+TTL_S: Final = 3600.0  # longer than a benchmark takes, so that nothing expires
 TURNS: Final = range(3, 9)
 OUTPUT_TOKENS: Final = 4
 LONGEST_TOKENS: Final = 2000
 DEVICE_TOKENS: Final = 2560
-_STEP: Final = [2, 3]  # a prompt that fills no block
+_STEP: Final = [2, 3]  # a prompt shorter than a block
 _NONE, _HINTED, _OTHERS = "no hints", "with hints", "without hints"
 
 
@@ -50,8 +50,8 @@ class Way:
     """A way of sending hints.
 
     Attributes:
-        at_turn: types of the actions that each turn but the last of a conversation has.
-        at_end: types of the actions of the last turn.
+        at_turn: types of the actions in each turn of a conversation except the last.
+        at_end: types of the actions in the last turn.
         prefetch: when to prefetch the session: at the ``start`` of each pause, or just before its ``end``.
     """
 
@@ -86,10 +86,11 @@ class Returning:
     """Turns after a pause: milliseconds to the first token, and prompt tokens by where they were
 
     Attributes:
-        of: whether these agents send hints.
-        ratio: the time divided by that without hints for the same turn; median, and its bounds.
-        memory_percent: prompt tokens that were on the device or in host memory when the turn came.
-        files_percent: prompt tokens that the turn fetched from files.
+        of: which agents the row covers: the agents that send hints, or the others.
+        ratio: the time divided by the time of the same turn without hints; median, and its bounds.
+        memory_percent: percent of the prompt tokens that were on the device or in host memory when the turn
+            arrived.
+        files_percent: percent of the prompt tokens that the turn fetched from files.
     """
 
     way: str
@@ -121,8 +122,8 @@ class Agents:
     """Agents
 
     Attributes:
-        at_once: agents at a time; every second one sends hints.
-        host_chunks: chunks that host memory holds.
+        at_once: number of concurrent agents; every second agent sends hints.
+        host_chunks: capacity of host memory, in chunks.
     """
 
     trace: str
@@ -143,8 +144,8 @@ def run(
     """Measure.
 
     Args:
-        trace: file in Mooncake's format; None: generated conversations.
-        work: what to do; the counts at its end are filled in.
+        trace: file in Mooncake's format; None to generate conversations.
+        work: the workload; its last fields, the counts, are filled in.
         root: directory for the files of tiers.
     """
     turns = list(schedule(list(conversations_of(trace, work, seed)), work, seed))
@@ -171,7 +172,7 @@ def run(
 
 
 def conversations_of(trace: Path | None, work: Agents, seed: int) -> Iterator[list[list[int | str]]]:
-    """Yield conversations: the chunks of each turn."""
+    """Yield conversations, each as a list of its turns' chunks."""
     chance = random.Random(seed)
     if trace is None:
         every = _generated(chance)
@@ -227,7 +228,7 @@ def _blocks(turn: Turn) -> range:
 
 
 def _ask(engine: Engine, way: Way, turn: Turn) -> Sample:
-    """Have an engine answer a turn, with the messages before and after it."""
+    """Send a turn to an engine, with the hint messages before and after it."""
     prefetch = [_action("kv.prefetch", turn.session)]
     if turn.is_hinted and not turn.is_first and way.prefetch == "end":
         _send(engine, _STEP, prefetch)
@@ -259,7 +260,7 @@ def _action(kind: str, session: str | None) -> dict[str, Any]:
 
 
 def _fetched(engine: Engine) -> float:
-    """Return how many chunks requests have fetched, without prefetches, which may run beside."""
+    """Return the number of chunks that requests have fetched, without concurrent prefetches."""
     fetched, ahead = (_counters(engine, f"kvtier_{name}_chunks") for name in ("fetched", "prefetched"))
     return sum(fetched.values()) - sum(ahead.values())
 
@@ -276,7 +277,7 @@ def _counters(engine: Engine, name: str, *labels: str) -> dict[str, float]:
 
 
 def table(turns: Sequence[Turn], samples: Mapping[str, Sequence[Sample]]) -> list[Returning]:
-    """Compare the turns after a pause with the same turns without hints."""
+    """Compare turns after a pause with the same turns in the engine without hints."""
     later = [at for at, turn in enumerate(turns) if not turn.is_first]
     groups = {of: [at for at in later if turns[at].is_hinted is (of == _HINTED)] for of in (_HINTED, _OTHERS)}
     return [_returning(way, of, at, turns, samples) for of, at in groups.items() if at for way in samples]

@@ -1,4 +1,4 @@
-"""Two engines that share a tier: the second one is asked for what the first one has computed."""
+"""Two engines that share a tier: the second engine gets prompts that the first engine has computed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from kvtier_bench.engine import process
 from kvtier_bench.engine.compared import BLOCK_TOKENS, Engine, Sample, Settings
 
 OUTPUT_TOKENS: Final = 8
-_FEW_STEPS = [[2, 3]]  # a prompt that fills no block
+_FEW_STEPS = [[2, 3]]  # a prompt shorter than a block
 
 Prompts = Sequence[Sequence[int]]
 
 
 class Way(NamedTuple):
-    """How the second engine gets the chunks of the first one.
+    """The way in which the second engine gets the first engine's chunks.
 
     Attributes:
-        settings: of each engine's connector.
-        source: the address of the first engine in hints beside the second one's prompts; None for no hints.
-        is_stepped: whether the first engine answers its peer in its own steps only.
+        settings: settings of each engine's connector.
+        source: address of the first engine, sent as a hint with each prompt of the second engine; None for no
+            hints.
+        is_stepped: whether the first engine serves its peer only during its own engine steps.
     """
 
     settings: tuple[Settings, Settings]
@@ -36,7 +37,7 @@ class Pair:
 
     Args:
         way: their settings.
-        folder: for a file that keeps the first engine stepping.
+        folder: folder for a file that keeps the first engine stepping.
     """
 
     def __init__(self, way: Way, first: Engine, second: Engine, folder: Path) -> None:
@@ -46,14 +47,14 @@ class Pair:
         self._steps = folder / f"{first.pid} steps"
 
     def ask(self, engine: Engine, prompts: Prompts) -> Sample:
-        """Ask an engine for prompts, one after the other, and wait until its transfers have ended."""
+        """Send prompts to an engine, one after the other, and wait until its transfers have ended."""
         return self._sample(engine, prompts, engine.ask("generate", **_order(prompts)))
 
     def fetch(self, prompts: Prompts, meanwhile: Callable[[], object] = lambda: None) -> Sample:
-        """Ask the second engine for prompts that the first one has.
+        """Send the second engine prompts whose chunks the first engine has.
 
         Args:
-            meanwhile: is called while the engine is at it.
+            meanwhile: called while the second engine works.
         """
         order: dict[str, Any] = {"do": "generate", **_order(prompts)}
         if self._way.source is not None:
@@ -66,7 +67,7 @@ class Pair:
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Have the first engine step meanwhile if its peer needs it, as in its own process."""
+        """Keep the first engine stepping while the context is entered, if its peer depends on its steps."""
         if not self._way.is_stepped or self._steps.exists():
             yield
             return
@@ -79,7 +80,7 @@ class Pair:
             self.first.hear("call")
 
     def _sample(self, engine: Engine, prompts: Prompts, answer: dict[str, Any]) -> Sample:
-        if self._way.is_stepped:  # its connector always has pending work
+        if self._way.is_stepped:  # its connector always reports pending work
             engine.ask("generate", prompts=_FEW_STEPS, output_tokens=OUTPUT_TOKENS)
         else:
             engine.ask("settle")
@@ -95,14 +96,14 @@ def _order(prompts: Prompts) -> dict[str, Any]:
 
 
 def step(llm: Any, file: str) -> dict[str, Any]:
-    """Step while a file exists."""
+    """Run engine steps while a file exists."""
     while Path(file).exists():
         llm.llm_engine.engine_core.engine_core.step()
     return {}
 
 
 def generate_hinted(llm: Any, source: str, prompts: Prompts, **order: Any) -> dict[str, Any]:
-    """Answer as the order ``generate`` does, with Dynamo's hint beside each prompt."""
+    """Return the answer of the order ``generate``, with Dynamo's hint attached to each prompt."""
     engine, add = process.Engine(llm), llm.llm_engine.add_request
     answers = []
     for prompt in prompts:
@@ -114,7 +115,7 @@ def generate_hinted(llm: Any, source: str, prompts: Prompts, **order: Any) -> di
 
 
 def _hint(llm: Any, source: str, prompt: Sequence[int]) -> Any:
-    """Return the hint that a router sends with a prompt that ``source`` has computed."""
+    """Return the hint that a router attaches to a prompt that ``source`` has computed."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import hash_block_tokens
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope

@@ -1,6 +1,6 @@
-"""The process of one engine of a benchmark: reads orders from a socket, its standard input, and answers.
+"""The process of one engine of a benchmark. It reads orders from its standard input, a socket, and answers.
 
-Orders and answers are JSON, one a line. Run by ``kvtier_bench.engine.compared``.
+Each order and each answer is one line of JSON. Run by ``kvtier_bench.engine.compared``.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ _HEAVY = (
 )
 _METRICS = ("kvtier_", "vllm:kv_offload", "vllm:num_preemptions", "vllm:spec_decode")
 _USAGE = "vllm:kv_offload_cpu_cache_usage_perc"
-_STEP = [2, 3]  # a prompt that fills no block: nothing of it is stored
+_STEP = [2, 3]  # a prompt shorter than a block, so that nothing of it is stored
 _SETTLE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Carry out orders until the other end hangs up."""
+    """Carry out orders until the other end closes the socket."""
     die_with_parent()
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # else what the engine starts would keep the socket open
+        # Otherwise the engine's child processes would inherit the socket and keep it open.
+        os.dup2(nothing.fileno(), 0)
     serve(channel, Engine())
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends, however it ends."""
+    """Ask the kernel to kill this process when its parent ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(channel: socket.socket, engine: Engine) -> None:
-    """Have an engine carry out orders until the other end hangs up. An error is answered in words."""
+    """Carry out orders until the other end closes the socket. Answer an error with its message."""
     with channel, channel.makefile("rw", encoding="utf-8") as lines:
         for line in lines:
             order = json.loads(line)
@@ -72,13 +73,13 @@ def serve(channel: socket.socket, engine: Engine) -> None:
 
 
 class Engine:
-    """One engine in this process, and the orders that it understands."""
+    """One engine in this process. The methods are the orders that it accepts."""
 
     def __init__(self, llm: Any = None) -> None:
         self._llm = llm
 
     def make_model(self, order: Order) -> Answer:
-        """Make a random model with classes of transformers. Nothing is downloaded."""
+        """Make a model with random weights from transformers' classes. Nothing is downloaded."""
         import torch
         import transformers
 
@@ -89,19 +90,20 @@ class Engine:
         return {}
 
     def load(self, order: Order) -> Answer:  # noqa: ARG002
-        """Import what an engine needs."""
+        """Import the modules that an engine needs."""
         for module in _HEAVY:
             importlib.import_module(module)
         from vllm.platforms import current_platform
 
-        # On a GPU vLLM's worker for the CPU must not be imported: it replaces torch's events by empty ones.
+        # On a GPU, vLLM's CPU worker must not be imported: it replaces torch's events by dummies.
         importlib.import_module(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
         return {}
 
     def start(self, order: Order) -> Answer:
         """Start the engine with the given arguments, and wait until its primary tier is complete.
 
-        With ``at_once`` it does not wait. On a GPU the arguments ``on_gpu`` replace others of the same name.
+        With ``at_once`` it does not wait. On a GPU, the arguments ``on_gpu`` replace those with the same
+        name.
         """
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -109,18 +111,18 @@ class Engine:
         on_gpu = {} if current_platform.is_cpu() else order.get("on_gpu", {})
         self._llm = LLM(**{**order["arguments"], **on_gpu})
         if order["arguments"].get("pipeline_parallel_size", 1) > 1:
-            # Later stages need buffers that the CPU's eager mode does not make by itself.
+            # Later stages need buffers that the CPU's eager mode does not create by itself.
             self._llm.collective_rpc(_profile)
         if not order.get("at_once"):
             _wait_for_host_memory()
         return {}
 
     def generate(self, order: Order) -> Answer:
-        """Generate for prompts of token ids, all at once or one after the other.
+        """Generate answers to prompts of token ids, all at once or one after the other.
 
         Returns:
-            ``answers``, token ids; ``wall_s``; ``ttft_s`` of each; ``cached``, tokens of each prompt
-            that were not computed; ``logprobs`` of the tokens, if asked for.
+            ``answers``, the token ids; ``wall_s``; ``ttft_s`` of each prompt; ``cached``, the tokens of each
+            prompt that were not computed; ``logprobs`` of the tokens, if requested.
         """
         salt = {"cache_salt": order["salt"]} if order.get("salt") else {}
         prompts = [{"prompt_token_ids": prompt, **salt} for prompt in order["prompts"]]
@@ -138,7 +140,7 @@ class Engine:
         }
 
     def settle(self, order: Order) -> Answer:  # noqa: ARG002
-        """Have the engine step until all stores, puts and fetches have ended."""
+        """Run engine steps until all stores, puts and fetches have ended."""
         started = time.perf_counter()
         while True:
             self._llm.generate([{"prompt_token_ids": _STEP}], sampling(2), use_tqdm=False)
@@ -149,17 +151,17 @@ class Engine:
         return {}
 
     def metrics(self, order: Order) -> Answer:  # noqa: ARG002
-        """Return the samples of the metrics that concern offloading, as an endpoint shows them."""
+        """Return the samples of the offloading metrics, as a metrics endpoint shows them."""
         return {"samples": [[name, labels, value] for name, labels, value in _samples()]}
 
     def call(self, order: Order) -> Answer:
-        """Call a function with the engine: ``module`` and ``function`` name it."""
+        """Call a function, named by ``module`` and ``function``, with the engine."""
         function = getattr(importlib.import_module(order["module"]), order["function"])
         answer: Answer = function(self._llm, **order["arguments"])
         return answer
 
     def stop(self, order: Order) -> Answer:  # noqa: ARG002
-        """Stop the engine in an orderly way."""
+        """Shut the engine down."""
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
@@ -175,7 +177,7 @@ class Engine:
         if connector is None:
             return True
         if not hasattr(connector, "connector_scheduler"):
-            # LMCache's: a request stays until a step after its last store, as the one of just now does.
+            # LMCache keeps a request, such as the one just finished, until a step after its last store.
             return len(core.scheduler.requests) <= 1
         return not connector.connector_scheduler.has_pending_push_work() and not used
 
@@ -183,13 +185,14 @@ class Engine:
 def _wait_for_host_memory() -> None:
     """Wait until the primary tier is populated and pinned.
 
-    Chunks offered before are refused, or copied slowly. Memory of other processes, such as a second rank's,
-    is not awaited.
+    Chunks offered earlier are refused or copied slowly. This does not wait for the memory of other processes,
+    such as a second rank's.
     """
     from kvtier._device import _pinning
     from kvtier._memory import population
 
-    for name in (population.THREAD_NAME, _pinning.THREAD_NAME):  # in this order: slots are populated first
+    # Keep this order: slots are populated first, then pinned.
+    for name in (population.THREAD_NAME, _pinning.THREAD_NAME):
         for thread in threading.enumerate():
             if thread.name == name:
                 thread.join(_SETTLE_S)
@@ -202,9 +205,9 @@ def _profile(worker: Any) -> None:
 
 
 def forget(llm: Any) -> Answer:
-    """Forget the engine's own cache, and nothing of its connector's. For the order ``call``.
+    """Clear the engine's own cache, but not its connector's. For the order ``call``.
 
-    A connector may hold blocks of a request that has ended until a step after its last store.
+    A connector may hold blocks of a finished request until a step after its last store.
     """
     deadline = time.monotonic() + _SETTLE_S
     while not llm.reset_prefix_cache():
@@ -215,7 +218,7 @@ def forget(llm: Any) -> Answer:
 
 
 def unverified(llm: Any) -> Answer:
-    """Return how many chunks of the engine before are to be verified yet. For the order ``call``."""
+    """Return how many of the previous engine's chunks are not verified yet. For the order ``call``."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
     return {"chunks": len(manager.core.table.trailers.unverified())}
 
@@ -226,7 +229,7 @@ def _logprobs(answer: Any) -> list[float]:
 
 
 def sampling(output_tokens: int, kv_transfer_params: Any = None, logprobs: int | None = None) -> Any:
-    """Return how to generate the likeliest tokens, with nothing but their ids and ``logprobs``."""
+    """Return parameters that generate the likeliest tokens and return only their ids and ``logprobs``."""
     from vllm import SamplingParams
 
     extra = {"extra_args": {"kv_transfer_params": kv_transfer_params}} if kv_transfer_params else {}
@@ -245,7 +248,7 @@ def _samples() -> Iterator[tuple[str, dict[str, str], float]]:
 
     for metric in REGISTRY.collect():
         if metric.name.startswith(_METRICS):
-            yield metric.name, {}, 0.0  # declared, though perhaps no sample has come yet
+            yield metric.name, {}, 0.0  # The metric is declared, but may have no sample yet.
             for sample in metric.samples:
                 yield sample.name, dict(sample.labels), sample.value
 

@@ -1,4 +1,4 @@
-"""Restarts of real engines over kept host memory, and what keeping it costs while an engine runs."""
+"""Restarts of real engines over kept host memory, and the cost of keeping it while an engine runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEEP, NO_MORE = {"keep_host_memory_s": 300}, {"keep_host_memory_s": 0.1}  # seco
 PROMPTS, PROMPT_TOKENS = 4, 1280
 AT_ONCE, WORK_TOKENS, OUTPUT_TOKENS = 8, 1024, 8
 PAIRS = 5  # in each round
-WARM_UP = -1  # the round that does not count
+WARM_UP = -1  # the warm-up round, which does not count
 ARGUMENTS: Mapping[str, Any] = {"num_gpu_blocks_override": 640, "max_model_len": 1536}
 
 
@@ -40,13 +40,13 @@ class FirstHit:
     """An engine is killed and starts again: medians over restarts, without its imports
 
     Attributes:
-        way: source of the prompts that the engine before has answered.
-        ready_s: seconds until the engine takes requests.
-        first_s: seconds until the first token of the first of those prompts.
-        ttft_ms: time to the first token of the other ones.
-        from_cache: prompt tokens that were not computed, of all.
-        wrong: answers that differ from those of the engine before, of all.
-        n: restarts.
+        way: source of the prompts that the previous engine answered.
+        ready_s: seconds until the engine accepts requests.
+        first_s: seconds until the first token of the first such prompt.
+        ttft_ms: time to the first token of the other prompts.
+        from_cache: prompt tokens that were not computed, out of all.
+        wrong: answers that differ from the previous engine's, out of all.
+        n: number of restarts.
     """
 
     way: str
@@ -63,14 +63,14 @@ class Keeping:
     """Cost of `keep_host_memory_s`: engines with and without it store the same prompts, in turns
 
     Attributes:
-        tiers: secondary tiers of both.
+        tiers: secondary tiers of both engines.
         lost_percent: percent of the throughput; median over pairs.
-        low, high: 95 % of the medians of resampled pairs lie between them.
-        tokens_s: prompt tokens per second, without it.
-        tier_us: processor time of the tier process for each stored chunk, beyond the other's.
-        core_percent: this as a share of one core while the engine computes.
-        cpu_percent: processor time of all processes beyond the other's, in percent.
-        chunks: stored each time.
+        low, high: bounds of the central 95 % of the medians of resampled pairs.
+        tokens_s: prompt tokens per second without it.
+        tier_us: additional processor time of the tier process per stored chunk, in microseconds.
+        core_percent: the same as a percentage of one core while the engine computes.
+        cpu_percent: additional processor time of all processes, in percent.
+        chunks: number of chunks stored in each run.
     """
 
     tiers: str
@@ -105,7 +105,7 @@ def run(size: str, rounds: int) -> list[FirstHit | Keeping | Machine]:
 
 
 class _Restarts:
-    """Engines that are killed, and start again on what they have left."""
+    """Engines that are killed and restarted on the memory and files they left behind."""
 
     def __init__(self, folder: Path, size: str) -> None:
         self._folder = folder
@@ -114,7 +114,7 @@ class _Restarts:
         self._found: dict[str, list[_Restart]] = {KEPT: [], FILES: [], NOTHING: []}
 
     def restart(self, way: str, number: int, *, is_last: bool) -> None:
-        """Start an engine, ask for the prompts of the engine before, let it answer new ones, and kill it."""
+        """Start an engine, send it the previous engine's prompts and then new ones, and kill it."""
         say(f"start {number}: {way}")
         files = self._folder / "restarted"
         settings = _settings(files if way == FILES else None)
@@ -142,7 +142,7 @@ class _Restarts:
         return _Restart(ready_s, ready_s + first_s, others_s, sum(answer["cached"]), wrong)
 
     def table(self) -> list[FirstHit]:
-        """Return the figures of all ways."""
+        """Return the figures for each way."""
         return [
             FirstHit(
                 way,
@@ -180,7 +180,7 @@ def _keeping(folder: Path, size: str, rounds: int) -> list[Keeping]:
 
 
 def _store(_: str, engine: Engine, number: int) -> Sample:
-    """Have an engine compute prompts and store their chunks; return times and counts until all are stored."""
+    """Send prompts to an engine; return times and counts from then until all chunks are stored."""
     before = _counts(engine)
     prompts = [make_prompt(f"keeping {number} {i}", WORK_TOKENS) for i in range(AT_ONCE)]
     answer = engine.ask("generate", prompts=prompts, output_tokens=OUTPUT_TOKENS)
@@ -198,7 +198,7 @@ def _counts(engine: Engine) -> dict[str, float]:
 
 
 def compare(tiers: str, without: Sequence[Sample], kept: Sequence[Sample]) -> Keeping:
-    """Compare an engine that keeps its memory with one that does not, pair by pair."""
+    """Compare engines that keep their host memory with engines that do not, pair by pair."""
     pairs = [*zip(without, kept, strict=True)]
     lost = [100 * (1 - one.wall_s / two.wall_s) for one, two in pairs]
     tier_s = [two.counts["tier_s"] - one.counts["tier_s"] for one, two in pairs]

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of vLLM's, with its engine, in their own processes."""
+"""vLLM's OpenAI-compatible server and its engine, in separate processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Server:
     Args:
         model: directory of the model, with a tokenizer.
         extra_config: settings of the connector; None for no connector.
-        log: file for their output.
+        log: file for the output of both.
         environment: environment variables of this server alone.
         arguments: further arguments of the server.
 
@@ -76,7 +76,7 @@ class Server:
         self.end_process()
 
     def open(self, path: str, order: Mapping[str, Any] | None = None) -> Any:
-        """Send a request, a POST where there is an order; return the response, which is to be closed."""
+        """Send a request, a POST if there is an order, and return the response. The caller must close it."""
         data = None if order is None else json.dumps(order).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         return urllib.request.urlopen(request, timeout=ANSWER_S)
@@ -87,11 +87,11 @@ class Server:
             raise EngineError(f"the server has ended\n{self.end_of_log()}")
 
     def end_of_log(self) -> str:
-        """Return the last lines that the server has logged."""
+        """Return the last lines of the server's log."""
         return end_of(self._log)
 
     def end_process(self) -> None:
-        """Have the server end in an orderly way, and whatever is left of its group at once."""
+        """Shut the server down, then kill all processes that remain in its group."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
@@ -118,7 +118,7 @@ def free_port() -> int:
 
 
 def add_tokenizer(model: Path) -> None:
-    """Write a tokenizer into a model's directory, without which no server starts: one word for each token."""
+    """Write a tokenizer, with one word per token, into a model's directory. No server starts without one."""
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
@@ -141,13 +141,13 @@ def _command(model: Path, extra_config: Settings | None, more: Mapping[str, Any]
         if isinstance(value, bool):
             command += [flag] * value
         else:
-            # In two words: vLLM does not read the file of --config=FILE.
+            # Passed as two arguments, because vLLM does not read the file of --config=FILE.
             command += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return command
 
 
 def _metadata_of_vllm(folder: Path) -> list[str]:
-    """Return where to find that vLLM is installed, if only a build of another name says so."""
+    """Return a path with vLLM's package metadata if only a build under another name provides them."""
     with suppress(importlib_metadata.PackageNotFoundError):
         importlib_metadata.version("vllm")
         return []

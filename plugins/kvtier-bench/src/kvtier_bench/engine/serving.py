@@ -1,9 +1,9 @@
 """The throughput that an engine loses while a peer reads its chunks over NIXL.
 
-This process is the peer: in every second stretch its own NIXL tier gets chunks of an engine that decodes.
-Engine and reader have a core each, so that the reader takes no time from the engine. The engine's tier
-process answers the reader and may send the bytes. In some stretches it shares the engine's core, in others
-the reader's: then the engine's loss is not caused by a lack of processor time.
+This process is the peer. In every second stretch, its own NIXL tier gets chunks from an engine that is
+decoding. Engine and reader have a core each, so that the reader takes no time from the engine. The engine's
+tier process answers the reader and may send the bytes. In some stretches it shares the engine's core, in
+others the reader's: then the engine's loss is not caused by a lack of processor time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvtier.adapters.vllm._manager import KVTierManager
 
 CONTROL, OF_ENGINE, OF_READER, OWN = "nothing is read", "engine's core", "reader's core", "core of its own"
-_PROMPTS = 16  # those whose chunks are read
+_PROMPTS = 16  # the prompts whose chunks are read
 _DECODES, _DECODE_PROMPT, _DECODE_TOKENS = 4, 64, 128
 _BATCH, _IN_FLIGHT = 8, 2
 _SPACE = 512 * 2**20
@@ -51,10 +51,10 @@ class Lost:
     Attributes:
         tier_process: the core of the engine's tier process; in the control the peer is connected and idle.
         gb_s: GB/s read; median over rounds.
-        lost_percent: percent of the tokens per second right before and after, without reads; median.
-        low, high: 95 % of the medians of resampled rounds lie between them.
+        lost_percent: loss in percent of the tokens per second right before and after, without reads; median.
+        low, high: bounds of the central 95 % of the medians of resampled rounds.
         engine_cpu: processor time of the engine's process per token, divided by the same without reads.
-        tier_s_per_gb: processor seconds of the tier process for each GB.
+        tier_s_per_gb: processor seconds of the tier process per GB.
     """
 
     tier_process: str
@@ -67,7 +67,7 @@ class Lost:
 
 
 class Stretch(NamedTuple):
-    """A stretch of decoding: seconds that passed, processor seconds of both processes, and GB read."""
+    """A stretch of decoding: elapsed seconds, processor seconds of both processes, and GB read."""
 
     wall_s: float
     engine_s: float
@@ -80,10 +80,10 @@ Triple = tuple[Stretch, Stretch, Stretch]
 
 
 def run(model: str, rounds: int, gb_s: float) -> list[Lost | Machine]:
-    """Measure with a peer that reads ``gb_s`` GB/s, or as many as it can.
+    """Measure with a peer that reads ``gb_s`` GB/s, or as fast as it can.
 
     Raises:
-        ConfigError: there is one core only.
+        ConfigError: the machine has only one core.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -113,7 +113,7 @@ def run(model: str, rounds: int, gb_s: float) -> list[Lost | Machine]:
 async def _measure(
     engine: Engine, address: str, cores: Sequence[int], rounds: int, gb_s: float
 ) -> dict[str, list[Triple]]:
-    """Return stretches with reads, each between two without, by the core of the tier process."""
+    """Return stretches, by the core of the tier process. Each stretch with reads lies between two without."""
     prompts = [make_prompt(number, PROMPT_TOKENS) for number in range(_PROMPTS)]
     engine.ask("generate", prompts=prompts, output_tokens=1, together=False)
     engine.ask("settle")
@@ -157,7 +157,7 @@ async def _decode(
     pids: Sequence[int],
     read: Callable[[asyncio.Future[Any]], Awaitable[int]] | None = None,
 ) -> Stretch:
-    """Have the engine decode, and read from it until it has ended."""
+    """Start a decode on the engine, and read from the engine until the decode ends."""
     prompts = [make_prompt(-1 - number, _DECODE_PROMPT) for number in range(_DECODES)]
     before = [processor_s(pid) for pid in pids]
     answer = asyncio.ensure_future(
@@ -176,7 +176,7 @@ async def _read(
     gb_s: float,
     end: asyncio.Future[Any],
 ) -> int:
-    """Get chunks again and again, at a rate, until ``end`` is done; return the bytes."""
+    """Get chunks repeatedly, at a given rate, until ``end`` is done; return the number of bytes."""
     batches = cycle([keys[first : first + _BATCH] for first in range(0, len(keys), _BATCH)])
     started, nbytes = time.perf_counter(), 0
 
@@ -195,7 +195,7 @@ async def _read(
 
 
 def table(found: Mapping[str, Sequence[Triple]]) -> list[Lost]:
-    """Compare each stretch with those before and after it."""
+    """Compare each stretch with the stretches before and after it."""
     rows = []
     for way, triples in found.items():
         lost = [100 * (1 - (one.wall_s + two.wall_s) / 2 / it.wall_s) for one, it, two in triples]
@@ -226,7 +226,7 @@ def _pin(pid: int, core: int) -> None:
 
 
 def served(llm: Any) -> dict[str, Any]:
-    """Return what a peer needs to read from this engine, and the process id of its tier process."""
+    """Return the data that a peer needs to read from this engine, and the id of its tier process."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     manager: KVTierManager = scheduler.connector.connector_scheduler.manager
     executor: ExecutorProcess = manager._driver._submit.__self__  # type: ignore[attr-defined]

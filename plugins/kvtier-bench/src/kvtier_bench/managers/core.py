@@ -1,7 +1,7 @@
-"""The cost of tiering for its owner's thread: microseconds per chunk, compared with vLLM's own managers.
+"""The cost of tiering for the scheduler's thread: microseconds per chunk, compared with vLLM's own managers.
 
-Both are called through vLLM's interface, in turns in one process. All times are processor time of the calling
-thread; other threads and processes do not count.
+Both are called through vLLM's interface, alternately and in one process. All times are processor time of the
+calling thread; other threads and processes do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.keys import OffloadKey
 from kvtier_bench.machine import Machine, files_below, open_folder
 from kvtier_bench.managers.vllm import ManagerDriver, open_kvtier, open_vllm
 
-CHUNK_BYTES = 4096  # the smallest slot: the figures do not depend on its size
+CHUNK_BYTES = 4096  # the smallest slot, because the figures do not depend on its size
 BATCH = 64
 PROMPT = 62
 LARGE = 8192
@@ -49,7 +49,7 @@ class Cost:
 
 
 class MemoryTier:
-    """Stands for the executor and one tier that keeps only keys and answers at once.
+    """Replaces the executor and one tier. It keeps only keys and answers at once.
 
     Attributes:
         events: the events for the owner.
@@ -85,9 +85,9 @@ class Case:
     """One set of measurements.
 
     Attributes:
-        tier: ``none``; ``memory``: keeps only keys and answers at once; ``fs``: files.
-        slots: slots of the primary tier, more than 9,000.
-        rounds: how often each call is measured; the figures are medians.
+        tier: ``none``; ``memory``, which keeps only keys and answers at once; or ``fs``, which keeps files.
+        slots: number of slots of the primary tier, more than 9,000.
+        rounds: number of samples of each call; the figures are medians.
     """
 
     policy: str
@@ -139,7 +139,7 @@ def _costs(case: Case, subjects: Sequence[_Subject]) -> list[Cost]:
 
 
 class _Subject:
-    """A driver, the keys that it was given, and its figures."""
+    """A driver, the keys passed to it, and its figures."""
 
     def __init__(self, driver: ManagerDriver, case: Case) -> None:
         self.samples: dict[tuple[str, str], list[float]] = {}
@@ -149,8 +149,8 @@ class _Subject:
         self._is_full = False
 
     def fill(self) -> None:
-        """Store batches while there is space."""
-        # Some slots are kept free by kvtier for chunks that may land: stop in time.
+        """Store this round's share of batches, while slots are free."""
+        # kvtier keeps some slots free for chunks in flight, so fill only 90 %.
         share = int(self._case.slots * 0.9) // self._case.rounds // BATCH
         self._store(share, "with space free")
         self._driver.end_step()
@@ -161,7 +161,7 @@ class _Subject:
         for what, keys, answer in (("miss", _new_keys(PROMPT * 8), "miss"), ("primary hit", recent, "hit")):
             spent_s = self._resolve(keys, answer, loads=False)
             self._note(f"lookup, {what}, and the end of its step", "us", spent_s / len(keys) * 1e6)
-        if not self._is_full:  # the slots that are left, so that the next store has to evict
+        if not self._is_full:  # Fill the remaining slots, so that the next store has to evict.
             self._is_full = True
             self._store(self._case.slots // 6 // BATCH, None)
         self._store(64, "full")
@@ -171,7 +171,7 @@ class _Subject:
         self._driver.collect()
 
     def _store(self, batches: int, when: str | None) -> None:
-        """Time is taken over many batches, and between them tiers may catch up."""
+        """Store many batches and time the calls. Between batches the tiers may catch up."""
         driver, keep_up = self._driver, 8
         reserve_s = commit_s = step_s = 0.0
         for index in range(batches):
@@ -197,7 +197,7 @@ class _Subject:
             self._note(f"store 64, {when}: {call}", "us", spent_s / batches / BATCH * 1e6)
 
     def _secondary_hits(self) -> None:
-        """Bring back what was evicted long ago."""
+        """Load chunks that were evicted long ago."""
         spent_s = 0.0
         prompts = 16
         for _ in range(prompts):
@@ -206,7 +206,7 @@ class _Subject:
         self._note("secondary hit, until it is pinned for its load", "us", spent_s / prompts / PROMPT * 1e6)
 
     def _resolve(self, keys: Sequence[OffloadKey], expected: str, *, loads: bool) -> float:
-        """Run steps until every key has its final answer; return this thread's seconds."""
+        """Run steps until every key has its final answer; return this thread's processor seconds."""
         driver, request, spent_s = self._driver, self._driver.new_request(), 0.0
         lookup, final = driver.lookup, getattr(driver, expected)
         until_s = time.monotonic() + PATIENCE_S
@@ -228,7 +228,7 @@ class _Subject:
         return spent_s
 
     def _large_store(self) -> None:
-        """One request stores more than any is likely to."""
+        """Measure a request that stores more chunks than a real one is likely to."""
         driver, keys, request = self._driver, _new_keys(LARGE), self._driver.new_request()
         gc.collect()
         reserve_s = _timed(lambda: driver.reserve(keys, request))

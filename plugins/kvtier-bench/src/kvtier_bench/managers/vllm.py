@@ -36,7 +36,7 @@ _NOTHING = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 def open_kvtier(core: Tiering, executor: Any) -> ManagerDriver:
-    """Drive kvtier's bridge over ``core``, whose commands ``executor`` runs."""
+    """Return a driver of kvtier's bridge over ``core``. ``executor`` runs the core's commands."""
     manager = KVTierManager(core, executor)
     return ManagerDriver(manager, lambda: core.is_idle)
 
@@ -46,7 +46,7 @@ def open_vllm(policy: str, tier: str, slots: int, chunk_bytes: int, folder: Path
 
     Args:
         tier: ``none``; ``memory``, vLLM's example tier; or ``fs``.
-        folder: where ``fs`` keeps its files.
+        folder: root directory of ``fs``.
     """
     if tier == "none":
         return ManagerDriver(CPUOffloadingManager(slots, policy), lambda: True)
@@ -60,8 +60,8 @@ def open_vllm(policy: str, tier: str, slots: int, chunk_bytes: int, folder: Path
 class ManagerDriver:
     """Calls a manager as vLLM's scheduler does.
 
-    ``begin`` starts a request, ``load`` pins chunks that were hits, ``reserve`` says whether each chunk got
-    a slot, ``collect`` takes the statistics as an engine does now and then.
+    ``begin`` starts a request, ``load`` pins chunks that were hits, ``reserve`` returns whether each chunk
+    got a slot, and ``collect`` takes the statistics, as an engine does periodically.
     """
 
     hit: object = LookupResult.HIT

@@ -1,8 +1,8 @@
-"""vLLM's own tiering, for benchmarks: with its own copies on a GPU, with kvtier's on the CPU.
+"""vLLM's own tiering, for benchmarks. On a GPU it uses its own copies, on the CPU kvtier's.
 
-vLLM's tiering spec refuses to make a worker on the CPU platform; its scheduler side, its region and its tiers
-run there. The worker here copies with kvtier's engine for the CPU. So both sides of a comparison copy alike,
-and differ in their rules, their tiers and their threads.
+vLLM's tiering spec refuses to make a worker on the CPU platform, although its scheduler side, its region and
+its tiers work there. The worker in this module copies with kvtier's CPU engine. So both sides of a comparison
+copy in the same way, and differ only in their rules, tiers and threads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvtier.adapters.vllm._worker import KVTierWorker, as_blocks, as_kv_caches
 
 
 class NativeTieringSpec(TieringOffloadingSpec):
-    """vLLM's tiering spec, unchanged but for its worker on the CPU."""
+    """vLLM's tiering spec, with a different worker on the CPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """See vLLM, which asks once."""
+        """Return the worker. vLLM calls this once."""
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         caches = as_kv_caches(kv_caches)
@@ -50,7 +50,7 @@ class NativeTieringSpec(TieringOffloadingSpec):
 
 
 class _NativeRegion:
-    """vLLM's region as kvtier's copy engine sees one."""
+    """Adapts vLLM's region to kvtier's copy engine."""
 
     def __init__(self, region: SharedOffloadRegion, slots: int, chunk_bytes: int) -> None:
         self.slots = slots
@@ -66,7 +66,7 @@ class _NativeRegion:
 
 
 class _NativeWorker(KVTierWorker):
-    """Copies where vLLM's manager says."""
+    """Copies between the blocks and slots that vLLM's manager chose."""
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         chunks = as_blocks(src_spec).slots_needed(self._blocks_per_chunk)

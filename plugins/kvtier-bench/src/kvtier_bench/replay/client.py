@@ -19,7 +19,7 @@ _CONNECT_S: Final = 30.0
 _FAILURES: Final = (aiohttp.ClientError, TimeoutError, ValueError, msgspec.MsgspecError)
 _WARM_UPS: Final = 2
 _WARM_UP_TOKENS: Final = 64
-# Each attempt leaves out more of the fields that a server may not know.
+# Each attempt omits more of the fields that a server may not know.
 _DIALECTS: Final[Sequence[tuple[str, Mapping[str, Any]]]] = (
     ("token ids", {"ignore_eos": True, "stream_options": {"include_usage": True}}),
     ("text", {"ignore_eos": True, "stream_options": {"include_usage": True}}),
@@ -51,12 +51,12 @@ class RequestOutcome:
     """The outcome of one request.
 
     Attributes:
-        late_s: seconds between its due time and its sending.
-        ttft_s: seconds from its sending to the first piece of the answer.
-        gaps_s: seconds between the pieces.
-        tokens: tokens of the answer.
+        late_s: seconds between the due time and the sending of the request.
+        ttft_s: seconds from the sending to the first piece of the answer.
+        gaps_s: seconds between pieces.
+        tokens: number of tokens in the answer.
         first_at: monotonic time of the first piece.
-        error: why it failed.
+        error: reason of a failure.
     """
 
     late_s: float
@@ -71,9 +71,9 @@ class Client:
     """Sends completions to one server. Made by ``connect``.
 
     Attributes:
-        url: of the server.
-        prompts: how prompts are sent: as token ids, or as text, one word for each token.
-        longest: tokens that a request may have, if the server says so.
+        url: address of the server.
+        prompts: form of the prompts: token ids, or text with one word per token.
+        longest: maximum number of tokens in a request, if the server reports it.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -85,10 +85,10 @@ class Client:
         self.longest: int | None = None
 
     async def connect(self) -> None:
-        """Find the model, and how the server takes prompts; the requests for that warm it up, too.
+        """Find the model and the form of prompts that the server accepts. These requests also warm it up.
 
         Raises:
-            KVTierError: it does not answer, or takes no completions.
+            KVTierError: the server does not answer or does not accept completions.
         """
         try:
             async with self._session.get(f"{self.url}/v1/models") as response:
@@ -109,7 +109,7 @@ class Client:
         raise KVTierError(f"{self.url} does not answer a completion: {failure}")
 
     async def metrics(self) -> str | None:
-        """Return the page of the server's metrics, if there is one."""
+        """Return the server's metrics page, if there is one."""
         try:
             async with self._session.get(f"{self.url}/metrics") as response:
                 return await response.text() if response.status == 200 else None
@@ -117,7 +117,7 @@ class Client:
             return None
 
     async def complete(self, prompt: Sequence[int], tokens: int, due: float | None = None) -> RequestOutcome:
-        """Send one request and read its answer to the end. An error is part of the answer.
+        """Send one request and return its complete answer. An error is recorded in the answer.
 
         Args:
             due: monotonic time when the request is due.
@@ -139,7 +139,7 @@ class Client:
 
 
 async def _read(response: aiohttp.ClientResponse, answer: RequestOutcome, sent: float) -> None:
-    """Read a stream of pieces into an answer."""
+    """Read a stream of pieces and record them in an answer."""
     last = sent
     usage: _Usage | None = None
     async for line in response.content:
@@ -165,7 +165,7 @@ async def _read(response: aiohttp.ClientResponse, answer: RequestOutcome, sent: 
 
 
 def session() -> aiohttp.ClientSession:
-    """Return what holds the connections, as many as there are requests."""
+    """Return an HTTP session without a limit on its connections."""
     key = os.environ.get("OPENAI_API_KEY")
     return aiohttp.ClientSession(
         headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),

@@ -1,4 +1,4 @@
-"""A server's metrics of a replay: prompt tokens by their source, and bytes by tier."""
+"""A server's metrics during a replay: prompt tokens by source, and bytes by tier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Counters:
     """The metrics of a server at one time.
 
     Args:
-        page: in Prometheus' text format; None if the server has no metrics.
+        page: metrics in Prometheus' text format; None if the server has no metrics.
     """
 
     def __init__(self, page: str | None) -> None:
@@ -37,14 +37,14 @@ class Counters:
 
     @property
     def left_out(self) -> Sequence[str]:
-        """The figures without a metric of the server."""
+        """The figures for which the server has no metric."""
         return [figure for figure, metrics in _FIGURES.items() if not any(map(self._has, metrics))]
 
     def tokens(self, earlier: Counters) -> dict[str, float]:
-        """Return prompt tokens since an earlier time: computed, of the device's cache, and of each tier.
+        """Return prompt tokens since an earlier time: computed, from the device's cache, and from each tier.
 
-        Tokens from the tiers are divided as the chunks are that each has given. Empty where the server does
-        not tell what it computed.
+        Tokens from tiers are divided in proportion to the chunks that each tier returned. The result is empty
+        if the server does not report the computed tokens.
         """
         if self._has(_BY_SOURCE):
             by_source = self._since(earlier, "source", _BY_SOURCE)
@@ -62,9 +62,10 @@ class Counters:
         return {COMPUTED: computed, DEVICE: local, **of_tiers}
 
     def bytes_of(self, tier: str, earlier: Counters) -> tuple[float | None, float | None, float | None]:
-        """Return the bytes that a tier gave and took since an earlier time, and the bytes that it holds now.
+        """Return the bytes read from and written to a tier since an earlier time, and the bytes it holds.
 
-        The primary tier gives and takes by copies to and from the device. None: the server has no metric.
+        For the primary tier, these are the copies to and from the device. A figure is None if the server has
+        no metric for it.
         """
         given, taken, key = (_COPIED_IN, _COPIED_OUT, "") if tier == PRIMARY else (_READ, _WRITTEN, tier)
         read, written = (self._since(earlier, "tier", name).get(key) for name in (given, taken))
@@ -72,7 +73,7 @@ class Counters:
 
     @property
     def tiers(self) -> Sequence[str]:
-        """The tiers that the server has."""
+        """The server's tiers."""
         found = self._snapshot.by("tier", _USED) | self._snapshot.by("tier", _WRITTEN)
         return sorted(found, key=lambda tier: (tier != PRIMARY, tier))
 

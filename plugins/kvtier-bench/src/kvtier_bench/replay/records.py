@@ -43,13 +43,13 @@ class Served:
     """Requests and tokens
 
     Attributes:
-        prompts: how they were sent.
-        failed: failed requests, and why they failed.
-        late: requests sent more than 50 ms after their time, and the largest delay.
-        tokens_s: tokens of answers per second.
+        prompts: form in which prompts were sent.
+        failed: number of failed requests, and the reasons.
+        late: number of requests sent more than 50 ms late, and the largest delay.
+        tokens_s: answer tokens per second.
         computed: prompt tokens that the server computed.
         recomputed: computed tokens that an earlier prompt had begun with; None if requests failed.
-        left_out: figures without a metric of the server.
+        left_out: figures for which the server has no metric.
     """
 
     server: str
@@ -74,12 +74,12 @@ class Served:
         reusable: int,
         left_out: Sequence[str],
     ) -> Served:
-        """Return the sums.
+        """Return the totals.
 
         Args:
             tokens: prompt tokens by source.
             reusable: prompt tokens that an earlier prompt began with.
-            left_out: figures without a metric of the server.
+            left_out: figures for which the server has no metric.
         """
         reasons = Counter(answer.error.partition(":")[0] for answer in answers if answer.error)
         late = [answer.late_s for answer in answers if answer.late_s > LATE_S]
@@ -147,5 +147,5 @@ def hit_percent(tokens: Mapping[str, float]) -> float | None:
 
 
 def percentile_ms(seconds: Sequence[float], percent: int) -> float:
-    """Return the value that ``percent`` of the values do not exceed, in milliseconds."""
+    """Return a percentile of durations in seconds, converted to milliseconds."""
     return sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)] * 1e3

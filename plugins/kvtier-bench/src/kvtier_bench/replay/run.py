@@ -1,4 +1,4 @@
-"""A trace replayed through a running server, or through servers started here, one after the other."""
+"""Replays a trace through a running server, or through servers that it starts one after the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvtier_bench.simulate.trace import TimedLine, read_lines
 
 __all__ = ["Scale", "run"]
 
-DEVICE_SHARE, PRIMARY_SHARE = 0.1, 0.3  # of all different tokens
+DEVICE_SHARE, PRIMARY_SHARE = 0.1, 0.3  # fraction of all different tokens
 
 
 def run(
@@ -44,14 +44,15 @@ def run(
     """Replay.
 
     Args:
-        requests: how many of the trace.
-        url: of a running server; None to start one for each of ``configs``.
-        configs: files with settings, or ``none``; by default no connector, and kvtier over files.
-        root: where to put files of tiers.
-        model: size of the model of the servers that are started.
+        requests: number of requests from the trace.
+        url: address of a running server; None to start one for each of ``configs``.
+        configs: files with settings, or ``none``; by default one server without a connector and one with
+            kvtier over files.
+        root: directory for the files of tiers.
+        model: size of the model of the started servers.
 
     Raises:
-        KVTierError: the trace or a configuration is none, or a server does not answer.
+        KVTierError: the trace or a configuration is invalid, or a server does not answer.
     """
     if url is not None and configs:
         raise KVTierError("both --url and --config are given: a running server has its configuration")
@@ -116,5 +117,5 @@ def _replay_each(
 
 
 def _blocks(work: Workload) -> int:
-    """Return about how many blocks the different tokens of all prompts fill."""
+    """Return the approximate number of blocks that the distinct tokens of all prompts fill."""
     return work.different_chunks * work.tokens_per_chunk // BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""Sends the requests of a replay at their times, and measures how the server copes."""
+"""Sends the requests of a replay at their due times, and measures the server's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtier_bench.replay.records import (
 from kvtier_bench.replay.workload import Scale, TraceRequest
 
 _INTERVALS, _INTERVAL_S = 24, 2.0
-_STEP = [2, 3]  # has the engine tell what it did last; it fills no block
+_STEP = [2, 3]  # Makes the engine report its last step. It is shorter than a block.
 
 
 async def replay(
@@ -33,11 +33,11 @@ async def replay(
     """Send the requests to a server and return its figures.
 
     Args:
-        name: of the server, for the figures.
-        longest: tokens of the longest request and its answer.
+        name: name of the server in the figures.
+        longest: number of tokens in the longest request and its answer.
 
     Raises:
-        KVTierError: the server does not answer, or takes no request of this length.
+        KVTierError: the server does not answer or does not accept a request of this length.
     """
     async with session() as opened:
         client = Client(opened, url)
@@ -50,7 +50,7 @@ async def replay(
 
 
 def too_long(longest: int, bears: int, scale: Scale) -> KVTierError:
-    """Return the error that tells of requests longer than a server takes."""
+    """Return an error about requests that are longer than a server accepts."""
     fits = scale.tokens_per_chunk * bears // longest - 1
     return KVTierError(
         f"the longest request has {longest} tokens, and the server takes {bears}: "
@@ -74,7 +74,7 @@ class _Sender:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Send all, and wait for the answers."""
+        """Send all requests and wait for the answers."""
         self._first = self._last = Counters(await self._client.metrics())
         self._started = self._noted = time.monotonic()
         async with asyncio.TaskGroup() as group:
@@ -112,7 +112,8 @@ class _Sender:
     async def _send(self) -> None:
         async with asyncio.TaskGroup() as group:
             for request in self._requests:
-                prompt = self._scale.prompt(request)  # before it is due
+                # Made before the due time, so that it does not delay the request.
+                prompt = self._scale.prompt(request)
                 due = self._started + request.at_s
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 group.create_task(self._ask(prompt, request.output_tokens, due))
@@ -128,7 +129,7 @@ class _Sender:
             self._note(Counters(await self._client.metrics()))
 
     def _note(self, now: Counters) -> None:
-        """Take down what happened since the last time, and say it."""
+        """Record the figures since the last call, and print them."""
         at, tokens = time.monotonic(), now.tokens(self._last)
         ttft = [answer.ttft_s for answer in self._answers if self._noted < answer.first_at <= at]
         row = Interval(

@@ -1,12 +1,12 @@
 """The requests of a replay: whole conversations of a trace, scaled in time and length.
 
-- All times are divided by one number, so pauses keep their proportions: to each other, and to the bytes that
-  other requests bring meanwhile.
-- Each chunk of the trace becomes ``tokens_per_chunk`` tokens, the same for each occurrence of its id: prompts
-  share as much as before. Lengths are divided by the same number, and none is cut off.
-- A smaller number of requests is chosen by conversation, with all turns, over the trace's whole time. A chunk
-  of more than 50 requests and one in a hundred, such as a system prompt, does not join requests to a
-  conversation.
+- All times are divided by the same number. So pauses keep their proportions, both to each other and to the
+  bytes that other requests store meanwhile.
+- Each chunk of the trace becomes ``tokens_per_chunk`` tokens, which are the same for each occurrence of its
+  id. So prompts share as much as before. All lengths are scaled in proportion, and no request is truncated.
+- If fewer requests are wanted, whole conversations are chosen, spread over the duration of the trace. A chunk
+  that occurs in more than 50 requests and more than 1 % of them, such as a system prompt, does not join
+  requests into a conversation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TraceRequest:
     """One request.
 
     Attributes:
-        at_s: when it is sent, in seconds since the first one.
-        ids: of the chunks of its prompt.
-        prompt_tokens, output_tokens: lengths.
+        at_s: due time in seconds since the first request.
+        ids: ids of the chunks of its prompt.
+        prompt_tokens, output_tokens: number of tokens.
     """
 
     at_s: float
@@ -63,7 +63,7 @@ class Workload:
 
 
 def conversations(lines: Sequence[TimedLine]) -> list[list[int]]:
-    """Return the indices of each conversation's lines."""
+    """Return the line indices of each conversation."""
     used = Counter(id_ for line in lines for id_ in set(line.hash_ids))
     most = max(_SHARED_BY, len(lines) * _SHARED_BY_PERCENT / 100)
     found: dict[object, list[int]] = defaultdict(list)
@@ -77,9 +77,9 @@ class Scale:
     """Chooses requests and scales them.
 
     Args:
-        speed: times are divided by it.
-        tokens_per_chunk: number of tokens for a chunk of the trace, which has 512.
-        seed: seed of the choice of conversations, and of the tokens.
+        speed: divisor of all times.
+        tokens_per_chunk: number of tokens for each chunk of the trace, which stands for 512.
+        seed: seed for the choice of conversations and for the tokens.
     """
 
     def __init__(self, speed: float, tokens_per_chunk: int, seed: int) -> None:
@@ -103,7 +103,7 @@ class Scale:
         ]
 
     def prompt(self, request: TraceRequest) -> list[int]:
-        """Return the tokens of a request's prompt. Tokens behind its last chunk are of this request alone."""
+        """Return the tokens of a request's prompt. Tokens after its last chunk are unique to the request."""
         tokens = [token for id_ in request.ids for token in self._chunk(id_)]
         if len(tokens) < request.prompt_tokens:
             behind = make_prompt(f"{self.seed} behind {request}", request.prompt_tokens - len(tokens))
@@ -111,10 +111,10 @@ class Scale:
         return tokens[: request.prompt_tokens]
 
     def describe(self, trace: str, requests: Sequence[TraceRequest], of: int) -> Workload:
-        """Return what the requests are.
+        """Return a summary of the requests.
 
         Args:
-            of: requests that the trace has.
+            of: number of requests in the trace.
         """
         prompt_tokens = sum(request.prompt_tokens for request in requests)
         reusable = sum(self.reusable(requests))
@@ -134,7 +134,7 @@ class Scale:
         )
 
     def reusable(self, requests: Sequence[TraceRequest]) -> Iterator[int]:
-        """Yield for each request how many tokens of its prompt are the beginning of an earlier one."""
+        """Yield, for each request, the number of leading prompt tokens that an earlier prompt begins with."""
         seen: set[int | str] = set()
         for request in requests:
             known = next((at for at, id_ in enumerate(request.ids) if id_ not in seen), len(request.ids))
@@ -142,7 +142,7 @@ class Scale:
             seen.update(request.ids)
 
     def _choose(self, lines: Sequence[TimedLine], count: int) -> list[int]:
-        """Return indices of the lines of whole conversations; of the last one perhaps not all turns."""
+        """Return the line indices of whole conversations; the last one may lack some turns."""
         groups = conversations(lines)
         random.Random(self.seed).shuffle(groups)
         return [index for group in groups for index in group][:count]

@@ -1,4 +1,7 @@
-"""A trace against the file tier's eviction: its own planning and learning, over ages instead of files."""
+"""Simulates the file tier's eviction on a trace.
+
+It uses the tier's own planning and learning, with ages instead of files.
+"""
 
 from __future__ import annotations
 

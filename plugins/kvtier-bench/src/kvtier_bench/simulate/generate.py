@@ -1,4 +1,4 @@
-"""Generated traces: the same name, seed and number of requests give the same trace."""
+"""Generated traces. The same name, seed and number of requests give the same trace."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Workload:
     Attributes:
         heads: number of shared heads (system prompts, tools, documents).
         head_chunks: longest head, in chunks; the mean is half of it.
-        skew: exponent of the heads' popularity; 0: all are equally popular.
+        skew: exponent of the heads' popularity; 0 makes all equally popular.
         turns: mean number of turns.
         turn_chunks: longest turn, in chunks.
-        active: number of conversations at a time, and of requests between two turns of one.
+        active: number of concurrent conversations, and of requests between two turns of a conversation.
     """
 
     heads: int = 50
@@ -36,8 +36,8 @@ class Source:
     """Draws the requests of a workload.
 
     Attributes:
-        random: where all chance comes from.
-        ids: chunks that were in no request before.
+        random: source of all random numbers.
+        ids: ids of chunks that no request has used yet.
     """
 
     workload: Workload
@@ -63,7 +63,7 @@ class Source:
             yield prompt
 
     def new(self, longest: int) -> Request:
-        """Return new chunks, ``longest`` of them at most."""
+        """Return at most ``longest`` new chunks."""
         return [next(self.ids) for _ in range(self.random.randint(1, longest))]
 
 
@@ -72,7 +72,10 @@ def _heads(source: Source) -> Iterator[Request]:
 
 
 def _scans(source: Source) -> Iterator[Request]:
-    """Every 15th request is a long prompt that never comes again; now and then 100 of them in a row."""
+    """Yield a workload in which every 15th request is a long prompt that never recurs.
+
+    Sometimes 100 of them arrive in a row.
+    """
     for prompt in source.requests():
         yield prompt
         burst = source.random.random()
@@ -81,7 +84,7 @@ def _scans(source: Source) -> Iterator[Request]:
 
 
 def _loops(source: Source) -> Iterator[Request]:
-    """Half of the requests go through a set of documents, round and round."""
+    """Yield a workload in which half of the requests cycle through a set of documents."""
     documents = [source.new(60) for _ in range(400)]
     for index, prompt in enumerate(source.requests()):
         yield prompt
@@ -89,7 +92,10 @@ def _loops(source: Source) -> Iterator[Request]:
 
 
 def _shifts(source: Source) -> Iterator[Request]:
-    """Every 4,000 requests everything changes: heads, popularity, turns, number of conversations."""
+    """Yield a workload that changes completely every 4,000 requests.
+
+    The heads, their popularity, the turns and the number of conversations change.
+    """
     random = source.random
     while True:
         source.workload = replace(
@@ -104,13 +110,16 @@ def _shifts(source: Source) -> Iterator[Request]:
 
 
 def _agents(source: Source) -> Iterator[Request]:
-    """Tool calls: many short turns at short intervals, a few agents at a time; and long heads."""
+    """Yield tool calls: many short turns at short intervals, few agents at a time, and long heads."""
     source.workload = Workload(heads=20, head_chunks=40, turns=15.0, turn_chunks=4, active=40)
     return source.requests()
 
 
 def _drift(source: Source) -> Iterator[Request]:
-    """Documents that are asked about for a while: a new one every 5 requests, popular for some hundred."""
+    """Yield questions about documents.
+
+    A new one appears every 5 requests and is popular for some hundred requests.
+    """
     random, documents = source.random, [source.new(60) for _ in range(200)]
     for index, prompt in enumerate(source.requests()):
         if index % 5 == 0:

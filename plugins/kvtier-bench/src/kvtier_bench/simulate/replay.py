@@ -1,4 +1,4 @@
-"""A trace against a policy as the core drives it, and against the offline optimum."""
+"""Replays a trace against a policy, as the core drives it, and against the offline optimum."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def replay(
 ) -> Iterator[tuple[int, int]]:
     """Yield, for each request, how many chunks are loaded and how many are stored.
 
-    A request loads the unbroken run of chunks behind its device hits. Then it stores what is absent, or
-    as much from the front as there is room for, since its own chunks are not evicted for it. ``step`` is
-    how many chunks are stored at once, 0 for all: what was stored before may be evicted between two steps.
+    A request loads the unbroken run of chunks behind its device hits. Then it stores the missing chunks, or
+    only the leading ones if there is no room for all, because its own chunks are not evicted for it. ``step``
+    is the number of chunks stored at once, 0 for all. Chunks stored earlier may be evicted between two steps.
     """
     policy.resize(capacity)
-    resident: dict[OffloadKey, Run] = {}  # by the run that has used each chunk last
+    resident: dict[OffloadKey, Run] = {}  # the run that used each chunk last
     uses = 0
     for keys, on_device in zip(requests, device_hits, strict=True):
         places = {key: place for place, key in enumerate(keys)}
@@ -48,7 +48,7 @@ def replay(
 
 
 def _make_room(policy: EvictionPolicy, resident: dict[OffloadKey, Run], short: int, run: Run) -> None:
-    """Evict what is short, but none of a run, as the core does."""
+    """Evict as many chunks as are needed, but none of a run, as the core does."""
     spared: list[OffloadKey] = []
     while short > 0 and len(policy):
         evicted = policy.evict(min(short, len(policy)))
@@ -61,19 +61,20 @@ def _make_room(policy: EvictionPolicy, resident: dict[OffloadKey, Run], short: i
 
 
 def device_hits(requests: Requests, capacity: int) -> list[int]:
-    """Return how many leading chunks of each request a device cache of ``capacity`` chunks has (LRU)."""
+    """Return how many leading chunks of each request an LRU device cache of ``capacity`` chunks holds."""
     nothing = [0] * len(requests)
     return [found for found, _ in replay(LRU(), requests, nothing, capacity)] if capacity else nothing
 
 
 def optimum(requests: Requests, device_hits: Sequence[int], capacity: int) -> int:
-    """Return how many chunks an oracle would load; no policy loads more.
+    """Return the number of chunks that an oracle would load. No policy loads more.
 
-    Belady's rule with bypass: of the chunks that will be asked for again, those whose next use is nearest
-    are kept, but none that the device cache will hold by then.
+    Belady's rule with bypass: of the chunks that will be requested again, those with the nearest next use are
+    kept. Chunks that the device cache will hold by then are not.
     """
     next_uses = _next_uses(requests, device_hits)
-    kept: set[int] = set()  # next uses: request, and depth in it, so that a prompt's tail goes first
+    # Next uses, by request and by depth in the prompt, so that a prompt's tail is evicted first.
+    kept: set[int] = set()
     by_distance: list[int] = []
     loaded = 0
     for index, keys in enumerate(requests):
@@ -90,7 +91,7 @@ def optimum(requests: Requests, device_hits: Sequence[int], capacity: int) -> in
 
 
 def _next_uses(requests: Requests, device_hits: Sequence[int]) -> list[list[int]]:
-    """Return for each chunk of each request where it is asked of the host next, else 0."""
+    """Return, for each chunk of each request, its next use that reaches the host, or 0 if there is none."""
     following: dict[OffloadKey, int] = {}
     found: list[list[int]] = []
     for index in range(len(requests) - 1, -1, -1):

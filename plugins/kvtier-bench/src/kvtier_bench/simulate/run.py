@@ -1,4 +1,4 @@
-"""Every policy at every capacity over one trace, compared with the offline optimum."""
+"""Simulates every policy at every capacity on one trace, compared with the offline optimum."""
 
 from __future__ import annotations
 
@@ -65,10 +65,12 @@ def run(
     seed: int,
     step_tokens: int = 0,
 ) -> list[Simulated | Source]:
-    """Simulate each policy at each capacity; ``step_tokens`` of a prompt are stored at once, 0 for all.
+    """Simulate each policy at each capacity.
+
+    ``step_tokens`` is the number of prompt tokens stored at once; 0 means all.
 
     Raises:
-        KVTierError: the trace cannot be read, a policy is not installed or raises, or a size is wrong.
+        KVTierError: the trace cannot be read, a policy is not installed or raises, or a size is invalid.
     """
     policies = policies or [*sorted({info.name for info in plugins.installed(plugins.POLICIES)}), FILES]
     for policy in set(policies) - {FILES}:
@@ -137,7 +139,7 @@ def _simulate(
 ) -> Result:
     if name == OPTIMUM:
         return optimum(requests, hits, capacity), None
-    # With a slot for every chunk nothing leaves, and tables for more slots would only take memory.
+    # With a slot for every chunk nothing is evicted. Tables for more slots would only take memory.
     capacity = min(capacity, len({key for keys in requests for key in keys}))
     if name == FILES:
         return _sums(replay_files(requests, hits, capacity))
@@ -146,7 +148,7 @@ def _simulate(
     )
     try:
         return _sums(replay(policy, requests, hits, capacity, step))
-    except Exception as error:  # a plug-in may raise anything
+    except Exception as error:  # A plug-in may raise any exception.
         raise ConfigError(f"--policy {name}: it raised {type(error).__name__}: {error}") from error
 
 

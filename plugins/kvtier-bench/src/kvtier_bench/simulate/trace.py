@@ -1,4 +1,4 @@
-"""Traces of requests, read from a file. A large trace is reduced to a sample of its chunks."""
+"""Traces of requests, read from a file. Large traces are reduced to a sample of their chunks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import msgspec
 from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey, pack_key
 
-MAX_LOOKUPS = 800_000  # of one trace; some seconds for each policy and capacity
-_RECENT_IDS = 1 << 18  # whose keys are not computed again: 50 MB, however many different ones come
+MAX_LOOKUPS = 800_000  # lookups of one trace: some seconds for each policy and capacity
+# Keys of these ids are cached. This bounds the cache to 50 MB for any number of distinct ids.
+_RECENT_IDS = 1 << 18
 
 
-CHUNK_TOKENS: Final = 512  # that an id of a trace stands for
+CHUNK_TOKENS: Final = 512  # number of tokens that an id of a trace stands for
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -30,7 +31,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class TimedLine(Line, frozen=True):
-    """A request with its time, in milliseconds, and its lengths, in tokens."""
+    """A request with its time in milliseconds and its lengths in tokens."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: _Count
@@ -47,12 +48,12 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The chunks that each request asks for, in the order of its prompt.
+    """The chunks that each request looks up, in the order of its prompt.
 
     Attributes:
         requests: the keys of each request, of sampled chunks only.
-        sampled: one in ``sampled`` chunks counts.
-        lookups: chunks asked for, those that are not sampled included.
+        sampled: one in ``sampled`` chunks is in the sample.
+        lookups: number of chunks looked up, including those not in the sample.
     """
 
     requests: list[list[OffloadKey]]
@@ -61,15 +62,16 @@ class Trace:
 
     @property
     def unique(self) -> int:
-        """The number of different chunks, estimated where the trace is sampled."""
+        """The number of distinct chunks, estimated if the trace is sampled."""
         return len({key for keys in self.requests for key in keys}) * self.sampled
 
     @property
     def excess(self) -> float:
-        """Look-ups in the sample beyond its share of all.
+        """Number of lookups in the sample beyond its expected share.
 
-        A chunk that every request begins with is in the sample or not, and weighs too much or too little.
-        It hits in whatever cache comes first, so hits there are corrected by this number (SHARDS-adj).
+        A chunk that every request begins with is either in the sample or not, and so has too much or too
+        little weight. It hits in the first cache, whose hits are therefore corrected by this number
+        (SHARDS-adj).
         """
         return sum(map(len, self.requests)) - self.lookups / self.sampled
 
@@ -78,7 +80,7 @@ def read(path: Path) -> Iterator[Sequence[int | str]]:
     """Yield the chunks of each request: ``hash_ids`` of each line, as in Mooncake's traces.
 
     Raises:
-        KVTierError: a line has none.
+        KVTierError: a line has no such field.
     """
     return (line.hash_ids for line in read_lines(path, Line))
 
@@ -104,10 +106,10 @@ def read_lines(path: Path, kind: type[LineT]) -> Iterator[LineT]:
 
 
 def sample(requests: Iterable[Sequence[int | str]], max_lookups: int = MAX_LOOKUPS) -> Trace:
-    """Return the trace, of as many chunks as give at most ``max_lookups``.
+    """Return the trace, sampled so that it has at most ``max_lookups`` lookups.
 
-    Chunks are sampled by their hash, so all uses of a chunk are in the sample or none: a cache of
-    1/n of the size sees the sample as the whole cache sees the whole trace (SHARDS, FAST 2015).
+    Chunks are sampled by their hash, so the sample contains all uses of a chunk or none. A cache of 1/n of
+    the size then behaves on the sample as the whole cache does on the whole trace (SHARDS, FAST 2015).
     """
     key_of = lru_cache(_RECENT_IDS)(_key)
     kept: list[list[OffloadKey]] = []

@@ -43,7 +43,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Room:
-    """The room of a tier."""
+    """The capacity of a tier."""
 
     tier: str
     capacity: Bytes
@@ -54,7 +54,7 @@ class Room:
 
 @dataclass(frozen=True)
 class LoadTime:
-    """Seconds until a prompt is on the device, by where it comes from."""
+    """Seconds until a prompt is on the device, by its source."""
 
     tokens: int
     loaded: Bytes
@@ -163,11 +163,11 @@ def sizes_of(
     Args:
         config: the model's configuration.
         name: for the report.
-        shape: tensor-parallel workers, dtype of the KV cache and tokens of a block.
-        room: bytes of host memory and of files, and tokens of a conversation.
-        concurrency: conversations of that length that take turns.
-        speeds: bytes a second from memory and from files (None: measured in ``root``), and tokens a second
-            of the engine, if known.
+        shape: tensor-parallel workers, dtype of the KV cache, and tokens per block.
+        room: bytes of host memory and of files, and tokens per conversation.
+        concurrency: number of conversations of that length that take turns.
+        speeds: bytes per second from memory and from files (None: measured in ``root``), and tokens per
+            second of the engine, if known.
         root: directory of the files.
     """
     made, (memory, disk, context) = shape_of(config, *shape), room
@@ -193,7 +193,7 @@ def sizes_of(
 
 
 def _copies(shape: ModelShape) -> int:
-    """Return the copies of a page that a slot keeps: canonical pages have none twice."""
+    """Return the number of copies of a page in a slot. Canonical pages have only one."""
     return shape.workers // shape.copies if _is_canonical(shape) else shape.workers
 
 
@@ -235,7 +235,7 @@ def _needs(memory: int, disk: int, root: Path, chunk_bytes: int) -> Iterator[Nee
 
 
 def _locked_need(wanted_bytes: int) -> Need:
-    """Return what pinning the primary tier needs of the limit of locked memory."""
+    """Return the limit of locked memory that pinning the primary tier needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has = MOST_BYTES if limit == resource.RLIM_INFINITY else limit
     remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1"
@@ -243,7 +243,7 @@ def _locked_need(wanted_bytes: int) -> Need:
 
 
 def _conversations_need(concurrency: int, each: LoadTime, memory: int) -> Need:
-    """Return what the conversations that take turns need of the primary tier."""
+    """Return the primary tier's size that conversations in turns need."""
     name = f"room for {concurrency} conversations of {each.tokens} tokens"
     remedy = "raise --memory, or expect their turns to load from the files"
     return Need(PRIMARY, name, concurrency * each.loaded, memory, "cpu_bytes_to_use", remedy)
@@ -252,7 +252,7 @@ def _conversations_need(concurrency: int, each: LoadTime, memory: int) -> Need:
 def _configuration(
     shape: ModelShape, memory: int, disk: int, root: Path, conversation: LoadTime
 ) -> dict[str, Any]:
-    """Return a ``kv_transfer_config`` with these sizes, and no setting that may keep its default."""
+    """Return a ``kv_transfer_config`` with these sizes. It omits settings that can keep their defaults."""
     settings: dict[str, Any] = {"spec_name": "KVTierOffloadingSpec", "cpu_bytes_to_use": _unit(memory)}
     if (share := conversation.loaded / memory) > _DEFAULT_BUDGET:
         settings["promotion_budget"] = min(0.75, -(-share * 100 // 5) * 0.05)

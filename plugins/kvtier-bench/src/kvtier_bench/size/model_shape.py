@@ -45,11 +45,11 @@ class LayerGroup:
     """Layers that share blocks.
 
     Attributes:
-        kind: of attention, or "state".
+        kind: kind of attention, or "state".
         layers: number of layers with a page in each block.
-        page_bytes: of a block in one layer of one worker.
-        block_tokens: tokens of a block.
-        window: tokens that a prefix needs of this group; None: all.
+        page_bytes: bytes of a block in one layer of one worker.
+        block_tokens: tokens per block.
+        window: number of tokens that a prefix needs from this group; None for all.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class LayerGroup:
     window: int | None = None
 
     def tokens_of(self, prompt_tokens: int) -> int:
-        """Return the tokens whose blocks a load of a prompt needs."""
+        """Return the number of tokens whose blocks are needed to load a prompt."""
         return prompt_tokens if self.window is None else min(prompt_tokens, self.window)
 
 
@@ -69,12 +69,12 @@ class ModelShape:
 
     groups: tuple[LayerGroup, ...]
     workers: int
-    copies: int  # workers that hold the same bytes
-    pages_per_block: int  # of a worker: the largest group's layers
+    copies: int  # number of workers that hold the same bytes
+    pages_per_block: int  # bytes per worker, which are those of the largest group's layers
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in one worker: all groups share tensors, so all have the same."""
+        """Bytes of a block in one worker. They are equal for all groups, because groups share tensors."""
         return max(group.page_bytes for group in self.groups) * self.pages_per_block
 
     @property
@@ -83,7 +83,7 @@ class ModelShape:
 
 
 def read_config(model: str) -> Config:
-    """Return the configuration of a model: a file, a folder, or a name in the hub's local cache."""
+    """Return the configuration of a model, given as a file, a folder, or a name in the hub's local cache."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
@@ -113,7 +113,7 @@ def _cached(name: str) -> Path:
 
 
 def shape_of(config: Config, tp: int, dtype: str, block_tokens: int) -> ModelShape:
-    """Return the KV cache of a model; ConfigError if its kind of cache is not known here."""
+    """Return the KV cache of a model. Raise ConfigError if its kind of cache is unknown."""
     if unknown := [name for name in _UNKNOWN if config.get(name)]:
         raise ConfigError(
             f"the cache of {config.get('model_type')} is not known here ({unknown[0]}): see the engine's log"
@@ -131,7 +131,7 @@ def shape_of(config: Config, tp: int, dtype: str, block_tokens: int) -> ModelSha
 @dataclass(frozen=True, slots=True)
 class _Layer:
     kind: str
-    nbytes: int  # of a token, or of a state
+    nbytes: int  # bytes per token, or per state
     window: int | None = None
 
 
@@ -144,7 +144,7 @@ def _heads(config: Config) -> int:
 
 
 def _layers(config: Config, tp: int, item_bytes: int) -> Iterator[_Layer]:
-    """Yield each cache of each layer; Falcon-H1 has two in a layer."""
+    """Yield each cache of each layer. Falcon-H1 has two caches per layer."""
     number = int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
     exceptions = config.get("per_layer_config") or {}
     for index, kind in enumerate(_kinds(config)[:number]):
@@ -208,12 +208,12 @@ def _state_bytes(config: Config, tp: int, item_bytes: int) -> int:
 
 
 def _grouped(buckets: Mapping[_Layer, int], block_tokens: int) -> tuple[tuple[LayerGroup, ...], int]:
-    """Return the groups that vLLM divides layers into, and the pages of a block in one worker."""
+    """Return the groups into which vLLM divides the layers, and the pages per block in one worker."""
     attention = [layer for layer in buckets if layer.kind != STATE]
     states = [layer for layer in buckets if layer.kind == STATE]
     if not attention:
         raise ConfigError("models without attention are not known here")
-    if states:  # a block is as long as makes its page as large as a state
+    if states:  # A block has as many tokens as make its page as large as a state.
         (token_bytes,) = {layer.nbytes for layer in attention}
         step = max(_ALIGNMENT_TOKENS, block_tokens)
         block_tokens = step * -(-states[0].nbytes // (step * token_bytes))
@@ -236,6 +236,6 @@ def _grouped(buckets: Mapping[_Layer, int], block_tokens: int) -> tuple[tuple[La
 
 
 def _block(layer: _Layer, page: int, block_tokens: int) -> int:
-    """Return the tokens of a block; a smaller page takes more of them."""
+    """Return the number of tokens per block. A block of smaller pages has more tokens."""
     smaller, rest = divmod(page, layer.nbytes * block_tokens)
     return block_tokens if layer.kind == STATE or rest else block_tokens * smaller

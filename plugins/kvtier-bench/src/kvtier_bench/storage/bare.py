@@ -1,4 +1,4 @@
-"""A tier's client without the tier: ``kvtier bench tier`` compares the tier with it.
+"""A tier's client library without the tier, with which ``kvtier bench tier`` compares the tier.
 
 A distribution offers one through an entry point in the group ``kvtier.benchmarks``, under the tier's name in
 ``kvtier.tiers``:
@@ -6,7 +6,7 @@ A distribution offers one through an entry point in the group ``kvtier.benchmark
     [project.entry-points."kvtier.benchmarks"]
     shelf = "kvtier_shelf.bare:BareShelf"
 
-It is optional: without it the benchmark shows the tier's figures alone.
+It is optional. Without it, the benchmark shows only the tier's figures.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from kvtier.tiers._base import ConfigT
 class BareClient(ABC, Generic[ConfigT]):
     """A tier's client library, used as its documentation recommends, at full speed.
 
-    It moves bytes from and to memory as a user of the client would: without checksums, deadlines, or care for
-    cancelled transfers. It chooses the number of its parallel transfers. Several calls may run at once.
+    It moves bytes to and from memory as a user of the client would: without checksums, deadlines, or
+    protection of slots after a cancellation. It chooses the number of its parallel transfers. Several calls
+    may run at once.
 
     Args:
         config: the settings of the measured tier; the client talks to the same backend.
@@ -34,11 +35,11 @@ class BareClient(ABC, Generic[ConfigT]):
         self.chunk_bytes = chunk_bytes
 
     async def open(self) -> None:
-        """Connect. ``aclose`` is called even where this raises."""
+        """Connect. ``aclose`` is called even if this raises."""
 
     @abstractmethod
     async def put(self, names: Sequence[str], chunks: Sequence[memoryview]) -> None:
-        """Store chunks under names that nothing is stored under yet. Raise where one could not be."""
+        """Store chunks under unused names. Raise if one cannot be stored."""
 
     @abstractmethod
     async def get(self, names: Sequence[str], chunks: Sequence[memoryview]) -> None:

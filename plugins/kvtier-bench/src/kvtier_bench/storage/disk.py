@@ -1,4 +1,4 @@
-"""The speed of a bare disk: large blocks of one file, several at a time, past the page cache."""
+"""The speed of a bare disk: large blocks of one file, several at a time, bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE_BYTES: Final = 512 * 2**20
 
 
 class Disk(Contestant):
-    """Reads and overwrites a file that was written before."""
+    """Reads and overwrites an existing file."""
 
     def __init__(self, fd: int, memory: HeapMemory) -> None:
         self._fd = fd
@@ -44,13 +44,13 @@ class Disk(Contestant):
 
 @contextmanager
 def raw_disk(root: Path) -> Iterator[Disk]:
-    """Write a file below ``root``, which is gone afterwards.
+    """Write a file below ``root``, and remove it at the end.
 
     Raises:
-        KVTierError: it cannot be written.
+        KVTierError: the file cannot be written.
     """
-    # As much memory as the tier has: reads into the same few MiB again and again were measured at half
-    # the rate in a virtual machine.
+    # Use as much memory as the tier does. In a virtual machine, reads into the same few MiB ran at half the
+    # rate.
     memory = HeapMemory(FILE_BYTES // BLOCK_BYTES, BLOCK_BYTES)
     fill(memory)
     path = root / "raw-limit"
@@ -65,7 +65,7 @@ def raw_disk(root: Path) -> Iterator[Disk]:
 
 
 def _write(path: Path, memory: HeapMemory) -> int:
-    """Write all of the file. Returns it, open."""
+    """Write the whole file, and return it open."""
     try:
         fd = _open(path)
         for block in range(memory.slots):
@@ -84,7 +84,7 @@ def _open(path: Path) -> int:
 
 
 def fill(memory: HeapMemory) -> None:
-    """Give the slots their own memory, and bytes that do not compress."""
+    """Fill the slots with incompressible bytes, which also allocates their memory."""
     native.populate(memory.address, memory.slots * memory.chunk_bytes)
     noise = os.urandom(memory.chunk_bytes)
     for slot in range(memory.slots):

@@ -34,7 +34,7 @@ _BATCH_BYTES: Final = 2**25
 def run(
     root: Path, sizes: Sequence[int] = SIZES, mib: int = 512, rounds: int = 5
 ) -> list[Throughput | Machine]:
-    """Measure with files below ``root``, and remove them.
+    """Measure with files below ``root``, and remove the files.
 
     Args:
         sizes: bytes of a chunk, multiples of 4096.
@@ -56,7 +56,7 @@ def run(
 
 
 def read_bytes_s(root: Path, chunk_bytes: int, mib: int = 256) -> int:
-    """Return the bytes that the file tier reads below ``root`` in a second. Its files are removed.
+    """Return the file tier's read rate below ``root`` in bytes per second. Its files are removed.
 
     Raises:
         KVTierError: the file system has too little room, or the tier failed.

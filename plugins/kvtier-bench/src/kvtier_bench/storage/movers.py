@@ -1,4 +1,4 @@
-"""The contestants of ``kvtier bench fs`` and ``kvtier bench tier``: they put and get chunks in batches."""
+"""The measured subjects of ``kvtier bench fs`` and ``kvtier bench tier``, which move batches of chunks."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ BatchT = TypeVar("BatchT")
 
 
 class Contestant(ABC):
-    """A contestant: its puts and gets are measured."""
+    """A subject whose puts and gets are measured."""
 
     checksum_us = 0.0
     """Processor time that it spends on the checksum of a chunk, in microseconds."""
 
     @abstractmethod
     async def move(self, verb: str, nbytes: float) -> int:
-        """Put new chunks of ``nbytes`` in all, or get chunks that were put; return the bytes moved."""
+        """Put ``nbytes`` of new chunks, or get chunks put earlier; return the number of bytes moved."""
 
     def prepare(self, nbytes: float) -> None:  # noqa: B027
-        """Prepare a put, unmeasured: an engine has its bytes at hand."""
+        """Prepare a put. This is not measured, because an engine's bytes are already in memory."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise KVTierError if the last get gave wrong bytes."""
+        """Raise KVTierError if the last get returned wrong bytes."""
 
     async def discard(self) -> None:  # noqa: B027
-        """Remove what was put."""
+        """Remove all chunks that were put."""
 
 
 class BatchMover(Contestant, Generic[BatchT]):
-    """A contestant that is given batches of chunks, several at once.
+    """A subject that moves several batches of chunks concurrently.
 
     Attributes:
-        memory: where the chunks are: as many slots for each batch in flight as it has chunks.
+        memory: the slots of the chunks. Each batch in flight has its own slots.
     """
 
     def __init__(self, memory: HeapMemory) -> None:
@@ -66,22 +66,22 @@ class BatchMover(Contestant, Generic[BatchT]):
         raise NotImplementedError
 
     async def put(self, batch: BatchT, slots: range) -> None:
-        """Put a batch. Raises where one of its chunks could not be put."""
+        """Put a batch. Raise if one of its chunks cannot be put."""
         raise NotImplementedError
 
     @abstractmethod
     async def get(self, batch: BatchT, slots: range) -> None:
-        """Get a batch. Raises where one of its chunks could not be had."""
+        """Get a batch. Raise if one of its chunks cannot be got."""
 
     async def remove(self, batches: Sequence[BatchT]) -> None:
-        """Remove batches that were put."""
+        """Remove batches that were put earlier."""
 
     def hold(self, batches: Sequence[BatchT]) -> None:
-        """Get these batches from now on: another process stored them and keeps them."""
+        """Get these batches from now on. Another process stored them and keeps them."""
         self._held = list(batches)
 
     def new_keys(self, count: int) -> list[OffloadKey]:
-        """Return keys that were not used before."""
+        """Return unused keys."""
         first, self._serial = self._serial, self._serial + count
         return [key_of(number) for number in range(first, self._serial)]
 
@@ -109,7 +109,7 @@ class BatchMover(Contestant, Generic[BatchT]):
     async def _move_all(
         self, batches: Sequence[BatchT], call: Callable[[BatchT, range], Awaitable[None]]
     ) -> None:
-        """Move batches, several at once, each flight with its own slots."""
+        """Move several batches concurrently. Each one in flight has its own slots."""
         left = iter(batches)
 
         async def fly(flight: int) -> None:
@@ -121,12 +121,15 @@ class BatchMover(Contestant, Generic[BatchT]):
             async with asyncio.TaskGroup() as group:
                 for flight in range(BATCHES_IN_FLIGHT):
                     group.create_task(fly(flight))
-        except ExceptionGroup as errors:  # one of them says it all
+        except ExceptionGroup as errors:  # One of the exceptions is enough.
             raise errors.exceptions[0] from None
 
 
 class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
-    """An open tier. Chunks of one that does not verify are sealed before they are put, and checked after."""
+    """An open tier.
+
+    If it does not verify chunks itself, they are sealed before a put and checked after a get.
+    """
 
     def __init__(self, tier: SecondaryTier[Any], identity: Identity, memory: HeapMemory) -> None:
         super().__init__(memory)
@@ -137,7 +140,7 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
             self.checksum_us = _checksum_us(memory)
 
     def make(self, keys: Sequence[OffloadKey]) -> tuple[Sequence[OffloadKey], list[bytes]]:
-        """See ``BatchMover.make``. All slots hold the same bytes."""
+        """Make a batch. All slots hold the same bytes. See ``BatchMover.make``."""
         if self.tier.verifies:
             return keys, [b""] * len(keys)
         return keys, [seal(key, self.memory.view(0), self._digest) for key in keys]
@@ -164,7 +167,7 @@ class TierMover(BatchMover[tuple[Sequence[OffloadKey], list[bytes]]]):
 
 
 def key_of(number: int) -> OffloadKey:
-    """Return the key of a chunk. It is spread like a hash, and costs next to nothing to make."""
+    """Return the key of a chunk. Keys are distributed like hashes, and cost little to make."""
     return pack_key((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") * 4)
 
 

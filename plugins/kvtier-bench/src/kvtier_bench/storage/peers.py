@@ -1,8 +1,8 @@
 """Benchmark of reads from another process's memory: the NIXL tier, compared with NIXL alone.
 
-A second process, the holder, serves the same bytes twice: as chunks of an open tier, and as plain memory
-that it registers with NIXL. In rounds, this process gets them through its own tier, and reads them with NIXL
-alone. Both use the same settings of NIXL, and the same ``UCX_TLS`` and ``UCX_NET_DEVICES``.
+A second process, the holder, serves the same bytes in two ways: as chunks of an open tier, and as plain
+memory registered with NIXL. In each round, this process gets them through its own tier and reads them with
+NIXL alone. Both use the same settings of NIXL, and the same ``UCX_TLS`` and ``UCX_NET_DEVICES``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def run(
     """Measure.
 
     Args:
-        mib: MiB that are read in each stretch.
+        mib: MiB read in each stretch.
 
     Raises:
-        KVTierError: a tier cannot be opened, or does not do its work.
+        KVTierError: a tier cannot be opened or fails.
     """
     machine = Machine.here()
     found: list[Throughput | Latency | Machine] = []
@@ -66,7 +66,7 @@ async def _measure(size: int, nbytes: int, rounds: int) -> list[Throughput | Lat
 
 
 class HeldByPeer(TierMover):
-    """A tier that gets what its peer has put."""
+    """A tier that gets the chunks that its peer has put."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -80,7 +80,7 @@ class HeldByPeer(TierMover):
 
 
 class BareReader(BatchMover[int]):
-    """NIXL alone, which is told where the bytes are. A batch is the address of its first chunk."""
+    """NIXL alone, with the addresses of the bytes. A batch is the address of its first chunk."""
 
     def __init__(self, memory: HeapMemory, served: dict[str, Any]) -> None:
         super().__init__(memory)
@@ -92,7 +92,7 @@ class BareReader(BatchMover[int]):
         self.hold([self.address(batch * BATCH_CHUNKS) for batch in range(HELD_BATCHES)])
 
     def address(self, chunk: int) -> int:
-        """Return where the holder has a chunk."""
+        """Return the holder's address of a chunk."""
         return self._base + chunk * self.memory.chunk_bytes
 
     async def get(self, batch: int, slots: range) -> None:
@@ -124,8 +124,8 @@ async def _latency(size: int, tier: HeldByPeer, bare: BareReader, rounds: int) -
 
 
 def _agent(role: str) -> Any:
-    """Return an agent of NIXL with the settings of the tier, which has nothing to do with it."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it logs to the standard output, where figures go
+    """Return a NIXL agent with the settings of the tier, but independent of the tier."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # NIXL logs to stdout, which is where the figures go.
     from kvtier_nixl._agent import new_agent
 
     return new_agent(f"kvtier-bench-{role}", is_local=True)
@@ -158,7 +158,7 @@ async def _opened(size: int, **settings: Any) -> AsyncIterator[Any]:
 
 @contextmanager
 def _holder(address: str, size: int) -> Iterator[dict[str, Any]]:
-    """Start a process that holds the bytes; yield where they are."""
+    """Start a process that holds the bytes; yield their locations."""
     command = [sys.executable, "-m", __name__, address, str(size)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -174,7 +174,7 @@ def _holder(address: str, size: int) -> Iterator[dict[str, Any]]:
 
 
 async def _hold(address: str, size: int) -> None:
-    """Be the holder: print where the bytes are, and keep them until the standard input is closed."""
+    """Run the holder: print the locations of the bytes, and keep them until stdin is closed."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print, too
     memory = HeapMemory(HELD_BATCHES * BATCH_CHUNKS, size)

@@ -1,7 +1,7 @@
-"""Restarts over kept host memory: how soon it is taken over, and how fast its chunks are verified.
+"""Restarts over kept host memory: how soon it is adopted, and how fast its chunks are verified.
 
-No engine runs: the memory, its table, and the background verification are kvtier's own. A new engine's start
-is added to these times.
+No engine runs: only kvtier's memory, its table and the background verification. The start of a real engine
+takes additional time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Restart:
     Attributes:
         gib: size of the memory.
         chunk_kib: size of a chunk.
-        store_us: processor time of the tier process for each chunk that the engine before stored.
+        store_us: processor time of the tier process for each chunk that the previous engine stored.
         adopted_s: seconds until the memory is mapped and its table is read.
-        first_ms: from then on, until the most recently used chunk is a hit in host memory.
-        verified_s: until all chunks are.
-        chunks_s: chunks verified each second.
+        first_ms: milliseconds from then until the most recently used chunk is a hit in host memory.
+        verified_s: seconds from then until all chunks are hits.
+        chunks_s: chunks verified per second.
         core: processor time of the verification, as a share of one core.
     """
 
@@ -67,7 +67,7 @@ def run(gib: Sequence[float], chunk_bytes: Sequence[int], rounds: int) -> list[R
         rows = []
         for _ in range(rounds):
             rows.append(astuple(_measure(int(size * 2**30) // chunk, chunk)))
-            gc.collect()  # memory is freed with its last view, and an executor has reference cycles
+            gc.collect()  # Memory is freed with its last view, and an executor has reference cycles.
         found.append(Restart(*map(median, zip(*rows, strict=True))))
     return [*found, machine.again()]
 
@@ -78,7 +78,7 @@ def _measure(slots: int, chunk_bytes: int) -> Restart:
     began_s = time.perf_counter()
     with _opened("after", slots, chunk_bytes) as region:
         assert region.path is not None
-        region.path.unlink()  # it is not kept again
+        region.path.unlink()  # The memory is not kept a second time.
         keys = [read(trailer) for _, trailer in region.trailers.adopt()]
         if None in keys or len(keys) != slots:
             raise KVTierError(f"{len(keys)} of {slots} chunks were taken over")
@@ -99,7 +99,7 @@ def _opened(name: str, slots: int, chunk_bytes: int) -> Region:
 
 
 def _fill(region: Region) -> float:
-    """Store a chunk in each slot; return the processor seconds of the tier process for each."""
+    """Store a chunk in each slot; return the tier process's processor seconds per chunk."""
     payload, spent_s = os.urandom(region.chunk_bytes), 0.0
     for first in range(0, region.slots, 64):
         region.back(range(first, min(first + 64, region.slots)))
@@ -115,12 +115,12 @@ def _fill(region: Region) -> float:
 
 
 async def _verify(region: Region) -> tuple[float, float, float]:
-    """Return the seconds to the first and the last verified chunk, and the processor seconds in between."""
+    """Return the seconds until the first and the last verified chunk, and the processor seconds between."""
     trailers, tier = region.trailers, NamedTier("adopted", lambda: AdoptedTier(AdoptedConfig()))
     began_s, before_s = time.perf_counter(), time.process_time()
     times_s: list[float] = []
     async with Executor([tier], _IDENTITY, region, lambda _: None):
-        for slot in (region.slots - 1, 0):  # the most and the least recently used one
+        for slot in (region.slots - 1, 0):  # the most and the least recently used chunk
             await asyncio.to_thread(_wait_for, trailers, slot)
             times_s.append(time.perf_counter() - began_s)
         return times_s[0], times_s[1], time.process_time() - before_s

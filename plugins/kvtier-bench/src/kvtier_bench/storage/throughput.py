@@ -1,7 +1,7 @@
 """The measuring loop of ``kvtier bench fs`` and ``kvtier bench tier``.
 
-Each round measures the reference (a disk, or a tier's bare client), the subject and the reference again, so
-that a noisy machine changes both alike: trust the ratios and their spread.
+Each round measures the reference (a disk, or a tier's bare client), the subject, and the reference again. So
+a noisy machine affects both alike: trust the ratios and their spread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Throughput:
     Attributes:
         subject: the tier, or vLLM's path for files.
         verb: ``"put"`` or ``"get"``.
-        gb_s, reference_gb_s: throughput of subject and reference, several batches at once.
-        ratio, ratio_low, ratio_high: the rounds' ratios of the two: median, least and greatest.
+        gb_s, reference_gb_s: throughput of subject and reference, with several concurrent batches.
+        ratio, ratio_low, ratio_high: median, minimum and maximum of the rounds' ratios of the two.
         goal: whether the median ratio reaches the goal, if there is one.
-        cpu_us_chunk, reference_cpu_us_chunk: processor time of this process for each chunk, without servers.
-        without_checksum_us: the subject's processor time without checksums, which are timed apart.
+        cpu_us_chunk, reference_cpu_us_chunk: processor time of this process per chunk, excluding servers.
+        without_checksum_us: the subject's processor time without checksums, which are timed separately.
     """
 
     subject: str
@@ -60,7 +60,7 @@ class Stretch:
         return self.nbytes / self.wall_s / 1e9
 
     def cpu_us(self, chunk_bytes: int) -> float:
-        """Processor time for each chunk, in microseconds."""
+        """Processor time per chunk, in microseconds."""
         return self.cpu_s / self.nbytes * chunk_bytes * 1e6
 
     def __add__(self, other: Stretch) -> Stretch:
@@ -80,11 +80,11 @@ async def compare(
 
     Args:
         goal: the ratio that a subject should reach.
-        verbs: the calls to measure, in this order.
+        verbs: the calls to measure, in order.
     """
     found: dict[tuple[str, str], list[_Round]] = {}
     for subject in subjects.values():
-        async with _emptied(subject, reference):  # connects, makes directories, starts threads
+        async with _emptied(subject, reference):  # Connects, creates directories and starts threads.
             for verb in verbs:
                 await _round(subject, reference, verb, min(nbytes, _WARM_UP_BYTES))
     for _ in range(rounds):
@@ -118,7 +118,7 @@ async def _emptied(*contestants: Contestant | None) -> AsyncIterator[None]:
 
 
 async def _round(subject: Contestant, reference: Contestant | None, verb: str, nbytes: float) -> _Round:
-    """Measure the reference, the subject and the reference again: rates change within seconds."""
+    """Measure the reference, the subject and the reference again, because rates change within seconds."""
     halves = [] if reference is None else [reference, reference]
     if verb == "put":
         for half in halves:

@@ -1,7 +1,7 @@
-"""Benchmark of any secondary tier: put, get and contains, compared with the client that it is built on.
+"""Benchmark of any secondary tier: put, get and contains, compared with the client library it uses.
 
-Chunks are new to the backend in each put, and removed afterwards. The seals that kvtier makes and checks for
-tiers without verification are not measured. ``throughput`` describes the method.
+Each put writes chunks that are new to the backend; they are removed afterwards. The measurement excludes the
+seals that kvtier adds and checks for tiers without verification. ``throughput`` describes the method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvtier_bench.storage.movers import BATCHES_IN_FLIGHT, SIZES, BatchMover, Ti
 from kvtier_bench.storage.throughput import Throughput, compare
 
 BENCHMARKS: Final = Group("kvtier.benchmarks", "bare client", KVTierError)
-GOAL: Final = 0.9  # of the bare client's throughput
+GOAL: Final = 0.9  # share of the bare client's throughput
 BATCH_CHUNKS: Final = 16
 SINGLES: Final = 32
 QUERIES: Final = 8
@@ -57,7 +57,7 @@ class Latency:
 
 
 class BareMover(BatchMover[list[str]]):
-    """The bare client. A batch is the names of its chunks."""
+    """The bare client. A batch is a list of chunk names."""
 
     def __init__(self, client: BareClient[Any], memory: HeapMemory) -> None:
         super().__init__(memory)
@@ -78,10 +78,10 @@ class BareMover(BatchMover[list[str]]):
 
 
 def read_config(path: Path) -> TierConfig:
-    """Read the settings of one tier.
+    """Return the settings of one tier, read from a file.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is wrong.
+        ConfigError: the file cannot be read, or a setting is invalid.
         TierError: the tier's plug-in cannot be used.
     """
     try:
@@ -101,10 +101,10 @@ def run(
     """Measure.
 
     Args:
-        mib: MiB that are moved in each stretch; the backend needs room for twice that.
+        mib: MiB moved in each stretch; the backend needs room for twice as much.
 
     Raises:
-        KVTierError: the tier cannot be opened, or does not do its work.
+        KVTierError: the tier cannot be opened or fails.
     """
     settings = read_config(config)
     machine = Machine.here()
@@ -154,7 +154,7 @@ async def _open(tier: SecondaryTier[Any], context: TierContext) -> None:
     except Exception as error:
         title = "" if isinstance(error, KVTierError) else f"tier {context.name} cannot be opened: "
         words = words_of(error, tier.config)
-    raise TierError(title + words)  # not chained: the original may hold secrets
+    raise TierError(title + words)  # Not chained, because the original exception may contain secrets.
 
 
 def _bare_client(settings: TierConfig, size: int) -> BareClient[Any] | None:
@@ -197,7 +197,7 @@ async def _time_calls(mover: BatchMover[Any], times: dict[str, list[float]]) -> 
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """Return the seconds that an awaitable takes."""
+    """Await and return the elapsed seconds."""
     started_s = time.perf_counter()
     await work
     return time.perf_counter() - started_s

@@ -1,4 +1,4 @@
-"""The compiled path of vLLM's own fs tier, without its engine: for comparing with kvtier's."""
+"""The compiled file path of vLLM's own fs tier, without an engine, for comparison with kvtier's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ POLL_S: Final = 0.0005
 
 
 class VllmFiles(BatchMover[list[str]]):
-    """vLLM's batches of files in vLLM's threads. A batch is the paths of its files.
+    """vLLM's batches of files in vLLM's threads. A batch is a list of file paths.
 
     Raises:
-        ImportError: vLLM is not installed, or without its compiled helper.
+        ImportError: vLLM is not installed or lacks its compiled helper.
     """
 
     def __init__(self, root: Path, memory: HeapMemory) -> None:

@@ -1,1 +1,1 @@
-"""kvtier compared with vLLM's own tiering and LMCache: speed, and requests while the cache fails."""
+"""Comparison of kvtier, vLLM's own tiering and LMCache: speed, and requests while the cache fails."""

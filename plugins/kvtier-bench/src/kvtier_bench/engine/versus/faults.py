@@ -1,8 +1,8 @@
 """Requests while the cache fails: the same faults for all systems.
 
-Each fault has its own prompts, whose chunks lie in files when the system is started again. Answers are
-compared with the answers of an engine without a cache: tokens, and each token's log probability, because a
-damaged cache need not change the likeliest token.
+Each fault has its own prompts. Their chunks are in files when the system is restarted. Answers are compared
+with the answers of an engine without a cache: tokens, and each token's log probability, because a damaged
+cache need not change the likeliest token.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PROCESS = (STOPPED, KILLED)
 HOST = "one bit flipped in kept host memory, engine restarted"
 FULL, TENSORS = "disk full", "two tensor-parallel sizes, one directory"
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 512, 16
-RUNS = 3  # of each fault of a process, which depends on what it meets
-TOLERANCE = 0.01  # of a logarithm of a probability; equal engines differ by 0.0001
+RUNS = 3  # Runs per fault of a process, because the outcome depends on its state at that moment.
+TOLERANCE = 0.01  # Tolerance of log probabilities. Equal engines differ by 0.0001.
 HANG_S, PATIENCE_S, PAUSE_S = 15.0, 60.0, 10.0
 DISK_MIB = 24
-_UNDER_WAY_S = 0.5  # a request that waits for a stopped process has come as far as it can
+_UNDER_WAY_S = 0.5  # By then a request that waits for a stopped process makes no more progress.
 _NEW_WEIGHTS = 7
 _POLL_S = 0.05
 
@@ -49,11 +49,12 @@ class Outcome:
     """Faults: the outcome of requests
 
     Attributes:
-        wrong: answers that differ from the answers of an engine without a cache, of all.
-        failed: requests without an answer, of all.
+        wrong: answers that differ from those of an engine without a cache, out of all.
+        failed: requests without an answer, out of all.
         longest_s: seconds until the last answer or failure; "> 60" if the wait ended there.
         from_cache: prompt tokens that were not computed, of all.
-        recovers: the same prompts later: "yes" if all answers are right and come from the cache again.
+        recovers: result of sending the same prompts later: "yes" if all answers are right and come from the
+            cache again.
         error: the first failure.
     """
 
@@ -97,7 +98,7 @@ def _run_of(fault: str, number: int) -> str:
 
 
 def _later(prompts: str) -> list[str]:
-    """Return which prompts are sent after a fault: others where the same would come from host memory."""
+    """Return the prompts to send after a fault: new ones if host memory would answer the same ones."""
     if prompts.startswith(PROCESS):
         return [f"{prompts}, {number} later" for number in range(3)]
     return [prompts, prompts]
@@ -115,18 +116,18 @@ def prompts_of(fault: str) -> list[list[int]]:
 
 
 def count_wrong(answer: Answers, reference: Answers) -> int:
-    """Count answers whose tokens, or their probabilities, differ from the reference."""
+    """Count answers whose tokens or log probabilities differ from the reference."""
     return sum(
         tokens != expected or not all(map(_is_close, found, wanted))
         for tokens, expected, found, wanted in zip(
             answer["answers"], reference["answers"], answer["logprobs"], reference["logprobs"], strict=True
         )
-        if len(tokens) == len(expected)  # else it has failed
+        if len(tokens) == len(expected)  # otherwise the request failed
     )
 
 
 def count_failed(answer: Answers, reference: Answers) -> int:
-    """Count answers that ended early."""
+    """Count the answers that ended early."""
     pairs = zip(answer["answers"], reference["answers"], strict=True)
     return sum(len(tokens) != len(expected) for tokens, expected in pairs)
 
@@ -136,13 +137,13 @@ def _is_close(found: float, wanted: float) -> bool:
 
 
 class Faults:
-    """Has one system after another go through all faults.
+    """Applies all faults to one system after another.
 
     Args:
-        make: makes a system that has never run, with its files below a directory.
-        folder: for files.
-        models: for models.
-        size: of the model.
+        make: creates a system that has never run, with its files below a directory.
+        folder: directory for files.
+        models: directory for models.
+        size: size of the model.
     """
 
     def __init__(self, make: Callable[[str, Path], System], folder: Path, models: Path, size: str) -> None:
@@ -154,7 +155,7 @@ class Faults:
         self._reference: dict[str, Answers] = {}
 
     def run(self, names: Sequence[str]) -> Generator[Record]:
-        """Yield what was found."""
+        """Yield the findings."""
         self._refer((*_DAMAGED, *_OF_PROCESS, FULL, _BY_ONE, _BY_TWO, HOST), self._old)
         self._refer((WEIGHTS,), self._new)
         for name in names:
@@ -171,7 +172,7 @@ class Faults:
     def _attempt(
         self, system: System, fault: str, go: Callable[[System], Iterator[Record]]
     ) -> Iterator[Record]:
-        """Go through a fault on a running system. An error is named, and does not end later faults."""
+        """Apply a fault to a running system. An error is recorded; later faults still run."""
         try:
             self._start(system)
             yield from go(system)
@@ -223,7 +224,7 @@ class Faults:
         yield _outcome(fault, system, [self._ask(system, fault)])
 
     def _signal(self, fault: str, system: System) -> Iterator[Record]:
-        """Stop the cache's process, so that requests wait for it; then let it go on, or kill it."""
+        """Stop the cache's process, so that requests wait for it; then resume or kill it."""
         seen = []
         for number in range(RUNS):
             self._start(system)
@@ -244,14 +245,14 @@ class Faults:
         return [path for path in system.chunks() if path not in before]
 
     def _ask(self, system: System, prompts: str, meanwhile: Callable[[], object] | None = None) -> _Seen:
-        """Ask for the prompts of a fault while ``meanwhile`` runs, and look at the state afterwards."""
+        """Send the prompts of a fault while ``meanwhile`` runs, then check the state."""
         say(f"{system.name}: {prompts}")
         seen = self._answer(system, prompts, meanwhile)
         after = ", after the engine was started again" if system.engine is None else ""
         return replace(seen, recovers=self._recovers(system, prompts) + after)
 
     def _answer(self, system: System, prompts: str, meanwhile: Callable[[], object] | None = None) -> _Seen:
-        """Return what became of requests. An engine that has died, or does not answer, is ended."""
+        """Return the outcome of requests. Kill an engine that has died or does not answer."""
         self._start(system)
         engine = system.engine
         assert engine is not None
@@ -275,7 +276,7 @@ class Faults:
         return _Seen(failed, wrong, sum(answer["cached"]), answer["wall_s"])
 
     def _recovers(self, system: System, prompts: str) -> str:
-        """Return what becomes of requests after a fault: of the same, or of others in files."""
+        """Return the outcome of requests after a fault, for the same prompts or for others from files."""
         for number, later in enumerate(_later(prompts)):
             time.sleep(PAUSE_S if number else 0.0)
             self._start(system)
@@ -316,7 +317,7 @@ class Faults:
             system.stop()
 
     def _change_ranks(self, system: System) -> Iterator[Record]:
-        """Ask two ranks for chunks that one rank stored, then one rank for chunks of two."""
+        """Read chunks stored by one rank with two ranks, then chunks stored by two ranks with one."""
         seen = []
         for prompts, ranks in ((_BY_ONE, 2), (_BY_TWO, 1)):
             self._start(system)
@@ -354,7 +355,7 @@ class Faults:
         yield _outcome(HOST, system, [self._ask(system, HOST)])
 
     def _overfill(self, folder: Path, system: System) -> Iterator[Record]:
-        """Store more than a file system holds, and ask for the last of it after a restart."""
+        """Store more than a file system holds, and request the last prompts after a restart."""
         for number in range(6):
             system.ask(prompts_of(f"filler {number}"), 1)
             system.await_stores()
@@ -400,13 +401,13 @@ def _first_line(error: Exception) -> str:
 
 
 def flip_a_bit(path: Path) -> None:
-    """Flip the highest bit of the exponent of one number in the middle of a file."""
+    """Flip the highest exponent bit of one number in the middle of a file."""
     with path.open("r+b") as file:
         flip_number(file, path.stat().st_size // 8 * 4)
 
 
 def flip_bits(path: Path, chunk_bytes: int) -> None:
-    """Do that with a number in each quarter of a chunk, in all whole chunks of a file."""
+    """Flip that bit in one number in each quarter of each whole chunk of a file."""
     with path.open("r+b") as file:
         chunks = path.stat().st_size // chunk_bytes
         for at in range(chunk_bytes // 8, chunks * chunk_bytes, chunk_bytes // 4):
@@ -414,7 +415,7 @@ def flip_bits(path: Path, chunk_bytes: int) -> None:
 
 
 def flip_number(file: IO[bytes], number: int) -> None:
-    """Flip the highest bit of the exponent of the number at an offset."""
+    """Flip the highest exponent bit of the number at an offset."""
     file.seek(number + 3)
     byte = file.read(1)[0]
     file.seek(number + 3)
@@ -426,7 +427,7 @@ def _cut(path: Path) -> None:
 
 
 def _zero(path: Path) -> None:
-    """Leave what a crash does of a file that was not flushed: its length, and zeros at its end."""
+    """Leave an unflushed file as a crash would: the length is kept, but the end contains zeros."""
     size = path.stat().st_size
     os.truncate(path, size // 2)
     os.truncate(path, size)

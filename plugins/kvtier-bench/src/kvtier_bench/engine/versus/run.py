@@ -46,10 +46,10 @@ def run(
     """Measure.
 
     Args:
-        root: directory for the files, which are removed afterwards. Default: a temporary one.
-        lmcache: the interpreter of LMCache's environment. Default: this one.
+        root: directory for the files, which are removed afterwards; default: a temporary directory.
+        lmcache: the interpreter of LMCache's environment; default: the running interpreter.
         setting: the settings of all systems.
-        rounds: rounds of the measurement of speed.
+        rounds: number of rounds of the speed measurement.
         parts: the parts to measure.
     """
     records: list[Record] = []
@@ -66,7 +66,7 @@ def run(
         ]
         if Part.SPEED in parts:
             work = _work_of(setting.model, rounds)
-            caches = len(systems) - 1  # all but the engine without a cache
+            caches = len(systems) - 1  # all systems except the engine without a cache
             stored = caches * work.stored_tokens * setting.token_bytes
             require_room(files, stored, f"the files of {rounds} rounds (--rounds)")
             require_room(_SHARED_MEMORY, caches * setting.host_mib << 20, "host memory of all systems")
@@ -88,9 +88,10 @@ def run(
 
 
 def interpreter(python: str | None) -> str:
-    """Return the absolute path of an interpreter, which may be a link into an environment; None for this one.
+    """Return the absolute path of an interpreter, or None for the running one.
 
-    Engines run in other directories.
+    Engines run in other directories. Links are not resolved, because an environment's interpreter may be a
+    link.
     """
     return sys.executable if python is None else str(Path(shutil.which(python) or python).absolute())
 

@@ -1,4 +1,4 @@
-"""Speed of the systems: all alive at once, started and asked in another order in each round."""
+"""Speed of the systems. All run at once; each round starts and queries them in a different order."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Speed:
     Attributes:
         value: median; smaller is better.
         ratio: the system's value divided by the value of ``against`` in the same round; median over rounds.
-        low, high: 95 % of the medians of resampled rounds lie between them.
-        n: samples, one per round or start; a round's sample is the median of its requests.
-        from_cache: prompt tokens that were not computed, of all.
+        low, high: bounds of the central 95 % of the medians of resampled rounds.
+        n: number of samples, one per round or start; a round's sample is the median of its requests.
+        from_cache: prompt tokens that were not computed, out of all.
     """
 
     measure: str
@@ -68,24 +68,24 @@ class Work:
     convoy: int = 16
 
     def single(self, kind: str, number: int) -> list[list[int]]:
-        """Return prompts that are sent one after the other."""
+        """Return the prompts that are sent one after the other."""
         return [make_prompt(f"{kind} {number} {i}", self.single_tokens) for i in range(self.prompts)]
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that each system stores at most, in the rounds that do not count too."""
+        """Maximum number of tokens that each system stores, warm-up rounds included."""
         singles = 3 * self.prompts * self.single_tokens  # "storage", "cold" and "restarted"
         convoy = self.convoy * (self.batch_tokens + TAIL_TOKENS + OUTPUT_TOKENS)
         return 2 * self.rounds * (singles + convoy + self.batch * (self.batch_tokens + BATCH_OUTPUT))
 
     def together(self, kind: str, number: int) -> list[list[int]]:
-        """Return prompts that are sent at once."""
+        """Return the prompts that are sent at once."""
         count = self.convoy if kind == "convoy" else self.batch
         return [make_prompt(f"{kind} {number} {i}", self.batch_tokens) for i in range(count)]
 
 
 class Speeds:
-    """Measures systems, and keeps the figures."""
+    """Measures the systems and keeps the figures."""
 
     def __init__(self, systems: Sequence[System], model: Path, work: Work) -> None:
         self._systems = {system.name: system for system in systems}
@@ -120,18 +120,18 @@ class Speeds:
         return [*table(self._found, self._cached), *self._not_run]
 
     def _rounds(self, ask: Callable[[System, int], None]) -> None:
-        """Measure rounds, each with new engines: the order of their starts moves figures by 5 to 8 %."""
+        """Measure rounds, each with new engines. The order of their starts changes figures by 5 to 8 %."""
         for number in range(self._work.rounds):
             for system in self._shuffled():
                 say(f"starting {system.name} alone")
                 self._or_drop(system, lambda one: self._note(READY, one.name, one.start(self._model)))
-            self._turns(ask, (-1 - number, number))  # the first warms up
+            self._turns(ask, (-1 - number, number))  # the first round is the warm-up
             for name, system in self._systems.items():
                 self._note(MEMORY, name, system.memory_mib())
                 system.stop()
 
     def _or_drop(self, system: System, do: Callable[..., None], *arguments: int) -> None:
-        """Call ``do`` with a system. A system that fails is left out, and its figures with it."""
+        """Call ``do`` with a system. Drop a system that fails, together with its figures."""
         try:
             do(system, *arguments)
         except (EngineError, OSError) as error:
@@ -143,7 +143,7 @@ class Speeds:
             self._not_run.append(NotRun(system.name, str(error).partition("\n")[0]))
 
     def _turns(self, ask: Callable[[System, int], None], numbers: Iterable[int]) -> None:
-        """Have the systems take turns, once for each number; numbers below 0 do not count."""
+        """Run each system once per number, in turns. Numbers below 0 are warm-up."""
         for number in numbers:
             for system in self._shuffled():
                 say(f"round {number}: {system.name}")
@@ -194,7 +194,7 @@ class Speeds:
             self._note(CONVOY_TTFT, system.name, median(answer["ttft_s"]) * 1e3)
 
     def _restart(self, system: System, number: int) -> None:
-        """Start an engine again, without its cache's process, on what the one before has left."""
+        """Restart the engine, but not its cache process, and measure a prompt of the previous engine."""
         system.keep_s = KEEP_S if number + 1 < self._work.rounds else NO_MORE_S
         drop_from_page_cache(system.files)
         system.start(self._model)
@@ -205,7 +205,7 @@ class Speeds:
         system.stop_engine()
 
     def _compute(self, system: System, prompts: Sequence[Sequence[int]]) -> None:
-        """Have prompts computed, one after the other."""
+        """Send prompts to be computed, one after the other."""
         answer = system.ask(prompts, 1, together=False)
         self._compare(system, prompts, answer["answers"])
 
@@ -220,7 +220,10 @@ class Speeds:
     def _first_tokens(
         self, measure: str, system: System, prompts: Sequence[Sequence[int]], number: int, turns: int = 1
     ) -> None:
-        """Ask prompts in turn, one after the other; the device forgets them before each further turn."""
+        """Measure the time to the first token of prompts sent one after the other.
+
+        Each repetition starts with an empty device cache.
+        """
         ttft_s: list[float] = []
         for turn in range(turns):
             if turn:
@@ -245,7 +248,7 @@ class Speeds:
 
 
 def table(found: Found, cached: Mapping[tuple[str, str], Sequence[int]]) -> list[Speed]:
-    """Compare the figures measure by measure, and round by round if there were several."""
+    """Compare the figures of each measure, round by round if there were several rounds."""
     rows = []
     for measure, by_system in found.items():
         against = AGAINST.get(measure, KVTIER)

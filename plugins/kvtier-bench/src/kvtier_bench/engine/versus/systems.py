@@ -1,4 +1,4 @@
-"""The compared systems, each as its users run it: an engine, and its further processes."""
+"""The compared systems, each run as its users run it: an engine and its additional processes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ KVTIER, NATIVE, LMCACHE = "kvtier", "vLLM native", "LMCache"
 SYSTEMS = (KVTIER, NATIVE, LMCACHE)
 
 _SETTLE_S = 60.0
-_STEADY_S = 0.5  # no file has changed for so long: everything is stored
+_STEADY_S = 0.5  # Everything is stored once no file has changed for this long.
 _POLL_S = 0.05
 SERVER_LOG = "lmcache-server.log"
 KEEP_S, NO_MORE_S = 300.0, 0.1
-AWAY_S = 15.0  # LMCache's engine notices within 10 s that its server is gone
+AWAY_S = 15.0  # LMCache's engine notices the loss of its server within 10 s.
 _SHARED_MEMORY = Path(f"/dev/shm/lmcache_l1_pool_kvtier-bench-{os.getpid()}")
 
 
@@ -49,9 +49,9 @@ class Setting:
     """Settings of all systems.
 
     Attributes:
-        chunk_tokens: of each file, and the granularity of hits.
-        host_mib: of host memory.
-        device_blocks: of the engine's own cache, blocks of 32 tokens.
+        chunk_tokens: tokens in each file, which is also the granularity of hits.
+        host_mib: MiB of host memory.
+        device_blocks: size of the engine's own cache, in blocks of 32 tokens.
     """
 
     model: str
@@ -63,11 +63,11 @@ class Setting:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV cache of a token."""
+        """Bytes of KV cache per token."""
         return block_bytes(self.model) // BLOCK_TOKENS
 
     def arguments(self) -> dict[str, Any]:
-        """Return arguments that all engines get."""
+        """Return the arguments that all engines get."""
         arguments: dict[str, Any] = {
             "num_gpu_blocks_override": self.device_blocks,
             "max_model_len": self.max_tokens,
@@ -88,7 +88,7 @@ class NotRun:
 
 
 class System:
-    """One system: an engine with its cache, which can be stopped and started again on the same files.
+    """One system: an engine with its cache. It can be stopped and restarted on the same files.
 
     Args:
         name: one of ``SYSTEMS``, or ``PLAIN`` for an engine without a cache.
@@ -100,7 +100,8 @@ class System:
     Attributes:
         ranks: tensor-parallel size of the engines started from now on.
         is_canonical: whether kvtier's engines share chunks with engines of other sizes.
-        keep_s: how long host memory of kvtier's engines stays when they end; LMCache's is its server's.
+        keep_s: seconds for which kvtier's host memory outlives its engine; LMCache's memory belongs to its
+            server.
     """
 
     def __init__(self, name: str, setting: Setting, files: Path, logs: Path, python: str) -> None:
@@ -110,8 +111,8 @@ class System:
         self.ranks = 1
         self.is_canonical = False
         self.keep_s = 0.0
-        self.written = 0  # bytes, by processes that have ended, without those of their starts
-        self._before = 0  # bytes that the start has written: PyTorch may have compiled kernels
+        self.written = 0  # Bytes written by processes that have ended, excluding their starts.
+        self._before = 0  # Bytes written during the start, in which PyTorch may have compiled kernels.
         self._setting = setting
         self._logs = logs
         self._python = python
@@ -120,21 +121,21 @@ class System:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of KV cache of a chunk."""
+        """Bytes of KV cache per chunk."""
         return self._setting.chunk_tokens * self._setting.token_bytes
 
     def start(self, model: Path) -> float:
-        """Start everything; return the seconds that it took.
+        """Start all processes; return the seconds that it took.
 
         Raises:
-            EngineError: it does not start.
+            EngineError: a process does not start.
         """
         self.files.mkdir(exist_ok=True)
         started = time.perf_counter()
         if self.name == LMCACHE and self._server is None:
             self._ports = free_port(), free_port()
             self.start_server()
-        variables = {"LMCACHE_TRACK_USAGE": "false"}  # which would go to LMCache's makers
+        variables = {"LMCACHE_TRACK_USAGE": "false"}  # Telemetry would go to LMCache's makers.
         more = self._setting.arguments() | self._transfer()
         if self.ranks > 1:
             cores = sorted(os.sched_getaffinity(0))
@@ -147,34 +148,35 @@ class System:
             self.engine.ask("call", START_S, module=__name__, function="load_lmcache", arguments={})
         self.engine.ask("start", START_S, arguments=arguments)
         seconds = time.perf_counter() - started
-        self.engine.ask("generate", prompts=[[2] * 64], output_tokens=4, logprobs=0)  # the first is slow
+        # the first request is slow
+        self.engine.ask("generate", prompts=[[2] * 64], output_tokens=4, logprobs=0)
         self._before = self._written()
         return seconds
 
     def stop(self) -> None:
-        """Stop everything in an orderly way, or by force where that fails."""
+        """Shut all processes down; kill those that do not end."""
         self.written, self._before = self.bytes_written(), 0
         self.stop_engine()
         if self._server is not None:
-            for number in (signal.SIGCONT, signal.SIGTERM):  # it may have been stopped
+            for number in (signal.SIGCONT, signal.SIGTERM):  # the process may have been stopped by a signal
                 self._server.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
                 self._server.wait(30.0)
-            with suppress(ProcessLookupError):  # the group is empty
+            with suppress(ProcessLookupError):  # the process group is empty
                 os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
             self._server = None
             _SHARED_MEMORY.unlink(missing_ok=True)
 
     def stop_engine(self) -> None:
-        """Stop the engine alone in an orderly way, or by force where that fails."""
+        """Shut down only the engine; kill it if that fails."""
         if self.engine is not None:
             with suppress(EngineError):
                 self.engine.ask("stop", 30.0)
             self.kill_engine()
 
     def kill_engine(self) -> None:
-        """End the engine by force."""
+        """Kill the engine."""
         if self.engine is not None:
             self.engine.__exit__()
             self.engine = None
@@ -188,7 +190,7 @@ class System:
             *("--http-port", http_port, "--supported-transfer-mode", "auto"),
             *("--chunk-size", str(self._setting.chunk_tokens), "--eviction-policy", "LRU"),
             *("--l1-size-gb", str(self._setting.host_mib / 1024), "--no-l1-use-lazy"),
-            *("--shm-name", _SHARED_MEMORY.name),  # without one, chunks go through a socket
+            *("--shm-name", _SHARED_MEMORY.name),  # Without this, chunks are sent through a socket.
             *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(self.files)})),
         ]
         with log.open("ab") as output:
@@ -208,12 +210,12 @@ class System:
             time.sleep(_POLL_S)
 
     def ask(self, prompts: Sequence[Sequence[int]], output_tokens: int, **order: Any) -> dict[str, Any]:
-        """Generate. ``compared.Engine.ask`` says what can go wrong."""
+        """Generate answers. Raises the errors of ``compared.Engine.ask``."""
         assert self.engine is not None
         return self.engine.ask("generate", prompts=prompts, output_tokens=output_tokens, logprobs=0, **order)
 
     def await_stores(self) -> None:
-        """Wait until everything is stored, in files too."""
+        """Wait until all chunks are stored, including in files."""
         assert self.engine is not None
         self.engine.ask("settle")
         deadline, last, since = time.monotonic() + _SETTLE_S, self._state(), time.monotonic()
@@ -225,17 +227,17 @@ class System:
                 last, since = now, time.monotonic()
 
     def forget(self) -> None:
-        """Have the engine's own cache forget everything."""
+        """Clear the engine's own cache."""
         assert self.engine is not None
         self.engine.ask("call", module="kvtier_bench.engine.process", function="forget", arguments={})
 
     def chunks(self) -> dict[Path, int]:
-        """Return the files that hold chunks, and their sizes: none is smaller than a tenth of a chunk."""
+        """Return the files that hold chunks, with their sizes. Files below a tenth of a chunk are ignored."""
         least = self.chunk_bytes // 10
         return {path: size for path, size, _ in self._state() if size > least}
 
     def cache_process(self) -> int | None:
-        """Return the process that the cache runs in; None if that is the engine's."""
+        """Return the id of the cache's process, or None if the cache runs in the engine's process."""
         if self._server is not None:
             return self._server.pid
         if self.engine is None:
@@ -244,7 +246,7 @@ class System:
         return found[0] if found else None
 
     def kept_memory(self) -> Path | None:
-        """Return the file of the host memory that outlives the engine, which runs; None if there is none."""
+        """Return the file of the host memory that outlives the running engine, or None if there is none."""
         if self.name == LMCACHE:
             return _SHARED_MEMORY
         assert self.engine is not None
@@ -253,7 +255,7 @@ class System:
         return Path(found[0] + KEPT) if found else None
 
     def restart_cache(self) -> None:
-        """Do what a supervisor would when the cache's process has died: kvtier restarts its own itself."""
+        """Restart a dead cache process, as a supervisor would. kvtier restarts its own process itself."""
         if self._server is not None:
             self._server.wait()
             _SHARED_MEMORY.unlink(missing_ok=True)
@@ -261,11 +263,11 @@ class System:
             self.start_server()
 
     def bytes_written(self) -> int:
-        """Return the bytes that all processes have written after their starts, those that have ended too."""
+        """Return the bytes that all processes, including ended ones, have written since their starts."""
         return self.written + self._written() - self._before
 
     def cpu_s(self) -> float:
-        """Processor time that the processes that run now have taken, in seconds."""
+        """Processor time of the running processes, in seconds."""
         return sum(map(processor_s, self.processes()))
 
     def memory_mib(self) -> float:
@@ -291,7 +293,7 @@ class System:
         return found
 
     def _connector(self) -> Settings | None:
-        """Return the settings of an ``OffloadingConnector``; None for no connector, or another one."""
+        """Return the settings of an ``OffloadingConnector``, or None if the system does not use one."""
         tier = {"type": "fs", "root_dir": str(self.files)}
         common = {
             "cpu_bytes_to_use": self._setting.host_mib * 2**20,
@@ -325,8 +327,8 @@ class System:
 def load_lmcache(_: object) -> dict[str, Any]:
     """Import LMCache in the engine's process.
 
-    It brings llvmlite, whose library claims to have any attribute. vLLM 0.32 on the CPU asks everything that
-    was imported for its ``__dict__``, and would end at what it is given.
+    It imports llvmlite, whose library object claims to have any attribute. vLLM 0.32 on the CPU reads
+    ``__dict__`` of everything that was imported, and would fail on the value that llvmlite returns.
     """
     importlib.import_module("lmcache.integration.vllm.lmcache_mp_connector")
     library: Any = importlib.import_module("llvmlite.binding.ffi")._lib_wrapper
@@ -342,7 +344,7 @@ def load_lmcache(_: object) -> dict[str, Any]:
 
 
 def transfers_of(logs: Path) -> str:
-    """Return how LMCache moves chunks between its processes, from the logs of both."""
+    """Return how LMCache moves chunks between its processes, according to the logs of both."""
     texts = [
         path.read_text(errors="replace")
         for path in (logs / SERVER_LOG, logs / "lmcache.log")
@@ -365,7 +367,7 @@ def _command(pid: int) -> str:
 
 
 def _figure(pid: int, file: str, name: str) -> int:
-    """Return the figure behind a name in a file of /proc; 0 of a process that has ended."""
+    """Return the figure that follows a name in a file of /proc, or 0 if the process has ended."""
     with suppress(OSError):
         for line in Path("/proc", str(pid), file).read_text().splitlines():
             if line.startswith(name):
