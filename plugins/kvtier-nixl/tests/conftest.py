@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import engines  # sets the variables that UCX reads
+import engines  # The import sets the variables that UCX reads.
 import pytest
 from hypothesis import HealthCheck, settings
 

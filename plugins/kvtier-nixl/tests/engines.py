@@ -1,4 +1,4 @@
-"""Tiers for the tests: one in this process, and holders in their own processes, which may be killed."""
+"""Tiers for the tests: one in this process, and holders in separate processes, which may be killed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import absent, free_port
 
 CHUNK_BYTES = 256 * 1024
-GENEROUS_S = 30.0  # a deadline that a busy machine keeps
+GENEROUS_S = 30.0  # a deadline that even a busy machine meets
 os.environ.setdefault("UCX_TLS", "tcp,self")  # as between hosts
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 
 
 def require_nixl() -> None:
-    """Skip where NIXL is not installed."""
+    """Skip the test if NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
         absent("NIXL is not installed: pip install --no-deps 'nixl>=1.5.1' 'nixl-cu12>=1.5.1'")
 
@@ -49,7 +49,7 @@ def config(*peers: str, **settings: Any) -> NixlConfig:
         "serve_bytes": "64MiB",
         "receive_bytes": "32MiB",
         "deadline_s": GENEROUS_S,
-        "answer_timeout_s": 10.0,  # a busy machine answers late, which is no fault here
+        "answer_timeout_s": 10.0,  # A busy machine answers late, which is not a fault in these tests.
     }
     return validation.build(NixlConfig, {**given, "peers": peers, **settings})
 
@@ -89,11 +89,11 @@ async def until_found(it: TierRig, numbers: range) -> None:
 
 
 class Holder:
-    """A process that serves chunks, and puts, discards or resets when it is told to.
+    """A process that serves chunks. Tests order it to put, read or reset.
 
     Args:
         log: file for its output.
-        settings: of its tier.
+        settings: settings of its tier.
         options: ``name`` of the identity, ``chunk_bytes``, and the numbers of the ``chunks`` it puts.
     """
 
@@ -123,7 +123,7 @@ class Holder:
             pipe.close()
 
     def tell(self, verb: str, *numbers: int) -> None:
-        """Have it run a verb, to its end."""
+        """Send an order, and wait until it is done."""
         assert self.process.stdin is not None
         print(verb, *numbers, file=self.process.stdin, flush=True)
         self.expect_answer()
@@ -139,7 +139,7 @@ class Holder:
         self.process.wait()
 
     def stop(self) -> None:
-        """Stop it, as on a machine that hangs."""
+        """Stop it with SIGSTOP, which simulates a machine that hangs."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -157,7 +157,7 @@ async def hold(settings: dict[str, Any], name: str = "tests", chunks: int = 8, *
 
 
 async def obey(it: TierRig, tasks: TaskGroup) -> None:
-    """Do what lines of the standard input say, and answer each."""
+    """Run the orders that arrive on standard input, one per line, and answer each with a line."""
     while line := await anyio.to_thread.run_sync(sys.stdin.readline):
         verb, *numbers = line.split()
         if verb == "reset":
@@ -171,7 +171,7 @@ async def obey(it: TierRig, tasks: TaskGroup) -> None:
 
 
 async def begin_read(it: TierRig, tasks: TaskGroup, process: int) -> None:
-    """Have a read in flight, from a process that is stopped once its chunks are leased."""
+    """Start a read from a process, and stop that process after it has leased the chunks."""
     agent = agent_of(it)
     read = agent.read
 

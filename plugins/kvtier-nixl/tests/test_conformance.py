@@ -1,4 +1,4 @@
-"""The tier passes kvtier's conformance tests. A tier's own puts are served from its own memory."""
+"""The tier passes kvtier's conformance tests. It serves its own puts from its own memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtier_testing.tiers import Damage, TierConformance
 
 class TestNixlTier(TierConformance):
     tier = NixlTier
-    pause_s = 1.0  # NIXL holds the interpreter lock while an agent ends
+    pause_s = 1.0  # NIXL holds the interpreter lock while an agent ends.
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -1,4 +1,4 @@
-"""Peers that die, hang, are late or strange: a miss with a reason, never a wrong byte, and never a hang."""
+"""Peers that die, hang, are late or misbehave cause a miss with a reason, never a wrong byte or a hang."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def first_peer(it: TierRig) -> Peer:
 
 @asynccontextmanager
 async def pair(**settings: Any) -> AsyncIterator[tuple[TierRig, TierRig]]:
-    """A tier with chunks 0 to 7, and one that reads from it. Both are in this process."""
+    """Open a tier with chunks 0 to 7 and a tier that reads from it, both in this process."""
     listen = f"127.0.0.1:{free_port()}"
     async with opened(listen=listen) as near:
         await near.put(EIGHT)
@@ -53,7 +53,7 @@ async def pair(**settings: Any) -> AsyncIterator[tuple[TierRig, TierRig]]:
 
 
 def before_reads(it: TierRig, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Awaitable[None]]) -> None:
-    """Run a hook each time that chunks are leased and about to be read."""
+    """Run a hook after each lease of chunks, before they are read."""
     agent = agent_of(it)
     read = agent.read
 
@@ -71,11 +71,11 @@ async def test_only_held_chunks_are_got(holder: Holder) -> None:
         await it.put(range(100, 104))
         mixed = await it.outcome_of_get(range(4, 12))
         assert list(mixed.statuses) == 4 * [Status.OK] + 4 * [Status.ABSENT]
-        await it.tier.discard(keys(EIGHT))  # it has no chunks itself; the peer keeps its chunks
+        await it.tier.discard(keys(EIGHT))  # This tier has no chunks itself, and the peer keeps its own.
         assert set(await it.get(EIGHT)) == {Status.OK}
 
 
-@pytest.mark.full  # as where a get waits for receiving memory
+@pytest.mark.full  # Similar to the test of a get that waits for receiving memory.
 async def test_excess_chunks_come_in_turn(holder: Holder) -> None:
     async with opened(holder.address, receive_bytes=3 * CHUNK_BYTES) as it:
         await until_found(it, EIGHT)
@@ -91,7 +91,7 @@ async def test_reset_connection_is_closed() -> None:
         link = peer._link
         assert link is not None
         lease = await peer.lease(keys(EIGHT))
-        link.writer.transport.abort()  # as asyncio does after ECONNRESET: no end of the stream is seen
+        link.writer.transport.abort()  # As asyncio does after ECONNRESET, which reports no end of the stream.
         assert not link.reader.at_eof()
         with pytest.raises(PeerError, match="closed"):
             peer.release(lease)
@@ -101,11 +101,11 @@ async def test_reset_connection_is_closed() -> None:
 async def test_put_of_evicted_is_refused() -> None:
     async with opened(serve_bytes=4 * CHUNK_BYTES) as it:
         assert await it.put(range(2)) == [Status.OK] * 2
-        statuses = await it.put(range(6))  # the two make room for four others
+        statuses = await it.put(range(6))  # The two existing chunks make room for the four others.
         assert [status is Status.OK for status in statuses] == await it.contains(range(6))
 
 
-@pytest.mark.full  # the next two cover a loss and a return
+@pytest.mark.full  # The next two tests cover a loss and a return.
 async def test_killed_peer_misses_until_return(holder: Holder, tmp_path: Path) -> None:
     async with opened(holder.address) as it:
         await it.put(range(100, 104))
@@ -125,13 +125,13 @@ async def test_peer_killed_in_transfer_misses(holder: Holder, monkeypatch: pytes
         await it.outcome_of_get(EIGHT)
 
         async def stop() -> None:
-            holder.stop()  # so that the transfer is surely in flight at the kill
+            holder.stop()  # ensures that the transfer is in flight at the kill
 
         before_reads(it, monkeypatch, stop)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_kill_when_in_flight, it, holder)
             outcome = await it.outcome_of_get(EIGHT)
-        # The bytes may have come before the end, and then the connection is lost.
+        # If the bytes arrive before the peer ends, only the connection is lost.
         assert outcome.reasons in ({"transfer": 8}, {"connection": 8})
 
 
@@ -159,8 +159,8 @@ async def test_late_bytes_are_harmless(holder: Holder, monkeypatch: pytest.Monke
         assert outcome.reasons == {"timeout": 8}
         assert not first_peer(it).is_connected
         agent = agent_of(it)
-        assert agent.reads  # the transfer itself goes on
-        assert lost  # and holds all receiving memory: kvtier would reopen the tier
+        assert agent.reads  # The transfer itself continues.
+        assert lost  # It holds all receiving memory, so kvtier would reopen the tier.
         assert set(await it.get(EIGHT)) == {Status.ABSENT}
         monkeypatch.undo()
         holder.resume()
@@ -249,7 +249,7 @@ async def test_late_peer_is_not_awaited(holder: Holder, monkeypatch: pytest.Monk
                 await answer(*arguments)
 
             monkeypatch.setattr(_server.ControlServer, "_answer", answered_late)
-            await it.contains(range(16))  # the connection awaits this request, with the method as it was
+            await it.contains(range(16))  # The connection awaits this request with the original method.
             for _ in range(2):
                 assert list(await it.contains(range(16))) == 8 * [True] + 8 * [False]
             assert asked == 1, "it is not asked again before it has answered"
@@ -284,7 +284,7 @@ async def test_other_holder_replaces_late_peer(holder: Holder, monkeypatch: pyte
             assert late not in leased
 
 
-@pytest.mark.full  # as with a thread that hangs
+@pytest.mark.full  # Covered by the test of a hanging thread.
 async def test_stopped_peer_allows_close(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(holder.address) as it:
         await until_found(it, EIGHT)
@@ -303,17 +303,18 @@ async def test_stopped_peer_allows_close(holder: Holder, monkeypatch: pytest.Mon
                 await anyio.sleep(0.005)
         getting.cancel()
         await asyncio.wait((getting,))
-        assert agent.reads  # it cannot be stopped
+        assert agent.reads  # The read cannot be stopped.
     await anyio.to_thread.run_sync(agent.thread.join, 60)
     assert not agent.thread.is_alive()
     holder.resume()
 
 
-@pytest.mark.full  # what kvtier does when a tier process ends is tested where the process is
+@pytest.mark.full  # The end of a tier process is tested with the other tests of the process.
 async def test_holder_survives_killed_reader(holder: Holder, tmp_path: Path) -> None:
     """If UCX emulates reads, as over TCP, it may abort a holder that answers a dead reader."""
     with Holder(tmp_path / "reader.log", {"peers": [holder.address]}, chunks=0) as reader:
-        reader.tell("read", holder.process.pid)  # which it stops; the read is in flight for certain
+        # The reader stops the holder itself, so the read is certainly in flight.
+        reader.tell("read", holder.process.pid)
         reader.kill()
         holder.resume()
     async with opened(holder.address) as it:
@@ -333,7 +334,7 @@ async def test_holder_survives_killed_reader(holder: Holder, tmp_path: Path) -> 
 async def test_expired_leases_give_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_confirmed: bool
 ) -> None:
-    """Their memory holds other chunks by then. The seal detects damage that the clock misses."""
+    """After a lease expires, its memory holds other chunks. The seal detects damage that the clock misses."""
     settings = {"lease_s": 0.05, "serve_bytes": 16 * CHUNK_BYTES}
     with Holder(tmp_path / "log", settings, chunks=16) as holder:
 
@@ -344,7 +345,7 @@ async def test_expired_leases_give_nothing(
         rig = TierRig(NixlTier(config(holder.address, retry_share=0.0)), identity(), CHUNK_BYTES)
         driver = TierDriver(rig, 32)
         async with driver.executor:
-            await driver.put(range(1))  # now it is open
+            await driver.put(range(1))  # opens the tier
             await until_found(rig, range(8, 16))
             before_reads(rig, monkeypatch, reuse)
             if is_confirmed:
@@ -362,9 +363,9 @@ async def test_reset_holder_gives_nothing(holder: Holder, monkeypatch: pytest.Mo
             await anyio.to_thread.run_sync(holder.tell, "reset")
 
         before_reads(it, monkeypatch, reset)
-        outcome = await it.outcome_of_get(EIGHT)  # leased before, read after the reset
+        outcome = await it.outcome_of_get(EIGHT)  # The lease precedes the reset, and the read follows it.
         assert Status.OK not in outcome.statuses
-        holder.tell("put", *EIGHT)  # of the new weights, for that engine alone
+        holder.tell("put", *EIGHT)  # Chunks of the new weights, which only that engine may use.
         assert set(await it.get(EIGHT)) == {Status.ABSENT}
     async with opened(holder.address) as later:
         assert not first_peer(later).is_connected

@@ -1,4 +1,4 @@
-"""A client names the peers that have its chunks: these are asked, and the others where that does not help."""
+"""A client names the peers that hold its chunks. They are asked first, and the other peers only if needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EIGHT = range(8)
 
 @asynccontextmanager
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[TierRig, list[TierRig], list[str]]]:
-    """A tier that reads from three others, in this process, and the addresses whose peers it asks."""
+    """A tier that reads from three others in this process, and the addresses of the peers that it asked."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(3)]
     async with AsyncExitStack() as stack:
         others = [await stack.enter_async_context(opened(listen=address)) for address in addresses]
@@ -42,7 +42,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[TierRig,
 
         monkeypatch.setattr(Peer, "lookup", noted)
         monkeypatch.setattr(_peers, "_ASK_ALL_EVERY_S", 1000.0)
-        monkeypatch.setattr(peers_of(it), "patience_s", 30.0)  # a busy machine is not late
+        monkeypatch.setattr(peers_of(it), "patience_s", 30.0)  # A busy machine does not count as late.
         yield it, others, asked
 
 
@@ -63,7 +63,7 @@ async def test_named_peer_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> Non
         assert asked == [first, second, third], "the others may have what it lacks"
 
         asked.clear()
-        for _ in range(20):  # as a request that waits does
+        for _ in range(20):  # as a waiting request does
             assert not any(await it.tier.contains_at(keys(range(16, 20)), [first]))
         assert asked == 20 * [first], "not again so soon"
         assert not any(await it.contains(range(16, 20)))
@@ -102,7 +102,7 @@ async def test_all_peers_asked_on_silence(monkeypatch: pytest.MonkeyPatch, how: 
 
             monkeypatch.setattr(Peer, "lookup", answers_late)
             monkeypatch.setattr(peers_of(it), "patience_s", 1.0)
-        await others[1].put(range(8, 16))  # asked for a moment ago
+        await others[1].put(range(8, 16))  # the keys were looked up a moment ago
         try:
             with anyio.fail_after(60):
                 for _ in range(2):

@@ -1,4 +1,4 @@
-"""Chunks that several peers hold are read from all of them, by how fast each of them delivers."""
+"""Chunks held by several peers are read from all of them, in proportion to the speed of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKS = keys(range(64))
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -30,7 +30,7 @@ class Clock:
 
 
 def measured(clock: Clock, chunk_s: float) -> Pace:
-    """Return the pace of a peer that has just delivered a chunk in ``chunk_s``."""
+    """Return the pace of a peer that has just delivered a chunk in ``chunk_s`` seconds."""
     pace = Pace(clock)
     with pace.reading(1):
         clock.now_s += chunk_s
@@ -38,7 +38,7 @@ def measured(clock: Clock, chunk_s: float) -> Pace:
 
 
 def shares(paces: Mapping[str, Pace]) -> Counter[str]:
-    """Return how many of the chunks are read from each holder, where each holds all of them."""
+    """Return how many chunks are read from each holder if each holds all of them."""
     return Counter(share_out(dict.fromkeys(CHUNKS, tuple(paces)), paces.__getitem__).values())
 
 

@@ -56,7 +56,7 @@ async def test_any_bytes_parse_or_are_refused(sent: bytes) -> None:
     assert await received(protocol.encode(message)) == message
 
 
-@given(MESSAGES, st.integers(0), st.integers(1, 255))  # nothing is drawn within the event loop
+@given(MESSAGES, st.integers(0), st.integers(1, 255))  # hypothesis draws nothing within the event loop
 async def test_damage_parses_or_is_refused(message: protocol.AnyMessage, place: int, change: int) -> None:
     frame = bytearray(protocol.encode(message))
     frame[place % len(frame)] ^= change
@@ -163,7 +163,7 @@ class TestPool:
         pool.touch([self.key(1)])
         assert len(pool.reserve(1, 1.0)) == 1
         assert evicted == [self.key(2)]
-        assert len(pool.reserve(9, 1.0)) == 2  # all but the leased one
+        assert len(pool.reserve(9, 1.0)) == 2  # all except the leased chunk
         pool.release(number)
         assert len(pool.reserve(9, 2.0)) == 1
 

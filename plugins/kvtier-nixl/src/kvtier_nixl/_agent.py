@@ -1,9 +1,8 @@
-"""NIXL's agent, in its own thread: memory that peers read, and reads from the memory of peers.
+"""NIXL's agent, in its own thread. It serves memory to peers and reads the memory of peers.
 
-**A read cannot be stopped.** Neither releasing its handle nor removing the peer does: the bytes of a peer
-that was stopped and continues still arrive. So they go to rows of receiving memory first, never straight to
-slots. A read that is given up keeps its rows until it has ended, however long that takes; the slots are free
-at once.
+**A read cannot be stopped**, neither by releasing its handle nor by removing the peer: if a stopped peer
+resumes, its bytes still arrive. So bytes go to rows of receiving memory first, never directly to slots. An
+abandoned read keeps its rows until it has ended, however long that takes. The slots are free at once.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _log = GuardedLogger("kvtier.tiers.nixl")
 
 
 class Memory:
-    """Memory of this process that is divided into rows of one chunk each. Freed with the object."""
+    """Memory of this process, divided into rows of one chunk each. It is freed with the object."""
 
     def __init__(self, rows: int, row_bytes: int) -> None:
         self.rows = rows
@@ -59,7 +58,7 @@ class Memory:
 
 
 class ReadError(Exception):
-    """A read failed; the text is NIXL's."""
+    """A read failed. The text comes from NIXL."""
 
 
 @dataclass(eq=False)
@@ -77,15 +76,15 @@ class Agent:
 
     Args:
         serving: memory that peers may read.
-        receiving: memory that is read into.
+        receiving: memory that reads write into.
         is_local: whether only processes of this host may connect to it.
 
     Attributes:
-        name: the agent's name, which no other one has.
-        metadata: with this, agents of peers read from ``serving``.
-        thread: NIXL's.
-        reads: those in flight, with those that were given up.
-        given_up_rows: rows of receiving memory that given-up reads may still write to.
+        name: the agent's unique name.
+        metadata: data that agents of peers need to read from ``serving``.
+        thread: NIXL's thread.
+        reads: reads in flight, including abandoned ones.
+        given_up_rows: number of rows that abandoned reads may still write to.
     """
 
     def __init__(self, serving: Memory, receiving: Memory, *, is_local: bool) -> None:
@@ -94,7 +93,7 @@ class Agent:
         self._serving = serving
         self._receiving = receiving
         self._is_local = is_local
-        # Not a SimpleQueue: its get may compute a negative timeout (CPython 3.11), and then waits for ever.
+        # Not a SimpleQueue: its get may compute a negative timeout (CPython 3.11) and then waits for ever.
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self.thread = threading.Thread(target=self._run, name="kvtier-nixl", daemon=True)
         self._agent: Any = None
@@ -114,7 +113,7 @@ class Agent:
 
         Raises:
             ImportError: NIXL is not installed.
-            Exception: whatever NIXL raises.
+            Exception: an error of NIXL.
         """
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
@@ -122,7 +121,7 @@ class Agent:
         await self._call(self._start)
 
     async def aclose(self) -> None:
-        """End the thread and NIXL, with the reads in flight. Afterwards nothing writes into its memory.
+        """End the thread, NIXL and the reads in flight. Afterwards nothing writes into its memory.
 
         A stuck thread is abandoned after a while. It keeps the memory, so late writes are harmless.
         """
@@ -146,7 +145,7 @@ class Agent:
         """Make the memory of a peer readable."""
         try:
             await self._call(lambda: self._add(peer, metadata))
-        except BaseException:  # cancelled: NIXL may add it yet
+        except BaseException:  # On a cancellation, NIXL may still add the peer.
             self.forget(peer)
             raise
 
@@ -159,7 +158,7 @@ class Agent:
         while not self._free:
             self._row_freed.clear()
             await self._row_freed.wait()
-        taken = self._free[-count:]  # those freed last: they are in the processor's cache
+        taken = self._free[-count:]  # Rows freed last are still in the processor's cache.
         del self._free[-count:]
         return taken
 
@@ -170,20 +169,20 @@ class Agent:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether reads that were given up have all of the receiving memory."""
+        """Whether abandoned reads occupy all of the receiving memory."""
         return self.given_up_rows == self._receiving.rows
 
     async def read(self, peer: str, addresses: Sequence[int], rows: Sequence[int]) -> None:
-        """Read chunks of a peer into rows. The rows are the caller's again only if this returns.
+        """Read chunks of a peer into rows. The caller owns the rows again only if this returns.
 
         Raises:
-            ReadError: it failed.
+            ReadError: the read failed.
         """
         read = _Read(None, peer, rows)
         self._jobs.put(lambda: self._begin(read, addresses))
         try:
             state = await read.future
-        except BaseException:  # cancelled: the thread frees the rows when the bytes have stopped moving
+        except BaseException:  # On a cancellation, the thread frees the rows after the transfer has ended.
             read.is_given_up = True
             self.given_up_rows += len(rows)
             if read.future.done() and not read.future.cancelled():
@@ -200,14 +199,14 @@ class Agent:
     def _read_ended(self, read: _Read, state: str) -> None:
         if read.is_given_up:
             self._free_given_up(read)
-        elif read.future.cancelled():  # the cancellation is on its way to who waits
+        elif read.future.cancelled():  # The waiter's cancellation has not been delivered yet.
             read.future = asyncio.get_running_loop().create_future()
             read.future.set_result(state)
         else:
             read.future.set_result(state)
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that runs in the thread. A cancelled caller does not wait."""
+        """Run a function in the thread and return its result. A cancelled caller does not wait for it."""
         assert self._loop is not None
         future: asyncio.Future[T] = self._loop.create_future()
 
@@ -255,9 +254,9 @@ class Agent:
         for read in self.reads:
             with suppress(Exception):
                 self._agent.release_xfer_handle(read.handle)
-            read.handle = None  # it refers to the agent
+            read.handle = None  # NIXL's object refers to the agent.
         self.reads.clear()
-        self._agent = None  # it ends with its last reference: from here on nothing is written
+        self._agent = None  # NIXL ends with its last reference. Afterwards nothing is written.
         assert self._ended is not None
         ended = self._ended
         self._post(lambda: None if ended.done() else ended.set_result(None))
@@ -318,8 +317,8 @@ class Agent:
 
 
 def new_agent(name: str, *, is_local: bool) -> Any:
-    """Return an agent of NIXL with a UCX backend. NIXL is imported late: that takes seconds."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when it is imported
+    """Return a NIXL agent with a UCX backend. NIXL is imported late, because the import takes seconds."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # The variable is read during the import.
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(name, nixl_agent_config(backends=[]))
@@ -329,7 +328,7 @@ def new_agent(name: str, *, is_local: bool) -> Any:
 
 
 def _agent_that_waits(name: str) -> Any:
-    """Return NIXL's own object behind ``nixl_agent``, which cannot be told how long to wait for events."""
+    """Return NIXL's own object behind ``nixl_agent``, which has no timeout for events."""
     from nixl import _bindings
 
     config = _bindings.nixlAgentConfig()
@@ -340,7 +339,7 @@ def _agent_that_waits(name: str) -> Any:
 
 
 def _ucx_settings(*, is_local: bool) -> list[str]:
-    """Return settings of UCX, except those that the environment has."""
+    """Return settings of UCX, except those set in the environment."""
     settings = {"TCP_TX_SEG_SIZE": "32k"}  # the default, 8k, halves TCP's throughput
     if is_local:
         settings["NET_DEVICES"] = "lo"

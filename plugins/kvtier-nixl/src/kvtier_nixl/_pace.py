@@ -25,7 +25,7 @@ class Pace:
         clock: seconds, monotonic.
 
     Attributes:
-        in_flight: chunks that are being read from it.
+        in_flight: number of chunks being read from it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class Pace:
 
     @contextmanager
     def reading(self, count: int) -> Iterator[None]:
-        """Time a read of ``count`` chunks. One that fails is not measured."""
+        """Time a read of ``count`` chunks. A failed read is not measured."""
         self.in_flight += count
         load, begun_s = self.in_flight, self._clock()
         try:
@@ -60,7 +60,7 @@ class Pace:
 def share_out(
     holders: Mapping[OffloadKey, Sequence[HolderT]], pace: Callable[[HolderT], Pace]
 ) -> dict[OffloadKey, HolderT]:
-    """Return for each key one of its holders. A large get is split among holders by their throughput."""
+    """Return one holder for each key. A large get is split among holders by their throughput."""
     given: Counter[HolderT] = Counter()
     chosen: dict[OffloadKey, HolderT] = {}
     for key, choices in holders.items():

@@ -1,8 +1,8 @@
-"""The asking side of the control channel: connections to peers, kept up in the background.
+"""The client side of the control channel: connections to peers, maintained in the background.
 
-Lookups use only the peers that are connected. One that cannot be reached, or does not answer, costs at most
-``answer_timeout_s`` once: it is dropped, and connected to again in the background. One that answers late
-is not waited for while others have answered, nor asked until its answer has come.
+Lookups use only the connected peers. A peer that cannot be reached or does not answer costs at most
+``answer_timeout_s`` once: it is dropped and reconnected in the background. A lookup does not wait for a late
+peer if others have answered. A late peer gets no further lookup until its answer has arrived.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ASK_ALL_EVERY_S: Final = 1.0
 """Seconds between two questions to all peers about a key whose holders a client has named."""
 
 _MOST_ASKED: Final = 65_536
-_LEASE_SHARE: Final = 0.99  # of a lease is relied on: clocks differ
+_LEASE_SHARE: Final = 0.99  # Fraction of a lease that is relied on, because clocks differ.
 
 
 class PeerError(Exception):
@@ -53,12 +53,12 @@ class _Link:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     welcome: Welcome
-    asked_s: float = 0.0  # when the last request was sent
+    asked_s: float = 0.0  # time of the last request
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Chunks that a peer keeps where they are until they have been read.
+    """Chunks that a peer keeps in place until they have been read.
 
     Attributes:
         addresses, trailers: see ``protocol.Leased``.
@@ -79,11 +79,11 @@ class Peer:
         facts: the facts that both sides must agree on.
         agent: this engine's agent.
         timeout_s: seconds after which an answer is late.
-        warn: called with a subject for log limits and a text when it cannot be used.
+        warn: called with a subject for log limits and a text when the peer cannot be used.
 
     Attributes:
-        was_tried: set once the first attempt to connect has ended.
-        pace: how fast chunks are read from it.
+        was_tried: set after the first attempt to connect has ended.
+        pace: speed of reads from it.
         is_late: whether the answer to an abandoned lookup is still missing.
     """
 
@@ -102,7 +102,7 @@ class Peer:
         self.pace = Pace()
         self.is_late = False
         self._is_self = False
-        self._penalty_s = 0.0  # pause before it is connected to again, after reads that failed
+        self._penalty_s = 0.0  # pause before a reconnect after failed reads
 
     async def keep_connected(self) -> None:
         """Connect, and connect again whenever the connection is lost, until this task is cancelled."""
@@ -113,7 +113,7 @@ class Peer:
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         await self._connect()
-                except Exception as error:  # also what NIXL makes of metadata
+                except Exception as error:  # also errors of NIXL on the peer's metadata
                     self._warn(
                         f"connection {self.address}", f"peer {self.address} is not used: {_words(error)}"
                     )
@@ -131,7 +131,7 @@ class Peer:
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether it is connected, and has answered all lookups."""
+        """Whether it is connected and has answered all lookups."""
         return self.is_connected and not self.is_late
 
     @property
@@ -146,7 +146,7 @@ class Peer:
             self.drop("it has closed the connection")
 
     async def lookup(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return which keys it holds. Raises PeerError."""
+        """Return whether the peer holds each key. Raises PeerError."""
         held: list[bool] = []
         for part in _pieces(keys):
             found = await self._ask(protocol.LookupKeys(part), protocol.Found)
@@ -167,10 +167,10 @@ class Peer:
         return Lease(leased.addresses, leased.trailers, leased.lease, until_s, link)
 
     def release(self, lease: Lease) -> bool:
-        """End a lease; return whether it lasted until now.
+        """End a lease; return whether it was valid until now.
 
         Raises:
-            PeerError: the lease is of an earlier connection: the peer has been reset or restarted.
+            PeerError: the lease belongs to an earlier connection, because the peer was reset or restarted.
         """
         self.drop_if_closed()
         if self._link is not lease._link:
@@ -181,7 +181,8 @@ class Peer:
     async def read(self, addresses: Sequence[int], rows: Sequence[int]) -> None:
         """Read chunks into rows of the receiving memory. See ``Agent.read``.
 
-        One whose read fails, or is cancelled as at the deadline, is dropped, and connected to again later.
+        If the read fails or is cancelled, for example at the deadline, the peer is dropped and reconnected
+        later.
         """
         link = self._link
         if link is None:
@@ -191,14 +192,14 @@ class Peer:
             with self.pace.reading(len(rows)):
                 await self._agent.read(link.welcome.agent, addresses, rows)
         except BaseException as error:
-            if self._link is link:  # else another read of this connection has failed
+            if self._link is link:  # otherwise another read on this connection has failed
                 self._penalty_s = min(max(_FIRST_PAUSE_S, 2 * self._penalty_s), _LONGEST_PENALTY_S)
                 self.drop(str(error) if isinstance(error, ReadError) else "a read took too long")
             raise
         self._penalty_s = 0.0
 
     def drop(self, why: str) -> None:
-        """Use it no longer, until it is connected to again."""
+        """Stop using the peer until it is reconnected."""
         if self._link is not None:
             self._warn(f"connection {self.address}", f"peer {self.address} dropped: {why}; connecting again")
             self.close()
@@ -206,7 +207,7 @@ class Peer:
     async def _ask(self, request: Message, wanted: type[MessageT]) -> MessageT:
         link: _Link | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):  # the wait for earlier requests included
+            async with asyncio.timeout(self._timeout_s):  # This includes the wait for earlier requests.
                 async with self._turn:
                     self.drop_if_closed()
                     link = self._link
@@ -217,10 +218,11 @@ class Peer:
                     await link.writer.drain()
                     return await protocol.expect(link.reader, wanted, protocol.MAX_FRAME_BYTES)
         except (PeerProtocolError, OSError, TimeoutError) as error:
-            if link is None:  # it is not to blame for its queue: whoever has the turn drops it
+            # The peer is not at fault if its queue is long; the request at the head of the queue drops it.
+            if link is None:
                 raise PeerError("earlier requests to it take too long") from None
             raise self._broken(_words(error)) from None
-        except BaseException:  # cancelled: the next request would get this answer
+        except BaseException:  # After a cancellation, the next request would receive this answer.
             if link is not None and self._link is link:
                 self.close()
             raise
@@ -273,7 +275,7 @@ class Peer:
 
 
 class Peers:
-    """All peers of one engine. Arguments as for ``Peer``."""
+    """All peers of one engine. Takes the arguments of ``Peer``."""
 
     def __init__(
         self,
@@ -287,24 +289,25 @@ class Peers:
         self.patience_s = _PATIENCE * timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._lookups: set[asyncio.Task[None]] = set()
-        self._asked_s: OrderedDict[OffloadKey, float] = OrderedDict()  # when all were asked last, ascending
+        # times when all peers were asked, ascending
+        self._asked_s: OrderedDict[OffloadKey, float] = OrderedDict()
 
     async def open(self) -> None:
-        """Begin to connect, in the background; wait a while until each peer has been tried once."""
+        """Start to connect in the background; wait for a limited time until each peer has been tried once."""
         self._tasks = [asyncio.create_task(peer.keep_connected()) for peer in self.members]
         with anyio.move_on_after(_FIRST_TRIES_S):
             for peer in self.members:
                 await peer.was_tried.wait()
 
     def stop(self) -> None:
-        """Disconnect from all: none is asked or read from now on."""
+        """Disconnect from all peers. From now on none is asked or read."""
         for task in self._tasks:
             task.cancel()
         for peer in self.members:
             peer.close()
 
     async def aclose(self) -> None:
-        """Stop, and wait until nothing is in the background."""
+        """Stop, and wait until all background tasks have ended."""
         self.stop()
         if tasks := [*self._tasks, *self._lookups]:
             await asyncio.wait(tasks)
@@ -312,10 +315,10 @@ class Peers:
     async def locate(
         self, keys: Sequence[OffloadKey], addresses: Collection[str] = ()
     ) -> dict[OffloadKey, Peer]:
-        """Ask all that are connected; return for each key that is held which holder to read it from.
+        """Ask all connected peers; return the holder to read from for each key that a peer holds.
 
-        Peers at ``addresses``, if any, are asked first, and the others only for keys that these do not hold:
-        when a key is asked for first, every second after that, and whenever one of these does not answer.
+        Peers at ``addresses``, if any, are asked first. The others are asked only for keys that these do not
+        hold: at the first lookup of a key, every second after that, and when one of these does not answer.
         """
         for peer in self.members:
             peer.drop_if_closed()
@@ -331,7 +334,7 @@ class Peers:
         return found | await self._ask(others, missing) if missing else found
 
     def _due(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that all peers are to be asked for again, and note that they are."""
+        """Return the keys for which all peers are due to be asked again, and record the time."""
         now_s, asked_s = asyncio.get_running_loop().time(), self._asked_s
         past_s = now_s - _ASK_ALL_EVERY_S
         while asked_s and (len(asked_s) > _MOST_ASKED or next(iter(asked_s.values())) <= past_s):
@@ -343,7 +346,7 @@ class Peers:
     async def _ask(
         self, peers: Sequence[Peer], keys: Sequence[OffloadKey], limit_s: float | None = None
     ) -> dict[OffloadKey, Peer]:
-        """Return for each key that is held which holder to read it from. ``limit_s`` bounds the wait."""
+        """Return the holder to read from for each key that a peer holds. ``limit_s`` bounds the wait."""
         holders: dict[OffloadKey, list[Peer]] = {key: [] for key in keys}
         asked = {asyncio.create_task(_look_up(peer, keys, holders)): peer for peer in peers}
         self._lookups.update(asked)
@@ -363,7 +366,10 @@ class Peers:
     async def _answers(
         self, waiting: Collection[asyncio.Task[None]], within_s: float | None
     ) -> Collection[asyncio.Task[None]]:
-        """Wait until the tasks end; return those that take longer than allowed, or much longer than half."""
+        """Wait until the tasks end.
+
+        Return those that exceed the limit or are much slower than the faster half.
+        """
         loop = asyncio.get_running_loop()
         half, begun_s = len(waiting) // 2, loop.time()
         limit_s = None if within_s is None else begun_s + within_s
@@ -380,8 +386,8 @@ class Peers:
 
 
 async def _look_up(peer: Peer, keys: Sequence[OffloadKey], holders: Mapping[OffloadKey, list[Peer]]) -> None:
-    """Ask one peer; enter it as a holder of the keys that it holds."""
-    with suppress(PeerError):  # logged, and the peer is dropped
+    """Ask one peer; record it as a holder of the keys that it holds."""
+    with suppress(PeerError):  # The error is logged, and the peer is dropped.
         held = await peer.lookup(keys)
         for key, is_held in zip(keys, held, strict=True):
             if is_held:

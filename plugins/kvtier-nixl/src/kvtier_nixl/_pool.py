@@ -20,7 +20,7 @@ MAX_LEASES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class ServedChunk:
-    """A chunk that is served: its row, and the trailer that proves its bytes."""
+    """A served chunk: its row, and the trailer that verifies its bytes."""
 
     row: int
     trailer: bytes
@@ -33,15 +33,15 @@ class _Lease:
 
 
 class ChunkPool:
-    """Rows of chunks, evicted by recency, except those that are pinned.
+    """Rows of chunks. Unpinned chunks are evicted by recency.
 
-    Leases are pins of peers, which run out: a peer that dies must not keep memory. They take at most half of
-    the rows, so that puts continue whatever peers do.
+    Leases are pins of peers. They expire, so that a dead peer does not keep memory. Leases take at most half
+    of the rows, so that peers cannot block puts.
 
     Args:
         rows: number of rows.
-        lease_s: seconds that a lease lasts.
-        on_evict: told which chunks made room for others.
+        lease_s: duration of a lease in seconds.
+        on_evict: called with the keys of evicted chunks.
     """
 
     def __init__(self, rows: int, lease_s: float, on_evict: Callable[[Sequence[OffloadKey]], None]) -> None:
@@ -49,14 +49,14 @@ class ChunkPool:
         self.lease_s = lease_s
         self._on_evict = on_evict
         self._free = list(range(rows))
-        self._chunks: OrderedDict[OffloadKey, ServedChunk] = OrderedDict()  # the least recently used first
+        self._chunks: OrderedDict[OffloadKey, ServedChunk] = OrderedDict()  # least recently used first
         self._pins: Counter[int] = Counter()
-        self._leases: OrderedDict[int, _Lease] = OrderedDict()  # the first to expire first
+        self._leases: OrderedDict[int, _Lease] = OrderedDict()  # earliest expiry first
         self._leased: Counter[int] = Counter()
-        self._removed: set[int] = set()  # pinned rows whose chunk is gone
+        self._removed: set[int] = set()  # pinned rows whose chunk was removed
         self._next_lease = secrets.randbits(
             48
-        )  # differs from the leases of an earlier engine at this address
+        )  # Differs from the numbers of leases of an earlier engine at this address.
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -65,13 +65,13 @@ class ChunkPool:
         return key in self._chunks
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that chunks were used; the last of them is evicted first."""
+        """Mark chunks as recently used; the last of them is evicted first."""
         for key in reversed(list(keys)):
             if key in self._chunks:
                 self._chunks.move_to_end(key)
 
     def reserve(self, count: int, now_s: float) -> list[int]:
-        """Return at most ``count`` rows to fill; evict unpinned chunks where too few are free."""
+        """Return at most ``count`` rows to fill; evict unpinned chunks if too few are free."""
         self._expire(now_s)
         evicted = self._victims(count - len(self._free))
         for key in evicted:
@@ -86,14 +86,17 @@ class ChunkPool:
         self._free.append(row)
 
     def publish(self, key: OffloadKey, row: int, trailer: bytes) -> None:
-        """Serve a chunk from a reserved row, from now on. One that is served already stays as it is."""
+        """Start to serve a chunk from a reserved row. A chunk that is already served stays in its row."""
         if key in self._chunks:
             self.give_back(row)
         else:
             self._chunks[key] = ServedChunk(row, trailer)
 
     def pin(self, key: OffloadKey) -> ServedChunk | None:
-        """Return a chunk whose row keeps its bytes until ``unpin``; None if it is not there."""
+        """Pin and return a chunk.
+
+        Its row keeps its bytes until ``unpin``. Return None if it is not served.
+        """
         chunk = self._chunks.get(key)
         if chunk is not None:
             self._chunks.move_to_end(key)
@@ -110,7 +113,7 @@ class ChunkPool:
                 self._free.append(row)
 
     def lease(self, keys: Sequence[OffloadKey], now_s: float) -> tuple[int, list[ServedChunk | None]]:
-        """Pin chunks for a peer, until it releases them or the lease runs out.
+        """Pin chunks for a peer until it releases them or the lease expires.
 
         Returns:
             The lease's number, and for each key the chunk; None if it is not there or too much is leased.
@@ -130,7 +133,7 @@ class ChunkPool:
         return number, chunks
 
     def release(self, number: int) -> None:
-        """End a lease, unless it has run out."""
+        """End a lease, unless it has expired."""
         lease = self._leases.pop(number, None)
         for row in lease.rows if lease is not None else ():
             self._leased[row] -= 1
@@ -154,7 +157,7 @@ class ChunkPool:
             self.discard(key)
 
     def _victims(self, count: int) -> list[OffloadKey]:
-        """Return the ``count`` chunks that leave next, or fewer where others are pinned."""
+        """Return the ``count`` chunks that are evicted next, or fewer if the rest is pinned."""
         free = (key for key, chunk in self._chunks.items() if not self._pins[chunk.row])
         return list(islice(free, max(0, count)))
 

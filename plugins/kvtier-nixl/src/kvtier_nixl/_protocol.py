@@ -2,7 +2,7 @@
 
 Each frame is a length (u32, big-endian) and a msgpack message. The server begins with ``Challenge``; the
 client answers with ``PeerHello`` and a proof over both nonces, the server with ``Welcome`` and a proof of its
-own. No proof is of use for another connection. Afterwards each request has one reply, in order, except
+own. A proof is valid for one connection only. Afterwards each request has one reply, in order, except
 ``Release``, which has none.
 """
 
@@ -105,16 +105,16 @@ class Found(Message, frozen=True, tag=6):
 
 
 class LeaseChunks(Message, frozen=True, tag=7):
-    """Ask to keep chunks where they are, to read them."""
+    """Ask to keep chunks in place, in order to read them."""
 
     keys: Keys
 
 
 class Leased(Message, frozen=True, tag=8):
-    """The addresses of a lease's chunks; address 0 and no trailer for chunks that are not leased.
+    """The addresses and trailers of a lease's chunks; address 0 and no trailer for chunks not leased.
 
     Attributes:
-        lasts_s: seconds that they stay at least, counted from the request, unless the lease is released.
+        lasts_s: minimum duration of the lease in seconds, counted from the request, unless it is released.
     """
 
     lease: int
@@ -127,7 +127,7 @@ class Leased(Message, frozen=True, tag=8):
 
 
 class Release(Message, frozen=True, tag=9):
-    """End a lease, once what it protects has been read."""
+    """End a lease after its chunks have been read."""
 
     lease: int
 
@@ -144,7 +144,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> AnyMessage:
-    """Return the message of a frame, which may hold anything at all. Raises ProtocolError."""
+    """Return the message of a frame, which may contain arbitrary bytes. Raises ProtocolError."""
     try:
         message: AnyMessage = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -169,10 +169,10 @@ async def receive(reader: asyncio.StreamReader, limit_bytes: int = MAX_FRAME_BYT
 
 
 async def expect(reader: asyncio.StreamReader, wanted: type[MessageT], limit_bytes: int) -> MessageT:
-    """Return the next message, which has to be of one type.
+    """Return the next message, which must have the wanted type.
 
     Raises:
-        ProtocolError: it is another one; the text is the reason if it is ``Refused``.
+        ProtocolError: it has another type; the text is the reason if it is ``Refused``.
         ConnectionError: the connection ended.
     """
     message = await receive(reader, limit_bytes)
@@ -214,7 +214,7 @@ def agent_digest(agent: str, metadata: bytes) -> bytes:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Have a connection end when its other side has vanished: it is found out in about a minute."""
+    """Enable keepalive, so that a connection ends about a minute after the other side has vanished."""
     one: socket.socket = writer.get_extra_info("socket")
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):

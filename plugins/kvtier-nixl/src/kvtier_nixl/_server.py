@@ -1,4 +1,4 @@
-"""The serving side of the control channel: answers what is held, and leases it to be read."""
+"""The server side of the control channel: answers lookups, and leases chunks to be read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Facts:
     """The facts that both sides of a connection agree on or exchange.
 
     Attributes:
-        secret: returns the shared secret, for one connection; raises TierError if it cannot be read.
+        secret: callable that returns the shared secret for one connection; raises TierError if it cannot be
+            read.
         identity: digest of the cache.
         chunk_bytes: length of a chunk.
         agent: name of the NIXL agent.
@@ -49,13 +50,13 @@ class Facts:
 
 
 class ControlServer:
-    """Serves the chunks of a pool to peers that prove that they know the secret.
+    """Serves the chunks of a pool to peers that prove their knowledge of the secret.
 
     Args:
         facts: the cache, and the secret that peers must know.
         pool: the chunks.
-        memory: where they are.
-        warn: called with a subject for log limits and a text when a peer is turned away.
+        memory: memory of the chunks.
+        warn: called with a subject for log limits and a text when a peer is refused.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self._is_closed = False
         self._connections: set[asyncio.Task[None]] = set()
-        self._strangers: set[asyncio.Task[None]] = set()  # those that have not proved anything yet
+        self._strangers: set[asyncio.Task[None]] = set()  # connections without a proof so far
         self._logged_hosts: set[str] = set()
 
     async def open(self, host: str, port: int) -> int:
         """Listen; return the port. Raises OSError."""
         starting = asyncio.ensure_future(asyncio.start_server(self._accept, host, port, backlog=_BACKLOG))
-        cancelled = await wait_for_end(starting)  # else a server that listens already stays open
+        # Otherwise a server that is already listening would stay open.
+        cancelled = await wait_for_end(starting)
         self._server = starting.result()
         if cancelled is not None:
             raise cancelled
@@ -82,7 +84,7 @@ class ControlServer:
         return int(listener.getsockname()[1])
 
     def stop(self) -> None:
-        """Stop listening, and begin to close all connections: no peer is answered from now on."""
+        """Stop listening, and start to close all connections. From now on no peer is answered."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -100,7 +102,7 @@ class ControlServer:
         assert task is not None
         self._connections.add(task)
         try:
-            if self._is_closed:  # later puts may be of other weights
+            if self._is_closed:  # Later puts may belong to other weights.
                 return
             if len(self._connections) > _MAX_CONNECTIONS or len(self._strangers) >= _MAX_STRANGERS:
                 await _send(writer, Refused("it has too many connections"))
@@ -119,9 +121,9 @@ class ControlServer:
         except TierError as error:
             self._warn("secret", str(error))
         except (OSError, TimeoutError):
-            pass  # the peer ended, or does not read: leases run out by themselves
+            pass  # The peer ended or does not read. Its leases expire by themselves.
         except asyncio.CancelledError:
-            pass  # by aclose; a task of a server that raises it is logged as a failure
+            pass  # Cancelled by aclose. asyncio logs a failure if a server's task raises the cancellation.
         finally:
             self._connections.discard(task)
             self._strangers.discard(task)
@@ -134,7 +136,7 @@ class ControlServer:
         self._warn(f"peer {error.category} {subject}", f"{host} was turned away: {error}")
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let a peer prove that it knows the secret and wants this cache; prove the same to it."""
+        """Check a peer's proof that it knows the secret and wants this cache; send it the same proof."""
         facts = self._facts
         challenge = Challenge(protocol.VERSION, secrets.token_bytes(protocol.NONCE_BYTES))
         await _send(writer, challenge)
@@ -174,6 +176,7 @@ class ControlServer:
 
 async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
     writer.write(protocol.encode(message))
-    if writer.transport.get_write_buffer_size():  # rarely: a deadline costs as much as the answer itself
+    # Only rarely, because a deadline costs as much as the answer itself.
+    if writer.transport.get_write_buffer_size():
         with anyio.fail_after(_SEND_S):
             await writer.drain()

@@ -116,7 +116,8 @@ class NixlConfig(TierConfig):
 
     @model_validator(mode="after")
     def _answers_before_deadline(self) -> NixlConfig:
-        # A get that takes most of its deadline has failed: the breaker would disable the tier with all peers.
+        # A get that uses up most of its deadline counts as failed: the breaker would disable the tier with
+        # all peers.
         if self.answer_timeout_s > self.deadline_s / 2:
             raise ValueError(
                 f"answer_timeout_s ({self.answer_timeout_s:g}) is more than half of deadline_s "

@@ -41,7 +41,7 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "lease": "the lease of the chunk at a peer ran out while it was read",
     }
 )
-_DEADLINE_SHARE: Final = 0.9  # at the deadline itself kvtier cancels the call, and all its chunks are lost
+_DEADLINE_SHARE: Final = 0.9  # At the deadline itself kvtier cancels the call, which loses all of its chunks.
 _LEAST_SECRET_BYTES: Final = 16
 _LOCATIONS: Final = 65_536
 _LOG_INTERVAL_S: Final = 60.0
@@ -91,7 +91,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
             await self._read_secret()
             await self._open_agent()
             await self._connect()
-        except BaseException:  # a cancellation, too: kvtier closes only tiers that opened
+        except BaseException:  # Also on a cancellation, because kvtier closes only tiers that opened.
             await self.aclose()
             raise
 
@@ -112,7 +112,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
             ) from None
 
     def _new_agent(self, *, is_local: bool) -> Agent:
-        """Return an agent that is not open; the simulation has another one."""
+        """Return an agent that is not open. The simulation overrides this."""
         return Agent(self._serving, self._receiving, is_local=is_local)
 
     async def _connect(self) -> None:
@@ -136,7 +136,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         await self._peers.open()
 
     async def _read_secret(self) -> bytes:
-        """Return the secret, which may have been rotated since the last connection."""
+        """Return the secret. It is read again, because it may have been rotated since the last connection."""
         path: Path | None = self.config.secret_file
         if path is None:
             return b""
@@ -161,10 +161,10 @@ class NixlTier(SecondaryTier[NixlConfig]):
         self._pool = None
 
     async def _isolate(self) -> None:
-        """Have nothing to do with peers from now on, even if this is cancelled; a second call waits again."""
+        """Stop serving and reading from peers, even if this is cancelled. A second call waits again."""
         ends = [end for end in (self._server, self._peers) if end is not None]
         self._located.clear()
-        for end in ends:  # both before the first await
+        for end in ends:  # Call both before the first await.
             end.stop()
         for end in ends:
             await end.aclose()
@@ -178,7 +178,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         return Usage(len(self._pool) * length, self._pool.rows * length)
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return which keys are served by this engine itself; of others nothing is known."""
+        """Return which keys this engine itself serves. All other keys are unknown."""
         pool = self._held
         elsewhere = Knowledge.ABSENT if self._peers is None or not self.config.peers else Knowledge.UNKNOWN
         return [Knowledge.PRESENT if key in pool else elsewhere for key in keys]
@@ -188,12 +188,12 @@ class NixlTier(SecondaryTier[NixlConfig]):
         return await self.contains_at(keys, ())
 
     async def contains_at(self, keys: Sequence[OffloadKey], addresses: Sequence[str]) -> Sequence[bool]:
-        """Do the same, and ask the peers at ``addresses`` first. See ``SecondaryTier.contains_at``."""
+        """Do the same, but ask the peers at ``addresses`` first. See ``SecondaryTier.contains_at``."""
         resets = self._resets
         wanted = [key for key in dict.fromkeys(keys) if key not in self._held]
         elsewhere = await self._locate(wanted, addresses)
         if resets == self._resets:
-            self._located.update(elsewhere)  # for the get that follows
+            self._located.update(elsewhere)  # used by the next get
         while len(self._located) > _LOCATIONS:
             self._located.popitem(last=False)
         return [key in self._held or key in elsewhere for key in keys]
@@ -216,9 +216,9 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 pool.publish(batch.keys[index], row, batch.trailers[index])
             else:
                 pool.give_back(row)
-        if resets != self._resets:  # chunks of a put that began before a reset must not appear after it
+        if resets != self._resets:  # Chunks of a put that started before a reset must not appear after it.
             return Outcome.all(Status.REFUSED, len(batch), "reset")
-        # Some may have been evicted meanwhile, to make room for the others.
+        # Some chunks may have been evicted meanwhile, to make room for others.
         statuses = [Status.OK if key in pool else Status.REFUSED for key in batch.keys]
         full = statuses.count(Status.REFUSED)
         return Outcome(statuses, {"full": full} if full else {})
@@ -241,17 +241,17 @@ class NixlTier(SecondaryTier[NixlConfig]):
         return Outcome([status for status, _ in answers], Counter(reason for _, reason in answers if reason))
 
     async def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Serve the keys no longer. Peers keep theirs. See ``SecondaryTier.discard``."""
+        """Stop serving the keys. Peers keep theirs. See ``SecondaryTier.discard``."""
         for key in keys:
             self._held.discard(key)
             self._located.pop(key, None)
 
     async def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep the keys longer than others. See ``SecondaryTier.touch``."""
+        """Mark the keys as recently used. See ``SecondaryTier.touch``."""
         self._held.touch(keys)
 
     async def reset(self) -> None:
-        """Forget all chunks; serve no peer and read from none from now on. See ``SecondaryTier.reset``."""
+        """Forget all chunks, and stop serving peers and reading from them. See ``SecondaryTier.reset``."""
         self._resets += 1
         pool = self._held
         try:
@@ -298,7 +298,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
     async def _locate(
         self, keys: Sequence[OffloadKey], addresses: Sequence[str] = ()
     ) -> dict[OffloadKey, Peer]:
-        """Return which connected peer holds each key that one of them holds. See ``Peers.locate``."""
+        """Return a holder among the connected peers for each key that one holds. See ``Peers.locate``."""
         return await self._peers.locate(keys, addresses) if self._peers is not None and keys else {}
 
     async def _get_from_peers(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
@@ -316,7 +316,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
     async def _get_from(
         self, peer: Peer, batch: Batch, indices: Sequence[int], results: dict[int, Result]
     ) -> None:
-        """Get chunks from one peer, as many at once as there is memory to receive them."""
+        """Get chunks from one peer, as many at once as fit into the receiving memory."""
         left = list(indices)
         resets = self._resets
         try:
@@ -324,13 +324,13 @@ class NixlTier(SecondaryTier[NixlConfig]):
                 rows = await self._opened.take_rows(min(len(left), MAX_KEYS))
                 part, left = left[: len(rows)], left[len(rows) :]
                 await self._read(peer, batch, dict(zip(part, rows, strict=True)), results)
-        except PeerError:  # dropped if the peer is to blame
+        except PeerError:  # The peer is dropped if it is at fault.
             _fail(indices, results, "connection")
         except ReadError:
             _fail(indices, results, "transfer")
 
     async def _read(self, peer: Peer, batch: Batch, rows: dict[int, int], results: dict[int, Result]) -> None:
-        """Lease chunks, read them into rows, and copy them to their slots if the lease has lasted."""
+        """Lease chunks, read them into rows, and copy them to their slots if the lease was still valid."""
         agent, resets = self._opened, self._resets
         try:
             lease = await peer.lease([batch.keys[index] for index in rows])
@@ -359,7 +359,10 @@ class NixlTier(SecondaryTier[NixlConfig]):
             agent.free_rows(list(used.values()))
 
     def _give_up(self, batch: Batch, wanted: Sequence[int], results: dict[int, Result]) -> None:
-        """Fail what has not come in time. A read in flight keeps its receiving memory, but no slots."""
+        """Fail the chunks that did not arrive in time.
+
+        A read in flight keeps its receiving memory, but no slots.
+        """
         late = [index for index in wanted if index not in results]
         results.update(dict.fromkeys(late, (Status.FAILED, "timeout")))
         self._warn("timeout", f"{len(late)} of {len(batch)} chunks did not arrive in time")
@@ -382,7 +385,7 @@ class NixlTier(SecondaryTier[NixlConfig]):
         return TierError(f"tier {self._context.name}: {text}")
 
     def _warn(self, subject: str, text: str) -> None:
-        """Log a fault, limited for each subject: a reason and a detail."""
+        """Log a fault with its reason and detail, rate-limited for each subject."""
         repeats = self._log_limit.allow(subject, time.monotonic())
         if repeats is not None:
             reason = subject.partition(" ")[0]
