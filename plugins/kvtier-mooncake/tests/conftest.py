@@ -1,4 +1,4 @@
-"""Real pools; the one of session scope is shared and must not be harmed."""
+"""Real pools. Tests share the one with session scope and must not disturb it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture
 def own_pool(tmp_path: Path) -> Iterator[Pool]:
-    """A pool of one test, which may harm it."""
+    """A pool for a single test, which may disturb it."""
     with Pool(tmp_path / "own", 256 << 20) as pool:
         yield pool

@@ -20,9 +20,9 @@ from kvtier_testing.tiers import TierRig
 from kvtier_testing.tiers._servers import absent, free_port, stopped
 
 START_S = 60.0
-GENEROUS_S = 30.0  # a deadline that a busy machine keeps
+GENEROUS_S = 30.0  # a deadline that even a busy machine meets
 IDENTITY = Identity.make("tests", {"dtype": "float16"})
-os.environ.setdefault("GLOG_minloglevel", "2")  # read when the client is imported
+os.environ.setdefault("GLOG_minloglevel", "2")  # The variable is read when the client is imported.
 _CLIENT = """
 import sys
 from mooncake.store import MooncakeDistributedStore
@@ -47,10 +47,10 @@ class Pool:
     """A master, and a client that contributes memory. Both may be killed, stopped and started.
 
     Args:
-        directory: for their logs.
-        segment_bytes: memory that the client contributes; 0: there is no client.
-        options: of the master's command line.
-        lease: how long the chunks of a get are safe from eviction.
+        directory: directory for the logs.
+        segment_bytes: memory that the client contributes; 0 to start no client.
+        options: options of the master's command line.
+        lease: time for which a get protects its chunks from eviction.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Pool:
         raise AssertionError((self._directory / "master.log").read_text()[-2000:])
 
     def start_client(self) -> None:
-        """Start the client that contributes memory, and wait until it does."""
+        """Start the client, and wait until it contributes memory."""
         command = [sys.executable, "-c", _CLIENT, self.address, str(self._segment_bytes)]
         with (self._directory / "client.log").open("ab") as log:
             self._client = subprocess.Popen(
@@ -101,7 +101,7 @@ class Pool:
 
     @contextmanager
     def stopped(self, seconds: float = inf, *, client: bool = False) -> Iterator[None]:
-        """Stop the master or the client, as on a machine that hangs, for the context or a shorter time."""
+        """Stop the master or the client, like a hang of its machine, until the context or the time ends."""
         process = self._client if client else self._master
         assert process is not None
         with stopped(process, seconds):

@@ -22,8 +22,8 @@ class TestMooncakeTier(TierConformance):
     tier = MooncakeTier
     is_persistent = True
     is_shared = True
-    may_mix_versions = True  # a removal frees memory that others read
-    pause_s = 5.0  # Mooncake's client holds the interpreter lock while it connects and disconnects
+    may_mix_versions = True  # A removal frees memory that other clients are reading.
+    pause_s = 5.0  # Mooncake's client holds the interpreter lock while it connects and disconnects.
     pool: ClassVar[Pool]
 
     @pytest.fixture(scope="class", autouse=True)
@@ -49,7 +49,7 @@ class TestMooncakeTier(TierConformance):
             damaged = {
                 Damage.FLIPPED: bytes([value[0] ^ 1]) + value[1:],
                 Damage.CUT: value[: len(value) // 2],
-                Damage.EMPTY: b"\0",  # the pool has no empty objects
+                Damage.EMPTY: b"\0",  # the pool does not store empty objects
                 Damage.SWAPPED: other,
             }[damage]
             assert store.upsert(name, damaged) == 0

@@ -1,4 +1,4 @@
-"""Masters and clients that die, hang or are full: a miss with a reason, and the pool is used again."""
+"""Masters and clients that die, hang or are full cause a miss with a reason. The pool is used again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_killed_master_misses(own_pool: Pool) -> None:
                 try:
                     await it.tier.reset()
                     break
-                except TierError:  # the client that has the memory has not come back yet
+                except TierError:  # The client that holds the memory has not returned yet.
                     await anyio.sleep(0.05)
         await until(lambda: it.outcome_of_put(range(100, 108)), Status.OK)
         assert set(await it.get(range(100, 108))) == {Status.OK}
@@ -118,7 +118,7 @@ async def test_full_pool_evicts_unleased(tmp_path: Path) -> None:
                 if (await it.outcome_of_put(range(number, number + 1))).statuses[0] is Status.OK
             ]
             assert 8 <= len(there) <= 24
-            await it.outcome_of_get(range(24))  # leases on all chunks
+            await it.outcome_of_get(range(24))  # holds leases on all chunks
             refused = await it.outcome_of_put(range(100, 132))
             assert Status.REFUSED in refused.statuses
             assert set(refused.reasons) == {"full"}

@@ -1,4 +1,4 @@
-"""A transfer that goes on when the client's call has ended is stopped before the slots are given back."""
+"""A transfer that outlives the client's call is stopped before its slots are released."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OK, NOT_FOUND, LEASE, TRANSFER, UNREACHABLE, UNKNOWN = 256 * 1024 + 128, -704, -
 
 
 class StandIn:
-    """Stands in for Mooncake's client, whose calls end as told, and count who is inside."""
+    """A double of Mooncake's client. Tests decide how calls end; it counts the calls inside."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []
@@ -201,7 +201,7 @@ async def test_unanswered_lookup_fails(client: StandIn, codes: list[int]) -> Non
 
 @pytest.mark.full
 async def test_slow_link_spares_reused_slots(tmp_path: Path) -> None:
-    """The client gives a transfer up after 60 s if bytes keep coming, but not all of them."""
+    """The client abandons a transfer after 60 s if bytes keep arriving but some are missing."""
     with Pool(tmp_path, 256 << 20) as pool:
         async with opened(pool, chunk_bytes=64 << 20) as it:
             await it.outcome_of_put(range(1))
@@ -211,13 +211,14 @@ async def test_slow_link_spares_reused_slots(tmp_path: Path) -> None:
 
                     async def trickle() -> None:
                         while True:
-                            await anyio.sleep(22)  # below the 30 s after which a silent connection is dropped
+                            # shorter than the 30 s after which a silent connection is dropped
+                            await anyio.sleep(22)
                             pool.run_client(0.004)
 
                     tasks.start_soon(trickle)
                     begun = time.monotonic()
                     assert (await it.tier.get(batch)).reasons == {"transfer": 1}
-                    assert time.monotonic() - begun > 50  # it was given up, not dropped
+                    assert time.monotonic() - begun > 50  # The transfer was abandoned, not dropped.
                     tasks.cancel_scope.cancel()
                     slots.reuse()
             with anyio.CancelScope(shield=True):

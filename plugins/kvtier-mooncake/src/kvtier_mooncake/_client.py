@@ -1,7 +1,7 @@
-"""Mooncake's client, shared by threads, and closed where a transfer may go on after its call has ended.
+"""Mooncake's client, shared by threads. It is closed if a transfer may outlive its call.
 
-The client waits 60 s for a transfer, then returns an error without stopping it; only closing it does. It must
-not be closed while a thread is inside.
+The client waits 60 s for a transfer, then returns an error without stopping the transfer. Only closing the
+client stops it. The client must not be closed while a thread is inside.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 NO_ROOM, WRONG_SIZE, NOT_FOUND, LEASE_EXPIRED, TRANSFER = -200, -600, -704, -707, -800
-NOT_READABLE: Final = frozenset({NOT_FOUND, -702, -703})  # a put that has not ended, or never will
+NOT_READABLE: Final = frozenset({NOT_FOUND, -702, -703})  # The put has not ended, or never will.
 UNREACHABLE: Final = range(-999, -899)
 
-_GIVES_UP_S = 50.0  # somewhat before the client does
+_GIVES_UP_S = 50.0  # somewhat less than the client's own limit of 60 s
 _NOTHING_BEGUN: Final = frozenset({NO_ROOM, WRONG_SIZE, *NOT_READABLE})
 # The master's answers before a transfer, and the client's errors after one has ended: a wrong checksum, or a
 # lease that expired meanwhile.
@@ -33,7 +33,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """The time since this object was made."""
+        """Seconds since this object was made."""
         return max(time.monotonic() - self._begun[0], time.time() - self._begun[1])
 
 
@@ -71,10 +71,10 @@ class SharedClient:
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        """Yield the client, which is not closed meanwhile.
+        """Yield the client, and keep it open while the context is entered.
 
         Raises:
-            ConnectionAbortedError: it is closed.
+            ConnectionAbortedError: the client is closed.
         """
         with self._changed:
             if self._is_closing:
@@ -90,7 +90,7 @@ class SharedClient:
     def close(self) -> bool:
         """Close the client once no thread is inside, which stops all transfers; return whether it was open.
 
-        Whoever calls it second returns once it is closed, too.
+        A concurrent second call also returns only after the client is closed.
         """
         with self._changed:
             was_open, self._is_closing = not self._is_closing, True

@@ -1,12 +1,12 @@
 """Mooncake's client: opening it, its result codes, and the record of a cache's epoch.
 
-All calls block, and may come from several threads. Nothing of a put or a get goes on after it has returned.
-Opening and closing hold the interpreter lock, for some tenths of a second; the others release it.
+All calls block, and may come from several threads. No transfer continues after its put or get has returned.
+Opening and closing hold the interpreter lock for some tenths of a second; other calls release it.
 
 **Epochs.** The keys of chunks contain an epoch, a random token. The key ``<cache>/epoch`` holds the epoch
 that tiers join when they open. A reset stores a new one there, and continues in a private epoch that no other
-tier knows, because the weights that came with the reset may exist in this process alone. Nothing that was
-put before is found again, even if the pool loses the key: the next tier that opens then makes a new epoch.
+tier knows, because only this process may have the new weights. No chunk put before the reset is found again,
+even if the pool loses the key: the next tier that opens then makes a new epoch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LOG_ERRORS_ALONE: Final = "2"
 
 
 def result_of(code: int, expected: int = _OK) -> tuple[Status, str]:
-    """Return the status of a chunk, and the reason where one is counted, for a result code of the client.
+    """Return the status of a chunk, and the reason if one is counted, for a result code of the client.
 
     Args:
         code: a result code of the client.
@@ -73,7 +73,7 @@ def result_of(code: int, expected: int = _OK) -> tuple[Status, str]:
 
 
 def _result_of_put(code: int) -> tuple[Status, str]:
-    """Return the result of a put. One whose chunk another client removes meanwhile has failed."""
+    """Return the result of a put. It has failed if another client removed the chunk meanwhile."""
     status, reason = result_of(code)
     return (Status.FAILED, "error") if status in (Status.ABSENT, Status.CORRUPT) else (status, reason)
 
@@ -102,14 +102,15 @@ class Store:
         self._name = context.name
         self._lost = context.lost
         self._cache = f"{config.key_prefix}/{context.identity.namespace}"
-        self._registered: dict[int, object] = {}  # by address; kept until the client is closed
+        self._registered: dict[int, object] = {}  # Buffers by address, kept until the client is closed.
         self._registering = threading.Lock()
         module = self._library()
         self._put_config = module.ReplicateConfig()
         self._put_config.replica_num = config.replicas
         self._record_config = module.ReplicateConfig()
         self._record_config.replica_num = config.replicas
-        self._record_config.with_hard_pin = True  # or the pool would evict what names the epoch
+        # Otherwise the pool would evict the key that names the epoch.
+        self._record_config.with_hard_pin = True
         client: Any = module.MooncakeDistributedStore()
         self._client = SharedClient(client)
         self._require_metadata_server()
@@ -123,11 +124,11 @@ class Store:
         self._client.close()
 
     def keys(self, epoch: str, keys: Sequence[bytes]) -> list[str]:
-        """Return the pool's names of chunks."""
+        """Return the names of chunks in the pool."""
         return [f"{self._cache}/{epoch}/{key.hex()}" for key in keys]
 
     def register(self, memory: SlotMemory | Trailers) -> None:
-        """Have the client read and write memory directly. Only the first call for it does anything.
+        """Register memory, so that the client reads and writes it directly. Further calls have no effect.
 
         Raises:
             TierError: the transport does not accept it.
@@ -143,7 +144,7 @@ class Store:
             self._registered[memory.address] = memory
 
     def put(self, names: Sequence[str], batch: Batch, trailers: Trailers) -> list[tuple[Status, str]]:
-        """Store chunks and their trailers. Those that are there stay as they are."""
+        """Store chunks and their trailers. Existing chunks stay as they are."""
         self.register(batch.memory)
         results: list[tuple[Status, str]] = []
         for rows in _pieces(len(batch)):
@@ -175,26 +176,27 @@ class Store:
             return list(client.batch_is_exist(names))
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """Remove keys. Returns result codes.
+        """Remove keys and return their result codes.
 
-        The pool is told not to wait for leases, or a damaged chunk would stay for as long as it is read. A
-        reader may get the bytes of the next chunk in its memory: the trailer does not match them.
+        The pool does not wait for leases, because otherwise a damaged chunk would stay for as long as it is
+        read. A concurrent reader may get the bytes of the next chunk in the same memory, which do not match
+        the trailer.
         """
         with self._client.use() as client:
             return list(client.batch_remove(names, True))
 
     def join(self) -> str:
-        """Return the epoch that tiers join when they open; there is a new one where there was none.
+        """Return the epoch that tiers join when they open; make a new one if there is none.
 
         Raises:
-            TierError: it can be neither read nor stored.
+            TierError: the epoch can be neither read nor stored.
         """
         name = f"{self._cache}/epoch"
         with self._client.use() as client:
             if found := client.get(name):
                 return str(found, "ascii", "replace")
             code = client.put(name, secrets.token_hex(8).encode(), self._record_config)
-            if found := client.get(name):  # another tier's may have come first
+            if found := client.get(name):  # another tier may have stored its epoch first
                 return str(found, "ascii", "replace")
         raise self._error(_hint(code, "the cache's epoch can be neither read nor stored"))
 
@@ -202,7 +204,7 @@ class Store:
         """Store a new epoch for tiers that open later; return a private one for this tier.
 
         Raises:
-            TierError: it could not be stored.
+            TierError: the epoch could not be stored.
         """
         name, token = f"{self._cache}/epoch", secrets.token_hex(8).encode()
         with self._client.use() as client:
@@ -212,7 +214,7 @@ class Store:
         return f"own-{secrets.token_hex(8)}"
 
     def _move(self, function: str, *arguments: object) -> list[int]:
-        """Move chunks; return the client's result codes, once no transfer can go on."""
+        """Move chunks; return the client's result codes when no transfer can be running any more."""
         watch, codes = Stopwatch(), None
         try:
             with self._client.use() as client:
@@ -253,7 +255,10 @@ class Store:
             ) from None
 
     def _require_metadata_server(self) -> None:
-        """Raise TierError unless it can be reached: else the client tries for minutes, and blocks Python."""
+        """Raise TierError if the server cannot be reached.
+
+        The client would retry for minutes and block Python.
+        """
         address = self._config.metadata_address
         if address is None:
             return
@@ -279,10 +284,10 @@ class Store:
 
 
 def library() -> Any:
-    """Return Mooncake's module. It is imported late: it starts threads, and reads the environment.
+    """Return Mooncake's module. It is imported late, because it starts threads and reads the environment.
 
     Raises:
-        ImportError: it is not installed, or a library of the system is missing.
+        ImportError: it is not installed, or a system library is missing.
     """
     os.environ.setdefault("GLOG_minloglevel", _LOG_ERRORS_ALONE)
     from mooncake import store
@@ -291,7 +296,7 @@ def library() -> Any:
 
 
 def setup_arguments(config: MooncakeConfig, own_address: str) -> tuple[str | int, ...]:
-    """Return what the client's ``setup`` is called with."""
+    """Return the arguments of the client's ``setup``."""
     return (
         config.local_hostname or own_address,
         config.metadata_server,
@@ -304,17 +309,17 @@ def setup_arguments(config: MooncakeConfig, own_address: str) -> tuple[str | int
 
 
 def own_address(master: tuple[str, int]) -> str:
-    """Return the address that connections to the master leave from.
+    """Return the local address of connections to the master.
 
-    Mooncake's client would try for a minute and a half to reach a master that is not alive, and hold the
-    interpreter lock meanwhile.
+    If the master is not alive, this fails at once. Mooncake's client would retry for a minute and a half and
+    hold the interpreter lock meanwhile.
 
     Raises:
         OSError: the master is not alive.
     """
     with socket.create_connection(master, _CONNECT_S) as connection:
         connection.shutdown(socket.SHUT_WR)
-        connection.recv(1)  # one that is alive hangs up
+        connection.recv(1)  # A master that is alive closes the connection.
         return str(connection.getsockname()[0])
 
 

@@ -1,4 +1,4 @@
-"""The Mooncake tier: chunks in memory that several hosts pool, moved straight from and to the slots."""
+"""The Mooncake tier: chunks in memory that several hosts pool, moved directly to and from the slots."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
         """Return which keys the pool has. See ``SecondaryTier.contains``.
 
         Raises:
-            TierError: it could not answer for most of the keys.
+            TierError: the pool could not answer for most of the keys.
         """
         names = self._names(keys)
         if not names:
@@ -100,7 +100,7 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
         return [code == 1 for code in codes]
 
     async def put(self, batch: Batch) -> Outcome:
-        """Store the chunks that are not there yet. See ``SecondaryTier.put``."""
+        """Store the chunks that the pool lacks. See ``SecondaryTier.put``."""
         names = self._names(batch.keys)
         if not names and len(batch):
             return Outcome.all(Status.REFUSED, len(batch), "reset")
@@ -127,8 +127,8 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
         """Start a private epoch. See ``SecondaryTier.reset``.
 
         Raises:
-            TierError: the new epoch could not be stored, so tiers that open later would find what was put
-                before. This one finds and takes nothing until a reset succeeds.
+            TierError: the new epoch could not be stored, so tiers that open later would find chunks put
+                before. This tier finds and accepts no chunks until a reset succeeds.
         """
         async with self._reset_lock:
             self._epoch = None
@@ -144,7 +144,7 @@ class MooncakeTier(SecondaryTier[MooncakeConfig]):
         return self._store
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
-        """Return the pool's names of chunks; none during a reset."""
+        """Return the names of chunks in the pool; none during a reset."""
         return self._opened.keys(self._epoch, keys) if self._epoch is not None else []
 
     async def _call(self, function: Callable[..., T], *arguments: object) -> T:
