@@ -1,4 +1,4 @@
-"""SGLang's factory makes the storage, as in an engine, over files in a folder of the test."""
+"""Fixtures: SGLang's factory creates the storage, as in an engine, over files in the test's folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pools  # first: it makes SGLang's modules importable
+import pools  # Imported first, because it makes SGLang's modules importable.
 import pytest
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.storage import StorageBackendFactory
@@ -15,14 +15,14 @@ Attach = Callable[..., Any]
 
 
 def settings(root: Path | None = None, **kvtier: object) -> dict[str, object]:
-    """Return an extra config, as a user writes it."""
+    """Return an extra config as a user writes it."""
     tier = {"type": "fs", "root_dir": str(root), "max_bytes": "64MiB", "min_free_bytes": 0, "n_threads": 2}
     given = {
         "cpu_bytes_to_use": "1MiB",
         "isolation": "thread",
         "namespace": "tests",
         "request_deadline_s": 60.0,
-        "drain_on_shutdown_s": 60.0,  # the next storage finds what this one has put
+        "drain_on_shutdown_s": 60.0,  # The next storage must find the pages that this one has put.
         "secondary_tiers": [{**tier, "deadline_s": 60.0}],
     }
     return {
@@ -35,7 +35,7 @@ def settings(root: Path | None = None, **kvtier: object) -> dict[str, object]:
 
 
 def storage_config(extra: dict[str, object], **changes: Any) -> HiCacheStorageConfig:
-    """Return what SGLang tells a storage of its engine and rank."""
+    """Return the description of engine and rank that SGLang passes to a storage."""
     given = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
         "is_mla_model": False, "enable_storage_metrics": True, "is_page_first_layout": True,
@@ -46,7 +46,7 @@ def storage_config(extra: dict[str, object], **changes: Any) -> HiCacheStorageCo
 
 @pytest.fixture
 def attach(tmp_path: Path) -> Iterator[Attach]:
-    """Make a storage and register its pools, as SGLang does; it is closed at the end."""
+    """Create a storage and register its pools, as SGLang does; close it at the end."""
     made: list[Any] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""SGLang's own host pools, on the CPU, with pages whose bytes are known."""
+"""SGLang's own host pools on the CPU, with known bytes in their pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mha(layout: str = "page_first", heads: int = 2, dtype: torch.dtype = torch.b
 
 
 def mla(layout: str = "page_first") -> Any:
-    """Make a latent pool, whose bytes every rank has."""
+    """Make a latent pool, whose bytes are equal on every rank."""
     layers = tuple(torch.zeros((PAGE, 1, 128), dtype=torch.bfloat16) for _ in range(LAYERS))
     info = MLABufferInfo(
         buffers=layers, data_ptrs=_pointers(layers), layer_indices=tuple(range(LAYERS)),
@@ -83,14 +83,14 @@ def indices(pool: Any, pages: range) -> torch.Tensor:
 
 
 def content(pool: Any, number: int) -> torch.Tensor:
-    """Return the flat bytes of page ``number``, in the pool's own form."""
+    """Return the bytes of page ``number``, flat and with the pool's own dtype."""
     blank = pool.get_dummy_flat_data_page()
     noise = torch.randint(0, 120, (blank.nbytes,), generator=torch.Generator().manual_seed(number))
-    return noise.to(torch.uint8).view(blank.dtype)  # no byte of it makes a NaN
+    return noise.to(torch.uint8).view(blank.dtype)  # Small enough that no byte pattern is a NaN.
 
 
 def fill(pool: Any, pages: range, first: int = 0) -> None:
-    """Write page ``first`` and those after it, with SGLang's own method."""
+    """Write page ``first`` and the following pages, with SGLang's own method."""
     for number, page in enumerate(pages, first):
         pool.set_from_flat_data_page(page * pool.page_size, content(pool, number))
 
@@ -107,5 +107,5 @@ def holds(pool: Any, page: int, number: int) -> bool:
 
 
 def is_blank(pool: Any, page: int) -> bool:
-    """Return whether a page has zeros."""
+    """Return whether a page contains only zeros."""
     return not pool.get_data_page(page * pool.page_size).any()

@@ -1,4 +1,4 @@
-"""Stands in for packages that SGLang's modules import and that have no build for the CPU, or no use here."""
+"""Stubs for packages that SGLang's modules import and that have no CPU build or are not needed here."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class _Members(type):
 
 
 def _attribute(name: str) -> Any:
-    """Return what a package that is not there has under a name: a class where the name looks like one."""
+    """Return a stub for a name in a missing package. If the name looks like a class, the stub is a class."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return _Members(name, (), {}) if name[:1].isupper() else MagicMock()  # torch asks for instances of some
+    # torch needs instances of some of these classes
+    return _Members(name, (), {}) if name[:1].isupper() else MagicMock()
 
 
 class _Shim(MetaPathFinder, Loader):

@@ -1,4 +1,4 @@
-"""Calls that meet: a clear, a close, or a tier that is late, while pages are read or written."""
+"""Concurrent calls: a clear, a close or a late tier while pages are read or written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAIT_S = 60.0
 
 
 class Copies:
-    """Copies that wait to be let through, and say when one has begun."""
+    """Copies that block until the test releases them, and report when one has started."""
 
     def __init__(self) -> None:
         self.begun, self.let_through = threading.Event(), threading.Event()
@@ -61,7 +61,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def begun(copies: Copies, threads: ThreadPoolExecutor, act: Any, *given: Any) -> Future[Any]:
-    """Start a call in a thread and return when it copies."""
+    """Start a call in a thread; return when its copy has started."""
     copies.begun.clear()
     copies.let_through.clear()
     future = threads.submit(act, *given)
@@ -215,7 +215,7 @@ def test_late_part_ends_its_own_read(attach: Attach, monkeypatch: pytest.MonkeyP
 
 
 class Deaf:
-    """Calls of a tier that do not end, and cannot be cancelled either, until they are let go."""
+    """Calls of a tier that hang until the test releases them, and cannot be cancelled."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
@@ -245,7 +245,7 @@ def test_late_put_keeps_given_pages(attach: Attach, deaf: Deaf) -> None:
     storage = attach(pool)
     assert store(storage, pool) == [True] * 8
     assert deaf.begun.wait(WAIT_S)
-    pools.fill(pool, range(8), first=100)  # SGLang has given the pages to other tokens
+    pools.fill(pool, range(8), first=100)  # SGLang has reused the pages for other tokens.
     deaf.let_go.set()
     storage.close()
     assert load(attach(pool), pool) == [True] * 8
@@ -280,12 +280,12 @@ def test_silent_tier_stops_no_call(
 
 POOLS = (PoolName.KV, PoolName.SWA, PoolName.DRAFT, PoolName.INDEXER)
 ONE_S = 2.0
-TOO_LONG_S = 3 * ONE_S  # four of them would be longer
+TOO_LONG_S = 3 * ONE_S  # Four waits in a row would take longer.
 
 
 @pytest.fixture
 def slow(attach: Attach) -> Any:
-    """Return a storage of four pools, with puts that hang; of prompt "b" the KV pool alone has pages."""
+    """Return a storage of four pools with hanging puts. Only the KV pool has pages of prompt "b"."""
     hanging = {"type": "dummy", "hang_rate": 1.0, "complete_index": False, "deadline_s": WAIT_S}
     pool = pools.mha()
     extra = settings(request_deadline_s=ONE_S, drain_on_shutdown_s=ONE_S, secondary_tiers=[hanging])

@@ -1,4 +1,4 @@
-"""A real engine, twice: the second one has the pages of the first. Needs a GPU and SGLang's kernels."""
+"""Run a real engine twice; the second one finds the first one's pages. Needs a GPU and SGLang's kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ if __name__ == "__main__":
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Return what a program prints. Its session ends as a whole, even if it hangs: engines have children."""
+    """Return the output of a program.
+
+    Kill its whole session at the end, because engines have child processes.
+    """
     out, err = folder / "out", folder / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
         engine = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)

@@ -1,4 +1,4 @@
-"""Whose pages are whose, by the settings of a real engine: every one counts unless it cannot change bytes."""
+"""Identities by the settings of a real engine. Every setting counts unless it cannot change bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READ = re.compile(
     r"""(?:environ(?:\.get|\.setdefault|\.pop)?|getenv|get_(?:bool|int)_env_var)\s*[\[(]\s*["'](\w+)["']"""
     r"""|["'](\w+)["']\s+(?:not\s+)?in\s+os\.environ"""
 )
-READ_BY_KERNELS = ("AITER_", "FLASHINFER_")  # libraries whose sources are not here
+READ_BY_KERNELS = ("AITER_", "FLASHINFER_")  # libraries whose sources are not in this repository
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def loaded_with(attach: Attach, root: Path, **given: Any) -> bool:
 
 
 def with_engine(attach: Attach, pool: Any, root: Path, given: dict[str, Any], act: Any) -> Any:
-    """Attach a storage as in an engine with these arguments, which name its weights."""
+    """Attach a storage as an engine with these arguments does. They name its weights."""
     context = runtime_context.RuntimeContext(parallel=runtime_context.ParallelContext())
     resolved = given.pop("resolved", {})
     context.set_server_args(ServerArgs(**given))
@@ -104,8 +104,8 @@ def test_name_without_weights_refused(attach: Attach, tmp_path: Path) -> None:
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Settings that name an adapter's folder, as SGLang is given them or has resolved them. The ids of adapters
-# that a program makes are random.
+# Settings that name an adapter's folder, either as passed to SGLang or as resolved. Adapters created in a
+# program have random ids.
 NAMING: dict[str, Callable[[str], dict[str, Any]]] = {
     "path": lambda path: {"lora_paths": [path]},
     "name=path": lambda path: {"lora_paths": [f"sql={path}"]},
@@ -191,7 +191,7 @@ def test_resolved_values_count(attach: Attach, model: Path, tmp_path: Path, reso
 
 
 def snapshot(cache: Path, commit: str, name: str = "config.json") -> None:
-    """Put a model into a hub's cache, at a commit that "main" stands for."""
+    """Put a model into a hub's cache, at the commit of the branch "main"."""
     repository = cache / "models--org--model"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
@@ -339,14 +339,14 @@ def test_review_covers_all_secrets() -> None:
 
 
 def names(path: Path) -> Iterator[str]:
-    """Yield the variables that a file reads by a literal name."""
+    """Yield the environment variables that a file reads by a literal name."""
     for either in READ.findall(path.read_text("utf-8")):
         yield "".join(either)
 
 
 @pytest.fixture(scope="module")
 def read_by_name() -> dict[str, str]:
-    """Return the variables that SGLang's engine and kernels read by a literal name, and where."""
+    """Return the variables that SGLang's engine and kernels read by a literal name, and the places."""
     root = Path(sglang.__path__[0])
     files = [path for part in ("srt", "kernels") for path in sorted((root / part).rglob("*.py"))]
     return {name: str(path) for path in files for name in names(path)}
@@ -359,5 +359,5 @@ def test_every_variable_was_reviewed(read_by_name: dict[str, str]) -> None:
 
 
 def test_reviewed_variables_are_read(read_by_name: dict[str, str]) -> None:
-    known = {*vars(Envs), *read_by_name, "SGLANG_RUN_ID"}  # the last is made at the start
+    known = {*vars(Envs), *read_by_name, "SGLANG_RUN_ID"}  # the last one is created at the start
     assert not {it for it in REVIEWED - known if not it.startswith(READ_BY_KERNELS)}

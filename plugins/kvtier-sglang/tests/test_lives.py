@@ -1,4 +1,4 @@
-"""Random lives through SGLang's classes; a dictionary knows the bytes that each page must have.
+"""Random sequences of calls through SGLang's classes. A dictionary contains the expected bytes of each page.
 
 ``KVTIER_LIVES=500 pytest plugins/kvtier-sglang/tests/test_lives.py`` runs more of them than each commit.
 """
@@ -33,7 +33,7 @@ from kvtier_sglang._updates import UPDATES
 
 LIVES = range(int(os.environ.get("KVTIER_LIVES", "8")))
 STEPS = 24
-MOST_PAGES = 16  # of all calls of a step, in a pool
+MOST_PAGES = 16  # upper bound for all calls of a step in one pool
 KV, MAMBA, INDEXER, DRAFT = PoolName.KV, PoolName.MAMBA, PoolName.INDEXER, PoolName.DRAFT
 BESIDE: dict[PoolName, Callable[[], Any]] = {MAMBA: pools.mamba, INDEXER: pools.mla, DRAFT: pools.mha}
 CACHES: tuple[dict[str, Any], ...] = ({}, {"namespace": "other"}, {"tp_size": 2, "tp_rank": 1})
@@ -50,9 +50,9 @@ class Rank:
     """The storage of a rank and its host pools.
 
     Attributes:
-        weights: number of its weights; after a clear they are no other rank's.
-        stored: pages that it has taken in.
-        has_old: whether weights were replaced since it was cleared, so that it may not serve anything.
+        weights: number of its weights, which are unique after a clear.
+        stored: pages that it has accepted.
+        has_old: whether weights were replaced since the last clear, so that it must not serve any page.
     """
 
     cache: int
@@ -64,7 +64,7 @@ class Rank:
 
 
 class Life:
-    """Ranks that share a root, and calls of SGLang's threads, drawn from a seed."""
+    """Ranks that share a root, and calls from SGLang's threads, drawn from a seed."""
 
     def __init__(self, seed: int, attach: Attach, root: Path) -> None:
         self._chance = chance = random.Random(seed)
@@ -75,17 +75,18 @@ class Life:
         self._odds = [6.0, *(chance.choice([0, 0.5, 1.5]) for _ in range(5))]
         self._ranks: list[Rank] = []
         self._numbers = itertools.count(len(CACHES))
-        self._starts = [*range(len(CACHES))]  # numbers of the weights that ranks start with, by cache
-        self._stored: set[Page] = set()  # pages that the calls of a step must find
-        self._kept: set[Page] = set()  # by ranks that were closed and have lost none of their puts
+        self._starts = [*range(len(CACHES))]  # numbers of the initial weights of ranks, by cache
+        self._stored: set[Page] = set()  # Pages that the calls of a step must find.
+        self._kept: set[Page] = set()  # Pages stored by closed ranks that lost none of their puts.
         self._is_damaged = False
-        self._free: dict[int, list[int]] = {}  # places of pages for the calls of a step, by pool
+        self._free: dict[int, list[int]] = {}  # Unused places for pages in the calls of a step, by pool.
         self._offered: set[Page] = set()
 
     def _drawn_settings(self) -> dict[str, object]:
         chance = self._chance
         memory = chance.choice(["64KiB", "256KiB", "1MiB"])
-        self._keeps_all = memory == "1MiB"  # of a rank's pages; tiers may lose some, or refuse them
+        # Whether all pages of a rank fit into memory. Tiers may lose or refuse pages.
+        self._keeps_all = memory == "1MiB"
         more: dict[str, object] = {
             "cpu_bytes_to_use": memory,
             "eviction_policy": chance.choice(["auto", "lru", "arc", "lhd"]),
@@ -137,7 +138,8 @@ class Life:
 
     def _damage(self, _threads: ThreadPoolExecutor) -> None:
         self._is_damaged = True
-        with suppress(FileNotFoundError, IndexError):  # it was removed by now, or there is none
+        # The directory was removed meanwhile, or there is none.
+        with suppress(FileNotFoundError, IndexError):
             path = self._chance.choice(files(self._root))
             with path.open("r+b") as file:
                 file.seek(self._chance.randrange(1000))
@@ -164,13 +166,13 @@ class Life:
     # --- calls -----------------------------------------------------------------------------------
 
     def _call(self, threads: ThreadPoolExecutor) -> None:
-        """Make calls at once, in a few cases while the only rank of a cache is cleared."""
+        """Make concurrent calls; sometimes clear the only rank of a cache meanwhile."""
         rank = self._chance.choice(self._ranks)
         is_alone = [one.cache for one in self._ranks].count(rank.cache) == 1
         clears = is_alone and not rank.has_old and self._chance.random() < 0.1
         count = self._chance.choice([1, 1, 2, 3])
         self._stored = {*rank.stored} if self._keeps_all else set()
-        if count == 1 and not self._is_damaged:  # calls at once share the slots for promotions
+        if count == 1 and not self._is_damaged:  # Concurrent calls share the slots for promotions.
             self._stored |= self._kept
         self._free = {
             id(pool): self._chance.sample(range(pool.size // pool.page_size), MOST_PAGES)
@@ -191,7 +193,7 @@ class Life:
         prompt, count = self._chance.choice("abcd"), self._chance.randint(1, len(free) // 2)
         places = [free.pop() for _ in range(count)]
         pages = [(rank.cache, rank.weights, name, prompt, place) for place in range(count)]
-        # A write may begin when the clear is over, so a page of the old weights could rightly be stored.
+        # A write may start after the clear, so a page of the old weights could legitimately be stored.
         verbs = [self._read, self._look_up, *([] if is_cleared else [self._write])]
         verb = self._chance.choice(verbs)
         if verb == self._write:
@@ -240,7 +242,7 @@ class Life:
     def _judge(
         self, rank: Rank, pages: list[Page], found: int, is_cleared: bool, least: int | None = None
     ) -> None:
-        """Check how many leading pages were found: all that must be there, none that cannot."""
+        """Check the number of leading pages found: all required pages, and no impossible one."""
         assert found <= leading(pages, self._offered), "a page is found that was never offered"
         assert not (rank.has_old and found), "a page is found before a clear"
         if not rank.has_old and not is_cleared:
@@ -252,13 +254,13 @@ def leading(pages: Sequence[Page], among: set[Page]) -> int:
 
 
 def lost_puts(store: PageStore) -> int:
-    """Return how many puts the files did not get, as kvtier counts them."""
+    """Return kvtier's count of puts that did not reach the files."""
     counts = store._manager._counts.items()
     return sum(int(count) for (what, *where), count in counts if what in LOSSES and where[0] == "fs")
 
 
 def number(page: Page) -> int:
-    """Return the number of a page's bytes: another one for each cache, pool and weights."""
+    """Return the number of a page's bytes, which differs for each cache, pool and weights."""
     return zlib.crc32(repr(page).encode())
 
 
@@ -267,7 +269,7 @@ def hash_of(page: Page) -> str:
 
 
 def transferred(verb: str, rank: Rank, name: PoolName, pages: list[Page], places: list[int]) -> list[bool]:
-    """Store or load pages of one pool as SGLang does; return which were."""
+    """Store or load pages of one pool as SGLang does; return which pages succeeded."""
     size = rank.host[name].page_size
     indices = torch.cat([torch.arange(place * size, (place + 1) * size) for place in places])
     keys = [hash_of(page) for page in pages]

@@ -1,4 +1,4 @@
-"""Resources that a call borrows from the loop: granted in time or never, and always returned."""
+"""Values that a call borrows from the loop are lent in time or never, and always returned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 class Block:
-    """An async block that notes how it ends."""
+    """An async block that records how it ended."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -32,7 +32,7 @@ class Block:
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[str]:
         self.entered.set()
-        self.let_in.wait(WAIT_S)  # blocks the loop, as a tier does that breaks its contract
+        self.let_in.wait(WAIT_S)  # Blocks the loop, like a tier that violates its contract.
         try:
             yield "given"
             self.is_good = True

@@ -1,4 +1,4 @@
-"""Pools next to the KV pool: a missing page in one shortens the hit."""
+"""Pools beside the KV pool: a missing page in one of them shortens the hit."""
 
 from __future__ import annotations
 
@@ -151,9 +151,7 @@ def test_unstorable_pool_misses(attach: Attach, caplog: pytest.LogCaptureFixture
 
 def test_pool_over_ranks_is_refused(attach: Attach, tmp_path: Path) -> None:
     pool = pools.mha()
-    pool.shard_size = (
-        2  # as SGLang's PageInterleaveHostPool has it, whose indices reach beyond a rank's memory
-    )
+    pool.shard_size = 2  # Like SGLang's PageInterleaveHostPool, whose indices reach beyond a rank's memory.
     with pytest.raises(ConfigError, match="remove --enable-kv-cache-sharding"):
         attach(pool, settings(tmp_path))
 

@@ -48,7 +48,7 @@ def store(storage: Any, pool: Any, pages: range = STORED, prompt: str = "a") -> 
 
 
 def load(storage: Any, pool: Any, pages: range = ELSEWHERE, prompt: str = "a") -> list[bool]:
-    """Get pages into other places; those that are given hold the bytes, the others are as they were."""
+    """Get pages into other places. Returned pages must hold the bytes; the others must be unchanged."""
     pools.wipe(pool, pages)
     given: list[bool] = storage.batch_get_v1(hashes(len(pages), prompt), pools.indices(pool, pages))
     for number, (page, is_given) in enumerate(zip(pages, given, strict=True)):
@@ -153,7 +153,7 @@ def test_damaged_file_misses(attach: Attach, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chance", [1.0, 0.5])
 def test_sglang_fault_injector(attach: Attach, chance: float) -> None:
-    pool, prompts = pools.mha(), range(50)  # at even odds some of them are certainly stored and loaded
+    pool, prompts = pools.mha(), range(50)  # At even odds, some of them are certainly stored and loaded.
     with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(chance):
         storage = attach(pool)
     assert isinstance(storage, HiCacheStorageFailureInjector)
@@ -168,7 +168,7 @@ def test_sglang_fault_injector(attach: Attach, chance: float) -> None:
 def test_threads_at_once(attach: Attach) -> None:
     pool = pools.mha()
     storage = attach(pool)
-    lock = threading.Lock()  # protects the pages' places; each thread uses separate ones
+    lock = threading.Lock()  # Protects the pages' places. Each thread uses separate places.
 
     def work(thread: int) -> bool:
         pages = range(thread * 4, thread * 4 + 4)
@@ -193,7 +193,7 @@ def test_hanging_tier_misses_in_time(attach: Attach) -> None:
     )
     begun_s = time.monotonic()
     assert load(storage, pool) == [False] * 8
-    assert store(storage, pool) == [True] * 8  # into the primary tier, which does not hang
+    assert store(storage, pool) == [True] * 8  # Goes into the primary tier, which does not hang.
     assert load(storage, pool) == [True] * 8
     assert time.monotonic() < begun_s + 60
 
@@ -218,7 +218,7 @@ def test_new_weights_get_no_old_pages(attach: Attach, monkeypatch: pytest.Monkey
     storage = attach(pool)
     store(storage, pool)
     replace_weights(update)
-    for each in (storage, attach(pool)):  # also where the storage is attached after the update
+    for each in (storage, attach(pool)):  # also if the storage is attached after the update
         assert each.batch_exists(hashes()) == 0
         assert load(each, pool) == store(each, pool) == [False] * 8
         each.clear()
@@ -230,7 +230,7 @@ def test_new_weights_get_no_old_pages(attach: Attach, monkeypatch: pytest.Monkey
 
 def replace_weights(update: str) -> None:
     given = {"begin_weight_update": 0, "update_weights_from_disk": 2}.get(update, 1)
-    with pytest.raises(AttributeError):  # of the stand-in for an updater: the update fails midway
+    with pytest.raises(AttributeError):  # Method of the updater's double: the update fails midway.
         getattr(WeightUpdater, update)(SimpleNamespace(), *[None] * given)
 
 
@@ -357,7 +357,7 @@ def test_refused_pages_stay_on_host(attach: Attach, tmp_path: Path) -> None:
     second = attach(pool, extra)
     assert store(second, pool) == load(second, pool) == [True] * 8
     second.close()
-    assert len(files(tmp_path / "root")) == 8  # they were asked for again
+    assert len(files(tmp_path / "root")) == 8  # the pages were requested again
 
 
 def test_unnamed_weights_need_namespace(attach: Attach, tmp_path: Path) -> None:

@@ -14,18 +14,18 @@ _SECRET = re.compile(r"_(SECRET|PASSWORD|TOKEN|CREDENTIALS?|(API|ACCESS|SECRET)_
 _OF_KUBERNETES = re.compile(r"[A-Z0-9_]+_(SERVICE_HOST|SERVICE_PORT|PORT)(_[A-Z0-9_]+)?$")
 
 _SGLANGS = ("SGLANG_", "SGL_")
-# Libraries of kernels, which read variables themselves, and SGLang reads some of them too.
+# Kernel libraries read these variables themselves; SGLang reads some of them, too.
 _KERNELS = (
     "AITER_", "ASCEND_USE_", "FA_", "FLA_", "FLASHINFER_", "FLASH_ATTENTION_", "FMHA_", "GDN_", "MEGA_",
     "MINIMAX_", "ROCM_QUICK_REDUCE_", "TIMM_", "TRTLLM_",
 )  # fmt: skip
-# Which kernels compute, the order of sums, and how images are made smaller before a model sees them.
+# These select kernels, the order of sums, or the downscaling of images before a model sees them.
 _COUNTED = {
     "BIAS_PREP_ONLY", "CK_MOE", "CUTE_DSL_ARCH", "NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
     "VIDEO_MAX_PIXELS",
 }  # fmt: skip
 
-# Names of one engine, process or machine.
+# Names of a single engine, process or machine.
 _PLACES = """
 SGLANG_RUN_ID SGLANG_CACHE_DIR SGLANG_CUTE_AOT_CACHE_DIR SGLANG_DG_CACHE_DIR SGLANG_JIT_CACHE_DIR
 SGLANG_QWEN4_PLE_FILE_DIR SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS SGLANG_RAY_BUNDLE_INDICES
@@ -33,7 +33,7 @@ SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE SGLANG_IS_FIRST_RANK_ON_NODE SGLANG_SET_
 SGLANG_NUMA_BIND_V2 SGLANG_AUTO_NUMA_BIND SGLANG_CRASH_ON_NUMA_BIND_FAILURE
 SGLANG_WEIGHT_CACHE_SOCKET_TEMPLATE SGLANG_WEIGHT_CACHE_READY_TEMPLATE SGLANG_IS_IN_CI SGLANG_IS_IN_CI_AMD
 """
-# Ports, connections and the HTTP server: they carry tokens, which a page's key names.
+# Ports, connections and the HTTP server. They carry tokens, which a page's key already names.
 _SERVING = """
 SGLANG_PORT SGLANG_BACKUP_PORT_BASE SGLANG_TCP_STORE_PORT SGLANG_GRPC_PORT SGLANG_GRPC_WORKER_THREADS
 SGLANG_USE_PICKLE_IPC SGLANG_ZMQ_ALLOWED_PEERS SGLANG_ZMQ_SOURCE_IP SGLANG_USE_MESSAGE_QUEUE_BROADCASTER
@@ -57,7 +57,7 @@ SGLANG_PROFILE_V2 SGLANG_PROFILE_BY_STAGE_DECODE_MIN_BS SGLANG_TORCH_PROFILER_DI
 SGLANG_MEM_PROFILE_MAX_ENTRIES SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS
 SGLANG_OTLP_EXPORTER_MAX_EXPORT_BATCH_SIZE SGLANG_RECORD_STEP_TIME SGLANG_CACHE_HIT_RATE_WINDOW_SECONDS
 """
-# Storage backends of SGLang's own, and how often one of the tests' faults strikes.
+# SGLang's own storage backends, and the probability of faults in its tests.
 _STORAGE = """
 SGLANG_HICACHE_HF3FS_CONFIG_PATH SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
 SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO
@@ -70,11 +70,11 @@ MOONCAKE_TE_META_DATA_SERVER MOONCAKE_GLOBAL_SEGMENT_SIZE MOONCAKE_PROTOCOL MOON
 MOONCAKE_MASTER_METRICS_PORT MOONCAKE_CHECK_SERVER MOONCAKE_STANDALONE_STORAGE MOONCAKE_ENABLE_SSD_OFFLOAD
 MOONCAKE_OFFLOAD_FILE_STORAGE_PATH MOONCAKE_TENANT_ID ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE
 """
-# Of other programs, which SGLang reads too.
+# Variables of other programs that SGLang reads, too.
 _OTHERS = "ASCEND_NPU_PHY_ID DISABLE_OPENAPI_DOC EXA_API_KEY HF_HUB_DISABLE_XET"
 
-# SGLang reads the following past its list of variables. Places and owners of processes; the GPU's kind, which
-# the identity has, and memory that it shares with the host.
+# SGLang reads the variables from here on without listing them. First: places and owners of processes, memory
+# shared with the host, and the kind of GPU, which is already in the identity.
 _HOSTS = """
 AIP_PREDICT_ROUTE CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES CU_NUM DEVICE_ID
 GITHUB_REPOSITORY GITHUB_RUN_ATTEMPT GITHUB_RUN_ID GPU_ARCHS GPU_PINNED_MIN_XFER_SIZE HOSTNAME HOST_IP
@@ -82,7 +82,7 @@ HSA_USERPTR_FOR_PAGED_MEM LOCAL_HOSTNAME LOCAL_RANK LOCAL_SIZE MASTER_ADDR MASTE
 MS_SCHED_HOST MS_SCHED_PORT MS_WORKER_NUM PROMETHEUS_MULTIPROC_DIR RANK RUNNER_TEMP SGLANG_WAIT_PORT_TIMEOUT
 TMPDIR WORLD_SIZE XDG_CACHE_HOME ZE_AFFINITY_MASK ZE_ENABLE_PCI_ID_DEVICE_ORDER
 """
-# How ranks and engines send each other bytes.
+# Transports between ranks and between engines.
 _TRANSPORT = """
 ASCEND_MF_STORE_URL ASCEND_MF_TRANSFER_PROTOCOL DEEPEP_HCCL_BUFFSIZE EP_REUSE_NCCL_COMM HCCL_BUFFSIZE
 MC_FORCE_TCP MORI_ENABLE_SDMA MORI_RDMA_DEVICES NCCL_CUMEM_ENABLE NCCL_GRAPH_MIXING_SUPPORT
@@ -90,7 +90,7 @@ NCCL_GRAPH_REGISTER NCCL_MNNVL_ENABLE NCCL_NVLS_ENABLE NVSHMEM_DISABLE_LOCAL_ONL
 NVSHMEM_IB_ENABLE_IBGDA NVSHMEM_QP_DEPTH NVSHMEM_REMOTE_TRANSPORT
 SICL_NET_DEVICES UCX_NET_DEVICES
 """
-# Other storages, and sources of weights: the identity has the weights themselves.
+# Other storages, and sources of weights. The identity contains the weights themselves.
 _STORES = """
 AWS_DEFAULT_BUCKET AWS_ENDPOINT_URL FLEXKV_CONFIG_PATH FLEXKV_ENABLE_LAYERWISE_TRANSFER
 FLEXKV_LAYERWISE_EVENTFD_CONNECT_MAX_RETRIES RUNAI_STREAMER_CONCURRENCY RUNAI_STREAMER_MEMORY_LIMIT
@@ -105,14 +105,14 @@ CUTE_DSL_LOG_TO_CONSOLE CUTE_DSL_PTXAS_VERBOSE DUMPER_SERVER_PORT FA_LOG_LEVEL F
 FLASHINFER_LOGDEST FLASHINFER_LOGLEVEL LLGUIDANCE_LOG_LEVEL OTEL_SERVICE_NAME
 TENSOR_DUMP_LAYERS_MODULE_NAME TENSOR_DUMP_TOP_LEVEL_MODULE_NAME TLLM_LOG_LEVEL WAVE_DUMP_MLIR
 """
-# Places and tools for building kernels; the check that versions fit; overlapped launches.
+# Locations and tools for building kernels, version checks, and overlapped kernel launches.
 _BUILDS = """
 AITER_JIT_DIR AITER_REBUILD CUDA_HOME CUDA_PATH CUTE_DSL_PTXAS_PATH CXX DG_JIT_CACHE_DIR DG_JIT_USE_NVRTC
 FLASHINFER_CUBINS_REPOSITORY FLASHINFER_CUBIN_DIR FLASHINFER_DISABLE_VERSION_CHECK FLASHINFER_NVCC_THREADS
 FLASHINFER_WORKSPACE_BASE FLA_CACHE_RESULTS FLA_CI_ENV MATHDX_HOME MAX_JOBS PPU_HOME PPU_SDK PYTORCH_ROCM_ARCH
 ROCM_HOME ROCM_PATH TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR TRITON_CACHE_DIR TRTLLM_ENABLE_PDL
 """
-# The requests that wait, sampling, and the server's limits of time.
+# Waiting requests, sampling, and the server's time limits.
 _REQUESTS = """
 IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD REQUEST_TIMEOUT
 SYNC_TOKEN_IDS_ACROSS_TP TOKENIZERS_PARALLELISM
@@ -127,8 +127,9 @@ REVIEWED = frozenset(
 def relevant_environment() -> Mapping[str, str]:
     """Return the environment variables that are set and may change the bytes of a page.
 
-    All of SGLang and of the kernels' libraries but the reviewed ones, and a few of other libraries that are
-    known to matter. Kubernetes sets variables of such names for services: these do not count.
+    Includes all variables of SGLang and of kernel libraries except the reviewed ones, and a few variables of
+    other libraries that are known to matter. Variables that Kubernetes sets for services may have such names;
+    they are ignored.
     """
     return {name: value for name, value in os.environ.items() if is_relevant(name)}
 
@@ -138,7 +139,8 @@ def is_relevant(variable: str) -> bool:
     if variable in REVIEWED:
         return False
     if variable in LIBRARY_VARIABLES or variable in _COUNTED or hasattr(type(envs), variable):
-        return True  # before the next lines: some end like a secret, such as ..._FP8_PER_TOKEN
+        # This check comes first, because some names end like a secret, such as ..._FP8_PER_TOKEN.
+        return True
     if _OF_KUBERNETES.fullmatch(variable):
         return False
     return variable.startswith(_KERNELS) or (variable.startswith(_SGLANGS) and not _SECRET.search(variable))

@@ -1,4 +1,4 @@
-"""The identity of a page's bytes: everything that they depend on, except the tokens, which the key names."""
+"""The identity of a page's bytes: everything they depend on, except the tokens, which the key names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def key_of(page_hash: str) -> OffloadKey:
     except ValueError:
         raw = b""
     if not 0 < len(raw) <= 64 or raw.hex() != page_hash:
-        raw = b"name" + hashlib.sha256(page_hash.encode()).digest()  # as long as no hash of SGLang's is
+        # This length differs from that of SGLang's hashes.
+        raw = b"name" + hashlib.sha256(page_hash.encode()).digest()
     return pack_key(raw)
 
 
@@ -45,10 +46,10 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
         name: the pool's name.
         pool: the pool.
         pages: its pages.
-        namespace: the user's own part, for what no engine knows.
+        namespace: the user's own part, for differences that no engine can know.
 
     Raises:
-        ConfigError: the weights, or a setting, cannot be told from others of the same name.
+        ConfigError: the weights or a setting cannot be distinguished from others of the same name.
     """
     every = engine_settings()
     settings = {field: value for field, value in every.items() if field not in REVIEWED}
@@ -75,24 +76,27 @@ def pool_identity(storage: Any, name: str, pool: Any, pages: HostPages, namespac
 
 
 def has_one_writer(storage: Any, name: str) -> bool:
-    """Return whether SGLang has one rank write the pages of a pool for all."""
+    """Return whether one rank writes the pages of a pool for all ranks."""
     return bool(storage.is_mla_model) and name != PoolName.MAMBA.value
 
 
 def is_same_on_all_ranks(pool: Any) -> bool:
-    """Return whether every rank of an engine is known to have the same bytes in this pool."""
+    """Return whether all ranks of an engine are known to have the same bytes in this pool."""
     return isinstance(pool, MLATokenToKVPoolHost | DSAIndexerPoolHost)
 
 
 def _device() -> str:
-    """Return what computes. AMD's GPUs by architecture: they differ in the meaning of FP8's bits."""
+    """Return the name of the processor.
+
+    AMD's GPUs are named by architecture, because their FP8 formats differ.
+    """
     if torch.version.hip is not None:
         return f"rocm {torch.cuda.get_device_properties(0).gcnArchName}"
     return str(getattr(torch.accelerator.current_accelerator(), "type", "cpu"))
 
 
 def _parallel(storage: Any, name: str, pool: Any) -> Mapping[str, object]:
-    """Return this rank's place, as far as its pages depend on it."""
+    """Return this rank's position, as far as its pages depend on it."""
     is_shared = has_one_writer(storage, name) and is_same_on_all_ranks(pool)
     fields = ("tp_size", "pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank", "dcp_size", "dcp_rank")
     place = {field: getattr(storage, field) for field in fields}
@@ -100,7 +104,9 @@ def _parallel(storage: Any, name: str, pool: Any) -> Mapping[str, object]:
 
 
 def _plain(field: str, value: object) -> object:
-    """Return a setting as identities have it: the same in every process, and for every equal value."""
+    """Return a setting in the canonical form of identities: equal values give equal results in every
+    process.
+    """
     try:
         return msgspec.to_builtins(value, str_keys=True, order="sorted", enc_hook=_named)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""An event loop in its own thread, for callers in SGLang's threads, which must not wait for long."""
+"""An event loop in its own thread. It serves callers in SGLang's threads, which must not wait for long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LoopThread:
         """Run a coroutine on the loop and return its result.
 
         Raises:
-            TimeoutError: it did not end within ``wait_s`` seconds. It was cancelled.
+            TimeoutError: it did not end within ``wait_s`` seconds, and was cancelled.
             StateError: the loop is closed.
         """
         future = self.start(work)
@@ -44,7 +44,7 @@ class LoopThread:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop, after what was given to it before. Does not wait.
+        """Run a coroutine on the loop, after those submitted earlier. Does not wait.
 
         Raises:
             StateError: the loop is closed.
@@ -58,13 +58,13 @@ class LoopThread:
     def lend(self, block: AbstractAsyncContextManager[T], wait_s: float) -> Iterator[T]:
         """Enter an async context manager on the loop, and yield its value in the caller's thread.
 
-        The async block ends when the caller's block does, and fails if that fails. One step decides whether
-        the caller still waits: a value that is late is never given.
+        The async block ends when the caller's block does, and fails if that fails. Whether the caller is
+        still waiting is decided atomically: a late value is never handed over.
 
         Raises:
             TimeoutError: it was not entered within ``wait_s`` seconds, or did not end shortly after the value
-                was given back.
-            StateError: the loop is closed, or was closed before the block ended.
+                was returned.
+            StateError: the loop is closed, or closed before the block ended.
         """
         loan: _Loan[T] = _Loan(self._loop)
         end_s = time.monotonic() + wait_s
@@ -86,12 +86,12 @@ class LoopThread:
             raise StateError("the storage was closed meanwhile") from None
 
     def post(self, action: Callable[[], object]) -> None:
-        """Call ``action`` on the loop, soon; drop it where the loop is closed."""
+        """Schedule ``action`` on the loop; drop it if the loop is closed."""
         if not self._is_closed:
             self._loop.call_soon_threadsafe(action)
 
     def close(self) -> None:
-        """Cancel the tasks on the loop, and stop it. Tasks that do not end in time are abandoned."""
+        """Cancel the tasks on the loop, and stop the loop. Tasks that do not end in time are abandoned."""
         if self._is_closed:
             return
         with suppress(TimeoutError):
@@ -110,7 +110,7 @@ class LoopThread:
 
 
 def _close_new(work: object) -> None:
-    """Close a coroutine that never began, and those that it was given: Python warns of them, too."""
+    """Close a coroutine that never started, and its coroutine arguments, because Python warns about both."""
     if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
         for argument in inspect.getcoroutinelocals(work).values():
             _close_new(argument)
@@ -119,13 +119,14 @@ def _close_new(work: object) -> None:
 
 async def _cancel_others() -> None:
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:  # a turn later, when it has begun: else it never awaits its coroutine
+        # One turn of the loop later the task has started. Earlier it would never await its coroutine.
+        for task in others:
             asyncio.get_running_loop().call_soon(task.cancel)
         await asyncio.wait(others, timeout=_CANCEL_S)
 
 
 class _AbandonedError(Exception):
-    """The borrower is gone, or has failed: the block must not end as if all were well."""
+    """The borrower is gone or has failed, so the block must not end normally."""
 
 
 class _Loan(Generic[T]):
@@ -138,7 +139,7 @@ class _Loan(Generic[T]):
         self._is_good = False
 
     async def hold(self, block: AbstractAsyncContextManager[T]) -> None:
-        """Lend what the block yields, and leave the block when it has been given back."""
+        """Lend the value that the block yields, and leave the block when the value is returned."""
         try:
             async with block as value:
                 if not self._given.set_running_or_notify_cancel():
@@ -155,16 +156,16 @@ class _Loan(Generic[T]):
             self._given.set_exception(error)
 
     def receive(self, wait_s: float) -> T:
-        """Return what is lent. Any thread but the loop's."""
+        """Return the lent value. Call this from any thread except the loop's."""
         try:
             return self._given.result(wait_s)
         except TimeoutError:
             if self._given.cancel():
                 raise
-            return self._given.result()  # it came in this very moment
+            return self._given.result()  # the value arrived at the same moment
 
     def give_back(self, *, is_good: bool) -> None:
-        """End the loan. The value must not be touched from then on."""
+        """Return the loan. The value must not be used afterwards."""
         self._is_good = is_good
-        with suppress(RuntimeError):  # the loop is closed: the block was cancelled before
+        with suppress(RuntimeError):  # If the loop is closed, the block was cancelled before.
             self._loop.call_soon_threadsafe(self._returned.set)

@@ -14,12 +14,12 @@ from prometheus_client import Counter
 from kvtier import Statistics
 from kvtier._telemetry.catalogue import COUNTERS
 
-_MOST_CALLS = 1000  # kept if the endpoint is never read
+_MOST_CALLS = 1000  # limit, in case the endpoint is never read
 
 
 @cache
 def _counter(word: str) -> Counter | None:
-    """Return the counter of one occurrence, or None if it is no metric. Made late, as SGLang's own."""
+    """Return the counter of an occurrence, or None if it is no metric. Created lazily, like SGLang's own."""
     metric = COUNTERS.get(word)
     if metric is None or not metric.name.startswith("kvtier_"):
         return None
@@ -34,7 +34,7 @@ class PoolCounters:
         self._published: dict[tuple[str, ...], float] = {}
 
     def publish(self, statistics: Statistics) -> None:
-        """Add what has happened since the last call."""
+        """Add the counts since the last call."""
         for key, count in statistics.counts.items():
             more = count - self._published.get(key, 0)
             if more > 0 and (counter := _counter(key[0])) is not None:
@@ -43,7 +43,7 @@ class PoolCounters:
 
 
 class Throughput:
-    """Pages of SGLang's calls, and how fast they were copied, until SGLang asks for them."""
+    """Numbers of pages in SGLang's calls, and their copy rates, kept until SGLang collects them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Throughput:
 
     @contextmanager
     def measure(self, verb: str, page_bytes: int, results: list[bool]) -> Iterator[None]:
-        """Count the pages that a call moved: ``results`` is true for each of them when the block ends."""
+        """Count the pages that a call moved. When the block ends, ``results`` is true for each of them."""
         begun_s = time.perf_counter()
         yield
         took_s, moved = time.perf_counter() - begun_s, results.count(True)
@@ -60,7 +60,7 @@ class Throughput:
             self._gb_per_s[verb].append(moved * page_bytes / took_s / 1e9)
 
     def take_samples(self) -> Mapping[str, list[float]]:
-        """Return and clear what was noted, under the names of SGLang's ``StorageMetrics``."""
+        """Return and clear the recorded figures, under the names of SGLang's ``StorageMetrics``."""
         with self._lock:
             pages, self._pages = self._pages, _none()
             gb_per_s, self._gb_per_s = self._gb_per_s, _none()

@@ -1,4 +1,4 @@
-"""The rest of SGLang's older interface, which makes a further copy and is not used."""
+"""The rest of SGLang's older interface, which makes an additional copy and is not used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class V1Only(HiCacheStorage):
     """A storage that SGLang uses through ``batch_get_v1`` and ``batch_set_v1``."""
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Return None: with ``interface_v1``, which is required, SGLang does not call it."""
+        """Return None. SGLang does not call this with ``interface_v1``, which is required."""
         return None
 
     def batch_get(
@@ -22,7 +22,7 @@ class V1Only(HiCacheStorage):
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Return False: nothing is stored this way, see ``get``."""
+        """Return False. Nothing is stored through this method; see ``get``."""
         return False
 
     def batch_set(

@@ -1,4 +1,4 @@
-"""The pages of one of SGLang's host pools: where they are, and copies between them and slots."""
+"""The pages of one of SGLang's host pools: their addresses, and copies between them and slots."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvtier import ConfigError
 
 
 class HostPages:
-    """The pages of a host pool. Each is one or more pieces of memory, as the pool's layout has it.
+    """The pages of a host pool. The pool's layout divides each page into one or more pieces of memory.
 
-    Pages are copied by the thread that asks, and only while it does: SGLang gives them to other tokens as
-    soon as its call has returned.
+    The calling thread copies pages, and only during the call: SGLang reuses them for other tokens as soon as
+    its call has returned.
 
     Args:
         name: the pool's name.
         pool: one of SGLang's host pools.
 
     Attributes:
-        piece_bytes: length of each piece of a page, in their order in a slot.
+        piece_bytes: length of each piece of a page, in the order of a slot.
         page_bytes: length of a page.
 
     Raises:
-        ConfigError: the pool has no pages that storage can read and write.
+        ConfigError: storage cannot read and write the pool's pages.
     """
 
     def __init__(self, name: str, pool: Any) -> None:
@@ -69,7 +69,7 @@ class HostPages:
         """Copy a page of the pool into a slot."""
         at = _address(slot)
         for address, size in zip(page, self.piece_bytes, strict=True):
-            ctypes.memmove(at, address, size)  # without the interpreter's lock
+            ctypes.memmove(at, address, size)  # releases the interpreter lock
             at += size
 
     def copy_out(self, slot: memoryview, page: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Which prefixes of a prompt can be restored, where several pools have to have their pages."""
+"""The prefixes of a prompt that can be restored if several pools must have their pages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def restorable(
     """Return the longest prefix for which every pool has the pages that it needs.
 
     Args:
-        kv: whether the KV pool's page was found, for each page.
-        transfers: the other pools, and the pages of them that a prefix needs.
-        found: whether a pool's page was found, by the pool's name; as many as in ``kv``.
+        kv: for each page, whether the KV pool's page was found.
+        transfers: the other pools, and the pages that a prefix needs from them.
+        found: for each pool's name, whether each page was found; as long as ``kv``.
     """
     pages = leading(kv)
     hits = {"kv": pages} if pages else {}
     lengths = set(range(1, pages + 1))
     for transfer in transfers:
         if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-            continue  # it never gates a hit, and a pool that is not reported carries no verdict
+            continue  # This pool never gates a hit. Omitting it from the result leaves it without a verdict.
         fitting = _fitting(transfer, found[transfer.name], pages)
         if fitting:
             hits[transfer.name] = max(fitting)
@@ -39,5 +39,5 @@ def _fitting(transfer: PoolTransfer, there: Sequence[bool], pages: int) -> set[i
     """Return the lengths of the prefixes for which one pool has all pages needed."""
     if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
         return set(range(1, min(pages, leading(there)) + 1))
-    width = max(1, len(transfer.keys or ()))  # pages at the end of a prefix
+    width = max(1, len(transfer.keys or ()))  # number of pages at the end of a prefix
     return {length for length in range(1, pages + 1) if all(there[max(0, length - width) : length])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-# The engine's place, and how its processes find each other and share work.
+# The engine's location, and how its processes find each other and share work.
 _PLACES = """
 base_gpu_id gpu_id_step numa_node use_ray nccl_port dist_timeout dist_init_addr gated_launch_port nnodes
 node_rank dp_size load_balance_method enable_dp_attention_local_control_broadcast enable_p2p_check
@@ -15,8 +15,8 @@ sleep_on_idle custom_sigquit_handler gc_threshold
 """
 # Sampling. Dummy weights have their own seed.
 _SAMPLING = " random_seed mlx_enable_sampling "
-# Transfers between engines that prefill and decode, and sharing of a GPU. An engine's role counts, and a role
-# that it may take: one that decodes has pages that another engine computed.
+# Transfers between prefill and decode engines, and sharing of a GPU. Roles count, including possible ones: an
+# engine that decodes has pages that another engine computed.
 _DISAGGREGATION = """
 decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
 disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device
@@ -27,8 +27,8 @@ encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder
 pdmux_config_path sm_group_num disaggregation_enable_kv_checksum
 disaggregation_decode_host_receive_threshold disaggregation_decode_allocation_policy
 """
-# Places and lifetimes of pages. The layout of host pages is in the pool's shape. Third-party radix caches
-# count: their pages may have other keys.
+# Locations and lifetimes of pages. The layout of host pages is in the pool's shape. Third-party radix caches
+# count, because their pages may have other keys.
 _CACHES = """
 radix_eviction_policy radix_eviction_policy_config disable_radix_cache enable_session_radix_cache
 enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size hicache_write_policy
@@ -39,7 +39,7 @@ unified_cache_external_linker_backend unified_cache_external_linker_config enabl
 enable_flexkv flexkv_config_file _radix_eviction_policy_explicitly_set hicache_host_memory_fraction
 enable_linker_mla_dedup
 """
-# Which requests are computed together, and how many: engines choose by the memory that they find.
+# The composition and size of batches. Engines also choose these by their free memory.
 _SCHEDULING = """
 mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
 prefill_decode_interval prefill_decode_interval_min_bs enable_dynamic_chunking max_prefill_tokens
@@ -54,7 +54,7 @@ prefill_delayer_max_delay_ms min_free_slots_delay cuda_graph_config cuda_graph_b
 cuda_graph_backend_prefill cuda_graph_max_bs_decode cuda_graph_max_bs_prefill cuda_graph_bs_decode
 cuda_graph_bs_prefill cuda_graph_prefill_max_context cuda_graph_max_seq_len_prefill
 """
-# The way weights get into memory: the identity has the weights themselves.
+# Loading of weights. The identity contains the weights themselves.
 _LOADING = """
 download_dir startup_weight_load_mode weight_loader_disable_mmap weight_loader_prefetch_checkpoints
 weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load delete_ckpt_after_loading
@@ -64,7 +64,7 @@ remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_lo
 remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port weight_cache_socket
 weight_cache_timeout modelopt_checkpoint_save_path modelopt_export_path
 """
-# Logs, traces, counters and returned values. Hooks of models are not among them.
+# Logs, traces, counters and returned values. Hooks of models are excluded.
 _WATCHING = """
 log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target
 uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics smg_http_sidecar_port
@@ -80,7 +80,8 @@ expert_distribution_recorder_mode expert_distribution_recorder_buffer_size exper
 debug_cuda_graph spec_trace_dir enable_return_hidden_states enable_return_routed_experts
 enable_return_indexer_topk enable_return_aux_hidden_states
 """
-# The server, and the handling of text and answers: the engine sees tokens, which a page's key names.
+# The server, and the handling of text and answers. The engine sees only tokens, which a page's key already
+# names.
 _SERVING = """
 tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
 skip_tokenizer_init host port fastapi_root_path smg_grpc_mode grpc_mode grpc_port grpc_worker_threads sidecar
@@ -106,7 +107,7 @@ REVIEWED = frozenset(
 
 
 def engine_settings() -> dict[str, Any]:
-    """Return the settings as the running engine has resolved them; none where no engine runs."""
+    """Return the settings as the running engine has resolved them, or none if no engine runs."""
     from sglang.srt.runtime_context import get_context, get_server_args
 
     try:

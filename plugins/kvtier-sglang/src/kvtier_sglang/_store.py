@@ -31,27 +31,28 @@ from kvtier_sglang._updates import updates
 logger = GuardedLogger("kvtier.sglang")
 
 _OPEN_S = 60.0
-_GRACE_S = 0.5  # after the end of a call, once: the manager acts at its own deadline
+_GRACE_S = 0.5  # Added once to the end of a call, because the manager acts only at its own deadline.
 _CLOSE_S = 5.0
 
 
 class PageStore:
     """The primary tier for the pages of one host pool, and the secondary tiers behind it.
 
-    The calling thread copies a page between the pool and a slot. So a hanging tier only holds slots, which
-    stay reserved, and never a page that SGLang has reused for other tokens.
+    The calling thread copies a page between the pool and a slot. So a hanging tier can hold slots, which stay
+    reserved, but never a page that SGLang has reused for other tokens.
 
     Args:
         config: kvtier's settings; only this pool uses the primary tier.
         identity: the identity of the pages' bytes.
         pages: the pool's pages.
-        loop: the loop that the tiers run on.
+        loop: the event loop of the tiers.
 
     Attributes:
-        close_s: most seconds that a close takes, or the wait for a reset.
+        close_s: maximum duration of a close, or of the wait for a reset, in seconds.
 
     Raises:
-        KVTierError: the primary tier cannot be made, or ``isolation`` is ``process`` and none can start.
+        KVTierError: the primary tier cannot be created, or ``isolation`` is ``process`` and the process
+            cannot start.
     """
 
     def __init__(self, config: TieringConfig, identity: Identity, pages: HostPages, loop: LoopThread) -> None:
@@ -59,7 +60,8 @@ class PageStore:
         self._loop = loop
         self.close_s = config.drain_on_shutdown_s + _CLOSE_S
         self._resets = 0
-        self._updates = 0  # of weights, at the last reset: the identity names those of the start
+        # Number of weight updates at the last reset. The identity names the initial weights.
+        self._updates = 0
         self._reset: Future[list[str]] | None = None
         self._close: Future[None] | None = None
         self._manager = self._open(config, identity)
@@ -70,21 +72,21 @@ class PageStore:
         """Return for each page whether a read would probably find it.
 
         Args:
-            keys: the pages'.
-            end_s: when the call ends, on the monotonic clock.
+            keys: keys of the pages.
+            end_s: end of the call, on the monotonic clock.
 
         Raises:
-            TimeoutError: it is not known by then.
+            TimeoutError: the answer is not known by then.
         """
         if not self._is_current:
             return [False] * len(keys)
         return self._loop.call(self._manager.locate(keys), _left_s(end_s + _GRACE_S))
 
     def read(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor, end_s: float) -> list[bool]:
-        """Copy the leading pages that are found by ``end_s`` into the pool; return which were."""
+        """Copy the leading pages found by ``end_s`` into the pool; return which pages were copied."""
         pages = self._pages.pages(host_indices, len(keys))
         done, resets = 0, self._resets
-        with suppress(TimeoutError):  # pages copied before are valid
+        with suppress(TimeoutError):  # Pages copied earlier are valid.
             while self._is_current and done < len(keys) and (left_s := end_s - time.monotonic()) > 0:
                 part = keys[done : done + self._part]
                 with self._loop.lend(self._manager.acquire(part), left_s + _GRACE_S) as acquired:
@@ -92,29 +94,30 @@ class PageStore:
                         self._pages.copy_out(slot, page)
                     done += len(acquired.keys)
                 if not acquired.keys:
-                    break  # fewer than asked for can also be what the promotion budget had room for
+                    # If there are fewer than requested, the promotion budget may have had no room for more.
+                    break
         if resets != self._resets or not self._is_current:
-            done = 0  # it was hidden meanwhile
+            done = 0  # a reset has hidden the pages meanwhile
         return [index < done for index in range(len(keys))]
 
     def write(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor, end_s: float) -> list[bool]:
-        """Copy pages into the primary tier, whence they go to the others; return which are stored.
+        """Copy pages into the primary tier, from which they cascade; return which are stored.
 
-        Waits for earlier puts, until ``end_s``: kvtier drops puts that a tier cannot keep up with,
-        which an engine must not wait for. The thread that SGLang calls this from may wait. Puts that are
-        overdue, and reads, are not waited for.
+        Waits for earlier puts until ``end_s``, because kvtier drops puts that a tier cannot keep up with. An
+        engine must not wait for them, but SGLang's calling thread may. Does not wait for overdue puts or for
+        reads.
         """
         pages = dict(zip(keys, self._pages.pages(host_indices, len(keys)), strict=True))
         stored: dict[OffloadKey, bool] = {}
         resets = self._resets
         for start in range(0, len(keys), self._part):
             part = keys[start : start + self._part]
-            with suppress(TimeoutError):  # then the primary tier alone has them, as far as there is room
+            with suppress(TimeoutError):  # On a timeout only the primary tier gets the pages, if it has room.
                 self._loop.call(self._manager.drain_puts(), _left_s(end_s))
             try:
                 there = self._write_part(part, pages, end_s + _GRACE_S, resets)
             except TimeoutError:
-                break  # pages written before are stored
+                break  # Pages written earlier are stored.
             stored.update(zip(part, there, strict=True))
             if not all(there):
                 break
@@ -132,15 +135,15 @@ class PageStore:
             return [True] * len(keys)
         return self._loop.call(
             self._manager.locate(keys), _left_s(end_s)
-        )  # they were stored before, or no slot is free
+        )  # The remaining pages were stored before, or no slot was free.
 
     def begin_reset(self) -> None:
-        """Hide everything stored so far, in every tier and for ever. Does not wait.
+        """Hide all pages stored so far, in every tier and permanently. Does not wait.
 
-        Nothing is read or written until every tier has answered, however long that takes.
+        No page is read or written until every tier has answered, however long that takes.
         """
-        self._reset = Future()  # first: calls that begin from now on read and write nothing
-        self._resets += 1  # before the reset ends: calls that began earlier see it change
+        self._reset = Future()  # First: calls that start from now on read and write nothing.
+        self._resets += 1  # Before the end of the reset, so that calls that started earlier see the change.
         seen = updates()
         self._reset = self._loop.start(self._reset_tiers())
         self._updates = seen
@@ -149,9 +152,9 @@ class PageStore:
         """Wait, until ``end_s``, for the end of the reset that ``begin_reset`` started.
 
         Raises:
-            KVTierError: a tier was not reached. This engine does not use it until its reset succeeds. Other
-                engines, and this one after a restart, may still find the hidden pages in it.
-            TimeoutError: the tiers did not answer. Nothing is served until they do.
+            KVTierError: a tier was not reached. This engine does not use that tier until its reset succeeds.
+                Other engines, and this engine after a restart, may still find the hidden pages in it.
+            TimeoutError: the tiers did not answer. No page is served until they do.
         """
         if self._reset is not None and (down := self._reset.result(_left_s(end_s))):
             raise TierError(
@@ -160,7 +163,7 @@ class PageStore:
 
     @property
     def _is_current(self) -> bool:
-        """Whether the last reset, if any, has come to its end, and no weights were replaced after it."""
+        """Whether the last reset, if any, has succeeded, and no weights were replaced after it."""
         reset = self._reset
         is_reset = reset is None or (reset.done() and not reset.cancelled() and reset.exception() is None)
         return is_reset and self._updates == updates()
@@ -170,7 +173,7 @@ class PageStore:
         return [f"{tier.name} ({tier.down})" for tier in self._manager.statistics().tiers if tier.down]
 
     def report(self, publish: Callable[[Statistics], None]) -> None:
-        """Call ``publish`` on the loop, soon, with the statistics so far. Does not wait."""
+        """Schedule ``publish`` on the loop with the current statistics. Does not wait."""
         self._loop.post(lambda: publish(self._manager.statistics()))
 
     def begin_close(self) -> None:
@@ -202,7 +205,7 @@ class PageStore:
 
     async def _enter(self, config: TieringConfig, identity: Identity) -> TieringManager:
         size = self._pages.page_bytes
-        # The manager's device has no blocks that are used: pages are copied by the threads that call.
+        # The manager's device has no blocks in use, because the calling threads copy the pages.
         caches = KVCaches((torch.empty((1, size), dtype=torch.int8, device="cpu"),), ((PageRef(0, size),),))
         return await open_manager(config, identity, caches).__aenter__()
 

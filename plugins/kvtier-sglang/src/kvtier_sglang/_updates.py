@@ -1,4 +1,4 @@
-"""Counts updates of weights: SGLang does not notify its storage when it replaces them in a running engine."""
+"""Counts weight updates. SGLang does not notify its storage when a running engine replaces weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _count = 0
 
 
 def updates() -> int:
-    """Return how often this process has replaced weights since ``watch`` was called first."""
+    """Return how often this process has replaced weights since the first call of ``watch``."""
     return _count
 
 
 def watch() -> None:
-    """Count the updates of this process from now on. May be called again."""
+    """Start to count the updates of this process. Further calls have no effect."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     for name in UPDATES:
@@ -40,8 +40,9 @@ def _counted(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
     def counted(*args: Any, **kwargs: Any) -> Any:
         global _count
-        if kwargs.get("weight_name_filter") is None:  # otherwise experts move, and are read again
-            _count += 1  # before it: one that fails has replaced some weights
+        # With a filter, the update only moves experts and rereads their weights.
+        if kwargs.get("weight_name_filter") is None:
+            _count += 1  # Counted first, because a failed update has replaced some weights.
             added = _log_limit.allow("update", time.monotonic())
             if added is not None:
                 logger.error(

@@ -58,10 +58,10 @@ def weights_identity(
     Args:
         settings: SGLang's settings, by name.
         download_dir: the hub's cache that SGLang loads models from; None for the hub's own.
-        namespace: the user's own part; if it is set, weights need no other identifier.
+        namespace: the user's own part. If it is set, weights need no other identifier.
 
     Raises:
-        ConfigError: the files of a setting cannot be told from others of the same name.
+        ConfigError: the files of a setting cannot be distinguished from others of the same name.
     """
     found: dict[str, object] = {"model_path": None}
     for field, value in settings.items():
@@ -113,7 +113,7 @@ def code_identity(settings: Mapping[str, object], namespace: str) -> Mapping[str
 
 
 def _adapters(value: object) -> Iterator[tuple[str, str]]:
-    """Yield name and path of each LoRA adapter, in any form that SGLang takes."""
+    """Yield the name and path of each LoRA adapter, from any form that SGLang accepts."""
     if isinstance(value, Mapping):
         yield from ((str(name), str(path)) for name, path in value.items())
         return
@@ -131,11 +131,11 @@ def _adapters(value: object) -> Iterator[tuple[str, str]]:
 def _target(
     path: str, revision: object = None, download_dir: str | None = None
 ) -> Mapping[str, object] | None:
-    """Return an identifier of the files at a path or of a hub; None if there is none."""
+    """Return an identifier of the files at a path or on the hub, or None if there is none."""
     if os.path.exists(path):
         return _files(path)
     if envs.SGLANG_USE_MODELSCOPE.get():
-        return None  # the name is another hub's
+        return None  # the name belongs to another hub
     asked = str(revision) if revision else None
     commit = hub_commit(path, asked, download_dir)
     if commit is None:
@@ -146,7 +146,7 @@ def _target(
 
 
 def _files(path: str) -> Mapping[str, object] | None:
-    """Return an identifier of local files; None if none of them are known to be weights."""
+    """Return an identifier of local files, or None if none of them is known to contain weights."""
     if not os.path.exists(path) or not (files := weights_fingerprint(Path(path))):
         return None
     config = Path(path) / "config.json"
@@ -154,7 +154,7 @@ def _files(path: str) -> Mapping[str, object] | None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield what may be a path in a setting, in JSON too."""
+    """Yield the strings of a setting that may be paths, including strings inside JSON."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         try:
             value = json.loads(value)

@@ -49,16 +49,16 @@ _REFUSED = {
 class KVTierStorage(V1Only):
     """Keeps pages of SGLang's host pools in kvtier's tiers. One object for each rank.
 
-    Calls come from SGLang's threads. Each takes about ``request_deadline_s`` at most, for any number of
-    pools, and raises nothing: a tier's fault is a missing page and a line in the log. Only ``clear`` raises,
-    if a tier does not confirm it.
+    SGLang's threads call the methods. Each call takes about ``request_deadline_s`` at most, for any number of
+    pools. A fault of a tier causes misses and a line in the log, but no exception. Only ``clear`` raises, if
+    a tier does not confirm it.
 
     Args:
         storage_config: SGLang's own settings and the extra config, with kvtier's settings under ``kvtier``.
         kwargs: SGLang's arguments for third-party classes; unused.
 
     Raises:
-        ConfigError: a setting is wrong or missing, or SGLang is another version than the reviewed one.
+        ConfigError: a setting is invalid or missing, or SGLang's version is not the reviewed one.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -81,8 +81,8 @@ class KVTierStorage(V1Only):
         """Open the tiers for the KV pool.
 
         Raises:
-            KVTierError: the pool's pages, or its weights, cannot be told from others, or a tier's process or
-                memory cannot be had.
+            KVTierError: the pool's pages or weights cannot be distinguished from others, or a tier's process
+                or memory is unavailable.
         """
         super().register_mem_pool_host(mem_pool_host)
         self._register(_KV, mem_pool_host)
@@ -92,11 +92,11 @@ class KVTierStorage(V1Only):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if self._host_pools.get(name) is host_pool:
-            return  # the KV pool comes both ways
+            return  # SGLang registers the KV pool through both methods.
         try:
             self._require_writers(name, host_pool)
             self._register(name, host_pool)
-        except Exception as error:  # the engine goes on without this pool
+        except Exception as error:  # the engine continues without this pool
             text = str(error) if isinstance(error, KVTierError) else f"{type(error).__name__}: {error}"
             logger.error("nothing of host pool %s is stored, so prompts that need it miss: %s", name, text)
 
@@ -123,11 +123,11 @@ class KVTierStorage(V1Only):
     # --- lookups ---------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Return whether the KV pool's page is probably there."""
+        """Return whether the KV pool's page is probably stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many leading pages of the KV pool are probably there."""
+        """Return how many leading pages of the KV pool are probably stored."""
         return leading(self._locate(_KV, keys, self._end_s()))
 
     def batch_exists_v2(
@@ -136,7 +136,7 @@ class KVTierStorage(V1Only):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the longest prefix for which every pool has the pages that it needs."""
+        """Return the longest prefix for which every pool has the required pages."""
         end_s = self._end_s()
         kv = self._locate(_KV, keys, end_s)
         asked = keys[: leading(kv)]
@@ -146,7 +146,7 @@ class KVTierStorage(V1Only):
         return restorable(kv, transfers, found)
 
     def _end_s(self) -> float:
-        """Return when a call that begins now has to end: one end for all of its pools."""
+        """Return the deadline of a call that starts now. All of its pools share it."""
         return time.monotonic() + self._config.request_deadline_s
 
     def _locate(self, name: str, keys: Sequence[str], end_s: float) -> list[bool]:
@@ -161,25 +161,25 @@ class KVTierStorage(V1Only):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Copy the leading pages that are there into the KV pool."""
+        """Copy the leading stored pages into the KV pool."""
         return self._move("prefetch", _KV, keys, host_indices, self._end_s())
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Take in pages of the KV pool. They go on to the tiers after the call."""
+        """Store pages of the KV pool. They cascade to the tiers after the call."""
         return self._move("backup", _KV, keys, host_indices, self._end_s())
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Copy the leading pages that are there into pools, by their names."""
+        """Copy the leading stored pages into pools, selected by name."""
         return self._move_each("prefetch", transfers)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Take in pages of pools, by their names."""
+        """Store pages of pools, selected by name."""
         return self._move_each("backup", transfers)
 
     def _move_each(self, verb: str, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
@@ -208,7 +208,7 @@ class KVTierStorage(V1Only):
         return self._guarded(verb, str(name), [False] * len(named), move)
 
     def _guarded(self, verb: str, name: str, failed: T, act: Callable[[PageStore], T]) -> T:
-        """Return what ``act`` does, or ``failed``: nothing is raised into SGLang's threads."""
+        """Return the result of ``act``, or ``failed`` on an exception: none may reach SGLang's threads."""
         try:
             if (store := self._stores.get(name)) is None:
                 return failed
@@ -224,16 +224,16 @@ class KVTierStorage(V1Only):
     # --- the rest --------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Hide everything that this cache holds, in every tier, from later engines too.
+        """Hide all pages of this cache in every tier, also from later engines.
 
         Raises:
-            StateError: a tier did not confirm it, or the storage is closed. A pool serves nothing until its
+            StateError: a tier did not confirm it, or the storage is closed. A pool serves no page until its
                 tiers have answered.
         """
         if not self._stores:
             raise StateError("clear: the storage has no pools, or is closed; nothing was hidden")
         failed = []
-        for store in self._stores.values():  # all at once: none waits for another's tiers
+        for store in self._stores.values():  # Start all resets first, so that they run concurrently.
             store.begin_reset()
         end_s = self._close_by_s()
         for name, store in self._stores.items():
@@ -247,7 +247,7 @@ class KVTierStorage(V1Only):
             raise StateError(f"clear is not confirmed: {'; '.join(failed)}")
 
     def get_stats(self) -> Any:
-        """Return what SGLang publishes; publish kvtier's own counters every few seconds. Does not wait."""
+        """Return SGLang's metrics. Publish kvtier's own counters every few seconds. Does not wait."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         if time.monotonic() - self._published_s > _PUBLISH_EVERY_S:
@@ -260,7 +260,7 @@ class KVTierStorage(V1Only):
         """Drain, within bounds, and close the tiers. May be called again; later calls are misses."""
         end_s = self._close_by_s()
         names = list(self._stores)
-        for name in names:  # all at once: none waits for another's tiers
+        for name in names:  # Start all closes first, so that they run concurrently.
             self._guarded("close", name, None, PageStore.begin_close)
         for name in names:
             self._guarded("close", name, None, lambda store: store.end_close(end_s))
@@ -268,7 +268,7 @@ class KVTierStorage(V1Only):
         self._loop.close()
 
     def _close_by_s(self) -> float:
-        """Return when a close, or the wait for resets, that begins now has to end."""
+        """Return the deadline of a close, or a wait for resets, that starts now."""
         return time.monotonic() + max((store.close_s for store in self._stores.values()), default=0.0)
 
 
@@ -284,7 +284,8 @@ def _settings(extra: Mapping[str, Any]) -> TieringConfig:
     """Return kvtier's settings.
 
     Raises:
-        ConfigError: they are wrong, or SGLang is not told to use the interface that has no more copies.
+        ConfigError: they are invalid, or SGLang is not configured for the interface without additional
+            copies.
     """
     if not extra.get("interface_v1"):
         raise ConfigError('set "interface_v1": 1 in the extra config, beside class_name')
@@ -295,4 +296,5 @@ def _settings(extra: Mapping[str, Any]) -> TieringConfig:
     for field, why in _REFUSED.items():
         if field in config.model_fields_set:
             raise ConfigError(f"remove {field} from kvtier's settings: {why}")
-    return config.model_copy(update={"audit_rate": 0.0})  # audits read back from a device, which is not there
+    # Audits read back from a device, which does not exist here.
+    return config.model_copy(update={"audit_rate": 0.0})
