@@ -1,4 +1,4 @@
-"""Real servers; tests share those with session scope and must not disturb them."""
+"""Real servers. Tests share those with session scope and must not disturb them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server of one test, which may harm it."""
+    """A server for a single test, which may disturb it."""
     with Server(tmp_path / "own") as server:
         yield server
 

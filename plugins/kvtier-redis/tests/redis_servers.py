@@ -1,4 +1,4 @@
-"""Real servers for the tests, on loopback and free ports, each its own process."""
+"""Real servers for the tests, on loopback and free ports, each in its own process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from kvtier_testing.tiers._servers import absent, free_port, stopped
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_S = 60.0
-GENEROUS_S = 30.0  # a deadline that a busy machine keeps
+GENEROUS_S = 30.0  # a deadline that even a busy machine meets
 IDENTITY = Identity.make("tests", {"dtype": "float16"})
 README = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
 (ACL,) = re.findall(r"^```\n(\+get .*)\n```", README, re.MULTILINE)
 """Permissions of the tier's user that the README lists."""
-CLUSTER_BUS = 10_000  # so far above its own port a server of a cluster has another one
+CLUSTER_BUS = 10_000  # offset of a cluster server's second port
 
 
 def program() -> str:
@@ -46,8 +46,8 @@ class Server:
     """A server process. ``kill`` and ``start`` may be called any number of times.
 
     Args:
-        port: where it listens; chosen if not given.
-        login: options of ``client``; with ``ssl`` the server speaks TLS only.
+        port: port to listen on; chosen if not given.
+        login: options of ``client``; with ``ssl`` the server speaks only TLS.
     """
 
     def __init__(self, directory: Path, options: str = "", *, port: int | None = None, **login: Any) -> None:
@@ -61,7 +61,7 @@ class Server:
         directory.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> Server:
-        """Start it and wait until it answers."""
+        """Start it, and wait until it answers."""
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen([program(), *self._options], stdout=log, stderr=log)
         wait_for(self._answers, "the server answers")
@@ -91,7 +91,7 @@ class Server:
 
     @contextmanager
     def stopped(self, seconds: float = inf) -> Iterator[None]:
-        """Stop the process, as on a machine that hangs, until the context is left or the time is over."""
+        """Stop the process, like a hang of its machine, until the context ends or time runs out."""
         assert self._process is not None
         with stopped(self._process, seconds):
             yield
@@ -118,7 +118,7 @@ class Port(Protocol):
 
 
 def tier(*servers: Port, **settings: Any) -> RedisTier:
-    """Return a tier on servers that is not open."""
+    """Return a tier on servers; it is not open."""
     addresses = [f"127.0.0.1:{server.port}" for server in servers]
     return RedisTier(RedisConfig(**{"addresses": addresses, "deadline_s": GENEROUS_S, **settings}))
 
@@ -135,7 +135,10 @@ def opened(
 
 
 class TlsServer:
-    """A server with TLS only, client certificates and an ACL user ``kv``; ``settings`` are the tier's."""
+    """A server with only TLS, client certificates and an ACL user ``kv``.
+
+    ``settings`` are the tier's settings.
+    """
 
     PASSWORD = "correct horse"
 
@@ -155,13 +158,13 @@ class TlsServer:
         self.settings |= {"tls_ca_file": ca, "tls_cert_file": cert, "tls_key_file": key}
 
     def rotate(self) -> None:
-        """Start the server again with a new authority and new certificates, in the same files."""
+        """Restart the server with a new authority and new certificates, in the same files."""
         self.server.kill()
         self._issue()
         self.__enter__()
 
     def _issue(self) -> None:
-        import trustme  # not needed by other users of these servers
+        import trustme  # Other users of these servers do not need it.
 
         authority = trustme.CA()
         issued = authority.issue_cert("127.0.0.1", "localhost")
@@ -188,8 +191,9 @@ class TlsServer:
 def cluster(directory: Path) -> Iterator[list[Server]]:
     """A cluster of three primaries, which mark one as failed after a minute of silence.
 
-    Their epochs differ from the start. Nodes that meet with equal ones draw new ones later, and a server that
-    draws one while a slot moves away from it can keep the slot in the eyes of the server that got it.
+    Their config epochs differ from the start. Otherwise nodes that meet with equal epochs would choose new
+    ones later. If a server does so while a slot moves away from it, the receiving server may still regard it
+    as the slot's owner.
     """
     options = "--cluster-enabled yes --cluster-node-timeout 60000 --cluster-require-full-coverage no"
     with ExitStack() as stack:
@@ -241,34 +245,36 @@ def sentinels(directory: Path, primary: Server) -> Iterator[list[int]]:
 
 
 def hurry(port: int) -> bool:
-    """Have a sentinel look at its servers several times a second; return whether it answers."""
+    """Make a sentinel check its servers several times a second; return whether it answers."""
     with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client, suppress(redis.ConnectionError):
-        with suppress(redis.ResponseError):  # an old one is slower
+        with suppress(redis.ResponseError):  # old versions cannot check faster
             client.execute_command("SENTINEL", "DEBUG", "info-period", 200, "publish-period", 200)
         return True
     return False
 
 
 def mark_down_soon(ports: Sequence[int]) -> None:
-    """Let sentinels mark their primary as down after a moment of silence."""
+    """Make sentinels mark their primary as down after 0.5 s of silence."""
     for port in ports:
         with redis.Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
             client.execute_command("SENTINEL", "SET", "kv", "down-after-milliseconds", 500)
 
 
 def fail_over(ports: Sequence[int], primary: Server) -> None:
-    """Have sentinels promote the replica, and wait until the primary is its replica."""
+    """Make sentinels promote the replica; wait until the old primary is its replica."""
 
     def is_replaced() -> bool:
         with redis.Redis(port=ports[0], retry=Retry(NoBackoff(), 0), decode_responses=True) as client:
             if int(client.sentinel_master("kv")["port"]) != primary.port:
                 return True
-            with suppress(redis.ResponseError):  # no replica is fit yet, or a failover runs, which may fail
+            # No replica is suitable yet, or a failover is running, which may fail.
+            with suppress(redis.ResponseError):
                 client.execute_command("SENTINEL", "FAILOVER", "kv")
         return False
 
     def is_replica() -> bool:
-        with primary.client() as client, suppress(redis.RedisError):  # it cuts its clients off
+        # The server closes its clients' connections.
+        with primary.client() as client, suppress(redis.RedisError):
             return bool(client.role()[0] == b"slave")
         return False
 
@@ -277,7 +283,7 @@ def fail_over(ports: Sequence[int], primary: Server) -> None:
 
 
 def others_known(port: int) -> int:
-    """Return how many other sentinels one knows; -1 if it does not answer or knows no replica yet."""
+    """Return how many other sentinels a sentinel knows, or -1 if it does not answer or knows no replica."""
     try:
         with redis.Redis(port=port, retry=Retry(NoBackoff(), 0), decode_responses=True) as client:
             state: Any = client.sentinel_master("kv")

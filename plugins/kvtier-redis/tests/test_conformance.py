@@ -99,14 +99,14 @@ class TestCluster(_FewSequences):
 
 
 class TestTls(_FewSequences):
-    """TLS, and an ACL user with the permissions that the README lists."""
+    """TLS, and an ACL user with the permissions listed in the README."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _started(cls, tls_server: TlsServer) -> Iterator[None]:
         cls.servers, cls.tls = [tls_server.server], tls_server
         with pytest.MonkeyPatch.context() as patch:
-            # Loading the system's authorities would take most of the time of a connection.
+            # Loading the system's certificate authorities would take most of the time of a connection.
             for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
                 patch.setenv(name, os.devnull)
             yield

@@ -1,4 +1,6 @@
-"""Servers that hang, die, are full, move their keys or refuse: a miss with a reason, by the deadline."""
+"""Servers that hang, die, fill up, move keys or refuse commands cause a miss with a reason by the
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ async def all_ok(it: TierRig, numbers: Sequence[int]) -> bool:
 
 
 async def lookup_fails(it: TierRig, numbers: Sequence[int], reason: str) -> None:
-    """A lookup is no miss: the breaker has to learn of it."""
+    """A failed lookup is not a miss, because the breaker must count it."""
     with pytest.raises(TierError, match=f"{len(numbers)} of {len(numbers)} lookups failed: {reason}"):
         await it.tier.contains(keys(numbers))
 
@@ -109,7 +111,7 @@ async def test_removal_after_reset_spares_usage(own_server: Server, monkeypatch:
     monkeypatch.setattr(ControlClient, "remove_epoch", remove_epoch)
     async with opened(own_server) as it:
         await it.tier.reset()
-        await it.tier.reset()  # the first one's private epoch is to be removed
+        await it.tier.reset()  # Starts the removal of the first reset's private epoch.
         await anyio.to_thread.run_sync(removing.wait, 60)
         before = it.tier.usage()
         try:
@@ -126,7 +128,7 @@ async def test_close_ignores_hanging_server(own_server: Server) -> None:
     tier = opened(own_server)
     it = await tier.__aenter__()
     await it.tier.reset()
-    await it.outcome_of_put(range(4))  # to be removed when the tier is closed
+    await it.outcome_of_put(range(4))  # The tier removes these when it is closed.
     with own_server.stopped(), within(GENEROUS_S / 3):
         await tier.__aexit__(None, None, None)
 
@@ -143,7 +145,7 @@ async def test_killed_server_misses(own_server: Server) -> None:
         await until_ok(lambda: it.outcome_of_put(range(8)))
         assert await all_ok(it, range(8))
         await anyio.to_thread.run_sync(own_server.kill)
-        await anyio.to_thread.run_sync(own_server.start)  # between two calls, which is no failure
+        await anyio.to_thread.run_sync(own_server.start)  # A restart between two calls is not a failure.
         assert set(await it.put(range(8))) == {Status.OK}
 
 
@@ -167,7 +169,7 @@ async def test_full_server_serves_gets(tmp_path: Path, options: str, settings: d
             usage = it.tier.usage()
             assert usage is not None
             assert usage.capacity_bytes == 12 * 2**20
-        async with opened(server, **settings) as it:  # it opens although it is full
+        async with opened(server, **settings) as it:  # The tier opens although the server is full.
             assert await all_ok(it, range(4))
 
 
@@ -254,7 +256,8 @@ async def test_bad_link_removes_no_keys(own_server: Server) -> None:
             fetched = await driver.fetch(range(24))
             assert proxy.flips == 0
             driver.check_copied(range(24), fetched)
-            assert {Answer(answer).name for answer in fetched.answers} == {"COPIED"}  # at the second read
+            # the second read succeeds
+            assert {Answer(answer).name for answer in fetched.answers} == {"COPIED"}
             proxy.flips = 500
             driver.check_copied(range(24), await driver.fetch(range(24)))
         assert len(client.keys("*:*:*:*")) == 24
@@ -304,7 +307,7 @@ async def test_moved_keys_are_found(own_cluster: list[Server]) -> None:
             ]
             other.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
             source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
-            # The source has it no more, and the target serves it only after ASKING.
+            # The source no longer has the key, and the target serves it only after ASKING.
             source.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", name)
             outcome = await it.outcome_of_get(range(24))
             assert outcome.statuses[0] is Status.FAILED
@@ -322,7 +325,7 @@ async def test_removed_node_is_not_asked_again(own_cluster: list[Server]) -> Non
         with removed.client() as client:
             own_id = client.execute_command("CLUSTER", "MYID")
             client.flushall()
-            client.execute_command("CLUSTER", "RESET")  # it runs on, and knows no other node
+            client.execute_command("CLUSTER", "RESET")  # The node keeps running, but knows no other node.
         for server in (heir, other):
             with server.client() as client:
                 client.execute_command("CLUSTER", "FORGET", own_id)
@@ -339,7 +342,7 @@ async def test_max_bytes_bounds_the_cluster(cluster: list[Server]) -> None:
         assert usage is not None
         assert usage.capacity_bytes == 2**30
         assert usage.used_bytes is not None
-        used = usage.used_bytes  # of all three, so more than half of it is more than one of them uses
+        used = usage.used_bytes  # Sum over three servers, so half of it exceeds the usage of each.
     async with opened(*cluster, mode="cluster", max_bytes=used // 2) as it:
         assert (await it.outcome_of_put(range(100, 104))).reasons == {"full": 4}
 
@@ -376,13 +379,13 @@ async def test_follows_failover(tmp_path: Path) -> None:
         await anyio.to_thread.run_sync(one.kill)
         await anyio.to_thread.run_sync(redis_servers.mark_down_soon, ports)
         await until_ok(lambda: it.outcome_of_put(range(100, 104)), 80.0)
-        assert await all_ok(it, range(8))  # the replica has them
+        assert await all_ok(it, range(8))  # the replica has the chunks
         with two.client() as client:
             assert client.role()[0] == b"master"
 
 
 async def test_reset_reaches_new_primary(tmp_path: Path) -> None:
-    """The former primary answers all but writes, and nothing is put while the reset is missing."""
+    """The former primary refuses only writes. Nothing may be put there before the reset has succeeded."""
     async with behind_sentinels(tmp_path) as (one, two, ports, it):
         assert set(await it.put(range(4))) == {Status.OK}
         await anyio.to_thread.run_sync(redis_servers.fail_over, ports, one)
@@ -394,7 +397,10 @@ async def test_reset_reaches_new_primary(tmp_path: Path) -> None:
 
 
 async def test_reset_on_lonely_primary_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A partition cuts a primary off from its replicas, one of which the sentinels promote elsewhere."""
+    """A partition separates a primary from its replicas.
+
+    The sentinels promote one of them on the other side.
+    """
     async with behind_sentinels(tmp_path) as (one, two, _, it):
         await anyio.to_thread.run_sync(two.kill)
         with one.client() as client:
@@ -406,7 +412,7 @@ async def test_reset_on_lonely_primary_warns(tmp_path: Path, caplog: pytest.LogC
 
 
 async def test_replaced_primary_is_not_used(tmp_path: Path) -> None:
-    """A partition cuts off a primary with the sentinels that come first in the settings."""
+    """A partition isolates a primary together with the sentinels that come first in the settings."""
     with (
         Server(tmp_path / "old") as old,
         Server(tmp_path / "its-replica", f"--replicaof 127.0.0.1 {old.port}"),

@@ -1,4 +1,4 @@
-"""Opening: faults are refused in one line that names the setting and shows no secret."""
+"""Opening: errors are one line, which names the setting and shows no secret."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_refused_commands(
 async def check_degraded(
     server: Server, refused: tuple[str, ...], caplog: pytest.LogCaptureFixture, **login: Any
 ) -> None:
-    """The tier works without what a server refuses, and says so."""
+    """Check that the tier works without the refused commands, and logs a warning."""
     caplog.clear()
     if "info" in refused:
         assert "refuses INFO: set max_bytes" in await problem(server, **login)
@@ -142,7 +142,7 @@ async def check_degraded(
 
 
 def test_failed_command_runs_once_for_all(tmp_path: Path) -> None:
-    """Else connections wait for each other's runs, and threads pile up while the command hangs."""
+    """Otherwise connections would wait for each other's runs, and threads would pile up during a hang."""
     runs, end = tmp_path / "runs", tmp_path / "end"
     script = f"echo run >> {runs}; until [ -e {end} ]; do sleep 0.05; done; exit 1"
     config = RedisConfig(password_command=("sh", "-c", script))
@@ -158,7 +158,7 @@ def test_failed_command_runs_once_for_all(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(ask) for _ in range(4)]
         all_there.wait(60)
-        time.sleep(0.5)  # until all of them wait
+        time.sleep(0.5)  # long enough that all of them wait
         end.touch()
         assert {one.result(60) for one in asked} == {"password_command = 'sh' failed (exit status 1)"}
     assert runs.read_text() == "run\n"
@@ -251,7 +251,7 @@ async def test_lost_epoch_finds_nothing(own_server: Server) -> None:
 
 
 async def test_private_epochs_are_removed(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A busy machine may not remove them within the default, and leave the rest to expire.
+    # A busy machine may not remove them within the default, and would leave the rest to expire.
     monkeypatch.setattr("kvtier_redis.tier._CLOSING_CLEANUP_S", 60.0)
     async with opened(own_server) as it:
         await it.put(range(3))
@@ -260,7 +260,7 @@ async def test_private_epochs_are_removed(own_server: Server, monkeypatch: pytes
         await it.tier.reset()
         await it.put(range(200, 250))
     with own_server.client() as client:
-        assert len(client.keys("*:*:*:*")) == 3  # of the shared epoch; they expire
+        assert len(client.keys("*:*:*:*")) == 3  # Chunks of the shared epoch expire.
 
 
 async def test_long_chunks_are_refused() -> None:

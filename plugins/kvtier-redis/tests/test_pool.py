@@ -1,4 +1,4 @@
-"""The worker threads: as many as calls run at once, and none after closing."""
+"""The worker threads: as many as concurrent calls, and none after closing."""
 
 from __future__ import annotations
 

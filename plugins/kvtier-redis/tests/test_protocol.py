@@ -95,7 +95,7 @@ def test_cut_ends_a_blocked_call(pair: Pair, call: str) -> None:
         "send": lambda: sock.send([bytes(1 << 24)]),
     }
     threading.Timer(0.1, sock.cut).start()
-    with pytest.raises(ConnectionError):  # or the test's timeout
+    with pytest.raises(ConnectionError):  # or until the test's timeout
         calls[call]()
 
 
@@ -107,7 +107,7 @@ STREAMS = st.binary(max_size=64) | st.lists(PIECES | st.binary(max_size=8), max_
 @example(b":abc\r\n")
 @example(b":1_0\r\n")
 @example(b":" + b"9" * 5000 + b"\r\n")
-@example(b"+" + b"x" * 160_000)  # a line without an end is not buffered for ever
+@example(b"+" + b"x" * 160_000)  # A line without an end must not be buffered for ever.
 @example(b"HTTP/1.1 400 Bad Request\r\n")
 def test_any_bytes_parse_or_break(data: bytes) -> None:
     reply = after(data, lambda sock: sock.reply())

@@ -38,7 +38,8 @@ _KEPT_ALIVE: Final[Mapping[str, Any]] = {
 """A middlebox that forgets idle connections sees traffic, or the dead connection ends after a minute."""
 
 _IDLE_S: Final = 60.0
-_MAX_CONNECTIONS: Final = 2**31  # ``Connections`` bounds them; redis-py 8 has a bound of 100 by default
+# ``Connections`` limits the connections. redis-py 8 has a default limit of 100.
+_MAX_CONNECTIONS: Final = 2**31
 _COMMAND_TIMEOUT_S: Final = 30.0
 _COMMAND_VALID_S: Final = 60.0
 _PASSWORDS_HIDDEN: Final = 8
@@ -49,10 +50,10 @@ class PasswordError(AuthenticationError):
 
 
 class _WithSocket:
-    """A redis-py connection that keeps its socket where it can be used directly.
+    """A redis-py connection that makes its socket available for direct use.
 
     Attributes:
-        made_s, used_s: when it was connected and used last, on the monotonic clock.
+        made_s, used_s: monotonic times of its connect and of its last use.
     """
 
     sock: socket.socket
@@ -74,16 +75,19 @@ class _Unix(_WithSocket, UnixDomainSocketConnection): ...
 
 
 class Pool(redis.ConnectionPool):
-    """The connections to one server. One that a firewall may have forgotten is replaced before its use."""
+    """The connections to one server.
+
+    A connection that a firewall may have forgotten is replaced before use.
+    """
 
     _renewed_s = 0.0
 
     def renew(self) -> None:
-        """Replace all connections that exist, each before its next use."""
+        """Replace each existing connection before its next use."""
         self._renewed_s = time.monotonic()
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
-        """Return a connection that was made since ``renew``, and used within a minute or not at all."""
+        """Return a connection that was made since ``renew``, and was used within the last minute or never."""
         connection: Any = super().get_connection(*args, **options)
         if connection.made_s < self._renewed_s or connection.used_s + _IDLE_S < time.monotonic():
             connection.disconnect()
@@ -101,9 +105,9 @@ class Pool(redis.ConnectionPool):
 
 
 class _Login(CredentialProvider):
-    """The credentials of new connections. Each connection reads the password's file again.
+    """The credentials of new connections. Each connection reads the password file again.
 
-    A command's password is used for a minute, and no longer once the server has refused it.
+    A password from a command is used for a minute, or until the server refuses it.
     """
 
     def __init__(self, config: RedisConfig, prefix: str) -> None:
@@ -134,14 +138,14 @@ class _Login(CredentialProvider):
         """Return the password.
 
         Raises:
-            PasswordError: the file or the command has none.
+            PasswordError: the file or the command provides none.
         """
         if self._file is not None:
             return self._first_line(f"password_file = {str(self._file)!r}", self._file.read_bytes)
         if self._command is None:
             return self._given.get_secret_value() if self._given is not None else None
         asked_s = time.monotonic()
-        with self._lock:  # one run for all connections, and one that fails is for all who waited for it
+        with self._lock:  # All connections share one run. If it fails, it fails for all that waited for it.
             if self._failed_s > asked_s:
                 raise PasswordError(self._failure)
             if time.monotonic() >= self._valid_until_s:
@@ -187,7 +191,7 @@ class _Login(CredentialProvider):
 
 
 class ClientFactory:
-    """Makes redis-py objects from the settings. They never retry: the caller decides about that.
+    """Makes redis-py objects from the settings. They never retry, because the caller decides whether to.
 
     Args:
         name: the name of the connections in CLIENT LIST.
@@ -200,15 +204,20 @@ class ClientFactory:
         self._sentinel_login = _Login(config, "sentinel_")
 
     def redact(self, text: object) -> str:
-        """Return ``text`` without passwords: servers and proxies repeat the arguments of a refused AUTH."""
+        """Return ``text`` without passwords, because servers and proxies repeat the arguments of a refused
+        AUTH.
+        """
         return conceal(str(text), (*self._login.passwords, *self._sentinel_login.passwords))
 
     def options(self) -> dict[str, Any]:
-        """Return redis-py's options of a connection, without its address: also for asyncio."""
+        """Return redis-py's options of a connection, without the address.
+
+        They also suit its asyncio classes.
+        """
         return {**self._options(self._login), "db": self._config.db, **_tls_options(self._config)}
 
     def pool(self, address: Address) -> Pool:
-        """Return a pool of connections to one server. It connects when one is taken."""
+        """Return a pool of connections to one server. It connects when a connection is taken."""
         options = {
             **self.options(),
             "redis_connect_func": partial(_greet, self._login, self._name),
@@ -246,7 +255,7 @@ class ClientFactory:
 
 
 def _greet(login: _Login, name: str, connection: Any) -> None:
-    """Log in on a new connection. Its name is for operators only: a server may refuse to know it."""
+    """Log in on a new connection. A server may refuse the connection's name, which is only for operators."""
     try:
         connection.on_connect()
     except AuthenticationError:

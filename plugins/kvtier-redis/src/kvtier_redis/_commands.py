@@ -12,7 +12,7 @@ from typing import Final
 from kvtier_redis._protocol import Buffer, ErrorReply, Reply, RespSocket, command, set_command
 from kvtier_redis._reasons import ABSENT, OK, TIMED_OUT, TORN, ChunkResult, result_of
 
-_WINDOW_BYTES: Final = 4 * 2**20  # a server buffers up to twice as much for each connection
+_WINDOW_BYTES: Final = 4 * 2**20  # A server buffers up to twice as much for each connection.
 _PIPELINE_COMMANDS: Final = 512
 
 
@@ -21,7 +21,7 @@ class BatchChunk:
     """One chunk of a batch.
 
     Attributes:
-        trailer: on a put stored with the bytes, on a get filled in.
+        trailer: stored with the bytes by a put, filled in by a get.
         result: a timeout until it is known.
     """
 
@@ -37,7 +37,7 @@ class Question:
 
     Attributes:
         reply: None until it has arrived.
-        result: why there is no answer; None if there is one.
+        result: reason for a missing reply; None if there is a reply.
     """
 
     key: bytes
@@ -46,7 +46,7 @@ class Question:
 
 
 def put(sock: RespSocket, chunks: Sequence[BatchChunk], ttl_s: int) -> None:
-    """Store the chunks that are not there yet and set each ``result``."""
+    """Store the missing chunks and set each ``result``."""
     expire = [command(b"EXPIRE", chunk.key, ttl_s) for chunk in chunks]
     absent = []
     for chunk, reply in zip(chunks, pipeline(sock, expire), strict=True):
@@ -97,7 +97,7 @@ def _in_groups(
     write: Callable[[BatchChunk], Iterable[Buffer]],
     read: Callable[[BatchChunk], None],
 ) -> None:
-    """Send each group's commands before reading the replies to the group before: the server stays busy."""
+    """Send each group's commands before reading the previous group's replies, which keeps the server busy."""
     if not chunks:
         return
     size = max(1, min(_PIPELINE_COMMANDS, _WINDOW_BYTES // len(chunks[0].view)))

@@ -1,11 +1,11 @@
-"""Commands besides chunks: which servers there are, whose cache this is, its epoch, how full the servers are.
+"""Commands other than chunk transfers: the servers, the cache's identity and epoch, and the memory usage.
 
 All calls block and run in a worker thread. None touches a slot.
 
 **Epochs.** The keys of chunks contain an epoch, a random token. The key ``<cache>:epoch`` holds the epoch
 that tiers join when they open. A reset stores a new one there, and continues in a private epoch that no other
-tier knows, because the weights that came with the reset may exist in this process alone. Nothing that was put
-before is found again, even if the server loses the key: the next tier that opens then makes a new epoch.
+tier knows, because only this process may have the new weights. No chunk put before the reset is found again,
+even if the server loses the key: the next tier that opens then makes a new epoch.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Topology:
     """The servers that store chunks.
 
     Attributes:
-        by_slot: for each slot of a cluster the index of its primary; empty if there is one primary.
+        by_slot: for each slot of a cluster, the index of its primary; empty if there is only one primary.
     """
 
     addresses: tuple[Address, ...]
     by_slot: Sequence[int] = ()
 
     def server_of(self, key: bytes) -> Address:
-        """Return the server that has a key."""
+        """Return the server that owns a key."""
         return self.addresses[self.by_slot[key_slot(key)] if self.by_slot else 0]
 
 
@@ -72,8 +72,8 @@ class MemoryUsage:
     """The memory of all servers together.
 
     Attributes:
-        used_bytes: used, other clients' keys included.
-        limit_bytes: how much may be used.
+        used_bytes: bytes used, including other clients' keys.
+        limit_bytes: maximum number of bytes that may be used.
         is_evicting: whether the servers evict keys at the limit.
     """
 
@@ -83,12 +83,12 @@ class MemoryUsage:
 
     @property
     def free_bytes(self) -> float:
-        """Bytes that may still be put; infinite where the servers evict."""
+        """Bytes that may still be put; infinite if the servers evict."""
         return float("inf") if self.is_evicting else self.limit_bytes - self.used_bytes
 
 
 class _SentinelAuthError(MasterNotFoundError):
-    """A sentinel refused the credentials, and no other one knows the primary."""
+    """A sentinel refused the credentials, and no other sentinel knows the primary."""
 
 
 class ControlClient:
@@ -126,13 +126,15 @@ class ControlClient:
         return topology, epoch, usage
 
     def close(self) -> None:
-        """Disconnect. A call that a thread is still at ends soon, and leaves no connection behind."""
+        """Disconnect. Calls still running in threads end soon and leave no connection behind."""
         self._is_closed = True
-        for client in list(self._clients.values()):  # an abandoned thread may add one meanwhile
+        for client in list(self._clients.values()):  # An abandoned thread may add a client meanwhile.
             client.close()
 
     def discover(self, known: Sequence[Address] = (), *, ask_all: bool = False) -> Topology:
-        """Return the servers that store chunks now. Each call asks another node first: one may be outdated.
+        """Return the servers that store chunks now.
+
+        Each call asks a different node first, because a node may be outdated.
 
         See ``discover``.
         """
@@ -140,14 +142,14 @@ class ControlClient:
         return discover(self._config, self._factory, known, self._discoveries - 1, ask_all=ask_all)
 
     def key_prefix(self, epoch: str) -> str:
-        """Return what the keys of an epoch's chunks begin with."""
+        """Return the prefix of the keys of an epoch's chunks."""
         return f"{self._cache}:{epoch}:"
 
     def reset(self, before: Topology) -> tuple[Topology, str]:
-        """Store a new epoch for tiers that open later, on the server where they will look for it.
+        """Store a new epoch for tiers that open later, on the server that they will read it from.
 
         Args:
-            before: the servers so far.
+            before: the servers before the reset.
 
         Returns:
             The servers that store chunks now, and a private epoch for this tier.
@@ -179,7 +181,7 @@ class ControlClient:
         )
 
     def remove_epoch(self, topology: Topology, epoch: str, deadline: float) -> None:
-        """Remove the chunks of a private epoch until ``deadline``, monotonic; the rest expires."""
+        """Remove the chunks of a private epoch until the monotonic time ``deadline``; the rest expires."""
 
         def remove(client: redis.Redis) -> None:
             pattern = self.key_prefix(epoch) + "*"
@@ -223,10 +225,11 @@ class ControlClient:
         client.set(key, _token())
         try:
             replicas = int(cast("Mapping[str, Any]", client.info("replication")).get("connected_slaves", 0))
-            if self._config.mode == "sentinel":  # a primary that a partition cuts off has no replica left
+            # A primary that is cut off by a partition has no replicas left.
+            if self._config.mode == "sentinel":
                 replicas = max(1, replicas)
             confirmed = cast("int", client.wait(replicas, _WAIT_FOR_REPLICAS_MS)) if replicas else 0
-        except ResponseError:  # INFO or WAIT is refused
+        except ResponseError:  # the server refuses INFO or WAIT
             replicas, confirmed = 1, 0
         if confirmed < replicas:
             _log.warning(
@@ -237,7 +240,7 @@ class ControlClient:
             )
 
     def _on_key(self, topology: Topology, name: str, call: Callable[[redis.Redis, str], Any]) -> Any:
-        """Call with the client of the server that has one of the cache's own keys, and with the key."""
+        """Call with the client of the server that owns one of the cache's own keys, and with the key."""
         key = f"{self._cache}:{name}"
         return self._on(topology.server_of(key.encode()), lambda client: call(client, key))
 
@@ -246,7 +249,7 @@ class ControlClient:
         try:
             return self._on(address, call)
         except ResponseError as error:
-            if name not in str(error).lower():  # another command was refused, such as AUTH
+            if name not in str(error).lower():  # the server refused another command, such as AUTH
                 raise
         if (address, name) not in self._refused:
             self._refused.add((address, name))
@@ -254,7 +257,7 @@ class ControlClient:
         return default
 
     def _estimated_usage(self, client: redis.Redis) -> MemoryUsage:
-        """Return the memory usage of a server that refuses INFO: each key is taken for a chunk."""
+        """Return the estimated memory usage of a server that refuses INFO, counting each key as a chunk."""
         nbytes = self._context.chunk_bytes + TRAILER_BYTES
         return MemoryUsage(cast("int", client.dbsize()) * nbytes, 0, is_evicting=False)
 
@@ -267,18 +270,18 @@ class ControlClient:
         try:
             return call(client)
         except (RedisError, OSError) as error:
-            error.add_note(str(address))  # the settings may name others: sentinels, or other nodes
+            error.add_note(str(address))  # The settings may name other servers: sentinels, or other nodes.
             cast("Pool", client.connection_pool).renew()
             raise
         finally:
-            if self._is_closed:  # after the check above: redis-py may have reconnected
+            if self._is_closed:  # redis-py may have reconnected after the check above
                 client.close()
 
     def _error(self, text: str) -> TierError:
         return TierError(f"tier {self._context.name}: {text}")
 
     def _explain(self, error: Exception) -> str:
-        """Return the server, the error and the setting to look at, without passwords."""
+        """Return the server, the error and the setting to check, without passwords."""
         notes: Sequence[str] = getattr(error, "__notes__", ())
         where = ", ".join(notes or self._config.addresses)
         prefix = "sentinel_" if self._config.mode == "sentinel" and not notes else ""
@@ -322,12 +325,13 @@ def discover(
 
     Args:
         known: nodes of the cluster to ask, in addition to the settings.
-        first: index of the node to ask first, modulo their number; the next ones are asked if it is away.
-        ask_all: whether to wait for all sentinels: epochs must not be read from, or reset on, a primary that
-            a partition has cut off and the others have replaced.
+        first: index of the node to ask first, modulo their number; the next ones are asked if it does not
+            answer.
+        ask_all: whether to wait for all sentinels: an epoch must not be read from or reset on a primary that
+            a partition has cut off and that was replaced.
 
     Raises:
-        RedisError, OSError: no server could be reached, or none knows.
+        RedisError, OSError: no server could be reached, or none knows the topology.
     """
     if config.mode == "sentinel":
         return Topology((_primary(config, factory, ask_all=ask_all),))
@@ -347,9 +351,12 @@ def discover(
 
 
 def _primary(config: RedisConfig, factory: ClientFactory, *, ask_all: bool) -> Address:
-    """Ask the sentinels in turn. ``Sentinel.discover_master`` does too, but does not tell why one failed."""
+    """Ask the sentinels in turn.
+
+    ``Sentinel.discover_master`` does so, too, but does not report why a sentinel failed.
+    """
     sentinel, name = factory.sentinel(), str(config.sentinel_master)
-    found: list[tuple[int, Address]] = []  # with the numbers of their elections
+    found: list[tuple[int, Address]] = []  # addresses, each with the number of its election
     problems: list[str] = []
     denied: list[str] = []
     refused: ResponseError | None = None
@@ -403,7 +410,7 @@ def _memory_usage(client: redis.Redis) -> MemoryUsage:
 
 
 def _get_or_set(client: redis.Redis, key: str, text: str) -> str:
-    """Return the value of a key, set before if it has none. A full server refuses SET, even with NX."""
+    """Return the value of a key, after setting it if it has none. A full server refuses SET, even with NX."""
     found = cast("bytes | None", client.get(key))
     if found is None:
         client.set(key, text, nx=True)

@@ -1,4 +1,7 @@
-"""Connections used by worker threads. Cancelling a call cuts its connection, which ends the thread's wait."""
+"""Connections used by worker threads.
+
+Cancelling a call shuts down its connection, which ends the thread's wait.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _Jobs: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 
 
 class WorkerThreads:
-    """The worker threads of a tier, as many as calls have run at once.
+    """The worker threads of a tier. There are as many as calls have run at once.
 
     Since Python 3.12 a ``ThreadPoolExecutor`` loses count of its idle threads and starts others, up to its
     bound.
@@ -80,20 +83,20 @@ class WorkerThreads:
         try:
             result = call()
         except BaseException as error:
-            self._idle.append(jobs)  # first: whoever gets the answer may want a thread again
+            self._idle.append(jobs)  # Before the result is set: its receiver may want a thread again.
             future.set_exception(error)
-            del future  # the error knows this frame: they would keep each other
+            del future  # The error refers to this frame, so together they would form a cycle.
         else:
             self._idle.append(jobs)
             future.set_result(result)
 
 
 class Connections:
-    """Uses at most ``size`` connections at once. redis-py's pool keeps them, and replaces closed ones.
+    """Uses at most ``size`` connections at once. redis-py's pool keeps them and replaces closed ones.
 
     Args:
-        pool: makes the connections, also for others; their sockets are used directly.
-        threads: where blocking calls run.
+        pool: makes the connections, also for other users; their sockets are used directly.
+        threads: threads for the blocking calls.
     """
 
     def __init__(self, pool: Pool, size: int, threads: WorkerThreads) -> None:
@@ -106,8 +109,8 @@ class Connections:
     async def run(self, call: Callable[[RespSocket], T]) -> T:
         """Wait for a free connection, and run ``call`` with its socket in a thread.
 
-        When this is cancelled the socket is shut down and the end of the call is awaited: afterwards nothing
-        touches a slot. A thread that is still connecting is left to itself.
+        A cancellation shuts the socket down and waits for the end of the call. Afterwards nothing touches a
+        slot. A thread that is still connecting is abandoned.
 
         Raises:
             OSError, redis.RedisError: the server could not be reached, or the connection broke.
@@ -119,7 +122,7 @@ class Connections:
 
             def end(_: asyncio.Future[T]) -> None:
                 if not running.cancelled():
-                    running.exception()  # marked as seen: the caller may be gone
+                    running.exception()  # Marks the exception as retrieved, because the caller may be gone.
                 if not ended.done():
                     ended.set_result(None)
 
@@ -130,7 +133,7 @@ class Connections:
             return running.result()
 
     def close(self) -> None:
-        """Close idle connections now, and each of the others when its call has ended."""
+        """Close idle connections now, and each other connection when its call has ended."""
         self.is_closed = True
         self.pool.disconnect(inuse_connections=False)
 
@@ -146,7 +149,7 @@ class _Job(Generic[T]):
         self._is_cut = False
 
     def run(self) -> T:
-        """Connect if need be, and make the call."""
+        """Connect if necessary, and make the call."""
         connection: Any = self._connections.pool.get_connection()
         is_reusable = False
         try:
@@ -160,7 +163,7 @@ class _Job(Generic[T]):
             self._connections.pool.release(connection)
 
     def cut(self) -> bool:
-        """Have the call fail soon; return whether it has begun. One that has not will not begin."""
+        """Make the call fail soon; return whether it has started. If not, it never will."""
         with self._lock:
             self._is_cut = True
             if self._socket is not None:

@@ -1,7 +1,7 @@
 """The Redis protocol on a socket, without copies between the socket and a slot.
 
-A client library reads a value into its own buffer, makes an object of it and copies that into the slot:
-three times the bytes. Here the kernel reads and writes the slot itself. All calls block: they run in a worker
+A client library reads a value into its own buffer, makes an object of it and copies that into the slot: three
+times the bytes. Here the kernel reads and writes the slot itself. All calls block. They run in a worker
 thread and release the interpreter lock for a whole value, not for one packet.
 """
 
@@ -18,7 +18,7 @@ Arg = bytes | int
 
 _IOV_MAX = 1024
 _READ_BYTES = 64 * 1024
-_HEADER_BYTES = 16  # at most the shortest value with its header, because bytes read beyond it are copied
+_HEADER_BYTES = 16  # At most the shortest value with its header, because bytes read beyond it are copied.
 _MAX_LINE_BYTES = 2 * _READ_BYTES
 _NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
 _SCRATCH_BYTES = 1024 * 1024
@@ -58,24 +58,24 @@ class RespSocket:
     """A connected socket that speaks RESP 2. One thread uses it at a time; any thread may call ``cut``.
 
     Args:
-        sock: connected and logged in, without an unread reply.
+        sock: a socket that is connected and logged in, without an unread reply.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(None)  # blocking for the kernel, too: only then does one call fill a buffer
+        sock.settimeout(None)  # Also blocking for the kernel, because only then does one call fill a buffer.
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._inbox = bytearray()
 
     def cut(self) -> None:
         """Shut the socket down: every blocked call raises ConnectionError soon."""
-        with suppress(OSError):  # not connected any more
-            # On the plain socket: SSLSocket.shutdown would free the state that the other thread is using.
+        with suppress(OSError):  # the socket is not connected any more
+            # Use the plain socket: SSLSocket.shutdown would free the state that the other thread is using.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     @property
     def has_unread(self) -> bool:
-        """Whether more was received than was read: the connection is out of step, and must be closed."""
+        """Whether unread bytes were received. If so, the connection is out of step and must be closed."""
         return bool(self._inbox)
 
     def send(self, buffers: Iterable[Buffer]) -> None:
@@ -86,7 +86,7 @@ class RespSocket:
             left = _after(left, sent)
 
     def reply(self) -> Reply:
-        """Read one reply that is no value."""
+        """Read one reply that is not a value."""
         line = self._line(_READ_BYTES)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -147,7 +147,7 @@ class RespSocket:
             left = _after(left, received)
 
     def _receive(self, buffers: list[memoryview]) -> int:
-        if self._is_tls:  # at most one record
+        if self._is_tls:  # at most one TLS record
             return self._sock.recv_into(buffers[0])
         return self._sock.recvmsg_into(buffers[:_IOV_MAX], 0, socket.MSG_WAITALL)[0]
 
@@ -160,7 +160,7 @@ class RespSocket:
 
 
 def _number(text: bytes) -> int:
-    """Return a number, which has no more than 64 bits."""
+    """Return a number of at most 64 bits."""
     if not _NUMBER.fullmatch(text):
         raise ProtocolError(f"not a number: {text[:16]!r}")
     return int(text)

@@ -53,7 +53,7 @@ TOPOLOGY: Final = frozenset({"connection", "timeout", "readonly", "moved", "clus
 
 
 class ChunkResult(NamedTuple):
-    """The result of one chunk of a put or a get; ``reason`` is empty where none is counted."""
+    """The result of one chunk of a put or a get; ``reason`` is empty if none is counted."""
 
     status: Status
     reason: str = ""

@@ -32,12 +32,12 @@ class Address:
         """Parse ``host``, ``host:port``, ``[v6]:port`` or ``/path/of/socket``. Raises ValueError."""
         if text.startswith(("/", "unix:/")):
             return Address(path=text.removeprefix("unix:"))
-        if "://" in text or "@" in text:  # not shown: there may be a password in it
+        if "://" in text or "@" in text:  # The value is not shown, because it may contain a password.
             raise ValueError(
                 "an address is host:port or /path; username, password, db and tls have their own settings"
             )
         host, colon, port = text.rpartition(":")
-        if not colon or host.endswith(":") or text.endswith("]"):  # no port, which a v6 address may lack
+        if not colon or host.endswith(":") or text.endswith("]"):  # a v6 address may lack a port
             host, port = text, str(default_port)
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:

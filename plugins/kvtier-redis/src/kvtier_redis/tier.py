@@ -49,10 +49,10 @@ from kvtier_redis._reasons import (
 from kvtier_redis.config import Address, RedisConfig
 
 _MAX_VALUE_BYTES: Final = 512 * 2**20  # Redis' default proto-max-bulk-len
-_BYTES_PER_CONNECTION: Final = 4 * 2**20  # less is not worth another thread, with its own round trip
+_BYTES_PER_CONNECTION: Final = 4 * 2**20  # Fewer bytes are not worth another thread with its own round trip.
 _USAGE_INTERVAL_S: Final = 1.0
 _DISCOVERY_PAUSE_S: Final = 0.2
-_DEADLINE_SHARE: Final = 0.9  # at the deadline itself kvtier cancels the call, and all its chunks are lost
+_DEADLINE_SHARE: Final = 0.9  # At the deadline itself kvtier cancels the call, which loses all of its chunks.
 _CLEANUP_S: Final = 30.0
 _CLOSING_CLEANUP_S: Final = 1.5
 _THREADS_CLOSE_S: Final = 1.0
@@ -99,11 +99,11 @@ class RedisTier(SecondaryTier[RedisConfig]):
         self._topology = Topology(())
         self._servers: dict[Address, _Server] = {}
         self._memory: MemoryUsage | None = None
-        self._put_bytes = 0  # since the servers were asked for their memory usage
+        self._put_bytes = 0  # Bytes put since the servers' memory usage was read.
         self._maintenance: asyncio.Task[None] | None = None
         self._topology_doubted = asyncio.Event()
         self._reset_lock = anyio.Lock()
-        self._abandoned: list[str] = []  # private epochs to be removed
+        self._abandoned: list[str] = []  # private epochs to remove
         self._log_limit = LogLimit(_LOG_INTERVAL_S)
 
     async def open(self, context: TierContext) -> None:
@@ -130,7 +130,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         self._maintenance = asyncio.create_task(self._maintain(control), name=f"{context.name}-maintenance")
 
     async def aclose(self) -> None:
-        """Disconnect. Removes what was put after a reset as far as a short time allows; the rest expires."""
+        """Disconnect. Before that, remove chunks of private epochs for a short time; the rest expires."""
         try:
             if self._maintenance is not None:
                 self._maintenance.cancel()
@@ -158,7 +158,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return [asked[name].reply == 1 for name in names] or [False] * len(keys)
 
     async def put(self, batch: Batch) -> Outcome:
-        """Send the chunks that are not there yet. See ``SecondaryTier.put``."""
+        """Send the missing chunks. See ``SecondaryTier.put``."""
         names = self._redis_keys(batch.keys)
         if not names and len(batch):
             return Outcome.all(Status.REFUSED, len(batch), "reset")
@@ -197,8 +197,8 @@ class RedisTier(SecondaryTier[RedisConfig]):
         """Start a private epoch. See ``SecondaryTier.reset``.
 
         Raises:
-            TierError: the new epoch could not be stored, so tiers that open later would find what was put
-                before. This one finds and takes nothing until a reset succeeds.
+            TierError: the new epoch could not be stored, so tiers that open later would find chunks put
+                before. This tier finds and accepts no chunks until a reset succeeds.
         """
         async with self._reset_lock:
             self._leave_epoch()
@@ -241,7 +241,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         trailers: Sequence[bytearray],
         pool_of: Callable[[_Server], Connections],
     ) -> Outcome:
-        """Run a put or a get, on as many connections as its bytes are worth."""
+        """Run a put or a get on a number of connections that suits its bytes."""
         chunks = [BatchChunk(*parts) for parts in zip(names, batch.views, trailers, strict=True)]
         jobs = []
         for server, group in self._by_server(chunks, lambda chunk: chunk.key):
@@ -256,7 +256,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return Outcome([result.status for result in results], reasons)
 
     async def _query(self, names: Sequence[bytes], verb: bytes, *args: int) -> dict[bytes, Question]:
-        """Send one command for each key; return what the servers answered in time."""
+        """Send one command per key; return the replies that arrived in time."""
         asked = {name: Question(name) for name in names}
 
         def run(group: Sequence[Question], sock: RespSocket) -> None:
@@ -273,7 +273,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return asked
 
     async def _run(self, jobs: Sequence[_Job]) -> None:
-        """Run jobs concurrently, each on a connection, until the deadline."""
+        """Run jobs concurrently until the deadline, each on its own connection."""
         timeout_s = _DEADLINE_SHARE * self.config.deadline_s
         with anyio.move_on_after(timeout_s) as scope:
             async with anyio.create_task_group() as tasks:
@@ -282,7 +282,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         if scope.cancelled_caught:
             self._warn("timeout", f"no reply within {timeout_s:g} s")
         for connections, _, parts in jobs:
-            # A firewall may have forgotten all connections to this server, or the password is a new one.
+            # A firewall may have forgotten all connections to this server, or the password may have changed.
             if any(part.result in (TIMED_OUT, DENIED) for part in parts):
                 connections.pool.renew()
 
@@ -291,7 +291,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
     ) -> None:
         try:
             await pool.run(call)
-        except Exception as error:  # whatever the server or redis-py comes up with is a miss
+        except Exception as error:  # Any exception of the server or of redis-py is a miss.
             reason = reason_of(error)
             self._warn(reason, error)
             for part in parts:
@@ -318,7 +318,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
         return self._servers[address]
 
     async def _maintain(self, control: ControlClient) -> None:
-        """Watch the servers, and remove abandoned epochs in a task, which takes long with many keys."""
+        """Watch the servers. Remove abandoned epochs in a separate task, because many keys take long."""
         removing: asyncio.Task[None] | None = None
         try:
             while True:
@@ -366,7 +366,7 @@ class RedisTier(SecondaryTier[RedisConfig]):
 
 
 def _split(chunks: Sequence[T], connections: int, chunk_bytes: int) -> list[Sequence[T]]:
-    """Split chunks into one part for each connection that they are worth."""
+    """Split chunks into parts, one for each connection that is worth using."""
     count = max(1, min(connections, len(chunks), len(chunks) * chunk_bytes // _BYTES_PER_CONNECTION))
     size = -(-len(chunks) // count)
     return [chunks[start : start + size] for start in range(0, len(chunks), size)]

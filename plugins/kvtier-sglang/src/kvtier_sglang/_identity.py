@@ -104,9 +104,7 @@ def _parallel(storage: Any, name: str, pool: Any) -> Mapping[str, object]:
 
 
 def _plain(field: str, value: object) -> object:
-    """Return a setting in the canonical form of identities: equal values give equal results in every
-    process.
-    """
+    """Return a setting in the canonical form of identities. Equal values are equal in every process."""
     try:
         return msgspec.to_builtins(value, str_keys=True, order="sorted", enc_hook=_named)
     except (TypeError, ValueError) as error:
