@@ -37,7 +37,7 @@ SETTINGS = Path(__file__).with_name("ceph.conf")
 
 
 class CephError(Exception):
-    """A part of the server did not start; with the end of the logs."""
+    """A part of the server did not start. The message contains the end of the logs."""
 
 
 def missing() -> list[str]:
@@ -53,7 +53,7 @@ class Ceph:
 
     Attributes:
         endpoint: its URL.
-        access_key_id, secret_access_key: of a user who may make buckets.
+        access_key_id, secret_access_key: credentials of a user who may create buckets.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -77,7 +77,7 @@ class Ceph:
         try:
             self._start_monitor()
             self._start_store()
-            # When the gateway makes its pools by itself, it sometimes crashes (16.2).
+            # When the gateway creates its pools by itself, it sometimes crashes (16.2).
             self._run("ceph", given="".join(f"osd pool create {pool}\n" for pool in POOLS))
             self._start_gateway()
             keys = (f"--access-key={self.access_key_id}", f"--secret-key={self.secret_access_key}")
@@ -90,7 +90,7 @@ class Ceph:
         self.stop()
 
     def store(self, bucket: str) -> S3Store:
-        """Return a client besides the tier's."""
+        """Return a client that is independent of the tier's."""
         return S3Store(
             bucket,
             endpoint=self.endpoint,
@@ -101,7 +101,7 @@ class Ceph:
         )
 
     def make_bucket(self, name: str) -> None:
-        """Make a bucket. obstore has no call for that, but it can sign the request."""
+        """Create a bucket. obstore has no call for that, but it can sign the request."""
         self._bucket(name, "PUT")
         self._buckets.add(name)
 
@@ -111,7 +111,7 @@ class Ceph:
         self._buckets.discard(name)
 
     def add_key(self, file: Path) -> str:
-        """Add a key of the user, and write it as the profile ``kv`` into a file of credentials; return it."""
+        """Add a key for the user, write it as the profile ``kv`` into a credentials file, and return it."""
         key, secret = secrets.token_hex(10), secrets.token_hex(20)
         keys = (f"--access-key={key}", f"--secret-key={secret}")
         self._run("radosgw-admin", "key", "create", "--uid=tests", "--key-type=s3", *keys)
@@ -119,7 +119,7 @@ class Ceph:
         return key
 
     def remove_key(self, key: str) -> None:
-        """Have the server refuse a key."""
+        """Remove a key, so that the server refuses it."""
         self._run("radosgw-admin", "key", "rm", "--uid=tests", "--key-type=s3", f"--access-key={key}")
 
     def _bucket(self, name: str, method: Literal["PUT", "DELETE"]) -> None:
@@ -133,7 +133,7 @@ class Ceph:
         self._wait("the gateway", self._answers)
 
     def restart_gateway(self) -> None:
-        """Kill the gateway and start it again. Objects stay, unless the store had to be started, too."""
+        """Restart the gateway. Objects stay, unless the store had to be restarted, too."""
         gateway = self._running.pop("radosgw")
         gateway.kill()
         gateway.wait()
@@ -143,7 +143,7 @@ class Ceph:
             self._start_anew(str(error))
 
     def revive(self) -> None:
-        """If a process has ended, start all of them again: its end should cost one test. Objects are lost."""
+        """Restart all processes if one has ended, so that only one test fails. Objects are lost."""
         if ended := self._ended():
             self._start_anew(f"ended: {ended}\n{self._logs()}")
 

@@ -21,7 +21,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ceph.Ceph]:
-    """Ceph's object gateway. If it is missing the tests skip; on CI they fail."""
+    """Ceph's object gateway. If it is missing, the tests are skipped; on CI they fail."""
     if missing := ceph.missing():
         why = f"no S3 server: {', '.join(missing)} not found; as root: apt-get install "
         absent(why + f"--no-install-recommends {' '.join(ceph.PACKAGES)}")

@@ -1,4 +1,4 @@
-"""A proxy between the tier and the server that does what networks and overloaded servers do.
+"""A proxy between the tier and the server that simulates faulty networks and overloaded servers.
 
 It runs in a separate process, so that it and the tested event loop cannot delay each other:
 ``python proxy.py UPSTREAM_PORT [CERTIFICATE]`` writes the port that it listens on, then answers each line
@@ -26,7 +26,7 @@ class Faults:
 
     Attributes:
         delay_s: seconds before a request is passed on, even if its sender has gone; if infinite, until the
-            next change, unless its sender has gone.
+            faults change, unless its sender has gone.
         refused: whether requests are answered with ``status`` and ``code``.
         status, code: see there.
         spoiled: replacement of an answer's body: a page in ``html``, ``zeros`` of its length, or the body
@@ -52,7 +52,7 @@ class Proxy:
     """The proxy, from the tests' side. A context manager.
 
     Args:
-        upstream_port: where the server is.
+        upstream_port: port of the server.
         certificate: PEM file of a certificate and its key, for TLS.
     """
 
@@ -86,16 +86,16 @@ class Proxy:
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def be(self, faults: Faults) -> int:
-        """Have these faults from now on; return how many requests have come so far."""
+        """Inject these faults from now on; return the number of requests received so far."""
         return self._say(asdict(faults))
 
     def held(self) -> int:
-        """Return how many requests are held back whose senders still wait."""
+        """Return the number of held requests whose senders are still waiting."""
         return self._say(None)
 
     @contextmanager
     def faulty(self, faults: Faults) -> Iterator[None]:
-        """Have these faults for a while."""
+        """Inject these faults while the context is entered."""
         self.be(faults)
         try:
             yield
@@ -103,7 +103,7 @@ class Proxy:
             self.be(Faults())
 
     def requests(self) -> int:
-        """Return how many requests have come so far, and have no faults from now on."""
+        """Stop injecting faults; return the number of requests received so far."""
         return self.be(Faults())
 
     def _say(self, said: dict[str, object] | None) -> int:
@@ -115,7 +115,7 @@ class Proxy:
 
 
 class _Server:
-    """The proxy, from the inside."""
+    """The proxy's implementation, in its own process."""
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
@@ -134,7 +134,7 @@ class _Server:
         return self._requests
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection, over one connection to the server."""
+        """Serve one connection through one connection to the server."""
         upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with suppress(asyncio.IncompleteReadError, OSError):
             goes_on = True
@@ -180,7 +180,7 @@ class _Server:
 async def _pass_answer(
     request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults
 ) -> bool:
-    """Pass an answer on; return whether the connection lives on."""
+    """Pass an answer on; return whether the connection stays open."""
     head, cut_after = await reader.readuntil(b"\r\n\r\n"), faults.cut_after
     if faults.spoiled:
         writer.write(_spoiled(head, await reader.readexactly(_length(head)), faults.spoiled))

@@ -20,7 +20,7 @@ from kvtier_testing.tiers.rig import Removed
 
 CHUNK_BYTES = 64 * 1024
 IDENTITY = Identity.make("kvtier/tests", {"dtype": "float32"})
-GENEROUS = {"connect_timeout_s": 30.0, "timeout_s": 30.0, "open_timeout_s": 60.0}  # for a busy machine
+GENEROUS = {"connect_timeout_s": 30.0, "timeout_s": 30.0, "open_timeout_s": 60.0}  # limit for a busy machine
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class Place:
-    """An unused prefix on the test server, the settings of a tier there, and a client besides the tier's."""
+    """An unused prefix on the test server, settings of a tier there, and an independent client."""
 
     def __init__(self, server: ceph.Ceph, bucket: str, prefix: str, proxy: Proxy) -> None:
         self.server, self.proxy, self.prefix = server, proxy, prefix

@@ -1,4 +1,4 @@
-"""Calls cancelled while the server is slow: work that may still touch slots or objects is awaited."""
+"""Calls cancelled while the server is slow wait for work that may still touch slots or objects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_panic_spares_other_puts(place: Place, monkeypatch: pytest.MonkeyP
         async def put_async(*_: object, **__: object) -> None:
             if error := errors.pop(0):
                 raise error
-            await released.wait()  # reads its slot, also when it is cancelled
+            await released.wait()  # The request reads its slot even after a cancellation.
 
         monkeypatch.setattr(obstore, "put_async", put_async)
         put = asyncio.ensure_future(it.tier.put(it.filled(range(2))[0]))

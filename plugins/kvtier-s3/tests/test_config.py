@@ -1,4 +1,4 @@
-"""Settings: invalid ones are refused by name, no secret is shown, and obstore is given them."""
+"""Settings: invalid ones are refused by name, no secret is shown, and obstore receives the settings."""
 
 from __future__ import annotations
 

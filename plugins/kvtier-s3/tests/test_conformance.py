@@ -27,11 +27,11 @@ OTHER_STORE = "KVTIER_S3_STORE"
 
 
 class _OnObjectStore(TierConformance):
-    """On any store.
+    """The tests for any store.
 
     Attributes:
-        base: settings of the tier, ``prefix`` apart.
-        store: a client besides the tier's, of the same bucket.
+        base: settings of the tier, except ``prefix``.
+        store: an independent client of the same bucket.
     """
 
     tier = S3Tier
@@ -102,7 +102,7 @@ class TestS3(_OnObjectStore):
 
 
 class TestWithoutOptionalFeatures(TestS3):
-    """As on a store that supports neither conditional puts nor bulk deletes; no chunk is known beforehand."""
+    """A store without conditional puts and bulk deletes, and a tier that knows no chunks beforehand."""
 
     more: ClassVar[Mapping[str, object]] = {
         "conditional_puts": False,

@@ -62,7 +62,7 @@ async def test_concurrent_resets_all_count(place: Place) -> None:
 async def test_slow_reset_hides_concurrent_puts(place: Place, proxy: Proxy) -> None:
     direct: dict[str, Any] = {"endpoint": place.server.endpoint}
     async with place.opened(timeout_s=60.0) as slow, place.opened(**direct) as quick:
-        for _ in range(6):  # two markers with one number have a random order
+        for _ in range(6):  # Two markers with the same number have a random order.
             async with anyio.create_task_group() as tasks:
                 with proxy.faulty(Faults(delay_s=inf, methods=("PUT",))):
                     tasks.start_soon(slow.tier.reset)

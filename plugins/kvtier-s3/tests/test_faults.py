@@ -1,4 +1,4 @@
-"""Faults while the tier is open end as statuses with reasons, of lookups as an error: nothing hangs."""
+"""Faults of an open tier cause statuses with reasons, or errors of lookups, but no call hangs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_all(outcome: Outcome, status: Status, reason: str) -> None:
 
 
 async def check_all_fail(it: TierRig, reason: str) -> None:
-    """Every call ends in time, with the reason."""
+    """Check that every call ends in time, with the reason."""
     with within():
         outcomes = await asyncio.gather(put(it), get(it))
         await asyncio.gather(check_lookup_fails(it, reason), it.tier.discard(keys(ALL)))
@@ -98,7 +98,7 @@ async def test_fault_reason_per_chunk(place: Place, proxy: Proxy, faults: Faults
     async with place.opened(**TIMES) as it:
         with proxy.faulty(faults):
             await check_all_fail(it, reason)
-            # obstore closes connections a little later: a DELETE would delete what is put next.
+            # obstore closes connections a little later: a DELETE in flight would delete the next put.
             await wait_until(lambda: proxy.held() == 0)
         await check_all_is_well(it)
 
@@ -244,7 +244,7 @@ async def test_close_ignores_hanging_server(place: Place, proxy: Proxy) -> None:
 async def test_lost_answer_is_retried(place: Place, proxy: Proxy) -> None:
     async with place.opened(**TIMES) as it:
         with proxy.faulty(Faults(delay_s=UNTIL_RELEASED_S, methods=("PUT",))):
-            await put(it)  # the server gets it when the tier has given up
+            await put(it)  # the server receives it after the tier has given up
         await check_all_is_well(it)
 
 

@@ -23,7 +23,7 @@ def test_changes_beat_a_listing() -> None:
     listing.add(key(1), 10)
     listing.add(key(2), 10)
     index.add(key(3))
-    index.remove(keys([1]))  # listed before, and unknown
+    index.remove(keys([1]))  # listed earlier, but unknown
     index.remove(keys([2]))
     index.add(key(2))
     index.add(key(4))

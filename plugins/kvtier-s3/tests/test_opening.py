@@ -1,4 +1,4 @@
-"""Opening: faults are refused in one line that names the setting and the remedy."""
+"""Opening: errors are one line, which names the setting and the remedy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_bucket_inside_endpoint_is_named(place: Place) -> None:
 async def test_missing_credentials_are_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
-    # The last source, the instance's role, is not reachable.
+    # The last source of credentials, the instance's role, is not reachable.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     message = await refusal(place, access_key_id=None, secret_access_key=None)
     assert "AWS_ACCESS_KEY_ID" in message
@@ -161,7 +161,7 @@ async def test_foreign_manifest_is_refused(place: Place) -> None:
 
 
 async def test_host_may_name_bucket(place: Place, server: ceph.Ceph, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Not every system resolves names below localhost: an HTTP proxy does it instead.
+    # Not every system resolves names below localhost, so an HTTP proxy does.
     monkeypatch.setenv("http_proxy", place.proxy.endpoint)
     endpoint = f"http://localhost:{server.endpoint.rpartition(':')[2]}"
     await check_round_trip(place, endpoint=endpoint, addressing="virtual")
@@ -173,7 +173,7 @@ async def test_missing_conditional_put_detected(place: Place, proxy: Proxy) -> N
     refuse = Faults(refused=True, status=501, code="NotImplemented", header="if-none-match")
     for number, (faults, versions) in enumerate([(Faults(), (0,)), (refuse, (1,))]):
         proxy.be(faults)
-        # Without an index: a known chunk is not put.
+        # Without an index, because a known chunk is not put.
         settings: dict[str, Any] = {"prefix": f"{place.prefix}/{number}", "index_keys": 0}
         async with place.opened(**settings) as one, place.opened(**settings) as two:
             one.expect_kept(await one.put([1], version=0), "a put")

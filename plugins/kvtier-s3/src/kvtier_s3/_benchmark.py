@@ -14,7 +14,7 @@ from kvtier_s3.config import S3Config
 
 
 class ObstoreClient(BareClient[S3Config]):
-    """obstore as its documentation shows it: one task for each object, all of them at once."""
+    """obstore used as its documentation shows: one task per object, all at once."""
 
     async def open(self) -> None:
         """Make the store, with the tier's settings. See ``BareClient.open``."""

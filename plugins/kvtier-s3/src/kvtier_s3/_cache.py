@@ -1,12 +1,12 @@
 """One cache in a bucket: its identity and its current epoch.
 
-**Epochs.** The chunks of an epoch have their own prefix, and an empty marker object records the epoch.
-A tier that opens joins the greatest marker. A reset writes a greater one, for tiers that open later, and
-continues in an epoch without a marker, which no other tier finds. Tiers already open keep their epoch.
+**Epochs.** The chunks of an epoch have their own prefix, and an empty marker object records the epoch. A tier
+that opens joins the epoch of the greatest marker. A reset writes a greater marker, for tiers that open later,
+and continues in an epoch without a marker, which no other tier finds. Tiers already open keep their epoch.
 
-Each marker has a random part: two are never equal, with or without conditional puts, and an epoch whose
-marker was deleted by hand never comes back. The greatest wins, so the order of events does not matter; a
-reset that finds one greater than its own tries again.
+Each marker has a random part. So two markers are never equal, with or without conditional puts, and an epoch
+whose marker was deleted by hand never returns. The greatest marker wins, so the order of events does not
+matter. A reset that finds a greater marker than its own tries again.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Cache:
             conditional, read_only = await self._probe_puts()
             if not epochs:
                 await self._put_marker(EpochName.make(0))
-                epochs = await self._epochs()  # another tier may have come first
+                epochs = await self._epochs()  # Another tier may have written its marker first.
         except TierError:
             raise
         except Exception as error:
-            raise self._error("cannot be used", error) from None  # obstore's message may hold secrets
+            raise self._error("cannot be used", error) from None  # obstore's message may contain secrets
         return JoinedCache(self.layout.chunks(max(epochs)), conditional, read_only)
 
     async def advance(self) -> str:
@@ -107,7 +107,7 @@ class Cache:
         await obstore.put_async(self.store, f"{self.layout.markers}/{epoch}", b"", use_multipart=False)
 
     async def _delete_markers(self, epochs: list[EpochName]) -> None:
-        """Delete obsolete markers. One that cannot be deleted does no harm."""
+        """Delete obsolete markers. A marker that cannot be deleted does no harm."""
         for epoch in epochs:
             try:
                 await obstore.delete_async(self.store, [f"{self.layout.markers}/{epoch}"])
@@ -136,7 +136,8 @@ class Cache:
     async def _probe_puts(self) -> tuple[bool, bool]:
         """Return whether the store supports conditional puts, and whether it can only be read.
 
-        The manifest exists: a store with conditional puts refuses this one, another replaces it by itself.
+        Puts the existing manifest again: a store with conditional puts refuses this; another store replaces
+        it by an equal one.
         """
         if self._config.conditional_puts != "auto":
             return self._config.conditional_puts, False

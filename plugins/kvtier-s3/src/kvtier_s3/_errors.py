@@ -1,7 +1,8 @@
 """Exceptions of obstore, classified into reasons.
 
-The exceptions' own messages are never shown: they repeat what the store says, which may name keys, and URLs,
-which may carry a signature. Used of them are the HTTP status, the store's error code and the kind of failure.
+The exceptions' own messages are never shown, because they repeat the store's text, which may name keys, and
+URLs, which may contain a signature. Only the HTTP status, the store's error code and the kind of failure are
+used.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Failure:
     """A classified exception.
 
     Attributes:
-        reason: the word that is counted.
+        reason: the reason that is counted.
         detail: the store's status and error code, or the kind of failure; no secret.
     """
 
@@ -74,7 +75,7 @@ class Failure:
 
 
 def classify(error: BaseException) -> Failure:
-    """Return what an exception of obstore means."""
+    """Return the classification of an exception of obstore."""
     text = str(error)
     status, code = _first(_STATUS, text), _first(_CODE, text)
     if isinstance(error, TimeoutError):

@@ -1,8 +1,8 @@
 """The chunks and bytes known to be in the bucket without a request.
 
 A listing returns the objects present while it ran. This tier's own puts and discards since then are applied
-to it. Other tiers' puts and removals by a lifecycle rule are learned at the next one. So the keys are a lower
-bound that may contain expired chunks, and the bytes are approximate.
+to it. Other tiers' puts and removals by a lifecycle rule become known with the next listing. So the keys are
+a lower bound that may contain expired chunks, and the bytes are approximate.
 
 Changed on the event loop only; any thread may read the keys.
 """
@@ -73,7 +73,7 @@ class ChunkIndex:
         return len(self._keys)
 
     def known(self, keys: Sequence[OffloadKey]) -> list[Knowledge]:
-        """Return which keys are known to be present. Any thread may call it."""
+        """Return which keys are known to be present. Any thread may call this."""
         present = self._keys
         return [Knowledge.PRESENT if key in present else Knowledge.UNKNOWN for key in keys]
 

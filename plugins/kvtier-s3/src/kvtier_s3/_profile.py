@@ -1,7 +1,7 @@
 """The credentials of a profile in ``~/.aws``, from boto3, without waiting long for them.
 
-A profile may name a program, and boto3 waits for it without a limit. obstore's timeouts do not include that,
-and a put holds its slots until it ends.
+A profile may name a program, and boto3 waits for it without a limit. obstore's timeouts do not cover this
+wait, and a put holds its slots until it ends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import S3Credential
 
-_VALID_S: Final = 600.0  # boto3 renews expiring ones 10 minutes before; obstore asks 5 minutes early
-_KEPT_VALID_S: Final = 60.0  # less than those 5 minutes: obstore asks again for its next request
+# boto3 renews credentials 10 minutes before they expire; obstore asks 5 minutes before.
+_VALID_S: Final = 600.0
+_KEPT_VALID_S: Final = 60.0  # Less than those 5 minutes, so that obstore asks again at its next request.
 T = TypeVar("T")
 
 
 class ProfileCredentials:
-    """A provider of credentials for obstore, which asks from one thread at a time.
+    """A provider of credentials for obstore, which calls it from one thread at a time.
 
     Raises:
         TierError: boto3 is missing, or the profile has no usable credentials.
@@ -39,12 +40,12 @@ class ProfileCredentials:
         self._last: S3Credential | None = None
 
     def __call__(self) -> S3Credential:
-        """Return the credentials: the last ones if new ones do not come in time.
+        """Return the credentials, or the previous ones if new ones do not arrive in time.
 
         Raises:
-            TimeoutError: none came in time, and there are none from before.
+            TimeoutError: none arrived in time, and there are no previous ones.
         """
-        wait_s = 0.0  # only the first request waits for a program that hangs
+        wait_s = 0.0  # Only the first request waits for a hanging program.
         if self._asking is None or self._asking.done():
             self._asking, wait_s = _started(self._provider), self._timeout_s
         try:
@@ -74,7 +75,7 @@ def _first(config: S3Config) -> Boto3CredentialProvider:
             f"profile {config.profile!r} gave no credentials within open_timeout_s "
             f"({config.open_timeout_s:g}): see its credential_process"
         ) from None
-    except Exception as error:  # of boto3, or anything that a credential process raises
+    except Exception as error:  # any exception of boto3 or of a credential process
         raise TierError(
             f"profile {config.profile!r} has no usable credentials ({type(error).__name__}): see "
             "`aws configure list`"
@@ -82,7 +83,7 @@ def _first(config: S3Config) -> Boto3CredentialProvider:
 
 
 def _started(function: Callable[[], T]) -> Future[T]:
-    """Call a function in a thread, which is abandoned if it hangs."""
+    """Call a function in a thread. The thread is abandoned if it hangs."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Objects as chunks: their trailers, and whether damaged bytes are those that the store has."""
+"""Reads objects as chunks: their trailers, and a check whether the store itself has damaged bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 METADATA: Final = "kvtier"
 """Name of the attribute that holds an object's trailer, base64."""
 
-_MOST_READ: Final = 2  # times the length of a chunk: longer objects are not read to find out what they are
+_MOST_READ: Final = 2  # Limit in multiples of a chunk's length. Longer objects are not read to identify them.
 
 
 def trailer_of(result: GetResult) -> bytes:
-    """Return the trailer of an object; no bytes if it has none, which fails kvtier's check."""
+    """Return the trailer of an object, or empty bytes if it has none. kvtier's check then fails."""
     try:
         return base64.b64decode(result.attributes.get(METADATA, ""), validate=True)
     except (binascii.Error, ValueError):

@@ -1,4 +1,4 @@
-"""A new client in place of one whose credentials have expired, or whose connections are dead."""
+"""Replacement of a client whose credentials have expired or whose connections are dead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = GuardedLogger("kvtier.tiers.s3")
 
 
 class Renewal:
-    """Replaces the client of an open cache, in the background and at most once in a few seconds."""
+    """Replaces the client of an open cache in the background, at most once every few seconds."""
 
     def __init__(self, cache: Cache, config: S3Config, name: str) -> None:
         self._cache = cache
@@ -27,7 +27,7 @@ class Renewal:
         self._begun_s = 0.0
 
     def start(self) -> None:
-        """Make a new client, unless that was begun a moment ago. Requests in flight keep the old one."""
+        """Make a new client, unless that was started a moment ago. Requests in flight keep the old client."""
         now_s = time.monotonic()
         if now_s >= self._begun_s + _EVERY_S and (self._task is None or self._task.done()):
             self._begun_s = now_s
@@ -42,5 +42,5 @@ class Renewal:
     async def _renew(self) -> None:
         try:
             self._cache.store = await in_thread(make_store, self._config)
-        except TierError as error:  # such as a file that is being replaced
+        except TierError as error:  # for example because a file is being replaced
             _log.warning("tier %s: the client keeps its old credentials: %s", self._name, error)

@@ -1,4 +1,4 @@
-"""A bound on concurrent requests, over all batches together."""
+"""A limit on concurrent requests, shared by all batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class RequestLimiter:
         self._free = asyncio.Semaphore(limit)
 
     async def run(self, count: int, request: Request) -> None:
-        """Await ``request(0)`` to ``request(count - 1)``. A cancellation cancels those in flight."""
+        """Await ``request(0)`` to ``request(count - 1)``. A cancellation cancels the requests in flight."""
         await self._run(count, request, asyncio.Event())
 
     async def run_drained(self, count: int, request: Request) -> None:
-        """Do the same, but on a cancellation start no more requests and await those in flight.
+        """Do the same, but after a cancellation start no more requests and await those in flight.
 
-        For requests that read slots: obstore goes on reading after a cancellation.
+        For requests that read slots, because obstore continues to read after a cancellation.
         """
         stopping = asyncio.Event()
         running = asyncio.ensure_future(self._run(count, request, stopping))

@@ -1,4 +1,4 @@
-"""obstore's store, made from the settings, and the settings named in error messages."""
+"""Creates obstore's store from the settings, and names settings in error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IDLE_S: Final = 60.0
 
 
 def make_store(config: S3Config) -> Store:
-    """Return the store. Blocks: it reads files.
+    """Return the store. Blocks, because it reads files.
 
     Raises:
         TierError: a file cannot be read, boto3 is missing, or obstore rejects a setting.
@@ -41,7 +41,7 @@ def make_store(config: S3Config) -> Store:
     except TierError:
         raise
     except Exception as error:
-        # Neither its text nor its cause are shown: they may contain what was given as a key.
+        # Neither its text nor its cause is shown: they may contain a value given as a key.
         kind = type(error).__name__
     suspects = ("ca_file", "endpoint", "service_account_file", *_secret_names(config))
     given = ", ".join(name for name in suspects if getattr(config, name) is not None)
@@ -68,8 +68,8 @@ def _client(config: S3Config) -> ClientConfig:
 
 
 def _s3(config: S3Config) -> ClientS3Config:
-    # A put is signed with the digest of its bytes: the store rejects it if they changed on the way, as when
-    # obstore still reads a slot that was reused.
+    # A put is signed with the digest of its bytes. The store rejects it if they changed on the way, for
+    # example if obstore still reads a slot that was reused.
     settings: ClientS3Config = {
         "unsigned_payload": False,
         "virtual_hosted_style_request": config.addressing == "virtual",
@@ -77,7 +77,8 @@ def _s3(config: S3Config) -> ClientS3Config:
     }
     if config.endpoint is not None:
         settings["endpoint"] = _endpoint(config, config.endpoint)
-        settings["aws_endpoint_url_s3"] = settings["endpoint"]  # else AWS_ENDPOINT_URL_S3 takes precedence
+        # otherwise AWS_ENDPOINT_URL_S3 takes precedence
+        settings["aws_endpoint_url_s3"] = settings["endpoint"]
     if config.region is not None:
         settings["region"] = config.region
     for name in ("access_key_id", "secret_access_key", "session_token"):
@@ -147,7 +148,7 @@ def remedy(config: S3Config, failure: Failure) -> str:
 
 
 def _contains_bucket(config: S3Config) -> bool:
-    """Return whether the endpoint seems to contain the bucket. The client adds it a second time."""
+    """Return whether the endpoint seems to contain the bucket. The client would add it a second time."""
     parts = urlsplit(config.endpoint or "")
     in_host = config.addressing == "path" and parts.netloc.startswith(f"{config.bucket}.")
     return in_host or config.bucket in parts.path.split("/")

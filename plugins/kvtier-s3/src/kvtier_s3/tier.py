@@ -1,4 +1,4 @@
-"""The S3 tier: each chunk is one object, put without a copy and got with one."""
+"""The S3 tier: each chunk is one object. A put makes no copy, a get makes one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kvtier_s3._requests import RequestLimiter
 from kvtier_s3._store import Store, describe, make_store, remedy
 from kvtier_s3.config import S3Config
 
-_LIST_BATCH: Final = 250  # objects between two turns of the event loop
+_LIST_BATCH: Final = 250  # objects processed between two turns of the event loop
 _FIRST_LISTING_WAIT_S: Final = 1.0
 _LIST_RETRY_S: Final = 30.0
 _LOG_INTERVAL_S: Final = 60.0
@@ -61,12 +61,13 @@ class S3Tier(SecondaryTier[S3Config]):
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)
         self._cache_or_none: Cache | None = None
-        self._prefix: str | None = None  # of the epoch's chunks; None when closed and during a reset
+        self._prefix: str | None = None  # Prefix of the epoch's chunks. None when closed and during a reset.
         self._listed = asyncio.Event()
         self._lister: asyncio.Task[None] | None = None
         self._renewal: Renewal | None = None
         self._index = ChunkIndex(config.index_keys, config.max_bytes)
-        self._leaving: dict[OffloadKey, asyncio.Future[None]] = {}  # chunks being deleted; may be done
+        # deletions of chunks, some of which may be done
+        self._leaving: dict[OffloadKey, asyncio.Future[None]] = {}
         self._log_limit = LogLimit(_LOG_INTERVAL_S)
 
     async def open(self, context: TierContext) -> None:
@@ -133,7 +134,7 @@ class S3Tier(SecondaryTier[S3Config]):
         return self._cache.store
 
     def known(self, keys: Sequence[OffloadKey]) -> Sequence[Knowledge]:
-        """Return the knowledge of the index. See ``SecondaryTier.known``."""
+        """Return which keys the index knows. See ``SecondaryTier.known``."""
         return self._index.known(keys)
 
     def usage(self) -> Usage | None:
@@ -146,8 +147,8 @@ class S3Tier(SecondaryTier[S3Config]):
     async def contains(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         """Return which keys have an object, even a torn one. See ``SecondaryTier.contains``.
 
-        Known keys cost nothing. The others cost one HEAD each. If none exists, a GET checks the
-        bucket every few seconds: the answer to a HEAD does not tell.
+        Known keys cost no request. The others cost one HEAD each. If none exists, a GET checks every few
+        seconds whether the bucket exists, because the answer to a HEAD does not show that.
         """
         prefix = self._prefix
         if prefix is None:
@@ -177,12 +178,12 @@ class S3Tier(SecondaryTier[S3Config]):
         self._add(prefix, key)
 
     async def _lacks_bucket(self) -> bool:
-        """Return whether the store says that the bucket is missing. If it exists, ask again later."""
+        """Return whether the store reports the bucket as missing. If it exists, ask again later."""
         if time.monotonic() < self._bucket_seen_s + _BUCKET_EVERY_S:
             return False
         try:
             manifest = await obstore.get_async(self._store, self._cache.layout.manifest)
-            await manifest.bytes_async()  # or the connection is lost
+            await manifest.bytes_async()  # Reads the body, because otherwise the connection is lost.
         except Exception as error:
             failure = classify(error)
             if failure.reason == "no_bucket":
@@ -203,9 +204,9 @@ class S3Tier(SecondaryTier[S3Config]):
         async def put_one(index: int) -> None:
             results[index] = await self._put_one(prefix, batch, index)
 
-        # obstore reads the slots until a request ends, cancelled or not.
+        # obstore reads the slots until a request ends, even after a cancellation.
         await self._writes.run_drained(len(batch), put_one)
-        if prefix != self._prefix:  # a reset came in between: no tier reads this prefix
+        if prefix != self._prefix:  # A reset came in between, so no tier reads this prefix.
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         return _outcome(results)
 
@@ -219,7 +220,7 @@ class S3Tier(SecondaryTier[S3Config]):
         async def get_one(index: int) -> None:
             results[index] = await self._get_one(prefix, batch, index)
 
-        # obstore does not know the slots: they are written here, and not after a cancellation.
+        # obstore does not know the slots. They are written here, and not after a cancellation.
         await self._reads.run(len(batch), get_one)
         if prefix != self._prefix:
             return Outcome.all(Status.ABSENT, len(batch))
@@ -227,7 +228,7 @@ class S3Tier(SecondaryTier[S3Config]):
 
     async def _put_one(self, prefix: str, batch: Batch, index: int) -> Result:
         key, view = batch.keys[index], batch.views[index]
-        if key in self._leaving:  # a conditional put would find the object that is being deleted
+        if key in self._leaving:  # A conditional put would find the object that is being deleted.
             await asyncio.wait((self._leaving[key],))
         if key in self._index:
             return Status.OK, ""
@@ -236,7 +237,8 @@ class S3Tier(SecondaryTier[S3Config]):
         is_new = False
         try:
             is_new = await self._send(chunk_path(prefix, key), view, batch.trailers[index])
-        except BaseException as error:  # a panic of the client, too: it must not end the requests beside it
+        # Includes a panic of the client, which must not end concurrent requests.
+        except BaseException as error:
             require_fault(error)
             failure = classify(error)
             self._warn("put", failure)
@@ -268,7 +270,7 @@ class S3Tier(SecondaryTier[S3Config]):
         path = chunk_path(prefix, key)
         try:
             result = await obstore.get_async(self._store, path)
-            _, nbytes = result.range  # the whole object; result.meta costs more time
+            _, nbytes = result.range  # Gets the whole object, because result.meta costs more time.
             if nbytes == view.nbytes:
                 batch.trailers[index] = trailer_of(result)
                 view[:] = memoryview(await result.bytes_async())
@@ -283,7 +285,7 @@ class S3Tier(SecondaryTier[S3Config]):
         return Status.CORRUPT, "torn"
 
     async def reread(self, batch: Batch) -> Outcome:
-        """Get chunks as the store has them, by its own digests. See ``SecondaryTier.reread``."""
+        """Get chunks and check them against the store's own digests. See ``SecondaryTier.reread``."""
         prefix = self._prefix
         results: list[Result] = [(Status.FAILED, "")] * len(batch)
 
@@ -309,17 +311,17 @@ class S3Tier(SecondaryTier[S3Config]):
         leaving = asyncio.ensure_future(self._delete(paths, earlier))
         self._leaving.update(dict.fromkeys(keys, leaving))
         try:
-            await until_done(leaving)  # a request that arrives later would delete what is put next
+            await until_done(leaving)  # A request that arrives late would delete an object that is put next.
         finally:
             self._leaving = {key: it for key, it in self._leaving.items() if not it.done()}
 
     async def _delete(self, paths: list[str], earlier: Collection[asyncio.Future[None]]) -> None:
-        """Delete objects after earlier deletions: a put waits for the last one of its key."""
+        """Delete objects after earlier deletions have ended. A put waits for the last deletion of its key."""
         if earlier:
             await asyncio.wait(earlier)
-        if self.config.provider == "s3":  # no error for missing objects, so a request can name many
+        if self.config.provider == "s3":  # Missing objects cause no error, so that a request can name many.
             await self._delete_some(paths)
-        else:  # not among the writes: those may wait for this
+        else:  # Not counted as a write, because writes may wait for this.
             await self._reads.run(len(paths), lambda index: self._delete_some([paths[index]]))
 
     async def _delete_some(self, paths: list[str]) -> None:
@@ -334,8 +336,8 @@ class S3Tier(SecondaryTier[S3Config]):
         """Start a new epoch. See ``SecondaryTier.reset``.
 
         Raises:
-            TierError: the new epoch could not be stored. The tier finds and takes nothing until a reset
-                succeeds or it is opened again. After a reopening it may find what was put before.
+            TierError: the new epoch could not be stored. The tier finds and accepts no chunks until a reset
+                succeeds or it is opened again. After a reopening it may find chunks put before the reset.
         """
         async with self._reset_lock:
             await until_done(self._reset())
@@ -350,14 +352,14 @@ class S3Tier(SecondaryTier[S3Config]):
             pause_s = self.config.list_every_s
             try:
                 await self._list()
-            except BaseException as error:  # a panic of the client is no Exception
+            except BaseException as error:  # A panic of the client is not an Exception.
                 require_fault(error)
                 self._warn("list", classify(error))
                 pause_s = min(pause_s, _LIST_RETRY_S)
             await asyncio.sleep(pause_s)
 
     async def _list(self) -> None:
-        """List the objects below the configured prefix if there is a bound, else of this epoch alone."""
+        """List the objects below the configured prefix if there is a bound, else only those of this epoch."""
         prefix = self._prefix
         if prefix is None:
             return
