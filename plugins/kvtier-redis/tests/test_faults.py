@@ -1,6 +1,4 @@
-"""Servers that hang, die, fill up, move keys or refuse commands cause a miss with a reason by the
-deadline.
-"""
+"""Servers that hang, die, fill up, move keys or refuse commands cause timely misses with a reason."""
 
 from __future__ import annotations
 

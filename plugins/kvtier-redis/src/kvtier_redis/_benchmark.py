@@ -16,9 +16,9 @@ from kvtier_redis.config import RedisConfig
 
 
 class RedisPyClient(BareClient[RedisConfig]):
-    """redis-py on asyncio, with hiredis where that is installed: one SET or GET for each chunk.
+    """redis-py on asyncio, with hiredis if it is installed: one SET or GET per chunk.
 
-    It has as many connections as the tier has for gets or puts.
+    It uses as many connections as the tier does for gets or puts.
     """
 
     _client: Any = None

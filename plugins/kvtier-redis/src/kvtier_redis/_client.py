@@ -204,9 +204,7 @@ class ClientFactory:
         self._sentinel_login = _Login(config, "sentinel_")
 
     def redact(self, text: object) -> str:
-        """Return ``text`` without passwords, because servers and proxies repeat the arguments of a refused
-        AUTH.
-        """
+        """Return ``text`` without passwords. Servers and proxies repeat the arguments of a refused AUTH."""
         return conceal(str(text), (*self._login.passwords, *self._sentinel_login.passwords))
 
     def options(self) -> dict[str, Any]:
