@@ -1,13 +1,13 @@
-"""A proxy for prefill and decode engines that share a tier of kvtier: one OpenAI-compatible address.
+"""A proxy with one OpenAI-compatible address for prefill and decode engines that share a tier of kvtier.
 
-Each request goes to a prefill engine, for one token, and at the same time to a decode engine, with the hint
-to wait for the chunks of its prompt: they flow while the prefill runs. If the prefill fails, the proxy asks
-the decode engine without the hint, and it computes the prompt itself.
+Each request goes to a prefill engine, for one token, and at the same time to a decode engine, with a hint to
+wait for the chunks of its prompt. Chunks are transferred while the prefill runs. If the prefill fails, the
+proxy repeats the request to the decode engine without the hint, and the engine computes the prompt itself.
 
     pip install aiohttp
     python examples/pd_proxy/proxy.py --prefill http://p0:8000 http://p1:8000 --decode http://d0:8000
 
-An example to read and to try things with. See docs/disaggregation.md for production routers.
+An example to read and to experiment with. See docs/disaggregation.md for production routers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from aiohttp import web
 CHECK_EVERY_S = 2.0
 CONNECT_S = 2.0
 KEEP_ALIVE_S = 2.0  # vLLM's server closes idle connections after 5 s; a request on one that closes would fail
-ATTEMPTS = 2  # engines of a role that one request can crash
-ENGINE_ERROR = 500  # from here on the engine is at fault, below it the request
+ATTEMPTS = 2  # Number of engines of a role that a single request can crash.
+ENGINE_ERROR = 500  # From this status on the engine is at fault, below it the request.
 STREAM_END = (aiohttp.ClientError, asyncio.TimeoutError)
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
@@ -37,11 +37,11 @@ Body = dict[str, Any]
 
 
 class NoEngine(Exception):
-    """No engine of a role has answered, or ``ATTEMPTS`` of them have failed at the request."""
+    """No engine of a role has answered, or ``ATTEMPTS`` of them have failed on the request."""
 
 
 class Pool:
-    """The engines of one role, used in turn. One that failed is left out while another is healthy."""
+    """The engines of one role, used in turn. A failed engine is skipped while another is healthy."""
 
     def __init__(self, role: str, urls: Sequence[str]) -> None:
         self.role = role
@@ -49,14 +49,14 @@ class Pool:
         self._turn = 0
 
     def in_turn(self) -> list[str]:
-        """Return the engines to try, in this order."""
+        """Return the engines to try, in order."""
         urls = [url for url, is_up in self.up.items() if is_up] or list(self.up)
         self._turn += 1
         start = self._turn % len(urls) if urls else 0
         return urls[start:] + urls[:start]
 
     def note(self, url: str, is_up: bool, why: object = "") -> None:
-        """Note whether an engine answers."""
+        """Record whether an engine answers."""
         if self.up[url] is not is_up:
             logger.warning("%s engine %s is %s%s", self.role, url, "up" if is_up else "down: ", why)
         self.up[url] = is_up
@@ -69,8 +69,8 @@ class Proxy:
         prefill: addresses of the engines that compute prompts; there may be none.
         decode: addresses of the engines that answer.
         wait_s: how long a decode engine waits for the chunks of a prompt before it computes it.
-        health_s: how long an engine may take to say that it is healthy.
-        peers: where the prefill engines' NIXL tiers listen; decode engines ask these first.
+        health_s: how long an engine may take to answer a health check.
+        peers: addresses of the prefill engines' NIXL tiers; decode engines ask these first.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class Proxy:
         self._health_s = aiohttp.ClientTimeout(health_s)
 
     def app(self) -> web.Application:
-        """Return the application. Serve it with ``handler_cancellation``: clients that leave abort."""
+        """Return the application.
+
+        Serve it with ``handler_cancellation``, so that a client's disconnect aborts its request.
+        """
         app = web.Application(client_max_size=64 * 2**20)
         app.cleanup_ctx.append(self._running)
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -107,7 +110,7 @@ class Proxy:
                 await checks
 
     async def _check(self) -> None:
-        """Find out which engines answer, for ever."""
+        """Check continuously which engines answer."""
         while True:
             pools = (self.prefill, self.decode)
             await asyncio.gather(*(self._check_one(pool, url) for pool in pools for url in pool.up))
@@ -117,14 +120,14 @@ class Proxy:
         try:
             async with self._session.get(f"{url}/health", timeout=self._health_s) as answer:
                 pool.note(url, answer.status < ENGINE_ERROR, answer.status)
-        except Exception as error:  # whatever it is, the checks go on
+        except Exception as error:  # The checks continue after any error.
             pool.note(url, False, repr(error))
 
     # --- requests --------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = None
-        with suppress(ValueError, LookupError, RecursionError):  # no JSON, no charset, nested too deeply
+        with suppress(ValueError, LookupError, RecursionError):  # not JSON, no charset, or nested too deeply
             body = await request.json()
         if not isinstance(body, dict):
             return _error(400, "the body must be a JSON object")
@@ -135,9 +138,9 @@ class Proxy:
             return await _forward(request, answer, first)
         except NoEngine as error:
             return _error(503, str(error))
-        except RecursionError:  # a body that was decoded can be too deep to encode
+        except RecursionError:  # A decoded body can be nested too deeply to encode.
             return _error(400, "the body is nested too deeply")
-        finally:  # also if the client left: engines abort answers that are not read
+        finally:  # Also if the client disconnected, because engines abort answers that are not read.
             prefill.cancel()
             if answer is not None:
                 answer.close()
@@ -145,7 +148,7 @@ class Proxy:
     async def _begin(
         self, path: str, body: Body, prefill: asyncio.Task[str]
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Return the answer of a decode engine once it has begun, and its first bytes."""
+        """Return the answer of a decode engine once it has started, and its first bytes."""
         if not any(self.prefill.up.values()):
             return await self._post(self.decode, path, body)
         waiting = asyncio.create_task(self._post(self.decode, path, _with_hints(body, self._hints)))
@@ -159,7 +162,7 @@ class Proxy:
         return await self._post(self.decode, path, body)
 
     async def _prefill(self, path: str, body: Body) -> str:
-        """Have a prompt computed; return why it was not, empty where it was."""
+        """Send a prompt to be computed; return the reason of a failure, or an empty string."""
         if not any(self.prefill.up.values()):
             return "no prefill engine is up"
         try:
@@ -171,7 +174,10 @@ class Proxy:
     async def _post(
         self, pool: Pool, path: str, body: Body, *, whole: bool = False
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Return the answer of the first engine that has one, and its first bytes or all. Raise NoEngine."""
+        """Return the answer of the first engine that answers, and its first bytes or all of it.
+
+        Raises NoEngine.
+        """
         attempts = 0
         for url in pool.in_turn():
             answer, is_good = None, False
@@ -200,13 +206,13 @@ class Proxy:
         return _error(503, "no decode engine answers")
 
     async def _health(self, _: web.Request) -> web.Response:
-        """Return which engines are up; 503 where no decode engine is."""
+        """Return which engines are up, with status 503 if no decode engine is."""
         pools = {pool.role: pool.up for pool in (self.prefill, self.decode)}
         return web.json_response(pools, status=200 if any(self.decode.up.values()) else 503)
 
 
 def _for_prefill(body: Body) -> Body:
-    """Return the request whose prompt is computed: one token, at once."""
+    """Return the request for the prefill engine: one token, not streamed."""
     left_out = ("stream_options", "min_tokens", "max_completion_tokens", "best_of")
     rest = {key: value for key, value in body.items() if key not in left_out}
     params = {**_object(body.get("kv_transfer_params")), "do_remote_decode": True}
@@ -214,7 +220,7 @@ def _for_prefill(body: Body) -> Body:
 
 
 def _with_hints(body: Body, hints: Body) -> Body:
-    """Return the request that is answered: it waits for the chunks of its prompt."""
+    """Return the request for the decode engine, which waits for the chunks of its prompt."""
     params = _object(body.get("kv_transfer_params"))
     return {**body, "kv_transfer_params": {**params, "kvtier": {**_object(params.get("kvtier")), **hints}}}
 
@@ -224,7 +230,10 @@ def _object(value: object) -> Body:
 
 
 async def _forward(request: web.Request, answer: aiohttp.ClientResponse, first: bytes) -> web.StreamResponse:
-    """Pass an answer on as it comes. If it breaks off, a stream ends with an error; others break off, too."""
+    """Pass an answer on as it arrives.
+
+    If it breaks off, a stream ends with an error; other answers break off, too.
+    """
     response = web.StreamResponse(status=answer.status)
     response.content_type = answer.content_type
     try:
@@ -237,7 +246,7 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse, first: 
     except STREAM_END as error:
         logger.warning("decode engine %s broke off: %r", answer.url.origin(), error)
         if response.content_type == "text/event-stream":
-            with suppress(ConnectionResetError):  # it may have broken off within a line
+            with suppress(ConnectionResetError):  # The answer may have broken off within a line.
                 await response.write(b"\n\ndata: %s\n\n" % json.dumps(_message("engine broke off")).encode())
         elif request.transport is not None:
             request.transport.abort()

@@ -1,7 +1,8 @@
 """Show what a prefix cache saves: ``python examples/transformers_prefix_cache DIRECTORY``.
 
-Asks a model about one long document: without kvtier, cold, with the KV in host memory, and with a new
-manager, which has it from files. Run it again, and the first answer loads from the files of the run before.
+Asks a model about one long document: without kvtier, with an empty cache, with the KV in host memory, and
+with a new manager, which loads it from files. In a second run, the first answer loads from the files of the
+first run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvtier import TieringConfig
 NEW_TOKENS = 8
 
 
-SHAPES = {  # of models with random weights
+SHAPES = {  # shapes of models with random weights
     "small": {
         "vocab_size": 4096,
         "hidden_size": 512,
@@ -41,7 +42,7 @@ SHAPES = {  # of models with random weights
 
 
 def make_model(name: str, device: str) -> PreTrainedModel:
-    """Load a model, or make one of ``SHAPES`` with random weights, the same in each run."""
+    """Load a model, or make one of ``SHAPES`` with random weights, which are the same in each run."""
     if name not in SHAPES:
         return AutoModelForCausalLM.from_pretrained(name).to(device).eval()
     torch.manual_seed(1)
@@ -51,7 +52,7 @@ def make_model(name: str, device: str) -> PreTrainedModel:
 
 
 async def ask(cache: PrefixCache, prompt: torch.Tensor, expected: torch.Tensor, when: str) -> None:
-    """Print the seconds to the first token, and the KV's source. End the program at a wrong token."""
+    """Print the time to the first token and the source of the KV. Exit on a wrong token."""
     before = cache.loaded_chunks()
     began_s = time.perf_counter()
     (await cache.generate(prompt, max_new_tokens=1, do_sample=False)).cpu()
@@ -72,7 +73,7 @@ async def main(root: Path, model: PreTrainedModel, tokens: int, memory: str) -> 
     )
     drawn = torch.Generator().manual_seed(2)
     prompt = torch.randint(1, model.config.vocab_size, (1, tokens), generator=drawn).to(model.device)
-    expected = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)  # warms up as well
+    expected = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)  # also warms up
     began_s = time.perf_counter()
     model.generate(prompt, max_new_tokens=1, do_sample=False).cpu()
     print(f"seconds to the first token of an answer about {tokens} tokens")

@@ -1,7 +1,7 @@
 """A prefix cache for Hugging Face transformers: KV of long shared prompts from host memory and files.
 
-``generate()`` computes the KV of each prompt from its first token on. Here the KV of a prefix that was seen
-before is loaded from kvtier instead: from any tier, after a restart and in another process, too.
+``generate()`` computes the KV of each prompt from its first token on. Here the KV of a known prefix is loaded
+from kvtier instead: from any tier, also after a restart or in another process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class PrefixCache:
-    """Generates with a model, and computes no KV that kvtier can load. Made by ``open_prefix_cache``."""
+    """Generates with a model, and loads KV from kvtier instead of computing it.
+
+    Made by ``open_prefix_cache``.
+    """
 
     def __init__(
         self, model: PreTrainedModel, manager: TieringManager, pool: list[torch.Tensor], chunk_tokens: int
@@ -74,19 +77,19 @@ class PrefixCache:
 
         Args:
             input_ids: the prompt, of shape (1, tokens).
-            settings: for ``model.generate``; only ``SETTINGS`` are allowed. The keys would not tell beams, or
-                inputs other than tokens, from a plain prompt.
+            settings: for ``model.generate``; only ``SETTINGS`` are allowed. The keys would not distinguish
+                beams, or inputs other than tokens, from a plain prompt.
 
         Raises:
             ValueError: there is more than one prompt, or another setting.
-            DeviceStuckError: a copy to the device does not end; it may still write.
+            DeviceStuckError: a copy to the device hangs and may still write.
         """
         if input_ids.shape[0] != 1:
             raise ValueError(f"input_ids has {input_ids.shape[0]} prompts: give one at a time")
         if others := settings.keys() - SETTINGS:
             raise ValueError(f"{sorted(others)} cannot be given here: known are {sorted(SETTINGS)}")
         async with self._lock:
-            keys = self._keys(input_ids[0, :-1])  # the model goes on from the last token
+            keys = self._keys(input_ids[0, :-1])  # The model continues after the last loaded token.
             loaded = await self._load(keys)
             cache = self._unpack(loaded)
             run = partial(
@@ -104,7 +107,7 @@ class PrefixCache:
         return tokens
 
     async def _load(self, keys: list[OffloadKey]) -> int:
-        """Load the leading chunks that there are into the pool; return how many it has."""
+        """Load the leading stored chunks into the pool; return their number."""
         try:
             return await self._manager.load(keys, range(len(keys)))
         except DeviceStuckError:
@@ -122,12 +125,15 @@ class PrefixCache:
             logger.warning("%d chunks not stored: %s", len(keys) - loaded, error)
 
     def loaded_chunks(self) -> Counter[str]:
-        """Return how many chunks were loaded so far, by the tier that had them."""
+        """Return the number of chunks loaded so far from each tier."""
         counts = self._manager.statistics().counts
         return Counter({name[1]: int(count) for name, count in counts.items() if name[0] == "loaded"})
 
     def _keys(self, tokens: torch.Tensor) -> list[OffloadKey]:
-        """Return a key for each full chunk that fits into the pool: a hash of all tokens up to its end."""
+        """Return a key for each full chunk that fits into the pool.
+
+        It is a hash of all tokens up to the chunk's end.
+        """
         chunks = min(len(tokens) // self._chunk_tokens, len(self._pool[0]))
         running = hashlib.sha256()
         keys = []
@@ -137,7 +143,7 @@ class PrefixCache:
         return keys
 
     def _unpack(self, chunks: int) -> DynamicCache:
-        """Return a cache of transformers' with the first chunks of the pool."""
+        """Return a transformers cache with the first chunks of the pool."""
         cache = DynamicCache(config=self._model.config)
         for layer, pages in enumerate(self._pool):
             if chunks:
@@ -146,7 +152,7 @@ class PrefixCache:
         return cache
 
     def _pack(self, cache: DynamicCache, first: int, end: int) -> None:
-        """Copy chunks of a cache of transformers' into the pool, each to the block of its number."""
+        """Copy chunks of a transformers cache into the pool, each to the block with its number."""
         tokens = slice(first * self._chunk_tokens, end * self._chunk_tokens)
         for pages, layer in zip(self._pool, cache.layers, strict=True):
             both = torch.stack((layer.keys[0, :, tokens], layer.values[0, :, tokens]))
@@ -161,9 +167,9 @@ async def open_prefix_cache(
 
     Args:
         model: a decoder whose layers all have full attention, on any device that kvtier can copy from.
-        config: kvtier's settings; a block is a chunk here, so ``blocks_per_chunk`` is left away.
-        chunk_tokens: tokens of a chunk: a prefix is loaded in steps of this size.
-        most_tokens: tokens of a prompt that are kept at most; the device holds them a second time.
+        config: kvtier's settings. A block is a chunk here, so omit ``blocks_per_chunk``.
+        chunk_tokens: tokens per chunk; a prefix is loaded in steps of this size.
+        most_tokens: maximum number of tokens kept per prompt; the device holds them a second time.
 
     Raises:
         ValueError: the KV of a token depends on more than the tokens up to it, or a layer keeps another
@@ -201,7 +207,7 @@ def _require_text_alone(model: PreTrainedModel) -> None:
 
 
 def identity_of(model: PreTrainedModel, chunk_tokens: int) -> Identity:
-    """Return the identity of a model's KV: its configuration, its weights, and the software that computes."""
+    """Return the identity of a model's KV: its configuration, its weights, and the software used."""
     name = model.config.name_or_path or type(model).__name__
     fields = {
         "class": type(model).__name__,

@@ -53,7 +53,7 @@ class FilesTier(SecondaryTier[FilesConfig]):
             )
         self._chunks = self.config.path / context.identity.digest.hex()
         self._unfinished = self.config.path / "unfinished"
-        self._naming = anyio.Lock()  # chunks get their names one at a time, never during a reset
+        self._naming = anyio.Lock()  # Chunks are renamed into place one at a time, and never during a reset.
         try:
             self._used_bytes = await in_thread(self._prepare)
         except OSError as error:
@@ -82,7 +82,8 @@ class FilesTier(SecondaryTier[FilesConfig]):
         cache = self._context.identity.digest.hex()
         async with self._naming:
             old, self._chunks = self._chunks, self.config.path / f"{cache}-{secrets.token_hex(8)}"
-            # The new one is for this opener alone. An earlier reset may have failed to hide the shared one.
+            # The new namespace is only for this opener. An earlier reset may have failed to hide the shared
+            # one.
             await in_thread(self._remove, {self.config.path / cache, old})
 
     async def _write(self, target: Path, view: memoryview, trailer: bytes) -> Status:
@@ -93,13 +94,13 @@ class FilesTier(SecondaryTier[FilesConfig]):
                 await file.write(view)
             return await self._name(unfinished, target)
         finally:
-            with suppress(FileNotFoundError):  # the usual case: it has its name
+            with suppress(FileNotFoundError):  # the usual case: the file was renamed into place
                 await aiofiles.os.unlink(unfinished)
 
     async def _name(self, unfinished: Path, target: Path) -> Status:
-        """Make a whole file visible, so that a put that fails or is killed leaves no part of a chunk."""
+        """Rename a complete file into place, so that a failed or killed put leaves no partial chunk."""
         async with self._naming:
-            if target.parent != self._chunks:  # a put that began before a reset must not appear after it
+            if target.parent != self._chunks:  # A put that started before a reset must not appear after it.
                 return Status.REFUSED
             if self._used_bytes + self._file_bytes > self.config.max_bytes:
                 self._context.removed(await in_thread(self._evict))
@@ -120,13 +121,13 @@ class FilesTier(SecondaryTier[FilesConfig]):
         return Status.OK if count == batch.views[index].nbytes else Status.CORRUPT
 
     def _prepare(self) -> int:
-        """Create the directories; return how many bytes are used."""
+        """Create the directories; return the number of bytes used."""
         self.config.path.mkdir(0o700, parents=True, exist_ok=True)
         self._unfinished.mkdir(0o700, exist_ok=True)
         return sum(size for _, size, _ in self._stored())
 
     def _stored(self) -> list[tuple[int, int, Path]]:
-        """Return when each file was written, its bytes and its path."""
+        """Return the modification time, size and path of each file."""
         found = []
         for path in self.config.path.glob("*/*"):
             with suppress(FileNotFoundError):  # another engine has evicted it
@@ -135,7 +136,7 @@ class FilesTier(SecondaryTier[FilesConfig]):
         return found
 
     def _evict(self) -> list[OffloadKey]:
-        """Delete the oldest files until an eighth is free; return the keys of this cache's chunks."""
+        """Delete the oldest files until an eighth is free; return the keys of this cache's deleted chunks."""
         oldest_first = sorted(self._stored())
         self._used_bytes = sum(size for _, size, _ in oldest_first)
         most_bytes = min(self.config.max_bytes * 7 // 8, self.config.max_bytes - self._file_bytes)
@@ -150,7 +151,7 @@ class FilesTier(SecondaryTier[FilesConfig]):
         return gone
 
     def _remove(self, directories: Iterable[Path]) -> None:
-        """Rename directories, which a loss of power does not undo, so that they are hidden; delete them."""
+        """Hide directories by a rename that survives a loss of power; then delete them."""
         hidden = {path: path.with_name(f"removed-{secrets.token_hex(8)}") for path in directories}
         for path, target in hidden.items():
             with suppress(FileNotFoundError):  # nothing was put
@@ -161,7 +162,7 @@ class FilesTier(SecondaryTier[FilesConfig]):
         finally:
             os.close(directory)
         for target in hidden.values():
-            shutil.rmtree(target, ignore_errors=True)  # other files are evicted in time
+            shutil.rmtree(target, ignore_errors=True)  # The remaining files are evicted later.
 
     @staticmethod
     def _find(chunks: Path, keys: Sequence[OffloadKey]) -> list[bool]:

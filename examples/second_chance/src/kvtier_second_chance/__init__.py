@@ -12,10 +12,11 @@ class SecondChance(EvictionPolicy):
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__(capacity)
-        self._queue: OrderedDict[OffloadKey, bool] = OrderedDict()  # oldest first: whether it was read
+        # in order of age, oldest first; the value is whether the chunk was read
+        self._queue: OrderedDict[OffloadKey, bool] = OrderedDict()
 
     def add(self, keys: Sequence[OffloadKey], *, used: bool) -> None:
-        for key in reversed(keys):  # of a prompt the tail goes first
+        for key in reversed(keys):  # The tail of a prompt is evicted first.
             self._queue[key] = used
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:

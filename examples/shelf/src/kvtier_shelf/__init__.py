@@ -51,10 +51,10 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
     async def open(self, context: TierContext) -> None:
         self._context, self._cache = context, context.identity.digest
         self._room = self.config.max_bytes // (context.chunk_bytes + TRAILER_BYTES)
-        self._turn = anyio.CapacityLimiter(1)  # the connection takes one call at a time
+        self._turn = anyio.CapacityLimiter(1)  # The connection accepts one call at a time.
         try:
             await self._call(self._connect)
-        except BaseException:  # a cancellation, too: kvtier closes only tiers that it opened
+        except BaseException:  # Also on a cancellation, because kvtier closes only tiers that it opened.
             await self.aclose()
             raise
 
@@ -76,7 +76,7 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
 
     async def reset(self) -> None:
         cache = self._context.identity.digest
-        old, self._cache = self._cache, cache + secrets.token_bytes(8)  # for this opener alone
+        old, self._cache = self._cache, cache + secrets.token_bytes(8)  # for this opener only
         await self._call(self._delete, _RESET, [(cache,), (old,)])
 
     async def _call(self, function: Callable[..., T], *arguments: object) -> T:
@@ -95,10 +95,10 @@ class ShelfTier(SecondaryTier[ShelfConfig]):
         return [self._db.execute(_FIND, (self._cache, key)).fetchone() is not None for key in keys]
 
     def _put(self, batch: Batch, cache: bytes) -> Outcome:
-        if cache != self._cache:  # a put that began before a reset must not appear after it
+        if cache != self._cache:  # A put that started before a reset must not appear after it.
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         chunks = zip(batch.keys, batch.views, batch.trailers, strict=True)
-        with self._db:  # one transaction: all of it is kept, or nothing
+        with self._db:  # One transaction keeps all chunks or none.
             self._db.executemany(_PUT, [(cache, *chunk) for chunk in chunks])
             gone = self._db.execute(_EVICT, (self._room,)).fetchall()
         self._context.removed([key for cache, key in gone if cache == self._cache])
