@@ -48,7 +48,7 @@ def _canonical(rank: int, blocks_per_chunk: int) -> Shape:
 LAYOUTS = [
     *(Shape(blocks_per_chunk=blocks) for blocks in (1, 2, 4)),
     Shape((512, 192, 64), gaps=(64, 0, 1), blocks_per_chunk=2),
-    Shape((4096,), blocks_per_chunk=2),  # the chunks of the only tensor are neighbours
+    Shape((4096,), blocks_per_chunk=2),  # the chunks of the only tensor are adjacent
     Shape(rank=1, workers=3, blocks_per_chunk=2),
     *(Shape((512, 192, 64), groups=_GROUPS, blocks_per_chunk=blocks) for blocks in (1, 2, 4)),
     *(_canonical(rank, blocks_per_chunk=1 + 2 * (rank % 2)) for rank in range(4)),
@@ -62,9 +62,9 @@ class TransferTests(DeviceSetup):
     def test_blocks_come_back_from_their_slots(self, engine_factory: EngineFactory, shape: Shape) -> None:
         noise, groups = random.Random(2), len(shape.page_refs())
         with rig(engine_factory, shape, self.device) as it:
-            for number in range(0, 6 if shape.mappings else 24, 2):  # pages of many pieces take long
+            for number in range(0, 6 if shape.mappings else 24, 2):  # pages with many pieces take long
                 ids, slots = list(range(48)), list(range(24))
-                if number % 6:  # else neighbours, whose copies may be joined
+                if number % 6:  # otherwise adjacent blocks, whose copies may be merged
                     noise.shuffle(ids)
                     noise.shuffle(slots)
                 width = shape.blocks_per_chunk
@@ -73,7 +73,8 @@ class TransferTests(DeviceSetup):
                 sizes = [count * width for count in chunks]
                 total = sum(sizes)
                 blocks = Blocks.make(ids[:total], sizes, firsts)
-                skips = [noise.randrange(width) if count else 0 for count in chunks]  # loads want a part
+                # loads of only some blocks
+                skips = [noise.randrange(width) if count else 0 for count in chunks]
                 ends = [noise.randrange(width) if count > 1 else 0 for count in chunks]
                 sizes = [size - skip - end for size, skip, end in zip(sizes, skips, ends, strict=True)]
                 firsts = [first + skip for first, skip in zip(firsts, skips, strict=True)]
@@ -106,7 +107,7 @@ class TransferTests(DeviceSetup):
     @pytest.mark.parametrize("count", [0, 5])
     def test_results_say_what_was_moved(self, engine_factory: EngineFactory, count: int) -> None:
         with rig(engine_factory, device=self.device) as it:
-            for _ in range(2):  # an id is used once at a time
+            for _ in range(2):  # Each id is used only once at a time.
                 it.store(7, neighbours(0, count), range(count))
                 it.engine.wait([7])
                 (end,) = it.engine.finished()
@@ -149,7 +150,7 @@ class TransferTests(DeviceSetup):
 
 
 class OrderTests(DeviceSetup):
-    """Transfers at the same time as other transfers, and while the engine computes."""
+    """Transfers concurrent with other transfers and with the engine's computation."""
 
     def test_stores_and_loads_happen_in_order(self, engine_factory: EngineFactory) -> None:
         with rig(engine_factory, device=self.device) as it:
@@ -305,7 +306,7 @@ class EndTests(DeviceSetup):
         assert kinds == [DeviceLostError] * 3  # none of their bytes moves
         assert [end.attempt for end in ends.values()] == [None] * 4
         it.engine.close()
-        gate.open()  # an abandoned copy that ends is not reported, and its memory is still mapped
+        gate.open()  # The end of an abandoned copy is not reported, and its memory is still mapped.
         time.sleep(0.05)
         assert it.engine.finished() == []
         assert sum("device disabled" in record.getMessage() for record in caplog.records) == 1

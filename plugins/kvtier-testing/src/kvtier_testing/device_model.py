@@ -219,7 +219,7 @@ class Rig:
         self.model.load(slots, blocks)
 
     def check_there_and_back(self, number: int, blocks: Blocks, slots: Sequence[int], target: Blocks) -> None:
-        """Store blocks, load them into others, and check all bytes after each. Takes two numbers."""
+        """Store blocks, load them into others, and check all bytes after each. Uses two transfer ids."""
         self.store(number, blocks, slots)
         self.check()
         self.load(number + 1, slots, target)
@@ -269,7 +269,7 @@ def _tensor(rows: list[bytearray], device: str) -> torch.Tensor:
 
 
 def neighbours(first_id: int, count: int, first_index: int = 0) -> Blocks:
-    """Return blocks of one group: neighbours, from ``first_id`` on."""
+    """Return adjacent blocks of one group, from ``first_id`` on."""
     return Blocks.make(range(first_id, first_id + count), (count,), (first_index,))
 
 

@@ -61,7 +61,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
     """Keeps chunks in a dict."""
 
     Config = DummyConfig
-    medium = "memory"  # the kind of storage: requests can choose by it, and hit metrics have it
+    medium = "memory"  # The kind of storage. Requests can select tiers by it, and hit metrics contain it.
 
     # Reasons become metric labels: list those that are not kvtier's own.
     reasons = MappingProxyType({"injected": "a fault that the settings asked for"})
@@ -104,7 +104,7 @@ class DummyTier(SecondaryTier[DummyConfig]):
         """Copy the chunks and their trailers."""
         resets = self._resets
         await self._pause(self.config.put_latency_s)
-        if resets != self._resets:  # a chunk put before a reset must not appear after it
+        if resets != self._resets:  # A chunk put before a reset must not appear after it.
             return Outcome.all(Status.REFUSED, len(batch), "reset")
         return _outcome([self._put_one(batch, index) for index in range(len(batch))])
 

@@ -97,7 +97,7 @@ def _check_claims(core: Tiering) -> None:
 def watch_evictions(core: Tiering) -> None:
     """Check every eviction from now on.
 
-    Each must free as much as possible, by priority, the tail of a prompt first, and no chunk in use.
+    Each must free as many chunks as possible, in order of priority, prompt tails first, and no chunk in use.
 
     Raises:
         AssertionError: later, from the call that evicts; the message names the fault.

@@ -96,8 +96,8 @@ class LimitedSuite:
     """A conformance suite whose tests cannot hang, including tests added by a subclass.
 
     Attributes:
-        patience_s: seconds after which a single call has to have ended.
-        limit_s: seconds after which a test has to have ended.
+        patience_s: time limit of a single call, in seconds.
+        limit_s: time limit of a test, in seconds.
     """
 
     patience_s: ClassVar[float] = 30.0
@@ -188,7 +188,7 @@ class _Run:
         runner = asyncio.Runner(loop_factory=self._suite.event_loop)
         try:
             runner.run(self._cancellable())
-        except _EXITS as error:  # from one of the tier's tasks or threads: it has stopped the loop
+        except _EXITS as error:  # Raised in one of the tier's tasks or threads, which has stopped the loop.
             self._error = ended_process(self._suite.calls.names(), error)
         except BaseException as error:
             self._error = error
@@ -218,7 +218,8 @@ class _Run:
             return ""
         assert self._thread.ident is not None
         thread, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)  # stops loops in Python, not calls into C
+        # stops loops in Python, but not calls into C
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         _exit_after_main_thread()
         self._ended.wait(_STOP_S)
         if not inspect.iscoroutinefunction(self._test):
@@ -231,7 +232,7 @@ class _Run:
 
 @functools.cache
 def _exit_after_main_thread() -> None:
-    """Exit when the main thread has ended: the interpreter would wait for threads that hang."""
+    """Exit when the main thread has ended, because the interpreter would wait for hanging threads."""
 
     def wait_and_exit() -> None:
         threading.main_thread().join()

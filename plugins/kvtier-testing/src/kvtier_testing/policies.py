@@ -30,7 +30,7 @@ from kvtier_testing.limits import LimitedSuite
 
 _VERBS = ("resize", "add", "add_run", "pin", "evict", "clear")
 _FEW, _MANY = 4_000, 64_000
-_MOST_TIMES_AS_LONG = 8  # a call that walks over all candidates takes about 16 times as long
+_MOST_TIMES_AS_LONG = 8  # a call that visits all candidates takes about 16 times as long
 _ATTEMPTS = 10
 _NUMBERS = st.lists(st.integers(0, 23), min_size=1, max_size=12, unique=True)
 _HOPELESS = 2  # more attempts are made if even the best one took twice the limit
@@ -111,7 +111,7 @@ class PolicyConformance(LimitedSuite):
     def test_a_call_takes_no_longer_with_more_candidates(self) -> None:
         few = min(self._seconds_of_calls(_FEW) for _ in range(_ATTEMPTS))
         many, most = math.inf, _MOST_TIMES_AS_LONG * few
-        for attempt in range(_ATTEMPTS):  # other processes may evict CPU caches: the best attempt counts
+        for attempt in range(_ATTEMPTS):  # Other processes may evict CPU caches, so the best attempt counts.
             many = min(many, self._seconds_of_calls(_MANY))
             if many < most or (attempt >= _HOPELESS and many > 2 * most):
                 break

@@ -71,13 +71,13 @@ class Copies:
         self._end_later(end)
 
     def hurry(self) -> None:
-        """End all copies now, as waiting for them would."""
+        """End all copies now, with the same effect as waiting for them."""
         for end, timer in list(self._under_way.items()):
             timer.cancel()
             end()
 
     def stop(self) -> None:
-        """End the copies where they are, as the death of their process does."""
+        """Stop the copies halfway, as the death of their process does."""
         for timer in self._under_way.values():
             timer.cancel()
 

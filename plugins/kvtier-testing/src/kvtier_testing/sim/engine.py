@@ -144,7 +144,7 @@ class EngineProcess(Process):
         peers = [address for tier in scenario.tiers for address in getattr(tier.config, "peers", ())]
         self._addresses = [*peers, _NOBODY]
         core.shared.gate.window_chunks = 2
-        self._full_steps = 0  # steps without room for a request: waiting ones are not looked up
+        self._full_steps = 0  # steps without room for a request, in which waiting requests are not looked up
         self._jobs: list[Job] = []
         self._requests = 0
         self._epoch = 0
@@ -162,8 +162,8 @@ class EngineProcess(Process):
             await asyncio.sleep(self._scenario.step_s * self._chance.choice((0.5, 1.0, 1.0, 3.0)))
 
     async def drain(self) -> None:
-        self.core.shared.gate.compute = ComputeSpeed()  # every chunk that is found is loaded from now on
-        at_rest = 0  # results at the end of a step show in the next one
+        self.core.shared.gate.compute = ComputeSpeed()  # From now on every found chunk is loaded.
+        at_rest = 0  # Results at the end of a step become visible in the next step.
         while at_rest < 2:
             while not (
                 self._is_idle and self.core.is_idle and self.tiers_are_idle and self.core.claims.is_empty
@@ -247,7 +247,8 @@ class EngineProcess(Process):
         prompt = chance.choice(self._scenario.prompts)
         tiers = None
         if chance.random() < 0.2:
-            first = int(self._scenario.keeps_memory)  # the adopted chunks come before, and are not filtered
+            # Adopted chunks precede the drawn tiers and are not filtered.
+            first = int(self._scenario.keeps_memory)
             asked = range(first, first + len(self._scenario.tiers))
             tiers = frozenset(index for index in asked if chance.random() < 0.5)
         job = Job(self._new_request(tiers), prompt[: chance.randint(1, len(prompt))])
@@ -266,7 +267,7 @@ class EngineProcess(Process):
         self._jobs.append(job)
 
     def _add_part(self, request: Request) -> None:
-        """Have a request act on blocks: of its own prompt or another one, or of none."""
+        """Let a request act on blocks of its own prompt, of another prompt, or of none."""
         chance = self._blocks
         prompt = chance.choice(self._scenario.prompts)
         named = [block_of(key) for key in chance.sample(prompt, chance.randint(1, len(prompt)))]
@@ -280,7 +281,7 @@ class EngineProcess(Process):
         self.core.add_part(request, part)
 
     def _claim(self, request: Request, kept_s: float) -> None:
-        """Claim its chunks, alone or with other requests; perhaps release the claim of others."""
+        """Claim a request's chunks, alone or with other requests; sometimes release other claims."""
         next_use_s = self._patience.choice((0.0, 0.1, 0.3, 2.0))
         name = self._claims.choice((request.name, request.name, "agent 1", "agent 2"))
         releases = self._claims.choice(((), (), (), ("agent 1",)))
@@ -353,7 +354,7 @@ class EngineProcess(Process):
     def _note_wait(self, job: Job) -> None:
         now_s = self._world.now_s
         job.is_scanned = False
-        waits_for_its_turn = job.request.deadline_s is None  # waits to be computed, not for a tier
+        waits_for_its_turn = job.request.deadline_s is None  # waits for computation, not for a tier
         if not job.was_deferred or waits_for_its_turn:
             job.waits_since_s = job.waits_since_s if job.expired else None
             return

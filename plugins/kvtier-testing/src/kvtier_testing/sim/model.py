@@ -267,7 +267,7 @@ class CheckedTiering(EfficiencyCheckedTiering):
         self._follow_announcements()
 
     def close(self, request: Request, now_s: float = -inf) -> None:
-        """End a request, which leaves no state behind but a claim."""
+        """End a request, and check that it holds nothing. Only its claim may remain."""
         with self._checks("close"):
             super().close(request, now_s)
         self.world.require(not request.held, f"request {request.name} has ended and holds {request.held}")

@@ -31,7 +31,7 @@ class Process(ABC):
 
     @abstractmethod
     async def store_once(self, keys: Sequence[OffloadKey]) -> None:
-        """Store as much of a prompt as there is room for, and wait for its end."""
+        """Store as much of a prompt as there is room for, and wait until the store ends."""
 
     @abstractmethod
     async def find(self, keys: Sequence[OffloadKey]) -> int:
@@ -42,7 +42,7 @@ class Process(ABC):
         """Shut down."""
 
     def kill(self) -> None:  # noqa: B027
-        """Stop what goes on without a task."""
+        """Stop all activity that runs outside of tasks."""
 
     @property
     def tiers_are_idle(self) -> bool:

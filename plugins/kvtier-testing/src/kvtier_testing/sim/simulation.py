@@ -278,7 +278,7 @@ class Engine:
         return EngineProcess(world, scenario, core, tiers, executor, self._copies(memory))
 
     def _adopt(self, core: CheckedTiering, memory: SimMemory) -> NamedTier:
-        """Have the core adopt what the last process has left; return the tier that verifies it."""
+        """Make the core adopt the last process's chunks; return the tier that verifies them."""
         world, chance = self.world, self.world.chance(f"adopted/{self.world.process}")
         if chance.random() < _DAMAGED:
             memory.view(chance.randrange(memory.slots))[chance.randrange(CHUNK_BYTES)] ^= 1

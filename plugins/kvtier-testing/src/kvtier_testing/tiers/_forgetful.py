@@ -14,8 +14,9 @@ class ForgetfulProxy:
 
     Attributes:
         port: port on which it listens.
-        flips: number of the next large pieces from the server to flip one bit in, each at another
-            place: a tier takes a chunk that is wrong twice in the same way as damaged in the store.
+        flips: number of the next large pieces from the server in which to flip one bit. Each flip has a
+            different place, because a tier regards a chunk that is twice wrong in the same way as damaged in
+            the store.
     """
 
     def __init__(self, upstream_port: int) -> None:

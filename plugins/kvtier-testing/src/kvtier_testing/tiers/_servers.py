@@ -28,17 +28,17 @@ def absent(why: str) -> NoReturn:
 def free_port(*beside: int) -> int:
     """Return a free loopback port; the ports at the offsets ``beside`` are free too.
 
-    It is below the ephemeral ports. No other call on this machine returns it while this process lives: its
-    server may not listen yet.
+    It is below the ephemeral ports. No other call on this machine returns it while this process lives,
+    because its server may not listen yet.
     """
     while True:
         port = random.SystemRandom().choice(_PORTS)
         with ExitStack() as stack, suppress(OSError):
             name = stack.enter_context(socket.socket(socket.AF_UNIX))
-            name.bind(f"\0kvtier-port-{port}")  # in no file system
+            name.bind(f"\0kvtier-port-{port}")  # an abstract socket, which is in no file system
             for distance in (0, *beside):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port + distance))
-            name.detach()  # open until this process ends
+            name.detach()  # kept open until this process ends
             return port
 
 

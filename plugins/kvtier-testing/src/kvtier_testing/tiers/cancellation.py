@@ -163,7 +163,7 @@ class CancellationTests(TierSetup):
                 await anyio.sleep(2 * self.settle_s)
                 ended = driver.ends_of(started)
                 expect(not any(ended), f"slowed() has not made transfers hang: they ended {ended} times")
-                # The executor waits for calls that still touch slots: the hang ends while it closes.
+                # The executor waits for calls that still touch slots, so the hang ends during its close.
                 asyncio.get_running_loop().call_later(self.settle_s, hanging.close)
         ended = driver.ends_of(started)
         expect(ended == [1, 1], f"transfers that hung ended {ended} times")

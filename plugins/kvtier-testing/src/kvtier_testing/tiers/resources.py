@@ -21,7 +21,7 @@ from kvtier_testing.tiers.steps import Way, run_cancelled
 
 _LOOP_THREADS = ("AnyIO worker thread", "asyncio_")  # they belong to the loop and outlive a tier
 _OPEN_FILES = next((path for path in (Path("/proc/self/fd"), Path("/dev/fd")) if path.exists()), None)
-_SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds that it ran, and that it waited to run
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # run time and time waiting to run, in nanoseconds
 _GRACE = 50  # times settle_s
 _ATTEMPTS = 5
 _REPEATED_CALLS = 40
@@ -45,7 +45,7 @@ def _scheduled_s(but: Collection[int] = ()) -> dict[int, tuple[float, float]]:
 
 
 def _share(passed_s: float, before: tuple[float, float], now: tuple[float, float]) -> float:
-    """Return the fraction of a core that a thread takes when it need not wait for one."""
+    """Return the fraction of a core that a thread uses when it need not wait for one."""
     ran_s, queued_s = now[0] - before[0], now[1] - before[1]
     # A thread that ran for a moment and waited the rest does not count as always running.
     return ran_s / max(passed_s - queued_s, passed_s * _IDLE_SHARE)

@@ -40,22 +40,22 @@ class Damage(Enum):
 
 
 class TierSetup(LimitedSuite):
-    """The attributes and hooks of ``TierConformance``. A subclass gives ``tier`` and ``settings``.
+    """The attributes and hooks of ``TierConformance``. A subclass sets ``tier`` and defines ``settings``.
 
     Attributes:
         tier: the class that is tested.
         is_persistent: whether chunks survive closing and reopening the tier.
         is_shared: whether several tiers may have one place open at once.
-        is_lossy: whether chunks may leave although there is room for all. Such a tier may answer ABSENT
-            at any time, but must never return a wrong byte.
+        is_lossy: whether chunks may leave although there is room for all. Such a tier may answer ABSENT at
+            any time, but must never return a wrong byte.
         may_mix_versions: whether a get during a discard of its chunk may answer OK with bytes of other
             chunks, because freed memory is reused at once. They must not match the trailer.
         chunk_bytes: length of the chunks of most tests.
         sizes: further lengths of chunks to test.
         settle_s: seconds until leftovers of a call, such as a thread, become visible.
         pause_s: longest time that a call may block the event loop, in seconds.
-        patience_s: seconds after which a single call has to have ended.
-        limit_s: seconds after which a test has to have ended.
+        patience_s: time limit of a single call, in seconds.
+        limit_s: time limit of a test, in seconds.
     """
 
     tier: ClassVar[type[SecondaryTier[Any]]]
@@ -72,9 +72,9 @@ class TierSetup(LimitedSuite):
         """Return a configuration as a user writes it, ``type`` included.
 
         Args:
-            place: a path that does not exist yet. Tiers with the same place find each other's chunks,
-                others never do. A tier that keeps its chunks elsewhere uses ``place.name``, which is
-                unique, for its bucket or prefix.
+            place: a path that does not exist yet. Tiers with the same place find each other's chunks; tiers
+                with different places never do. A tier that keeps its chunks elsewhere uses ``place.name``,
+                which is unique, for its bucket or prefix.
 
         There must be room for 256 MiB of chunks.
         """
@@ -99,8 +99,8 @@ class TierSetup(LimitedSuite):
     def slowed(self, tier: SecondaryTier[Any], seconds: float) -> AbstractContextManager[None]:
         """Return a context that makes each put and get ``seconds`` slower at the backend. Optional.
 
-        With ``math.inf`` they hang until the context is left. Any means will do: a proxy that waits, a
-        command of the server, a double of the client.
+        With ``math.inf`` they hang until the context is left. It may use any means, such as a proxy that
+        waits, a command of the server, or a double of the client.
         """
         raise NotImplementedError
 

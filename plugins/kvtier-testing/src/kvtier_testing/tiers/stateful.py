@@ -98,7 +98,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(chosen=_numbers)
     def get(self, chosen: list[int]) -> None:
-        """Get chunks. The tier must stay with each answer."""
+        """Get chunks. Later answers of the tier must be consistent with the result."""
         batch, slots = self.it.empty(chosen)
         outcome = self.run(self.it.tier.get(batch))
         self.it.check_outcome(outcome, batch, "get")
@@ -122,7 +122,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(chosen=_numbers)
     def touch(self, chosen: list[int]) -> None:
-        """Touch chunks; that changes no answer."""
+        """Touch chunks, which changes no answer."""
         self.run(self.it.tier.touch(keys(chosen)))
 
     @rule(chosen=_numbers)
