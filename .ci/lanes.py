@@ -1,8 +1,8 @@
 """Run sessions of nox two at a time: ``python .ci/lanes.py [--full] [SESSION ...]``.
 
 Sessions that share an environment run one after the other. A session's output is printed whole when it ends.
-The log closes with a table of seconds and results. The exit status is 1 if a session failed. A run waits for
-the end of another one in the same checkout: it would remove environments that are in use.
+The log ends with a table of durations and results. The exit status is 1 if a session failed. A run waits
+until other runs in the same checkout have ended, because it would remove environments in use.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
 
-# Sessions by the environment that they can share: engines and torch are large. They start in this order,
-# as far as their environments are free.
+# Sessions by the environment that they can share, because engines and torch are large. They start in this
+# order, as far as their environments are free.
 FAST = {
     "demo": "engine",
     "integration": "engine",
@@ -65,8 +65,9 @@ LANES = 2
 LIMIT_S = {"fast": 3600, "full": 4500}
 GRACE_S = 30.0
 POLL_S = 0.2
-LAST_LINES = 25  # of a failed session, repeated at the end
-FIRST_RED = 8  # of a failed session's tests, at the very end: viewers cut the middle of a long log
+LAST_LINES = 25  # lines of a failed session's log, repeated at the end
+# Failures of a failed session's tests, printed last, because log viewers cut the middle of a long log.
+FIRST_RED = 8
 LINE_CHARS = 300
 
 OF_UV = {
@@ -82,11 +83,11 @@ _printing = threading.Lock()
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SUMMARY = re.compile(r"^=+ (.* in [0-9.]+s.*?) =+$", re.MULTILINE)
 _RED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
-# Raised exceptions; those of a group are framed.
+# Raised exceptions. Those in a group are framed.
 _ERROR = re.compile(r"^E  .*$|^ +\| (?:\w+\.)*\w*(?:Error|Exception|Warning): .*$", re.MULTILINE)
 
 
-_ended = threading.Event()  # set when this run is broken off
+_ended = threading.Event()  # set when this run is interrupted
 
 
 @dataclass
@@ -94,9 +95,9 @@ class Job:
     """One session of nox.
 
     Args:
-        name: of the session.
-        owner: the session whose environment it uses, the first of those that can share one.
-        folder: for its log and its report.
+        name: name of the session.
+        owner: session whose environment it uses: the first of those that can share it.
+        folder: directory for its log and its report.
     """
 
     name: str
@@ -150,7 +151,7 @@ class Job:
             print(f"---- {self.name}: {self.result} in {self.seconds:.0f} s\n", flush=True)
 
     def log(self) -> str:
-        """Return its output, without colours."""
+        """Return its output without colours."""
         return _COLOUR.sub("", self._log.read_text(encoding="utf-8", errors="replace"))
 
     @property
@@ -159,7 +160,7 @@ class Job:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a session and its processes: first by SIGINT, so that pytest names the test that ran."""
+    """End a session and its processes. SIGINT comes first, so that pytest names the running test."""
     for number, patience_s in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -168,7 +169,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reported(report: Path) -> str:
-    """Return "passed" or "skipped": nox exits with 0 in both cases."""
+    """Return "passed" or "skipped", because nox exits with 0 in both cases."""
     sessions = json.loads(report.read_text(encoding="utf-8"))["sessions"]
     return "passed" if any(one["result"] == "success" for one in sessions) else "skipped"
 
@@ -211,12 +212,12 @@ def _locked() -> Iterator[int]:
 
 
 def _folder(name: str) -> Path:
-    """Return where nox has the environment of a session."""
+    """Return the path of a session's nox environment."""
     return PROJECT / ".nox" / name.replace(".", "-")
 
 
 def _remove(folder: Path) -> None:
-    """Remove an environment, or the link to one. A folder that is still written to stays."""
+    """Remove an environment or a link to one. A folder that is still being written stays."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -244,10 +245,10 @@ def conclude(jobs: Sequence[Job], seconds: float) -> None:
 
 
 def uv_settings() -> dict[str, str]:
-    """Return variables with which nox uses uv if it is installed, and uv has pip's settings."""
+    """Return variables that make nox use uv if it is installed, and give uv pip's settings."""
     command = (sys.executable, "-m", "pip", "config", "list")
     listed = subprocess.run(command, capture_output=True, text=True).stdout  # empty without pip
-    # Compiled as pip does, or where Python writes no bytecode each process compiles what it imports.
+    # Compile bytecode, as pip does. If Python writes no bytecode, each process would compile its imports.
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_COMPILE_BYTECODE": "1"}
     found["NOX_DEFAULT_VENV_BACKEND"] = "uv|virtualenv"
     for line in listed.splitlines():
@@ -258,10 +259,9 @@ def uv_settings() -> dict[str, str]:
 
 
 def chosen(names: Collection[str], *, full: bool) -> dict[str, str]:
-    """Return the environment's owner for each chosen session; ``plugins`` means that session on every Python.
+    """Return each chosen session and its environment's owner.
 
-    Raises:
-        SystemExit: a name is unknown.
+    ``plugins`` selects that session on all Pythons.
     """
     known = {name: {one for one in FULL if name in (one, one.partition("-")[0])} for name in names}
     if missing := [name for name in names if not known[name]]:
@@ -272,7 +272,7 @@ def chosen(names: Collection[str], *, full: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the sessions that the command line names."""
+    """Run the sessions named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--full", action="store_true", help="also run the sessions that commits skip")
     parser.add_argument("sessions", nargs="*", help="names of sessions [all]")
